@@ -101,7 +101,7 @@ def main() -> None:
             )
             timelines[name] = load(run)
             found = records(run)
-            ratio = found[args.steps]["agent/prefill_ratio"]
+            ratio = found[args.steps]["agent/prefix_reuse_ratio"]
             print(name, json.dumps(figures(timelines[name], found) | {"prefill_ratio": ratio}), flush=True)
     if args.svg:
         args.svg.write_text(svg(timelines), encoding="utf-8")

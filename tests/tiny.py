@@ -36,10 +36,11 @@ def tiny_tokenizer(
     *,
     template: str | None = CHAT_TEMPLATE,
     special: tuple[str, ...] = SPECIAL,
+    begin: bool = False,
 ) -> Any:
     """A byte-level PreTrainedTokenizerFast; saved as a tokenizer directory when `path` is given.
 
-    eos is <|im_end|>, pad is <|endoftext|>. Special tokens follow the 256 bytes in the order of SPECIAL.
+    eos is <|im_end|>, pad is <|endoftext|>; with `begin` every text begins with <|im_start|>. Special tokens follow the 256 bytes in the order of SPECIAL.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -54,6 +55,14 @@ def tiny_tokenizer(
     )
     if template is not None:
         tokenizer.chat_template = template
+    if begin:
+        from tokenizers.processors import TemplateProcessing
+
+        tokenizer.bos_token = token = "<|im_start|>"
+        both = [(token, tokenizer.bos_token_id)]
+        core.post_processor = tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{token} $A", special_tokens=both
+        )
     if path is not None:
         Path(path).mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(str(path))

@@ -65,6 +65,8 @@ some, -1 where nobody knows (the last token of a response is never computed). Al
 UNKNOWN_EXPERT = -1
 """In `routed_experts`: nobody saw the token; it goes where its router sends it."""
 
+SINGLE_TURN = "single_turn_agent"
+
 AGENT_LOOP_ARGUMENTS = (
     "self",
     "sampling_params",

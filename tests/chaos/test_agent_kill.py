@@ -147,10 +147,10 @@ def test_a_process_that_is_killed_is_an_outcome_and_none_outlives_the_trainer(
     words = words_of(dialogues, tmp_path / "run", 1, "trainer.total_training_steps=1", *more)
     done = fork_server.run(words, AGENT_KILL=str(tmp_path), KILL=str(kill))
     assert done.status == 0 and not kill.exists(), done.stderr
-    (record,) = [r for r in records(tmp_path / "run").values() if "agent/resamples" in r]
+    (record,) = [r for r in records(tmp_path / "run").values() if "agent/resampled" in r]
     lost = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     lost = [event for event in lost if event["event"] == "trajectory_failed"]
-    assert record["agent/resamples"] == len(lost) >= 1 and record["agent/status/environment_error"] == 0
+    assert record["agent/resampled"] == len(lost) >= 1 and record["agent/status/environment_error"] == 0
     assert all(event["status"] == "environment_error" for event in lost)
     assert KILLED[what] in lost[0]["error"]
     assert processes_with("AGENT_KILL", str(tmp_path)) == []

@@ -76,7 +76,7 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_processes(
         )
         assert record["agent/segments_per_trajectory/max"] == 1 and record["actor/grad_norm"] > 0
         assert record["agent/unrecorded_tokens"] == 0
-        assert record["agent/prefill_ratio"] == 1.0, "later turns prefill only what is new"
+        assert record["agent/prefix_reuse_ratio"] == 1.0, "later turns prefill only what is new"
 
     parts = tmp_path / "parts"
     run(tiny, parts, 0, "trainer.total_training_steps=1")

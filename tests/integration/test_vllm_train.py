@@ -53,7 +53,7 @@ def test_two_steps(run: TinyRun, fork_server, tmp_path: Path) -> None:
         assert found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4
         assert found[step]["actor/grad_norm"] > 0
         assert found[step]["agent/status/max_turns"] > 0 and found[step]["num_turns/max"] == 6
-        assert found[step]["agent/prefill_ratio"] < 2, "vLLM finds whole blocks of the turns before"
+        assert found[step]["agent/prefix_reuse_ratio"] < 2, "vLLM finds whole blocks of the turns before"
     assert any(name.startswith("val-core/") for name in found[2])
     assert (out / "global_step_2/actor/model.safetensors").is_file()
 

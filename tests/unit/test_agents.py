@@ -61,6 +61,7 @@ def play(
     events: list | None = None,
     model: Path | None = None,
     processes: int = 0,
+    max_lost_ratio: float = 0.99,
 ) -> tuple[Batch, Says]:
     """One prompt through the manager, its loop in this process or in so many others. words: keys below actor_rollout_ref.rollout."""
     config = load(
@@ -72,7 +73,7 @@ def play(
     agent = config.actor_rollout_ref.rollout.agent
     settings = RolloutSettings(
         SamplingParams(max_tokens=600), n=n, seed=1, default_loop=agent.default_agent_loop,
-        on_status=dict(agent.on_status), max_resamples=agent.max_resamples, max_lost_ratio=1.0,
+        on_status=dict(agent.on_status), max_resamples=agent.max_resamples, max_lost_ratio=max_lost_ratio,
     )  # fmt: skip
 
     async def score(trajectory: Trajectory) -> None:
@@ -230,6 +231,10 @@ def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str) ->
     if status:
         with pytest.raises(RolloutError, match="exit status 3"):
             play(["12", "Yes."], *words)
+        (t,), _ = play(
+            ["12", "Yes."], *words, max_lost_ratio=1.0
+        )  # main_generation counts what is lost of all its prompts
+        assert t.finish_reason == "lost"
         return
     (t,), _ = play(["12", "Yes."], *words)
     assert (t.status, t.score, len(t.segments)) == ("completed", 0.5, 1)

@@ -428,7 +428,8 @@ def test_a_mini_batch_is_corrected_with_its_own_current_log_probs_each_time() ->
             seen.append(rows)
             return flat(rows, "old_log_probs") + shift
 
-        corrected, metrics = plan(how).corrected(mini, now)
+        corrected = plan(how).corrected(mini, now)
+        metrics = corrected.metrics
         rows = [r for r in mini.rows if r.policy_tokens]
         assert seen[-1] == segments_of(rows), "rows that an earlier pass rejected are looked at again"
         errors = [[e + shift for e in row] for row in errors_of(rows)]

@@ -184,7 +184,7 @@ def trained(
     passed = plan.needs_pass(mini)
     assert passed == (name in OF_THE_MINI_BATCH or (cut and name in ("gspo", "geo_mean")))
     if passed:
-        mini, _ = plan.corrected(
+        mini = plan.corrected(
             mini, lambda found: np.concatenate([now[id(s)] for s in found]), step=3, number=1
         )
     leaves = {id(s): torch.from_numpy(now[id(s)]).requires_grad_() for s in segments_of(rows)}
@@ -256,8 +256,8 @@ def test_before_the_first_update_old_log_probs_are_the_current_ones() -> None:
         def never(found: list[Segment]) -> np.ndarray:
             raise AssertionError("a pass")
 
-        mini, metrics = plan.corrected(plan._mini_batch(rows), never, step=1, number=0)
-        assert metrics == {} and not any(s.mini_batch_values.any() for s in mini.usable)
+        mini = plan.corrected(plan._mini_batch(rows), never, step=1, number=0)
+        assert mini.metrics == {} and not any(s.mini_batch_values.any() for s in mini.usable)
 
 
 def test_the_draw_of_clip_cov_follows_the_step() -> None:

@@ -288,3 +288,18 @@ def test_the_loss_config_survives_copying() -> None:
 
     config = copy.copy(LossConfig(SimpleNamespace(clip_ratio=0.3), LossDenominators(1, 1, 1)))
     assert config.clip_ratio == 0.3
+
+
+def test_a_loss_may_require_the_weights_of_a_correction_that_is_off() -> None:
+    def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
+        assert rollout_is_weights is None
+        return log_prob.sum(), {}
+
+    LOSSES.register("requires_weights")(mine)
+    try:
+        rows = rows_of(4, MASKS, is_weights=None)
+        micro = MicroBatch(rows, tokens(rows, 5).requires_grad_())
+        own = actor(loss_mode="requires_weights")
+        assert ActorObjective(own, count_denominators(rows, None))(micro)[0].isfinite()
+    finally:
+        del LOSSES.functions["requires_weights"]

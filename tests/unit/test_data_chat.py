@@ -58,14 +58,9 @@ def test_rendering_adds_no_special_tokens_of_its_own() -> None:
 
 
 def test_raw_text_gets_the_begin_token_that_the_tokenizer_would_put() -> None:
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer: Any = tiny_tokenizer(template=None)
     assert ChatRenderer(tokenizer).ids("ab").tolist() == tokenizer("ab")["input_ids"]
-    tokenizer.bos_token = "<|im_start|>"
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 257)]
-    )
+    tokenizer = tiny_tokenizer(template=None, begin=True)
     assert ChatRenderer(tokenizer).ids("ab")[0] == 257 and len(ChatRenderer(tokenizer).ids("ab")) == 3
 
 
@@ -78,5 +73,7 @@ def test_system_keys_and_failing_templates() -> None:
 
 
 def test_messages_keep_other_keys_and_drop_nulls() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": 1}], "name": None}
-    assert as_messages([call]) == [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]
+    calls = [{"function": {"arguments": {"city": "Paris", "expr": None}}}]
+    call = {"role": "assistant", "content": None, "tool_calls": calls, "name": None}
+    calls = [{"function": {"arguments": {"city": "Paris"}}}]
+    assert as_messages([call]) == [{"role": "assistant", "content": "", "tool_calls": calls}]

@@ -213,6 +213,8 @@ def test_own_function_needs_neither_truth_nor_known_source(tmp_path: Path, token
     own = "custom_reward_function.path=f.py"
     data = open_rows(tmp_path, rows, tokenizer, own, check_truth=check_truth)
     assert data.prompt(0).data_source == "mine" and data.prompt(0).ground_truth is None
+    alone, both = "reward_model.enable=True", "reward_model.weights={function:1,model:1}"
+    assert [RowRules.of(load(words)).needs_truth for words in ([alone], [alone, both])] == [False, True]
 
 
 # ------------------------------------------------------------------------------------------------------ length
@@ -256,6 +258,10 @@ def test_scan_in_processes(
     assert there.report == here.report and there.bad_rows == here.bad_rows
     assert "16 of 40 rows are checked" in capsys.readouterr().err
     assert [there.prompt(i).uid for i in range(len(there))] == [here.prompt(i).uid for i in range(len(here))]
+    base = "from verl.utils.dataset.rl_dataset import RLHFDataset\n"
+    (tmp_path / "own.py").write_text(f"{base}class Own(RLHFDataset): pass\n")
+    own = f"data.custom_cls={{path:{tmp_path}/own.py,name:Own}}"
+    assert len(open_rows(tmp_path, rows, tokenizer, *more, own, name="x.parquet")) == len(here)
 
 
 # ------------------------------------------------------------------------------------------------------- order

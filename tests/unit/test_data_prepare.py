@@ -107,10 +107,10 @@ def test_math_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("text", "boxed"),
-    [(r"\boxed{a{b}c}d", "a{b}c"), (r"\boxed{a} \boxed{b", None), (r"$\boxed 5$", "5"), ("x", None)],
+    [(r"\boxed{a{b}c}d", "a{b}c"), (r"\boxed{1} $\boxed 5$", "5"), (r"so \fbox{6}", "6"), ("x", None)],
 )
-def test_last_boxed(text: str, boxed: str | None) -> None:
-    assert math_dataset.last_boxed(text) == boxed
+def test_the_boxed_answer_of_a_solution(text: str, boxed: str | None) -> None:
+    assert math_dataset.boxed_answer(text) == boxed
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,13 @@ def answer(prompt: int, length: int, trained: bool) -> Trajectory:
 def test_updates_and_passes_of_a_step() -> None:
     cost = ModelCost(per_token=10.0, per_pair=0.0, peak=1000.0)
     batch = [answer(3, 5, True), answer(2, 2, False)]
-    found = step_mfu(cost, batch, {"update_actor": 2.0, "old_log_prob": 1.0}, epochs=2, computed=0.5)
+    found = step_mfu("actor", cost, batch, {"update_actor": 2.0, "old_log_prob": 1.0}, epochs=2, computed=0.5)
     assert found == {
         "perf/mfu/actor": pytest.approx(8 * 10 * 3 * 2 * 0.5 / (2.0 * 1000)),
         "perf/mfu/actor_infer": pytest.approx(12 * 10 * 0.5 / (1.0 * 1000)),
     }
-    assert set(step_mfu(cost, batch, {"update_actor": 2.0})) == {"perf/mfu/actor"}
-    assert step_mfu(None, batch, {"update_actor": 2.0}) == {}
+    assert set(step_mfu("actor", cost, batch, {"update_actor": 2.0})) == {"perf/mfu/actor"}
+    assert step_mfu("actor", None, batch, {"update_actor": 2.0}) == {}
     assert math.isnan(mfu(cost, [3], 0.0, passes=1.0))
 
 

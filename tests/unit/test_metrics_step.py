@@ -264,3 +264,28 @@ def test_infinite_is_kept_and_negative_weights_are_refused():
     assert merge_metrics(both) == {"actor/grad_norm": math.inf}
     with pytest.raises(ValueError, match="negative"):
         merge_metrics([({"a": 1.0}, -1.0)])
+
+
+def test_trajectories_of_loops() -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        response("u1", index, 3, rng, status=status)
+        for index, status in enumerate(["completed", "timeout", "completed", "length"])
+    ]
+    for number, t in enumerate(rows):
+        t.extra |= {"agent_loop": "environment_agent", "sampler_calls": number, "resamples": number % 2}
+        t.extra |= {
+            "turns": [{"reward": float(number)}, {}],
+            "tool_counts": {"calls": 2, "invalid": 1, "errors": 0},
+        }
+        t.timing["tool_calls"] = float(number)
+    found = of_step.dialogue_metrics([*rows, response("u1", 4, 3, rng)])
+    shares = {name.rpartition("/")[2]: value for name, value in found.items() if "agent/status/" in name}
+    assert {name: share for name, share in shares.items() if share} == {
+        "completed": 0.5,
+        "timeout": 0.25,
+        "length": 0.25,
+    }
+    assert (found["agent/calls/mean"], found["agent/calls/max"], found["agent/resampled"]) == (1.5, 3, 2)
+    three(found, "agent/step_reward", [0, 1, 2, 3])
+    assert (found["timing_s/agent_loop/environment/max"], found["agent/invalid_calls"]) == (3, 4)

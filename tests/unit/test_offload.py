@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.engine_cases import rows_of
+from tests.unit.engine_cases import rows_of, simple_loss
 from verl.config import load
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trainer.colocation import Colocation
@@ -181,3 +182,39 @@ def test_a_pass_that_fails_leaves_the_device_free(tmp_path: Path, places: Places
         assert places.at(engine) == ALL
         raise ZeroDivisionError
     assert places.at(engine) == AWAY
+
+
+def test_the_base_of_an_adapter_is_there_for_the_references_pass(
+    tmp_path: Path, places: Places, separate: None
+) -> None:
+    config = with_vllm(
+        configured(
+            tmp_path, *BOTH, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=2"
+        )
+    )
+    workers = start_here(config, tiny_tokenizer(), total_steps=1)
+    train_step(config, workers, tmp_path / "saved")
+    assert places.found[:2] == [("actor forward", WEIGHTS)] * 2, "the adapter's base is the reference"
+    assert places.at(engine_of(workers)) == AWAY
+
+
+@pytest.mark.parametrize("leaves", ["param_offload", "optimizer_offload"])
+def test_a_loaded_optimizer_state_is_where_the_next_update_looks(tmp_path: Path, leaves: str) -> None:
+    """The device "meta" stands for an accelerator."""
+    model = str(tiny_model(tmp_path / "model"))
+
+    def engine() -> FSDPEngine:
+        return FSDPEngine(
+            model,
+            role_cfg={"fsdp_config": {"dtype": "float32", leaves: True}, "optim": {"lr": 1e-3}},
+            device="cpu",
+        )
+
+    one, other = engine(), engine()
+    one.step(rows_of([(5, [4, 3])]), simple_loss(7, 0.1), ("log_probs", "entropy"), temperature=1.0)
+    one.save_optimizer(tmp_path / "state")
+    other.offload()
+    other.device = torch.device("meta")
+    other.load_optimizer(tmp_path / "state")
+    found = {state["exp_avg"].device.type for state in other._optimizer.state.values()}
+    assert found == ({"meta"} if leaves == "param_offload" else {"cpu"})

@@ -158,15 +158,9 @@ def test_a_trace_can_be_opened_and_has_operators_phases_shapes_and_other_threads
     assert "aten::mm" in Path(table).read_text()
 
 
-def test_memory_on_a_processor_names_what_lives_and_what_was_allocated(tmp_path: Path) -> None:
+def test_memory_on_a_processor_names_what_was_allocated(tmp_path: Path) -> None:
     kept: list[torch.Tensor] = []
-    files = profiled(tmp_path, lambda profiler: kept.append(torch.zeros(123, 1000)), "torch_memory")
-    summary, trace, _ = files
-    found = json.loads(Path(summary).read_text())
-    new = {"dtype": "float32", "shape": [123, 1000], "count": 1, "bytes": 492_000}
-    assert new in found["after"]["largest"] and new not in found["before"]["largest"]
-    assert found["after"]["tensor_bytes"] >= found["before"]["tensor_bytes"] + 492_000
-    assert found["after"]["resident_bytes"] > 0 and found["after"]["peak_bytes"] > 0
+    trace, _ = profiled(tmp_path, lambda profiler: kept.append(torch.zeros(123, 1000)), "torch_memory")
     allocated = [e for e in opened(trace) if e.get("name") == "[memory]"]
     assert any(e["args"]["Bytes"] == 492_000 for e in allocated)
 
@@ -237,5 +231,6 @@ def test_supervised_training_profiles_too(tmp_path: Path) -> None:
     ]
     assert main(words) == 0
     name = "sft.rank0.step2.torch_memory"
-    assert (tmp_path / f"profiles/{name}.tensors.json").is_file()
-    assert "update" in {event.get("name") for event in opened(str(tmp_path / f"profiles/{name}.json.gz"))}
+    assert {"update", "[memory]"} <= {
+        event.get("name") for event in opened(str(tmp_path / f"profiles/{name}.json.gz"))
+    }

@@ -178,11 +178,16 @@ def test_thinning_follows_the_rule_of_names() -> None:
     sparse: list[float | None] = [None] * count
     sparse[5] = 7.0
     columns = {"x/mean": values, "x/max": values, "x/min": values, "val/accuracy": sparse}
+    columns["timing_s/gen"] = values
     got = thin(Metrics(list(range(1, count + 1)), [None] * count, dict(columns)))
     every = got["every"]
     assert every == 3 and got["steps"][0] == 3 and got["steps"][-1] == count
     assert len(got["steps"]) == len(got["columns"]["x/mean"]) <= 1500
-    assert (got["columns"]["x/mean"][0], got["columns"]["x/max"][0], got["columns"]["x/min"][0]) == (1, 2, 0)
+    assert (got["columns"]["timing_s/gen"][0], got["columns"]["x/max"][0], got["columns"]["x/min"][0]) == (
+        1,
+        2,
+        0,
+    )
     assert [v for v in got["columns"]["val/accuracy"] if v is not None] == [7]
 
 

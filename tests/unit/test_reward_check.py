@@ -65,7 +65,8 @@ def test_parquet_and_the_plain_format(tmp_path: Path, data: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.Table.from_pylist(rows()), tmp_path / "chat.parquet")
+    seen = [row | {"images": [{"path": "a.png"}]} for row in rows()]
+    pq.write_table(pa.Table.from_pylist(seen), tmp_path / "chat.parquet")
     assert reward_check(str(tmp_path / "chat.parquet"), samples=5).ok
     plain = [{"prompt": "q", "response": f"so #### {137 + i}", "reward": 1.0} for i in range(5)]
     report = reward_check(data(plain, "plain.jsonl"))

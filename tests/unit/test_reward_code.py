@@ -67,6 +67,7 @@ def test_the_program_of_a_response(response: str, program: str | None) -> None:
         ("def g(a, b): return [a, *b]", CALLS, 0.0),
         ("def f(n): return n + 1", {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[2], [3]]}, 1.0),
         ("def f(n): return 10 ** n", {"fn_name": "f", "inputs": [[400], [0]], "outputs": [0.5, 1.0]}, 0.5),
+        ("def f(n): return pow(n, 3, 7)", {"fn_name": "f", "inputs": [[2]], "outputs": [[1]]}, 1.0),
         ("print('[' * 100000)", {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, 0.0),
         ("def f(n): return eval('[' * 80 + ']' * 80)", {"fn_name": "f", "inputs": [[1]], "outputs": [2]}, 0),
         ("print('1\\n' * 5000000)", {"inputs": [""], "outputs": ["1"]}, 0.0),

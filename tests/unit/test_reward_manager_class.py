@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,19 @@ class Plain:
         return data.batch["responses"].sum(-1).float()
 
 
+class Asks:
+    def __init__(self, compute_score, reward_router_address, reward_model_tokenizer):
+        assert reward_model_tokenizer.eos_token == "<|im_end|>"
+        self.compute_score, self.address = compute_score, reward_router_address
+
+    def run_single(self, data):
+        return {"reward_score": 1.0, "reward_extra_info": {"asked": [self.address, self.compute_score()]}}
+
+
+def named(reward_router_address):
+    return reward_router_address
+
+
 class Greedy:
     def __init__(self, tokenizer, dragons):
         pass
@@ -102,9 +116,9 @@ def answer(text: str, index: int = 0, truth: str = "72") -> Trajectory:
     return t
 
 
-def score(config: Any, answers: list[Trajectory]) -> Any:
+def score(config: Any, answers: list[Trajectory], judge: Any = None) -> Any:
     """Score the answers; the outcome of a text that is tried as before a run, for managers of single answers."""
-    runner = RewardRunner(config)
+    runner = RewardRunner(config, judge=judge)
     try:
         for t in answers:
             asyncio.run(runner.score(t))
@@ -148,6 +162,14 @@ def test_a_manager_may_be_plain_and_gets_the_arguments_it_names(config) -> None:
     t = answer("abcd")
     score(config("Sync"), [t])
     assert t.score == -2.0
+
+
+def test_a_manager_and_the_function_it_is_handed_get_the_runs_judge(config, model, tmp_path) -> None:
+    run, t = config("Asks"), answer("72")
+    run.custom_reward_function.path, run.custom_reward_function.name = f"{tmp_path}/managers.py", "named"
+    offered = {"reward_router_address": "http://judge/v1", "reward_model_tokenizer": [str(model), False]}
+    score(run, [t], judge=SimpleNamespace(offered=offered, close=lambda: None))
+    assert t.score_parts == {"asked": ["http://judge/v1"] * 2}, t.score_error
 
 
 def test_a_manager_of_whole_batches(config) -> None:

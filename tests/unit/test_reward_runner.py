@@ -405,6 +405,20 @@ def test_precheck_shows_values_and_refuses_a_function_that_fails(make, tmp_path,
         asyncio.run(precheck(make(path=str(tmp_path / "empty.py")), prompts))
 
 
+def test_precheck_shows_a_function_what_agent_loops_add(make: Any, tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text(
+        "def compute_score(extra_info, **k):\n"
+        "    rewards, said = extra_info['rollout_reward_scores'], extra_info['messages'][-1]\n"
+        "    earned = sum(rewards['tool_rewards']) + sum(extra_info['tool_metrics']) + extra_info['environment_reward']\n"
+        "    return earned + (said == {'role': 'assistant', 'content': '72'})\n"
+    )
+    runner = make(path=str(tmp_path / "reads.py"))
+    (probe,) = asyncio.run(precheck(runner, [answer("", agent_name="tool_agent").prompt]))
+    assert (probe.of_reference.score, probe.of_empty.score) == (1.0, 0.0)
+    with pytest.raises(RewardPrecheckError, match="KeyError: 'messages'"):
+        asyncio.run(precheck(runner, [answer("", agent_name="single_turn_agent").prompt]))
+
+
 def test_precheck_takes_rows_of_every_source(make: Any) -> None:
     prompts = [answer("", data_source=s).prompt for s in ("a", "a", "a", "b")]
     assert [p.prompt.data_source for p in asyncio.run(precheck(make(), prompts, rows=2))] == ["a", "a", "b"]

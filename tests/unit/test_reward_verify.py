@@ -48,6 +48,16 @@ def test_numina_reads_pi_as_3_14_and_words() -> None:
     assert score("The answer is 6.28.", r"2\pi", "numina_cn_k12") == 1.0
     assert score("The answer is $6.28$, roughly", r"2\pi", "numina_olympiads") == 1.0
     assert score("The answer is 6.3.", r"2\pi", "numina_cn_k12") == 0.0
+    truths = {
+        r"\pi": "3.14",
+        "π": "3.14",
+        r"\frac{\pi}{2}": "1.57",
+        r"\pi^2": "9.8596",
+        r"1+\pi": "4.14",
+        "3π": "9.42",
+    }
+    for truth, answer in truths.items():
+        assert score(f"\\boxed{{{answer}}}", truth, "numina_cn_k12") == 1.0, truth
     assert score("Answer: 7\nThe answer is 8", "7", "numina_cn_k12") == 0.0
     assert score("nothing", "7", "numina_cn_k12") == 0.0
 

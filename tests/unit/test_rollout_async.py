@@ -17,6 +17,7 @@ from verl.config import load
 from verl.data.stream import PromptStream
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
+from verl.rollout.dynamic_sampling import DynamicSchedule, GroupRule
 from verl.rollout.event_loop import BackgroundLoop
 from verl.rollout.manager import RolloutManager, RolloutSettings, response_seed
 from verl.rollout.requests import ResumableGeneration
@@ -132,6 +133,9 @@ class Run:
     name, phase, updates_per_step = "actor", "update_actor", 1
 
     def memory(self) -> dict[str, float]:
+        return {}
+
+    def balance(self, batch: Batch) -> dict[str, float]:
         return {}
 
     def update(self, batch: Batch, *, step: int) -> UpdateResult:
@@ -305,6 +309,8 @@ def test_a_sampler_of_prompts_that_learns_must_not_be_drawn_ahead() -> None:
     stream = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True, sampler=Learning(range(20)))
     with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
         PromptSchedule(stream, Versions(staleness=1), last_step=3)
+    with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
+        DynamicSchedule(stream, GroupRule(), Versions(staleness=1), last_step=3, score=None, check=None)
     PromptSchedule(stream, Versions(), last_step=3)
 
 

@@ -59,12 +59,15 @@ def dataset(
     *more: str,
     template: str | None = CHAT_TEMPLATE,
     samples: int = -1,
+    begin: bool = False,
 ) -> SFTDataset:
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     words = [f"data.train_files={path}", "model.path=x", "data.max_bad_row_ratio=0.9", *more]
     data = load(words, entry="sft").data
-    return SFTDataset(data.train_files, tiny_tokenizer(template=template), data, max_samples=samples)
+    return SFTDataset(
+        data.train_files, tiny_tokenizer(template=template, begin=begin), data, max_samples=samples
+    )
 
 
 def learned(data: SFTDataset, row: int = 0) -> list[str]:
@@ -166,6 +169,9 @@ def test_question_and_answer_without_template(tmp_path: Path) -> None:
     keys = ("data.prompt_key=p", "data.response_key=r")
     data = dataset(tmp_path, [{"p": "1+1=", "r": "2"}], *keys, template=None)
     assert learned(data) == ["2<|im_end|>"] and data.tokenizer.decode(data[0].ids) == "1+1=2<|im_end|>"
+    data = dataset(tmp_path, [{"p": "1+1=", "r": "2"}], *keys, template=None, begin=True)
+    assert data[0].ids.tolist() == data.tokenizer("1+1=2<|im_end|>")["input_ids"], "as prompts begin"
+    assert learned(data) == ["2<|im_end|>"] and data.lengths[0] == 7
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,13 @@ class Records:
 
 def storage(root: Path, *, narrowed: bool = False, contents: dict | None = None, **settings: Any) -> Storage:
     trainer = dict.fromkeys(
-        ["default_hdfs_dir", "resume_from_path", "max_ckpt_to_keep", "max_actor_ckpt_to_keep"]
+        [
+            "default_hdfs_dir",
+            "resume_from_path",
+            "max_ckpt_to_keep",
+            "max_actor_ckpt_to_keep",
+            "max_critic_ckpt_to_keep",
+        ]
     )
     trainer |= {"resume_mode": "auto", "del_local_ckpt_after_load": False}
     whole = ["model", "optimizer", "extra"]

@@ -36,7 +36,7 @@ def test_the_first_push_is_verified_and_later_ones_when_asked() -> None:
     receiver = Receiver()
     sync = StreamedSync(trainer(), receiver)
     found = [sync.push(0), sync.push(1), sync.push(2, verify=True)]
-    assert receiver.asked == [SAMPLED, "", FULL] and [r.verified for r in found] == [True, False, True]
+    assert receiver.asked == [SAMPLED, "", FULL] and [r.verified > 0 for r in found] == [True, False, True]
     assert found[1].bytes == 5 * 300 * 200 * 4 + 4 * 8 * 4
 
 

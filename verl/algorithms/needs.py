@@ -111,12 +111,13 @@ def passes(config: Any, updates_per_step: int) -> list[Pass]:
     replay = setting(config.actor_rollout_ref.actor, "router_replay.mode", "disabled")
     if replay == "R2" and "old_log_probs" in needed:
         needed |= {"routed_experts"}
+    if setting(config.actor_rollout_ref.actor, "calculate_sum_pi_squared", False):
+        needed |= {"sum_pi_squared"}
     chosen = [one for one in PASSES if needed & set(one.outputs.values())]
     if TEACHER in chosen:
         at = chosen.index(TEACHER)
         chosen[at : at + 1] = [replace(TEACHER, role=role) for role in teacher_roles(config)]
-    squares = setting(config.actor_rollout_ref.actor, "calculate_sum_pi_squared", False)
-    return [one.only(needed | {"sum_pi_squared"} if squares else needed) for one in chosen]
+    return [one.only(needed) for one in chosen]
 
 
 def with_old_log_probs(chosen: list[Pass]) -> list[Pass]:

@@ -144,7 +144,7 @@ class ActorObjective:
             name = "vanilla"
         reinforce = self._correction.bypass and self._correction.reinforce
         self._loss = on_inputs(compute_policy_loss_reinforce if reinforce else LOSSES.get(name))
-        self._needs = LOSSES.needs(name) - {"advantages", "response_mask", "old_log_probs"}
+        self._needs = LOSSES.needs(name) - {"advantages", "response_mask", "old_log_probs", "is_weights"}
         self._whole = None if reinforce else LOSSES.declared(name).whole
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
         self._denominators, self._tokens_of = denominators, tokens_of

@@ -207,11 +207,12 @@ UNREAD: dict[str, dict[str, str]] = {
         "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, "
         "data.dataloader_num_workers, data.num_workers, data.image_patch_size, "
         "trainer.esi_redundant_time}": "not in this release, the run is as without",
+        "engine.optimizer_offload": "the model is never idle; engine.param_offload keeps it in host memory",
     },
     "one device": {
         "{*.fsdp_config, engine}.{offload_policy, reshard_after_forward, forward_prefetch, mixed_precision.reduce_dtype, "
         "mixed_precision.buffer_dtype, wrap_policy}": _ALONE,
-        "engine.{param, optimizer}_offload": _ALONE,
+        "engine.param_offload": _ALONE,
     },
     "one process": {
         _ROLLOUT + "checkpoint_engine.update_weights_bucket_megabytes": _SHARED,

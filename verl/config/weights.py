@@ -20,6 +20,11 @@ def scores_by_model(config: Any) -> bool:
     return MODEL in own.weights if own.weights else bool(own.enable and not _own_function(config))
 
 
+def built_in_scores(config: Any) -> bool:
+    """True if a built-in function is asked: there is none of the user's own, and no model alone is the score."""
+    return not _own_function(config) and weights_of(config).keys() != {MODEL}
+
+
 def user_scores(config: Any) -> bool:
     """True if a function of the user's or weights say what the score is; else an environment's own rewards are it."""
     return _own_function(config) or bool(weights_of(config))

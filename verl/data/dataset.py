@@ -216,13 +216,14 @@ class PromptDataset(CheckedRows):
         renderer = ChatRenderer(tokenizer, data.apply_chat_template_kwargs)
         if data.custom_cls.path:
             super().__init__(CustomRows.load(files, config, tokenizer, split, processor))
-            plain = [False]
+            plain, workers = [False], 1  # the class of a user's file is not known to another process
         else:
             super().__init__(RowFiles(files, data.cache_dir, use_shm=data.use_shm))
             plain = [check_columns(file, self.rules) for file in self.source.files]
+            workers = int(data.filter_overlong_prompts_workers)
         judged = check_truth if self.rules.needs_truth else None
         self._scanner = Scanner(self.source, plain, self.rules, renderer, tools, self.images, judged)
-        self._scan(int(data.filter_overlong_prompts_workers))
+        self._scan(workers)
         self.refuse_too_many_bad(float(data.max_bad_row_ratio))
         self._too_long = np.flatnonzero(self.lengths > self._limit)
         train = split == "train"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl.config.schema.base import select
+from verl.config.weights import built_in_scores
 from verl.data.files import DataError, RowFile, UnreadableRow, absent_column, nearest, notice
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt
 
@@ -80,7 +81,15 @@ def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
             content = "".join(_part_text(part, f"{where}.content") for part in content)
     if not isinstance(content, str | list):
         raise BadRow("prompt is not messages", f"{where}.content is {type(content).__name__}")
-    return {key: value for key, value in item.items() if value is not None} | {"content": content}
+    kept = {key: value for key, value in item.items() if value is not None} | {"content": content}
+    return kept | {"tool_calls": without_nulls(kept["tool_calls"])} if "tool_calls" in kept else kept
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys that are null, at every depth: parquet unites the keys of structs in a column."""
+    if isinstance(value, Mapping):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _is_image(part: Any) -> bool:
@@ -168,8 +177,8 @@ class ChatRenderer:
         if not texts:
             return []
         encoded = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        prefix = [] if self.has_template else self._begin()
-        return [np.array(prefix + list(ids), dtype=np.int64) for ids in encoded]
+        begin = self.begin()
+        return [np.array(begin + list(ids), dtype=np.int64) for ids in encoded]
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each of many texts: `len` of `batch_ids`, in half the time where the tokenizer is transformers' own."""
@@ -183,10 +192,13 @@ class ChatRenderer:
         if not plain or len(texts) < 2:
             return first
         rest = self.tokenizer.backend_tokenizer.encode_batch_fast(list(texts[1:]), add_special_tokens=False)
-        begin = 0 if self.has_template else len(self._begin())
+        begin = len(self.begin())
         return [*first, *(begin + len(encoding) for encoding in rest)]
 
-    def _begin(self) -> list[int]:
+    def begin(self) -> list[int]:
+        """The id put before a text: the begin token where no template writes it and the tokenizer would, else none."""
+        if self.has_template:
+            return []
         begin = self.tokenizer.bos_token_id
         first = self.tokenizer("a")["input_ids"][:1]
         return [begin] if begin is not None and first == [begin] else []
@@ -231,11 +243,10 @@ class RowRules:
     def of(cls, config: Any) -> RowRules:
         """The rules of a run's configuration."""
         data = config.data
-        own = getattr(getattr(config, "reward_manager", None), "source", None) == "importlib"
-        custom = config.custom_reward_function.path or config.reward_model.enable or own
-        custom = custom or select(config, "actor_rollout_ref.rollout.agent.environment.name")
+        environment = select(config, "actor_rollout_ref.rollout.agent.environment.name")
         media = (data.image_key, data.video_key, data.audio_key)
-        return cls(data.prompt_key, data.reward_fn_key, media, needs_truth=not custom)
+        needs_truth = built_in_scores(config) and not environment
+        return cls(data.prompt_key, data.reward_fn_key, media, needs_truth=needs_truth)
 
 
 @dataclass(slots=True)

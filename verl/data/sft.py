@@ -12,7 +12,7 @@ import numpy as np
 from verl.data.dataset import SMALLER, CheckedRows, Progress
 from verl.data.files import DataError, Paths, RowFiles, absent_column
 from verl.data.media import ImageProcessor, folder_of, with_images
-from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable
+from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable, without_nulls
 from verl.data.sft_mask import Span, TurnFinder, token_mask
 from verl.trajectory import Media
 
@@ -153,11 +153,12 @@ class SFTDataset(CheckedRows):
             return []
         texts = [one.text for one in rendered]
         found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        out = []
+        begin = np.array(self._renderer.begin(), np.int64)
+        before, out = np.zeros(len(begin), bool), []
         for number, one in enumerate(rendered):
             ids = np.array(found["input_ids"][number], np.int64)
             mask = token_mask(ids, found["offset_mapping"][number], one.text, one.spans, self._special)
-            out.append(SFTRow(ids, mask))
+            out.append(SFTRow(np.concatenate([begin, ids]), np.concatenate([before, mask])))
         return out
 
     def _expanded(self, index: int, row: SFTRow, images: Sequence[Any]) -> SFTRow:
@@ -290,12 +291,6 @@ def _hint(columns: Sequence[str]) -> str:
 def _tools(cell: Any) -> list[Any]:
     try:
         tools = json.loads(cell) if isinstance(cell, str) else cell
-        return [json.loads(tool) if isinstance(tool, str) else _without_nulls(tool) for tool in tools]
+        return [json.loads(tool) if isinstance(tool, str) else without_nulls(tool) for tool in tools]
     except (ValueError, TypeError) as error:
         raise BadRow("wrong column type", f"tools are not a list of schemas: {error}") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value

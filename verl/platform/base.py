@@ -89,8 +89,8 @@ class Platform(ABC):
         return self.memory(index)[0]
 
     @abstractmethod
-    def peak_memory(self, index: int = 0) -> int:
-        """Most bytes in use by this process since the start."""
+    def peak_memory(self, index: int = 0, *, reserved: bool = False) -> int:
+        """Most bytes in use by this process since the start; `reserved`: with those kept for later use."""
 
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:
@@ -240,8 +240,9 @@ class Accelerator(Platform):
         kept = self.module.memory_reserved(index) - self.module.memory_allocated(index)
         return self.memory(index)[0] + int(kept)
 
-    def peak_memory(self, index: int = 0) -> int:
-        return int(self.module.max_memory_allocated(index))
+    def peak_memory(self, index: int = 0, *, reserved: bool = False) -> int:
+        module = self.module
+        return int((module.max_memory_reserved if reserved else module.max_memory_allocated)(index))
 
     def device_name(self, index: int = 0) -> str:
         return str(self.module.get_device_name(index))

@@ -34,7 +34,7 @@ class CpuPlatform(Platform):
         state = psutil.virtual_memory()
         return int(state.available), int(state.total)
 
-    def peak_memory(self, index: int = 0) -> int:
+    def peak_memory(self, index: int = 0, *, reserved: bool = False) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def supports(self, dtype: torch.dtype) -> bool:

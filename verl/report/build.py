@@ -24,6 +24,7 @@ from verl.report import summary
 from verl.report.read import Metrics, Record, Run, kind_of, number, read_run, text_of
 from verl.report.responses import Limits, Packed, pack_responses
 from verl.tracking.jsonl import jsonable
+from verl.tracking.names import rule
 
 SCRIPTS = (
     *("vendor/uPlot-LICENSE.js", "vendor/uPlot.iife.min.js", "core.js", "charts.js", "chart_list.js"),
@@ -123,8 +124,8 @@ def escape_json(value: Any) -> str:
 def thin(metrics: Metrics) -> Record:
     """Columns for the page, at most `POINTS` points each and about `SERIES_BYTES` bytes in all.
 
-    `every` consecutive steps become one point: maximum, minimum or mean of what is there, by the rule
-    that a name with `max` takes the maximum and one with `min` the minimum. The point's step is the last.
+    `every` consecutive steps become one point: maximum, minimum or mean of what is there, by `names.rule`. The point's step is
+    the last.
     """
     count = len(metrics.steps)
     room = max(50, SERIES_BYTES // (8 * max(1, len(metrics.columns))))
@@ -137,7 +138,7 @@ def thin(metrics: Metrics) -> Record:
 
 
 def _buckets(column: list[float | None], every: int, name: str) -> list[float | None]:
-    pick = max if "max" in name else min if "min" in name else statistics.fmean
+    pick = {"max": max, "min": min, "mean": statistics.fmean}[rule(name)]
     parts = ([v for v in column[at : at + every] if v is not None] for at in range(0, len(column), every))
     return [pick(values) if values else None for values in parts]
 

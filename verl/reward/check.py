@@ -108,24 +108,25 @@ def _by_label(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
 def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], int, list[str]]:
     """(rows evenly spread over the file, rows in it, bad rows among them as text). DataError for a bad file."""
     from verl.data.files import open_file
-    from verl.data.rows import BadRow, RowRules, check_columns, fields_of
+    from verl.data.rows import BadRow, RowRules, as_messages, check_columns, fields_of
     from verl.reward.rules import check_truth
 
     file = open_file(path)
-    rules = RowRules(needs_truth=not custom)
+    rules = RowRules(needs_truth=not custom, images=True)
     plain = check_columns(file, rules)
     numbers = sorted({int(i) for i in np.linspace(0, len(file) - 1, num=min(samples, len(file)))})
     prompts, bad = [], []
     for number in numbers:
         try:
             fields = fields_of(file.row(number), number, plain, rules)
+            messages = as_messages(fields.cell, images=True)
             if not custom:
                 check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=True)
         except BadRow as error:
             bad.append(f"{path} row {number} cannot be used: {error}")
             continue
         uid, no_ids = f"0:{number}@0", np.zeros(0, np.int64)
-        prompts.append(fields.prompt(uid, no_ids, fields.cell, file=path, row=number))
+        prompts.append(fields.prompt(uid, no_ids, messages, file=path, row=number))
     return prompts, len(file), bad
 
 

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.reward.load import load_function, load_object
+from verl.reward.load import load_function, load_object, taken
 from verl.reward.outcome import RewardLoadError
 from verl.reward.pool import FunctionSpec
 
@@ -58,13 +58,13 @@ def load_class(path: str, name: str) -> type:
     return found
 
 
-def manager_function(config: Any) -> FunctionSpec:
+def manager_function(config: Any, offered: dict[str, Any]) -> FunctionSpec:
     """The class that the configuration names, as the function of a pool. RewardLoadError if it cannot be one."""
     path, name = config.reward_manager.module.path, config.reward_manager.name
     if not path:
         raise RewardLoadError(f"{KEY}.source=importlib needs {KEY}.module.path=FILE.py and {KEY}.name=CLASS")
     single = hasattr(load_class(path, name), "run_single")
-    return FunctionSpec(path, name, batch=not single, manager=config.to_dict())
+    return FunctionSpec(path, name, batch=not single, manager=config.to_dict(), offered=offered)
 
 
 def row_of(trajectory: Trajectory, extra_info: dict[str, Any]) -> dict[str, Any]:
@@ -77,10 +77,10 @@ def row_of(trajectory: Trajectory, extra_info: dict[str, Any]) -> dict[str, Any]
 class Manager:
     """The user's object in a scoring process. Calling it with `rows` gives a score or, of a batch, a list of them.
 
-    `settings` is the whole configuration as plain values.
+    `settings` is the whole configuration as plain values; `judge`: what a served judge offers, as in `FunctionSpec`.
     """
 
-    def __init__(self, path: str, name: str, settings: Mapping[str, Any]):
+    def __init__(self, path: str, name: str, settings: Mapping[str, Any], judge: Mapping[str, Any]):
         from verl.config import Map
         from verl.data.tokenizer import tokenizer_of
 
@@ -91,12 +91,12 @@ class Manager:
         offered = {
             "config": config,
             "tokenizer": self._tokenizer,
-            "compute_score": _compute_score(config),
+            "compute_score": _compute_score(config, judge),
             "num_examine": 0,
             "reward_fn_key": config.data.reward_fn_key,
             "reward_router_address": None,
             "reward_model_tokenizer": None,
-        }
+        } | taken(kind, judge)
         self._manager = kind(**_arguments(kind, offered, config.reward_model.reward_kwargs))
         self._single = hasattr(kind, "run_single")
         self.is_async = self._single and inspect.iscoroutinefunction(self._manager.run_single)
@@ -135,15 +135,16 @@ class Manager:
         return Trajectory(prompt, response_ids=ids, response_mask=mask, **response)
 
 
-def _compute_score(config: Any) -> Callable[..., Any]:
-    """`compute_score` as the manager gets it: the custom function with its kwargs, else the built-in table."""
+def _compute_score(config: Any, judge: Mapping[str, Any]) -> Callable[..., Any]:
+    """`compute_score` as the manager gets it: the custom function with its kwargs and the judge, else the built-in table."""
     custom = config.custom_reward_function
     if custom.path is None:
         from verl.reward.rules import default_compute_score, options_of
 
         return functools.partial(default_compute_score, **options_of(config))
     function = load_function(custom.path, custom.name)
-    return functools.partial(function, **custom.reward_kwargs) if custom.reward_kwargs else function
+    kwargs = taken(function, judge) | custom.reward_kwargs
+    return functools.partial(function, **kwargs) if kwargs else function
 
 
 def _arguments(kind: type, offered: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

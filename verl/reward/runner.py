@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from verl.config.schema.base import select
 from verl.config.weights import FUNCTION, MODEL
 from verl.platform.parent_channel import NotPlain
 from verl.reward.managers import row_of
@@ -27,11 +28,13 @@ from verl.reward.pool import Call, Pool
 from verl.reward.served_judge import ServedJudge
 from verl.reward.settings import RewardSettings
 from verl.tracking.names import plain
-from verl.trajectory import Batch, Prompt, Trajectory
+from verl.trajectory import SINGLE_TURN, Batch, Prompt, Trajectory
 
 SHOWN_PER_REASON = 2
 SHOWN_IN_ALL = 10
 JUDGE = "pkg://verl.reward.judge"
+_OF_LOOPS: dict[str, Any] = {"tool_metrics": [], "environment_reward": 0.0, "environment_metrics": {}}
+_REWARDS_OF_LOOPS: dict[str, Any] = {"tool_rewards": [], "turn_scores": []}
 
 Events = Callable[..., None]
 
@@ -58,6 +61,7 @@ class RewardRunner:
         )
         self.model, self.judge = model, judge
         self.asks_function = self.settings.weights.keys() != {MODEL}  # else a model alone scores
+        self._default_loop = select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
         self._events = events or (lambda kind, **fields: None)
         self._pool: Pool | None = None
         self._shown: Counter[str] = Counter()
@@ -97,10 +101,15 @@ class RewardRunner:
                 self._apply(trajectory, outcome, MODEL)
 
     async def try_function(self, prompt: Prompt, text: str) -> Outcome:
-        """What the function says of a text, without a trajectory; for checks before the run."""
+        """What the function says of a text, without a trajectory; for checks before the run. Where an agent loop may play the
+        row, it finds what one of the release's loops adds to extra_info, as of a dialogue without calls and rewards."""
         import numpy as np
 
         probe = Trajectory(prompt, 0, np.zeros(0, np.int64), np.zeros(0, bool), text=text)
+        if (prompt.agent_name or self._default_loop) != SINGLE_TURN and self.settings.function.path != JUDGE:
+            said = {"role": "assistant", "content": text}
+            probe.fields = {"messages": [*prompt.messages, said], **_OF_LOOPS, **_REWARDS_OF_LOOPS}
+            probe.extra["reward_scores"] = _REWARDS_OF_LOOPS
         return (await self._run([probe]))[0]
 
     def close(self) -> None:

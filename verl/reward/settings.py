@@ -47,7 +47,7 @@ class RewardSettings:
         cannot be used."""
         model = config.reward_model
         if config.reward_manager.source == "importlib":
-            function = manager_function(config)
+            function = manager_function(config, offered or {})
             manager = "batch" if function.batch else "naive"
         else:
             manager = model.reward_manager
@@ -55,6 +55,7 @@ class RewardSettings:
             if manager == "batch" and not function.batch:
                 manager = "naive"
         limited = manager in ("rate_limited", "limited")
+        gdpo = "gdpo" in (manager, config.algorithm.adv_estimator)
         sandboxes = model.sandbox_fusion.max_concurrent if function.path is None else model.num_workers
         limits = (model.max_concurrent, model.max_rpm, model.max_tpm, model.estimated_tokens_per_request)
         return cls(
@@ -64,7 +65,7 @@ class RewardSettings:
             timeout=model.timeout,
             max_error_ratio=model.max_error_ratio,
             overlong=_overlong(config),
-            required_parts=tuple(config.algorithm.gdpo_reward_keys or ()) if manager == "gdpo" else (),
+            required_parts=tuple(config.algorithm.gdpo_reward_keys or ()) if gdpo else (),
             rate=limits if limited else None,
             weights=weights_of(config),
         )

@@ -103,7 +103,7 @@ class Function:
         if init["manager"]:
             from verl.reward.managers import Manager
 
-            manager = Manager(init["path"], init["name"], init["manager"])
+            manager = Manager(init["path"], init["name"], init["manager"], init["offered"])
             self.call, self.is_async = manager, manager.is_async
         elif init["path"] is None:
             from verl.reward.rules import check_kwargs, default_compute_score

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import UserError
 from verl.rollout.manager import PromptGroup, RolloutManager
-from verl.rollout.schedule import PromptSchedule, Versions
+from verl.rollout.schedule import PromptSchedule, Versions, check_learning
 from verl.trajectory import Batch, Prompt, Trajectory
 
 _KEYS = "algorithm.filter_groups"
@@ -41,6 +42,9 @@ class GroupRule:
             if row.score is None:
                 continue
             if self.metric in ("reward", "score", "seq_reward", "seq_final_reward"):
+                found.append(float(row.score))
+                continue
+            if self.metric == "acc" and not row.score_parts:  # a function that returns a number: it is both
                 found.append(float(row.score))
                 continue
             if self.metric not in row.score_parts:
@@ -81,6 +85,7 @@ class DynamicSchedule:
         score: Callable[[Batch], Awaitable[None]],
         check: Callable[[Batch], None],
     ):
+        check_learning(stream, versions)
         self._stream, self._rule = stream, rule
         self.versions, self._last = versions, last_step
         self._score, self._check = score, check
@@ -115,7 +120,7 @@ class DynamicSchedule:
     def _draw(self, count: int) -> list[Prompt]:
         prompts = []
         for _ in range(count):
-            before = self._stream.state()
+            before = deepcopy(self._stream.state())
             (prompt,) = self._stream.take(1, cross=True)
             self._live[prompt.uid] = _Live(before, self._stream.epoch, self._step)
             prompts.append(prompt)

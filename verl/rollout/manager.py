@@ -23,9 +23,8 @@ from verl.rollout import agent_loop
 from verl.rollout.loop_processes import LoopEnded, LoopFailed, LoopProcesses
 from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.requests import ResumableGeneration, TrajectoryCalls, common_prefix
-from verl.trajectory import Batch, Prompt, Segment, Trajectory
+from verl.trajectory import SINGLE_TURN, Batch, Prompt, Segment, Trajectory
 
-SINGLE_TURN = "single_turn_agent"
 GREEDY = -1
 """The number of a group's greedy response: none of the n that are trained on."""
 
@@ -367,6 +366,7 @@ class RolloutManager:
             trajectory.extra["agent_loop"] = name
         if calls.prefill[1]:
             trajectory.extra["prefill"] = calls.prefill.tolist()
+        trajectory.extra["sampler_calls"] = len(calls.completions)
         return trajectory
 
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
@@ -446,7 +446,7 @@ class RolloutManager:
                 trajectory.baseline = group.baseline
         lost = [t for t in batch if t.finish_reason == "lost" and t.status == "completed"]
         left_out = [t for t in batch if t.finish_reason == "lost"]
-        if left_out and len(left_out) == len(batch) > len(lost):
+        if left_out and len(left_out) == len(batch) > len(lost) and self.settings.max_lost_ratio < 1:
             raise RolloutError(f"no trajectory of this step is left; the first: {left_out[0].score_error}")
         if lost and len(lost) > self.settings.max_lost_ratio * len(batch):
             raise RolloutError(

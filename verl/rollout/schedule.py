@@ -11,12 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import UserError
 from verl.trajectory import Prompt, Trajectory
 
 if TYPE_CHECKING:
+    from verl.data.stream import PromptStream
     from verl.rollout.manager import RolloutManager
     from verl.trajectory import Batch
 
@@ -79,23 +80,14 @@ class Versions:
         return step % self.every == 0 or step == last_step
 
 
-class Stream(Protocol):
-    """What prompts are drawn from: `verl.data.stream.PromptStream`."""
-
-    epoch: int
-
-    @property
-    def learns(self) -> bool:
-        """True if the order of what is drawn next depends on the batches trained so far."""
-        ...
-
-    def take(self) -> list[Prompt]:
-        """The prompts of one step."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """The position."""
-        ...
+def check_learning(stream: PromptStream, versions: Versions) -> None:
+    """UserError for a sampler that learns from the batches trained where prompts are drawn before those."""
+    if versions.last(1) > 1 and stream.learns:
+        raise UserError(
+            f"trainer.max_staleness={versions.staleness}, weight_sync_every={versions.every}: data.sampler has an update() "
+            "that learns from each step's batch, and prompts are drawn before the steps ahead of them are trained; set "
+            "trainer.max_staleness=0 trainer.weight_sync_every=1, or use a sampler without update()"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +100,10 @@ class _Drawn:
 class PromptSchedule:
     """Draws whole steps in order. `last_step`: none is drawn for a later one."""
 
-    def __init__(self, stream: Stream, versions: Versions, *, last_step: int):
+    def __init__(self, stream: PromptStream, versions: Versions, *, last_step: int):
         if versions.staleness < 0:
             raise ValueError(f"trainer.max_staleness={versions.staleness}: it cannot be below 0")
-        if versions.last(1) > 1 and stream.learns:
-            raise UserError(
-                f"trainer.max_staleness={versions.staleness}, weight_sync_every={versions.every}: data.sampler has an update() "
-                "that learns from each step's batch, and prompts are drawn before the steps ahead of them are trained; set "
-                "trainer.max_staleness=0 trainer.weight_sync_every=1, or use a sampler without update()"
-            )
+        check_learning(stream, versions)
         self._stream = stream
         self.versions = versions
         self._last = last_step

@@ -3,9 +3,6 @@ not run; `torch` and `torch_memory` run on every device."""
 
 from __future__ import annotations
 
-import gc
-import json
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,10 @@ def build(tool: str, device: str, options: dict[str, Any]) -> Any:
     if tool == "torch":
         return TorchTrace(device, options)
     if tool == "torch_memory":
-        return DeviceMemory(platform, options) if platform.has_memory_history else HostMemory()
+        if platform.has_memory_history:
+            return DeviceMemory(platform, options)
+        # A processor's allocator has no history.
+        return TorchTrace(device, {"contents": ["cpu", "memory", "shapes"]})
     if tool == "nsys":
         platform.require_nsys()
         return Captured(platform)
@@ -96,52 +96,6 @@ class DeviceMemory:
     def span(self, name: str) -> AbstractContextManager[Any]:
         """Nothing: the history has stacks."""
         return nullcontext()
-
-
-class HostMemory(TorchTrace):
-    """On a processor there is no allocator history: what lives, by kind of tensor, at the start and at the end of the
-    profile, the process's memory then, its peak, and the allocations of each operator in between."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu", {"contents": ["cpu", "memory", "shapes"]})
-        self._before: dict[str, Any] = {}
-
-    def start(self) -> None:
-        """Look at what lives, then record."""
-        self._before = _living()
-        super().start()
-
-    def stop(self, base: Path) -> list[Path]:
-        """Write the trace, its table, and what lived before and after as JSON."""
-        files = super().stop(base)
-        summary = Path(f"{base}.tensors.json")
-        found = {"before": self._before, "after": _living()}
-        summary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        return [summary, *files]
-
-
-def _living(most: int = 50) -> dict[str, Any]:
-    """Bytes of this process and of its tensors, and the largest kinds of tensors."""
-    import psutil
-
-    kinds: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
-    storages: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
-            kinds[thing.dtype, tuple(thing.shape)] += 1
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    rows: list[dict[str, Any]] = []
-    for (dtype, shape), count in kinds.items():
-        size = count * torch.Size(shape).numel() * dtype.itemsize
-        name = str(dtype).removeprefix("torch.")
-        rows.append({"dtype": name, "shape": list(shape), "count": count, "bytes": size})
-    return {
-        "resident_bytes": psutil.Process().memory_info().rss,
-        "peak_bytes": platform_of("cpu").peak_memory(),
-        "tensor_bytes": sum(storages.values()),
-        "tensors": sum(kinds.values()),
-        "largest": sorted(rows, key=lambda row: -row["bytes"])[:most],
-    }
 
 
 class Captured:

@@ -29,7 +29,7 @@ BACKWARD = 2.0
 """A backward pass takes two products where the forward pass takes one."""
 _AGENT_TIMES = {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0, "num_preempted": -1.0}
 PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
-_BUSY_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_actor", "gen_max")
+_BUSY_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_actor", "teacher")
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class StepFacts:
     """What the loop knows about a step besides its batch.
 
     timings: seconds by phase, "step" and "gen" among them. sampler: the engine's `stats()` since the step began
-    (`busy_s`). sync_bytes: bytes moved to the sampler. memory: further `perf/…` numbers of the platform.
+    (`busy_s`). sync_bytes: bytes moved to the sampler. memory: further numbers of the platform and the ranks.
     """
 
     step: int
@@ -192,25 +192,39 @@ def agent_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def dialogue_metrics(batch: Iterable[Trajectory]) -> dict[str, Number]:
-    """agent/*: how trajectories of agent loops ended (those left out too), segments, tool calls. {} where there is none."""
+    """agent/*: how trajectories of agent loops ended (those left out too), segments, calls, rewards of turns. {} where there is
+    none."""
     rows = [t for t in batch if "agent_loop" in t.extra]
     if not rows:
         return {}
     ended = Counter(t.status for t in rows)
-    out: dict[str, Number] = {f"agent/status/{status}": ended[status] for status in STATUSES}
+    out: dict[str, Number] = {
+        f"agent/status/{status}": _ratio(ended[status], len(rows)) for status in STATUSES
+    }
     out |= spread("agent/segments_per_trajectory", [len(t.segments) for t in rows])
-    for name in ("unrecorded_tokens", "resamples"):
-        out[f"agent/{name}"] = sum(int(t.extra.get(name, 0)) for t in rows)
+    out |= spread("agent/calls", [t.extra.get("sampler_calls", 0) for t in rows], ("mean", "max"))
+    out["agent/unrecorded_tokens"] = sum(int(t.extra.get("unrecorded_tokens", 0)) for t in rows)
+    out["agent/resampled"] = sum(int(t.extra.get("resamples", 0)) for t in rows)
+    turns = [turn for t in rows for turn in t.extra.get("turns", ())]
+    if earned := [turn["reward"] for turn in turns if "reward" in turn]:
+        out |= spread("agent/step_reward", earned)
+    played = [t.timing.get("tool_calls", 0.0) for t in rows if t.extra["agent_loop"] == "environment_agent"]
+    if played:
+        out |= spread("timing_s/agent_loop/environment", played, ("mean", "max"))
     prefill = np.array([t.extra["prefill"] for t in rows if "prefill" in t.extra])
     if len(prefill):
-        out["agent/prefill_ratio"] = _ratio(*prefill.sum(0).tolist())
+        out["agent/prefix_reuse_ratio"] = _ratio(*prefill.sum(0).tolist())
     counts = [t.extra["tool_counts"] for t in rows if "tool_counts" in t.extra]
     if counts:
         out |= spread("tool_call_counts", [c.get("calls", 0) for c in counts])
         valid_calls = [c.get("calls", 0) > c.get("invalid", 0) for c in counts]
         out["agent/valid_call_ratio"] = _mean(np.array(valid_calls))
-        for kind in ("invalid", "errors", "timeouts"):
-            out[f"agent/tool_{kind}"] = sum(c.get(kind, 0) for c in counts)
+        for kind, name in (
+            ("invalid", "invalid_calls"),
+            ("errors", "tool_errors"),
+            ("timeouts", "tool_timeouts"),
+        ):
+            out[f"agent/{name}"] = sum(c.get(kind, 0) for c in counts)
     return out
 
 
@@ -266,6 +280,7 @@ def mfu(cost: ModelCost, lengths: Iterable[int], seconds: float, *, passes: floa
 
 
 def step_mfu(
+    role: str,
     cost: ModelCost | None,
     batch: Iterable[Trajectory],
     timings: Mapping[str, float],
@@ -273,7 +288,7 @@ def step_mfu(
     epochs: int = 1,
     computed: float = 1.0,
 ) -> dict[str, float]:
-    """perf/mfu/actor of `timings["update_actor"]`, and perf/mfu/actor_infer of `old_log_prob` if that pass ran.
+    """perf/mfu/{role} of `timings["update_{role}"]`, and perf/mfu/actor_infer of `old_log_prob` if that pass ran.
 
     `computed`: the share of the sequences' tokens that went through the model. {} without a known peak.
     """
@@ -281,10 +296,10 @@ def step_mfu(
         return {}
     sizes = [(len(t.prompt.ids) + t.length, t.loss_mask is not None and t.loss_mask.any()) for t in batch]
     trained, out = [size for size, learns in sizes if learns], {}
-    if "update_actor" in timings:
+    if (phase := f"update_{role}") in timings:
         passes = (1 + BACKWARD) * epochs * computed
-        out["perf/mfu/actor"] = mfu(cost, trained, timings["update_actor"], passes=passes)
-    if "old_log_prob" in timings:
+        out[f"perf/mfu/{role}"] = mfu(cost, trained, timings[phase], passes=passes)
+    if role == "actor" and "old_log_prob" in timings:
         every = [size for size, _ in sizes]
         out["perf/mfu/actor_infer"] = mfu(cost, every, timings["old_log_prob"], passes=computed)
     return out

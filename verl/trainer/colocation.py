@@ -34,7 +34,10 @@ class Colocation:
         self._lenders: list[RolloutEngine | ServedJudge] = [sampler]
         if judge is not None and "judge" not in own_pools(config):
             self._lenders.append(judge)
-        groups = {"actor": arr.actor, "ref": arr.ref, "critic": config.critic.model}
+        adapted = arr.model.lora_rank > 0 or arr.model.lora_adapter_path
+        base_of_actor = adapted and not arr.ref.model.path  # `verl.workers.build.reference_engine`
+        groups = {"actor": arr.actor, "ref": arr.actor if base_of_actor else arr.ref}
+        groups["critic"] = config.critic.model
         groups |= dict.fromkeys(teacher_roles(config), arr.ref)
         fsdp = {name: group.fsdp_config for name, group in groups.items()}
         self._leave = {name for name, own in fsdp.items() if own.param_offload or own.optimizer_offload}

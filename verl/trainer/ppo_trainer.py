@@ -57,7 +57,7 @@ class PPOTrainer:
         self.colocation.to_training()
         self.step = parts.checkpoints.resume(self)
         self.record.announce(self.step, self.total_steps)
-        self.weight_sync.push(self.versions.at(self.step + 1))
+        self.record.proven(self.weight_sync.push(self.versions.at(self.step + 1)))
         self.colocation.to_sampling()
         parts.tracking.start_progress(self.total_steps, self.step)
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:

@@ -72,7 +72,8 @@ class Storage:
         Waits for the save before it.
         """
         self.wait()
-        keep = self._settings.max_ckpt_to_keep or self._settings.max_actor_ckpt_to_keep
+        limits = self._settings
+        keep = limits.max_ckpt_to_keep or limits.max_actor_ckpt_to_keep or limits.max_critic_ckpt_to_keep
         writer = write.CheckpointWriter(self.root, step, keep=keep, on_event=self._tracking.event)
         writer.fill(parts, loop_state)
         if not self._contents.async_save:

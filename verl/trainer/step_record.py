@@ -121,6 +121,7 @@ class StepRecord:
         self.counters = Counters()
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)
+        self._proof: dict[str, float] = {}
         self._config, self._parts, self._schedule = config, parts, schedule
         self._bound = first_step_bound(config)
         self._correction = parse_correction(config.algorithm.rollout_correction)
@@ -154,6 +155,10 @@ class StepRecord:
         ):
             yield
 
+    def proven(self, sync: SyncResult) -> None:
+        """training/sync_proof/* of the first push, in the record of the next step. A difference would have ended the run."""
+        self._proof = {"training/sync_proof/max_abs_diff": 0.0, "training/sync_proof/tensors": sync.verified}
+
     def synced(self, sync: SyncResult, version: int) -> None:
         """What the push of `version` cost, and whether it was verified."""
         self.sync = sync
@@ -179,6 +184,7 @@ class StepRecord:
                 for name in ("returns", "values")
             )
             metrics["critic/vf_explained_var"] = explained_variance(returns, values)
+            metrics |= self._efficiency("critic", batch, updates["critic"])
         if "actor" in updates:
             metrics |= self._of_policy(batch, updates["actor"])
         return metrics
@@ -188,11 +194,18 @@ class StepRecord:
         if batch.has("sum_pi_squared"):
             metrics |= variance_proxies(batch.trajectories, update.metrics.get("actor/grad_norm", math.nan))
         if update.tokens:
-            shared, epochs = update.computed / update.tokens, self._config.actor_rollout_ref.actor.ppo_epochs
-            metrics["perf/prompt_sharing_saved_ratio"] = max(0.0, 1 - shared)
-            timings, cost = self._parts.phases.timings(), self._parts.workers.policy.cost()
-            metrics |= step_mfu(cost, batch, timings, epochs=epochs, computed=min(1.0, shared))
-        return metrics
+            metrics["perf/prompt_sharing_saved_ratio"] = max(0.0, 1 - update.computed / update.tokens)
+        return metrics | self._efficiency("actor", batch, update)
+
+    def _efficiency(self, role: str, batch: Batch, update: UpdateResult) -> dict[str, float]:
+        """perf/mfu/… of a role in training."""
+        if not update.tokens:
+            return {}
+        trained: Any = self._parts.workers.roles[role]
+        config = self._config.critic if role == "critic" else self._config.actor_rollout_ref.actor
+        computed = min(1.0, update.computed / update.tokens)
+        timings = self._parts.phases.timings()
+        return step_mfu(role, trained.cost(), batch, timings, epochs=config.ppo_epochs, computed=computed)
 
     def facts(self, step: int, batch: Batch) -> dict[str, Any]:
         """What follows from the batch and the clock, as metrics."""
@@ -205,14 +218,15 @@ class StepRecord:
             weight_version=self._schedule.versions.at(step) + 1,
             max_prompt_length=self._config.data.max_prompt_length,
             max_response_length=self._config.data.max_response_length,
-            memory=self._parts.workers.policy.memory(),
+            memory=self._parts.workers.policy.memory() | self._parts.workers.policy.balance(batch),
             devices=self._parts.workers.devices,
         )
         return step_metrics(batch, facts, self.counters)
 
     def log(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
         """The step's one record; adds to `metrics` what follows from the batch and the clock."""
-        metrics |= self.facts(step, batch) | self._times(step) | self._skipped_rows(step)
+        metrics |= self.facts(step, batch) | self._times(step) | self._skipped_rows(step) | self._proof
+        self._proof = {}
         if self._images is not None:
             metrics |= self._images.metrics(batch, self.sampled)
         self._parts.tracking.log(step, metrics)

@@ -10,11 +10,11 @@ FULL, SAMPLED, UNVERIFIED = "full", "sampled", ""
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """bytes moved, seconds taken, and whether both sides were compared."""
+    """bytes moved, seconds taken, and of how many weights both sides were compared (and found equal)."""
 
     bytes: int
     seconds: float
-    verified: bool = False
+    verified: int = 0
 
 
 class WeightSyncError(RuntimeError):

@@ -60,9 +60,11 @@ class InProcessSync(WeightSync):
     def _push(self, version: int, verify: str) -> SyncResult:
         started = time.monotonic()
         self._sampler.weights_updated(version)
+        module, verified = self._trainer.module, 0  # type: ignore[attr-defined]
         if verify:
-            self._sampler.check_shared(self._trainer.module, verify)  # type: ignore[attr-defined]
-        return SyncResult(bytes=0, seconds=time.monotonic() - started, verified=bool(verify))
+            self._sampler.check_shared(module, verify)
+            verified = len(module.state_dict())
+        return SyncResult(bytes=0, seconds=time.monotonic() - started, verified=verified)
 
 
 class StreamedSync(WeightSync):
@@ -87,7 +89,7 @@ class StreamedSync(WeightSync):
         if verify:
             compare(sent, held)
         self._trainer.release_cached_memory()
-        return SyncResult(moved[0], time.monotonic() - started, bool(verify))
+        return SyncResult(moved[0], time.monotonic() - started, len(sent))
 
 
 def _counted(

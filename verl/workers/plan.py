@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -52,13 +52,14 @@ class UpdateResult:
 class MiniBatch:
     """The trajectories of one optimizer step. `usable` segments have a token to train on; without any the step is left out.
 
-    `masks` are the loss masks of `rows` as the plan found them.
+    `masks` are the loss masks of `rows` as the plan found them; `metrics` those of its correction.
     """
 
     rows: list[Trajectory]
     usable: list[Segment]
     denominators: LossDenominators
     masks: list[np.ndarray | None]
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -132,8 +133,8 @@ class UpdatePlan:
         log_probs: Callable[[list[Segment]], np.ndarray],
         step: int = 0,
         number: int = 1,
-    ) -> tuple[MiniBatch, dict[str, float]]:
-        """The mini-batch with what follows from its current log-probs: rejection, weights, `mini_batch_values`; and metrics.
+    ) -> MiniBatch:
+        """The mini-batch with what follows from its current log-probs: rejection, weights, `mini_batch_values`, metrics.
 
         `log_probs(segments)` computes those, [ΣL], with the weights of this moment; `number` is that of the update in the step:
         before the first, old log-probs are they.
@@ -154,7 +155,7 @@ class UpdatePlan:
             usable = _usable(segment for row in rows for segment in row.segments)
             values = self._whole.compute(self._tokens(usable, current, seed), self._cfg)
             fill_flat(usable, "mini_batch_values", values)
-        return corrected, metrics
+        return replace(corrected, metrics=metrics)
 
     def _current(
         self,
@@ -220,6 +221,7 @@ def summarise(outcomes: Iterable[tuple[MiniBatch, StepResult | None]]) -> Update
     out = UpdateResult(metrics={})
     parts: list[tuple[dict[str, float], float]] = []
     for mini, result in outcomes:
+        parts.append((mini.metrics, 1.0))
         if result is None:
             out.skipped += 1
         elif result.refused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training.base import StepResult
 from verl.errors import UserError
 from verl.models.layers import ModelCost
+from verl.tracking.names import spread
 from verl.tracking.profiler import Profiler
 from verl.trajectory import Batch, Prompt, Segment, segments_of
 from verl.weight_sync.sender import WeightSync
 from verl.workers.group import Placed, WorkerGroup
-from verl.workers.plan import MiniBatch, UpdatePlan, UpdateResult, summarise
+from verl.workers.plan import MiniBatch, UpdatePlan, UpdateResult, partition, summarise
 
 Outcome = tuple[MiniBatch, StepResult | None]
 
@@ -88,6 +89,10 @@ class Teacher(Role):
         group.fill(placed, group.call("forward", each=each, doing=phase), own)
 
 
+def _tokens(rows: Iterable[Segment]) -> int:
+    return sum(len(row.context_ids) + row.length for row in rows)
+
+
 class TrainedRole(Role):
     """A model in training. `plan`: its mini-batches. Advantages, returns and masks arrive on the batch."""
 
@@ -111,6 +116,11 @@ class TrainedRole(Role):
         out = summarise(outcomes)
         out.metrics[f"{self.name}/lr"] = rate
         return out
+
+    def cost(self) -> ModelCost | None:
+        """What a pass takes, and the peak of all devices together; None where the peak is not known."""
+        found = self.group.call("cost", self.name, doing="cost")[0]
+        return None if found is None else ModelCost(**found)
 
     def _outcomes(self, minis: Sequence[MiniBatch], placed: Placed, step: int) -> list[Outcome]:
         return self._execute(minis, placed)
@@ -156,12 +166,9 @@ class Policy(TrainedRole):
     def _corrected(self, mini: MiniBatch, placed: Placed, step: int, number: int) -> Outcome:
         if not mini.usable:
             return mini, None
-        mini, found = self.plan.corrected(mini, lambda rows: self._log_probs(rows, placed), step, number)
+        mini = self.plan.corrected(mini, lambda rows: self._log_probs(rows, placed), step, number)
         placed.known -= {"loss_mask", "is_weights", "mini_batch_values"}
-        outcome = self._execute([mini], placed)[0]
-        if outcome[1] is not None:
-            outcome[1].metrics |= found
-        return outcome
+        return self._execute([mini], placed)[0]
 
     def _log_probs(self, rows: list[Segment], placed: Placed) -> np.ndarray:
         """Log-probs of some of the batch's rows with the weights of this moment, float32 [ΣL]."""
@@ -177,19 +184,26 @@ class Policy(TrainedRole):
         return np.concatenate(out) if out else np.zeros(0, np.float32)
 
     def memory(self) -> dict[str, float]:
-        """perf/max_memory_allocated_gb of an accelerator, GiB, the largest of all ranks; empty on a CPU."""
-        found = [peak for peak in self.group.call("peak_memory", doing="peak_memory") if peak is not None]
-        return {"perf/max_memory_allocated_gb": max(found)} if found else {}
+        """perf/max_memory_{allocated,reserved}_gb of an accelerator, GiB, the largest of all ranks; empty on a CPU."""
+        found = self.group.call("peak_memory", doing="peak_memory")
+        return {f"perf/max_memory_{kind}_gb": max(peak[kind] for peak in found) for kind in found[0]}
+
+    def balance(self, batch: Batch) -> dict[str, float]:
+        """global_seqlen/*: tokens of each rank, were the batch split in its order, and as it is; empty for one rank."""
+        if self.group.dp_size == 1:
+            return {}
+        rows = segments_of(batch)
+        runs = partition(rows, self.group.dp_size, balance=False)
+        in_order = [_tokens(rows[i] for i in run) for run in runs]
+        placed = [_tokens(part) for part in self.group.place(batch, "adv").parts]
+        values = spread("global_seqlen", in_order)
+        values["global_seqlen/minmax_diff"] = max(in_order) - min(in_order)
+        return values | {"global_seqlen/balanced_min": min(placed), "global_seqlen/balanced_max": max(placed)}
 
     def images(self) -> dict[str, int]:
         """See `TrainingEngine.images`; of all ranks together."""
         found = self.group.by_dp_rank(self.group.call("images", doing="images"))
         return {name: sum(one[name] for one in found) for name in found[0]}
-
-    def cost(self) -> ModelCost | None:
-        """What a pass takes, and the peak of all devices together; None where the peak is not known."""
-        found = self.group.call("cost", doing="cost")[0]
-        return None if found is None else ModelCost(**found)
 
 
 @dataclass(slots=True)

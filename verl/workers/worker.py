@@ -263,17 +263,18 @@ class Worker(Profiled):
         engine = self.engine(role)
         (engine.load_weights if part == "weights" else engine.load_optimizer)(Path(directory))
 
-    def peak_memory(self) -> float | None:
-        """Most device memory in use, GiB; None on a CPU."""
-        return None if self.platform.on_host else self.platform.peak_memory() / 2**30
+    def peak_memory(self) -> dict[str, float]:
+        """Most device memory `allocated` and `reserved`, GiB; {} on a CPU."""
+        kinds = {} if self.platform.on_host else {"allocated": False, "reserved": True}
+        return {kind: self.platform.peak_memory(reserved=whole) / 2**30 for kind, whole in kinds.items()}
 
     def images(self) -> dict[str, int]:
         """`TrainingEngine.images` of the policy."""
         return self.engine().images()
 
-    def cost(self) -> dict[str, Any] | None:
-        """`TrainingEngine.cost` of the policy as plain data."""
-        found = self.engine().cost()
+    def cost(self, role: str) -> dict[str, Any] | None:
+        """`TrainingEngine.cost` of a role as plain data."""
+        found = self.engine(role).cost()
         return None if found is None else asdict(found)
 
 

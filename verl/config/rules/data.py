@@ -101,11 +101,12 @@ def _rl_file(c: Check, key: str, file: Any) -> set[str]:
 
 def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> None:
     """Rule 19: every data source has something that scores it."""
-    own = c.cfg.custom_reward_function.path or c.cfg.select("reward_manager.source") == "importlib"
-    own = own or c.cfg.select(f"{c.rollout_key}.agent.environment.name")
-    if own or c.cfg.select("reward_model.enable") or not sources:
-        return
+    from verl.data.rows import RowRules
     from verl.reward.rules import unsupported
+
+    built_in = RowRules.of(c.cfg).needs_truth if c.ppo else not c.cfg.custom_reward_function.path
+    if not built_in or not sources:
+        return
 
     unknown = unsupported(sorted(sources))
     for source, message in list(unknown.items())[:_SHOWN]:

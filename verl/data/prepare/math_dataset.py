@@ -7,30 +7,23 @@ from typing import Any
 
 from verl.data.files import DataError
 from verl.data.prepare import common
+from verl.reward.rules.math import last_boxed
 
 REPO = "DigitalLearningGmbH/MATH-lighteval"
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}` (braces balanced) or `\boxed x`, or None."""
-    start = text.rfind("\\boxed")
-    if start < 0:
-        return None
-    rest = text[start + len("\\boxed") :]
-    if not rest.startswith("{"):
-        return rest.split("$")[0].strip() or None
-    depth = 0
-    for position, character in enumerate(rest):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return rest[1:position]
-    return None
+def boxed_answer(solution: str) -> str | None:
+    r"""The content of the last box: `\boxed{…}`, `\fbox{…}`, or what follows `\boxed` without braces; or None."""
+    _, box, rest = solution.rpartition("\\boxed")
+    if not box or rest.lstrip().startswith("{"):
+        return last_boxed(solution)
+    return rest.split("$")[0].strip() or None
 
 
 def row(problem: str, solution: str, split: str, index: int, where: str) -> dict[str, Any]:
     """One row of the chat format. Raises DataError, with `where`, for a solution without a box."""
-    truth = last_boxed(solution)
+    truth = boxed_answer(solution)
     if truth is None:
         raise DataError(f"{where}: the solution boxes no answer: …{solution[-80:]!r}")
     return {

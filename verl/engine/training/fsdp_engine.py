@@ -537,6 +537,8 @@ class FSDPEngine(TrainingEngine):
         from verl.engine.training.optimizer_state import load_state
 
         self._schedule.restore(load_state(Path(directory), self._require_optimizer(), self._names))
+        if self._weights_leave or self._state_leaves:  # it was put where the parameters are for the moment
+            move_state(self._require_optimizer(), torch.device("cpu") if self._state_leaves else self.device)
 
 
 def _dummy(batch: Pack) -> Pack:

@@ -50,7 +50,7 @@
       { name, label: name.replace(/^reward_extra\//, "").replace(/\/mean$/, "") })) },
     { id: "errors", title: "Scoring that failed", unit: "responses", series: ["reward/errors", "reward/timeouts"].filter(anyAbove)
       .map((name) => ({ name, label: name.slice(7), raw: true })) },
-    { id: "ends", title: "How trajectories end", unit: "trajectories", series: matching(/^agent\/status\//).filter(anyAbove)
+    { id: "ends", title: "How trajectories end", unit: "share of trajectories", series: matching(/^agent\/status\//).filter(anyAbove)
       .map((name) => ({ name, label: name.slice(13).replaceAll("_", " "), raw: true })) },
     { id: "sampler", title: "Sampler against trainer", unit: "|difference of log-probs|", log: true, series: [
       { name: "training/rollout_logprob_abs_diff/mean", label: "mean" }, { name: "training/rollout_logprob_abs_diff/p99", label: "99th percentile" },

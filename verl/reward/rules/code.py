@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 TIMES_LONGER, ROOM = 16, 4096
 """An output longer than this many times the expected one, and ROOM characters, is a different one: it is not taken apart."""
 
-# Solutions to tasks about a function or a class use these without importing them.
+# Solutions to tasks about a function or a class use these without importing them. The last line: math has another `pow`.
 _IMPORTS = """import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
 from bisect import *
 from collections import *
@@ -36,6 +36,7 @@ from heapq import *
 from itertools import *
 from math import *
 from typing import *
+from builtins import *
 """
 _CALL = """
 

@@ -37,5 +37,5 @@ def compute_score(solution_str: str, ground_truth: Any) -> float:
     if same_answer(answer, truth):
         return 1.0
     if _PI.search(truth) and not _PI.search(answer):
-        return float(same_answer(answer, _PI.sub(r"\\cdot 3.14", truth)))
+        return float(same_answer(answer, _PI.sub("(3.14)", truth)))
     return 0.0

@@ -100,7 +100,7 @@ class RemoteWeightSync(WeightSync):
         self._training, self._nodes, self._pool, self._limit = training, list(nodes), pool, limit
         self._devices = [fact["device_id"] for fact in training.facts]
         self._by_device: bool | None = None if any(self._devices) else False
-        self._version = 0
+        self._version = self._compared = 0
         # Drivers in two containers may have the same process id, and share the nodes that their workers are on.
         self._run, self._serial = f"{os.getpid()}-{secrets.token_hex(4)}", itertools.count()
         pool.refill = self.refill
@@ -112,7 +112,8 @@ class RemoteWeightSync(WeightSync):
             moved = self._to_all(version, verify)
             self._version, self._training.moved = version, False
         self._pool.weights_pushed(version)
-        return SyncResult(bytes=moved, seconds=time.monotonic() - started, verified=bool(verify))
+        compared = self._compared if verify else 0
+        return SyncResult(bytes=moved, seconds=time.monotonic() - started, verified=compared)
 
     def _to_all(self, version: int, verify: str) -> int:
         """Transfers until every replica has the weights but those that are being started again: they will `refill`."""
@@ -182,6 +183,7 @@ class RemoteWeightSync(WeightSync):
                 compare(sums, ray.get(ref))
             except WeightSyncError as error:
                 raise WeightSyncError(f"{error} ({replica.worker})") from None
+        self._compared = len(sums)
         return [], max(response["bytes"] for response in sent)
 
     def _routes(self, replicas: Sequence[Replica]) -> TransferPlan:
