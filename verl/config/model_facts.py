@@ -72,19 +72,17 @@ class ModelFacts:
         return "auto_map" in self.config and not _transformers(self.name)
 
     def fields(self) -> set[str]:
-        """Fields of the configuration and its parts: those in config.json, and those in the source of transformers' classes.
-        Empty if a class is not found there."""
-        parts = [self.config, self.text]
-        parts += [part for part in self.config.values() if isinstance(part, dict) and "model_type" in part]
-        types = {str(part.get("model_type")) for part in parts}
+        """Fields of the configuration and its language model's part: those in config.json, and those in the source of
+        transformers' classes. Empty if a class is not found there."""
+        types = {str(part.get("model_type")) for part in (self.config, self.text)}
         folders = [folder for name in types if (folder := _transformers(name))]
         files = [file for folder in folders for file in folder.glob("configuration_*.py")]
-        files += [folder.parents[1] / "configuration_utils.py" for folder in folders[:1]]
+        files += [folder.parents[1] / "configuration_utils.py" for folder in folders]
         source = "\n".join(file.read_text("utf-8") for file in files)
         if "auto_map" in self.config or not all(f'"{name}"' in source for name in types):
             return set()
         found = {name for names in _FIELD.findall(source) for name in names}
-        return found.union(*parts, {"attn_implementation"})
+        return found.union(self.config, self.text, {"attn_implementation"})
 
     def weight_names(self) -> list[str]:
         """Names of the tensors in the safetensors files, from the index or the file's header; empty if not to be had."""
