@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verl.engine.rollout.native import decode_plan, prefill_plan, sampling
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.training import log_prob
+from verl.errors import UserError
 from verl.models import flash_attention
 from verl.models.attention import AttentionOptions
 from verl.platform import cuda, platform_of
@@ -86,9 +87,31 @@ def test_a_processor_keeps_its_heap(device: str, times: int) -> None:
 
     engine: Any = object.__new__(FSDPEngine)
     emptied: list[int] = []
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.grad, engine._parameters = torch.ones(3), [weight]
     engine.platform = SimpleNamespace(on_host=device == "cpu", empty_cache=lambda: emptied.append(1))
     engine.release_cached_memory()
-    assert len(emptied) == times
+    assert len(emptied) == times and (weight.grad is None) == bool(times)
+
+
+@pytest.mark.parametrize(
+    ("share", "trained", "dtype", "taken"),
+    [(0.5, False, "float32", 0), (0.25, True, "float32", 12), (0.5, True, "bfloat16", 14)],
+)
+def test_the_cache_is_a_share_of_what_the_trainer_leaves(
+    share: float, trained: bool, dtype: str, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.engine.rollout.native import architecture, cache
+
+    model = torch.nn.Linear(100, 10, bias=False).requires_grad_(trained)
+    assert architecture.bytes_to_come(model, getattr(torch, dtype)) == taken * 1000
+    device = SimpleNamespace(on_host=False, room=lambda index: 100_000)
+    monkeypatch.setattr(cache, "platform_of", lambda _: device)
+    given = {"share": share, "taken_later": taken * 1000}
+    tokens = cache.default_cache_tokens(10, torch.device("cuda"), 256, 512, **given)
+    assert tokens == int((100_000 - taken * 1000) * share) // 10
+    with pytest.raises(UserError, match="raise rollout"):
+        cache.KVCacheLayout.fit(tokens, 20_000, 256)
 
 
 def test_buckets_on_a_device_leave_room() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, KVSlotTable
+from verl.errors import UserError
 
 
 def make(rows: int = 2, cols: int = 4, blocks: int = 12, slots: int = 6) -> tuple[KVBlockPool, KVSlotTable]:
@@ -104,5 +105,5 @@ def test_geometry_holds_one_longest_sequence(tokens: int, length: int, seqs: int
 
 
 def test_geometry_refuses_a_cache_that_is_too_small() -> None:
-    with pytest.raises(ValueError, match="cache of 100 tokens cannot hold one sequence of max_model_len=300"):
+    with pytest.raises(UserError, match="cache of 100 tokens cannot hold one sequence of max_model_len=300"):
         KVCacheLayout.fit(100, 300, 8)

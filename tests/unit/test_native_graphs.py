@@ -43,6 +43,7 @@ class StandIn:
 
 
 VARIED = [60, 60, 50, 44, 60, 9, 60, 58, 60, 60]
+TURN = SamplingParams(max_tokens=8, seed=1)
 EMPTIED = [5] * 16 + [40] * 20
 """Sixteen short responses fill a row of blocks and leave it empty below those that go on."""
 
@@ -76,7 +77,12 @@ def test_replayed_steps_give_the_same_responses(
                 )
                 for i, n in enumerate(lengths)
             ]
-            return await asyncio.gather(*calls)
+            first = await engine.generate([7, 8, 9], TURN, request_id="turn 1", session="waits for a tool")
+            done = await asyncio.gather(*calls)
+            later = [7, 8, 9, *first.token_ids.tolist(), 5, 6]
+            done.append(await engine.generate(later, TURN, request_id="turn 2", session="waits for a tool"))
+            assert done[-1].prefilled < 4, "the first turn's tokens are in the cache"
+            return done
 
         return asyncio.run(go()), engine
 

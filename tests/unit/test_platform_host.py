@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from verl.engine.rollout.native.cache import default_cache_tokens
+from verl.engine.rollout.native.cache import KVCacheLayout, default_cache_tokens
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import EngineSettings, cache_bytes
 from verl.platform import host
@@ -170,5 +170,8 @@ def test_samplers_plan_with_it(machine: Path) -> None:
 
     per_token = 64 * 32 * 2 * 128 * 4
     for engines in (1, 2):
-        tokens = default_cache_tokens(per_token, torch.device("cpu"), 256, 512, engines)
+        tokens = default_cache_tokens(per_token, torch.device("cpu"), 256, 256, engines)
         assert tokens == 2 * GIB // engines // per_token
+    for length in (512, 2048, 8192, 40_000):
+        tokens = default_cache_tokens(per_token * 1000, torch.device("cpu"), 256, length)
+        assert KVCacheLayout.fit(tokens, length, 256).rows == 1, "one sequence has its room"

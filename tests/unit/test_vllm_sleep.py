@@ -16,6 +16,7 @@ from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.engine import VLLMEngine
 from verl.engine.rollout.vllm.launch import LoopThread
+from verl.engine.rollout.vllm.requests import BusyTime
 from verl.engine.rollout.vllm.weights import WorkerChannel
 from verl.weight_sync.shared_memory import BucketSender, receive
 
@@ -106,7 +107,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "_broken": "",
             "_channel": WorkerChannel(hosts[-1], stand_in.collective_rpc, [""], 4096, print),
             "_max_model_len": 32,
-            "_counters": SimpleNamespace(begin=lambda: None, end=lambda *_: None),
+            "_busy": BusyTime(),
         }
         for name, value in values.items():
             setattr(one, name, value)

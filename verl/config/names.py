@@ -186,7 +186,7 @@ _SHARED = "in one process the native engine uses the trainer's own weights, whic
 UNREAD: dict[str, dict[str, str]] = {
     "native": {
         _ROLLOUT + "{enable_chunked_prefill, enable_prefix_caching, cudagraph_capture_sizes, load_format, "
-        "gpu_memory_utilization, scheduling_policy, disable_log_stats, skip_tokenizer_init, multi_stage_wake_up, "
+        "scheduling_policy, disable_log_stats, skip_tokenizer_init, multi_stage_wake_up, "
         "calculate_log_probs, logprobs_mode}": "the native engine decides it by itself",
     },
     "vllm": {

@@ -92,9 +92,8 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    if (
-        is_causal is False
-    ):  # a vision tower: patches of one image or window all see each other, and no cache holds them
+    if is_causal is False:
+        # a vision tower: patches of one image or window all see each other, and no cache holds them
         seen = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
         return seen.transpose(1, 2), None
     options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
@@ -102,12 +101,13 @@ def _attention(
 
 
 def register() -> None:
-    """Register with transformers (again is harmless): the function, and a mask builder that builds none."""
+    """Register the function with transformers (again is harmless).
+
+    No mask builder: without one transformers makes no mask, and does not ask the device where packed sequences begin.
+    """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
 
 
 @contextmanager

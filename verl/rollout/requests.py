@@ -226,8 +226,6 @@ def _joined(parts: list[Completion], reason: str) -> Completion:
         finish_reason=reason,
         versions=tuple(sorted({v for part in parts if len(part.token_ids) for v in part.versions})),
         num_preempted=sum(part.num_preempted for part in parts),
-        started=parts[0].started,
-        finished=parts[-1].finished,
         parts=len(parts),
         prefilled=sum(part.prefilled for part in parts),
         text=parts[-1].text,

@@ -59,6 +59,7 @@ class InProcessSync(WeightSync):
 
     def _push(self, version: int, verify: str) -> SyncResult:
         started = time.monotonic()
+        self._trainer.release_cached_memory()
         self._sampler.weights_updated(version)
         module, verified = self._trainer.module, 0  # type: ignore[attr-defined]
         if verify:

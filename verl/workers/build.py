@@ -213,8 +213,10 @@ def adapter_moves(config: Any) -> bool:
     return engine.lora_experts or not expert_count(load_config(arr.model.path, arr.model))
 
 
-def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str) -> RolloutEngine:
-    """The embedded sampler on a Hugging Face model's tensors."""
+def native_sampler(
+    config: Any, module: Any, tokenizer: Any, trainer_dtype: str, *, owns_weights: bool = False
+) -> RolloutEngine:
+    """The embedded sampler on a Hugging Face model's tensors; owns_weights: they are nobody else's."""
     from verl.engine.rollout.native.engine import NativeEngine
     from verl.models.load import end_token_ids
 
@@ -225,11 +227,13 @@ def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str)
         max_model_len=longest(config),
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
         dtype=sampler_dtype("native", rollout.dtype, trainer_dtype),
         enforce_eager=rollout.enforce_eager,
         tokenizer=tokenizer,
         engines=samplers_per_node(config),
         record_routes=config.actor_rollout_ref.actor.router_replay.mode == "R3",
+        owns_weights=owns_weights,
     )
 
 
@@ -298,7 +302,8 @@ def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngin
         assert settings is not None
         inject(module, settings).materialise(AdapterSource(module, settings, 0, None), platform.device())
         module.requires_grad_(False)
-    return native_sampler(config, module, tokenizer, str(compute_dtype(arr.actor, platform)))
+    dtype = str(compute_dtype(arr.actor, platform))
+    return native_sampler(config, module, tokenizer, dtype, owns_weights=True)
 
 
 _OWN_SAMPLERS = {"native": _own_native, "vllm": _own_vllm}

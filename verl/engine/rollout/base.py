@@ -6,7 +6,6 @@ torch-free, so that the driver can hold it.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,8 +58,6 @@ class Completion:
     finish_reason: str
     versions: tuple[int, ...] = (0,)
     num_preempted: int = 0
-    started: float = field(default_factory=time.monotonic)
-    finished: float = 0.0
     parts: int = 1
     prefilled: int = 0
     text: str | None = None
@@ -147,7 +144,7 @@ class RolloutEngine(ABC):
         return False
 
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: busy_s (time with requests running), prompt_tokens, tokens, preempted."""
+        """Since the last call: busy_s (time with requests running), and of an engine that encodes images itself how many: images."""
         return {}
 
     def close(self) -> None:  # noqa: B027

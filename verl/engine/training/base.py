@@ -195,4 +195,4 @@ class TrainingEngine(ABC):
         both; everything else works from wherever they are."""
 
     def release_cached_memory(self) -> None:  # noqa: B027
-        """Memory of a device that is kept for reuse goes back to it: a sampler in another process is about to take it."""
+        """Memory of a device that is kept for reuse goes back to it: a sampler is about to take it."""

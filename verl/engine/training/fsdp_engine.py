@@ -9,8 +9,8 @@
     rank 2   (none) ──▶ dummies       ─┘
 
 Master weights, gradients and optimizer state are float32; matrix products run in the compute data type. In one process
-nothing is wrapped: `module` is the Hugging Face model itself, gradient buffers are made once and cleared in place. On
-many ranks weights, gradients and state are cut over them, and all run the same number of passes, so that none waits in a
+nothing is wrapped: `module` is the Hugging Face model itself, gradient buffers are cleared in place, and on a processor made
+once (elsewhere the sampler has better use for their memory). On many ranks weights, gradients and state are cut over them, and all run the same number of passes, so that none waits in a
 collective that another never enters: one with fewer rows runs passes over a token that counts for nothing.
 """
 
@@ -215,7 +215,6 @@ class FSDPEngine(TrainingEngine):
             self.module.gradient_checkpointing_enable(options)
             models.switch_off_dropout(self._layers)
         self.schedule(1)
-        self._clear_gradients()
 
     def cost(self) -> ModelCost | None:
         """See `TrainingEngine.cost`."""
@@ -334,9 +333,7 @@ class FSDPEngine(TrainingEngine):
         if not done.refused and not math.isfinite(norm):
             done.refused = f"the gradient norm is {norm}"
         metrics = {} if done.refused else done.metrics()
-        if done.refused:
-            self._clear_gradients()
-        else:
+        if not done.refused:
             clip_gradients(self._gradients(), norm, self._grad_clip)
             optimizer.step()
         return StepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, done.refused, done.tokens)
@@ -418,13 +415,18 @@ class FSDPEngine(TrainingEngine):
 
     def _clear_gradients(self) -> None:
         """Make all gradients zero: in place where products are added straight into them; FSDP makes its own."""
-        if not self._sharded and (kept := self._gradients()):
+        if self._sharded:
+            self._drop_gradients()
+            return
+        if kept := self._gradients():
             torch._foreach_zero_(kept)
         for parameter in self._parameters:
-            if self._sharded:
-                parameter.grad = None
-            elif parameter.grad is None:
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
     @contextmanager
     def _recomputing(self, tokens: int) -> Iterator[None]:
@@ -465,8 +467,7 @@ class FSDPEngine(TrainingEngine):
         """See `TrainingEngine.offload`; gradients are let go, not kept."""
         if not (self._weights_leave or self._state_leaves):
             return
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._drop_gradients()
         self._move(torch.device("cpu"), optimizer=True)
         self.platform.empty_cache()
 
@@ -482,8 +483,10 @@ class FSDPEngine(TrainingEngine):
             move_state(self._optimizer, device)
 
     def release_cached_memory(self) -> None:
-        """See `TrainingEngine.release_cached_memory`. A processor's heap is kept: new pages cost more than they are worth to others."""
+        """See `TrainingEngine.release_cached_memory`: gradients are let go, too. A processor's heap and gradients are kept: new
+        pages cost more than they are worth to others."""
         if not self.platform.on_host:
+            self._drop_gradients()
             self.platform.empty_cache()
 
     # -- weights and state -----------------------------------------------------------------------------------

@@ -53,6 +53,15 @@ class _Measure:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
+def bytes_to_come(model: nn.Module, compute: torch.dtype) -> int:
+    """Bytes that a device will hold for the model beside its weights: float32 gradients and AdamW's state of those that are
+    trained there, and the sampler's copies of those in another data type."""
+    weights = list(model.parameters())
+    trained = sum(w.numel() for w in weights if w.requires_grad)
+    copied = sum(w.numel() for w in weights if compute not in (torch.float32, w.dtype))
+    return 12 * trained + compute.itemsize * copied
+
+
 @torch.no_grad()
 def bytes_per_token(model: Any, compute: torch.dtype) -> int:
     """Keys and values of one token in all attention calls of a pass, seen in a pass of one token.

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verl.errors import UserError
 from verl.platform import platform_of
 from verl.platform.host import total_memory
 
-_SHARE = 0.25
+_NARROWEST = 16  # columns of the smallest block
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +44,21 @@ class KVCacheLayout:
         Products read whole blocks, because strided ones would be copied first (measured: twice the time), so
         the longer the sequences may be, the wider the blocks.
 
-        Raises ValueError when not even one sequence of `max_model_len` tokens fits.
+        Raises UserError when not even one sequence of `max_model_len` tokens fits.
         """
         widest = 32 if max_model_len <= 512 else 64 if max_model_len <= 2048 else 128
         coarse = [(rows, widest) for rows in (16, 8, 4, 2, 1)]
-        for rows, cols in [*coarse, *((1, cols) for cols in (64, 32, 16) if cols < widest)]:
+        for rows, cols in [*coarse, *((1, cols) for cols in (64, 32, _NARROWEST) if cols < widest)]:
             blocks = cache_tokens // (rows * cols)
             # a prompt and a response that together have max_model_len tokens, each rounded up to whole blocks
             needed = -(-max_model_len // cols) + 1
             if blocks >= min(8, -(-max_num_seqs // rows)) * needed:
                 break  # enough for eight block_rows, or for all sequences at once
         if blocks < needed:
-            raise ValueError(
+            raise UserError(
                 f"a key/value cache of {cache_tokens} tokens cannot hold one sequence of max_model_len={max_model_len} "
-                f"tokens (needs {needed * rows * cols}): raise cache_tokens or lower max_model_len"
+                f"tokens (needs {needed * rows * cols}): raise rollout.gpu_memory_utilization (cache_tokens, where that is given) "
+                "or lower max_model_len"
             )
         return cls(rows, cols, blocks)
 
@@ -67,17 +69,28 @@ class KVCacheLayout:
 
 
 def default_cache_tokens(
-    per_token: int, device: torch.device, max_num_seqs: int, max_model_len: int, engines: int = 1
+    per_token: int,
+    device: torch.device,
+    max_num_seqs: int,
+    max_model_len: int,
+    engines: int = 1,
+    *,
+    share: float = 0.5,
+    taken_later: int = 0,
 ) -> int:
-    """Room for max_num_seqs sequences of max_model_len tokens, or a quarter of the device's memory, at `per_token`
-    bytes. On a CPU `engines` samplers divide that quarter, and what is free at the moment is not asked: a resumed run
-    must schedule exactly as the first one did."""
+    """Room for max_num_seqs sequences of max_model_len tokens, or a share of the device's free memory, at `per_token`
+    bytes. taken_later: bytes of it that something else is about to take.
+
+    On a CPU the share is of half the machine, which `engines` samplers divide, and what is free at the moment is not asked: a
+    resumed run must schedule exactly as the first one did. One sequence gets its room there in any case."""
     # whole blocks of at most 16 × 128 tokens, and both tables as if all their sequences were longest
     wanted = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
     platform = platform_of(device)
-    # Of a device's memory, half of what is free.
-    total = total_memory() // engines if platform.on_host else 2 * platform.room(device.index or 0)
-    return min(wanted, max(int(total * _SHARE) // per_token, max_model_len))
+    if platform.on_host:
+        room, least = total_memory() // engines / 2, (-(-max_model_len // _NARROWEST) + 1) * _NARROWEST
+    else:
+        room, least = platform.room(device.index or 0) - taken_later, 0
+    return min(wanted, max(int(room * share) // per_token, least))
 
 
 class AttentionCalls:
@@ -148,10 +161,13 @@ class KVBlockPool:
         bisect.insort(self._free, block)
 
     def layer(self, index: int, kv_heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, [blocks, rows, kv_heads, cols, dim] each."""
+        """Keys and values of one layer, [blocks + 1, rows, kv_heads, cols, dim] each.
+
+        The last block is spare: no table has it, and rows of a step that stand for no response write there.
+        """
         if index not in self._layers:
             g = self.layout
-            shape = g.blocks, g.rows, kv_heads, g.cols
+            shape = g.blocks + 1, g.rows, kv_heads, g.cols
             keys = torch.empty(*shape, key_dim, dtype=self.key_dtype, device=self.device)
             values = torch.empty(*shape, value_dim, dtype=self.compute, device=self.device)
             used = sorted(set(range(g.blocks)) - set(self._free))

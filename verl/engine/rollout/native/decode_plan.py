@@ -212,11 +212,13 @@ class DecodePlan:
     ) -> None:
         """All int64 [B]; slots ascending; lengths count the response's tokens including the one being fed.
 
-        Length 0 marks a row that only fills a gap: its slot must be free and its output means nothing.
+        Length 0 marks a row that only fills a gap: it writes to the pool's spare block, since its slot may be that of a session
+        that waits, and its output means nothing.
         rounded: take the next power of two for the responses per prompt, so that fewer different shapes occur.
         """
-        table = self._responses.table
-        self._places = table.token_rows(slots, np.maximum(lengths, 1) - 1)
+        table, g = self._responses.table, self._pool.layout
+        rows, columns = table.token_rows(slots, np.maximum(lengths, 1) - 1)
+        self._places = np.where(lengths > 0, rows, g.blocks * g.rows), columns
         own_lengths = np.zeros(table.slots, np.int64)
         own_lengths[slots] = lengths
         self._responses.plan(own_lengths, whole_block_rows=rounded)

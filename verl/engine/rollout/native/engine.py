@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, check_request, not_finite
-from verl.engine.rollout.native.architecture import bytes_per_token, refuse_unfit
+from verl.engine.rollout.native.architecture import bytes_per_token, bytes_to_come, refuse_unfit
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, default_cache_tokens
 from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
@@ -46,13 +46,15 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     model: its parameters stay the trainer's; call `weights_updated` after each change of them.
     eos_token_ids: tokens that end a response. max_model_len: most tokens of prompt + response.
     max_num_seqs: most answers at a time. max_num_batched_tokens: most tokens of one prefill pass.
-    cache_tokens: capacity of the key/value cache (None: enough for max_num_seqs full sequences, or a quarter of the
-        machine's memory). When it is full, the newest responses wait and are computed again later.
+    cache_tokens: capacity of the key/value cache (None: enough for max_num_seqs full sequences, as far as
+        gpu_memory_utilization of the device's free memory has room for it, or of half the machine's on a CPU). When it is full,
+        the newest responses wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
     tokenizer: only for stop strings. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
         a GPU.
     engines: how many samplers share the machine's memory, for the size of the cache where it is not given.
     record_routes: completions say which experts their tokens went to; no captured graphs then.
+    owns_weights: nobody else uses the model's tensors: `sleep` takes them to host memory.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         cache_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.5,
         dtype: str | torch.dtype = "float32",
         tokenizer: Any | None = None,
         forbidden_token_ids: Sequence[int] = (),
         enforce_eager: bool = False,
         engines: int = 1,
         record_routes: bool = False,
+        owns_weights: bool = False,
     ):
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
@@ -84,7 +88,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         # Measured where cache_tokens are given, too: it refuses a model that never asks for attention.
         per_token = bytes_per_token(model, compute)
         if cache_tokens is None:
-            cache_tokens = default_cache_tokens(per_token, device, max_num_seqs, max_model_len, engines)
+            share, later = gpu_memory_utilization, bytes_to_come(model, compute)
+            cache_tokens = default_cache_tokens(
+                per_token, device, max_num_seqs, max_model_len, engines, share=share, taken_later=later
+            )
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
         self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute)
         self._scheduler = Scheduler(self._pool, max_num_seqs, max_num_batched_tokens)
@@ -101,8 +108,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._version = 0
         self._incomplete = ""
         self._task: asyncio.Task[None] | None = None
-        self._asleep = False
-        self._counters = {"busy_s": 0.0, "prompt_tokens": 0.0, "tokens": 0.0, "steps": 0.0}
+        self._asleep, self._owns_weights = False, owns_weights
+        self._busy_s = 0.0
 
     # ---- requests
 
@@ -193,7 +200,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         with self._runner.ready():
             work = self._scheduler.prefill()
             if work is not None:
-                self._counters["prompt_tokens"] += work.tokens
                 logits = self._runner.prefill(work)
                 rows = [request for request, _ in work.sampled]
             else:
@@ -203,8 +209,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 self._record(work, rows, self._runner.routes)
             if rows:
                 self._advance(rows, logits)
-        self._counters["steps"] += 1
-        self._counters["busy_s"] += time.monotonic() - begin
+        self._busy_s += time.monotonic() - begin
 
     def _record(self, work: Prefill | None, rows: list[Request], routes: np.ndarray) -> None:
         """Keep the routes of a pass, [tokens, layers, k]: of a prefill, or of the newest token of each row."""
@@ -233,7 +238,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 request.versions.append(self._version)
             if reason := self._stopper.reason(request):
                 self._finish(request, reason)
-        self._counters["tokens"] += len(requests)
 
     # ---- weights and memory
 
@@ -269,16 +273,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         return checksums(held or self.named_weights(), verify, dtype=dtype)
 
     def check_shared(self, module: nn.Module, verify: str) -> None:
-        """WeightSyncError unless every tensor of `module`, adapters included, is this engine's own, in one memory, and the
-        copies that it computes with are its values (`SAMPLED`: of two columns of each matrix)."""
-        from verl.weight_sync.verify import named
-
-        ours, theirs = (
-            {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in held.state_dict().items()}
-            for held in (self._runner.model, module)
-        )
-        if wrong := {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}:
-            raise WeightSyncError(f"weight sync: the sampler does not read the trainer's own {named(wrong)}")
+        """WeightSyncError unless `module` is this engine's own, and the copies that it computes with are its values (`SAMPLED`:
+        of two columns of each matrix)."""
+        if module is not self._runner.model:
+            raise WeightSyncError("weight sync: the sampler does not read the trainer's own module")
         self._runner.linears.check(sampled=verify == SAMPLED)
 
     @property
@@ -297,6 +295,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """
         from verl.weight_sync.verify import close_stream
 
+        self._bring_weights(self._runner.device)
         adapter = PlainView(self._runner.model).adapter_state()
         targets = adapter or dict(self._runner.model.state_dict()) | dict(self.named_weights())
         given = set()
@@ -327,13 +326,18 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     def _views(self) -> CheckpointViews:
         return CheckpointViews(self._runner.model)
 
+    def _bring_weights(self, device: torch.device) -> None:
+        if self._owns_weights:
+            self._runner.model.to(device)  # type: ignore[arg-type]
+
     def sleep(self) -> None:
-        """Drop the cache and the copies of weights, and give their memory back to the device."""
+        """Drop the cache and the copies of weights, and give their memory back to the device; that of weights of its own, too."""
         self._scheduler.forget_cache()
         self._pool.drop()
         if self._images is not None:
             self._images.forget()
         self._runner.release()
+        self._bring_weights(torch.device("cpu"))
         self._platform.empty_cache()
         self._asleep = True
 
@@ -341,6 +345,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """Undo `sleep`; what the trainer has freed meanwhile goes back to the device before the cache grows again."""
         if self._asleep:
             self._platform.empty_cache()
+            self._bring_weights(self._runner.device)
         self._asleep = False
 
     @property
@@ -348,12 +353,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: busy_s, steps, prompt_tokens (prefilled, recomputed ones too), tokens, preempted; of a
-        model that sees images, how many it encoded: images."""
-        out = self._counters | {"preempted": float(self._scheduler.preempted)}
+        """See `RolloutEngine.stats`."""
+        out, self._busy_s = {"busy_s": self._busy_s}, 0.0
         if self._images is not None:
             out["images"], self._images.encoded = float(self._images.encoded), 0
-        self._scheduler.preempted, self._counters = 0, dict.fromkeys(self._counters, 0.0)
         return out
 
     def close(self) -> None:

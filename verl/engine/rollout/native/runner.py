@@ -190,7 +190,6 @@ class Runner:
         self.device = next(model.parameters()).device
         self.linears = FastLinears(model, dtype)
         self._dtype = dtype
-        self._responses = scheduler.responses
         self._pool = scheduler.responses.pool
         self._decode = DecodePlan(scheduler.prompts, scheduler.responses)
         self._graphs: DecodeGraphs | None = None
@@ -240,7 +239,7 @@ class Runner:
     def decode(self, requests: Sequence[Request]) -> Tensor:
         """Logits after the newest token of each request (ascending slots), float32 [N, V]."""
         slots = np.array([r.slot for r in requests], np.int64)
-        filled = slots if self._graphs is None else self._filled(int(slots[-1]))
+        filled = slots if self._graphs is None else self._filled(slots)
         at = np.searchsorted(filled, slots)
         columns = np.zeros((5, len(filled)), np.int64)
         rows = [
@@ -251,19 +250,17 @@ class Runner:
         columns[:, at] = np.array(rows).T
         ids, lengths, prompt_slots, prompt_lengths, shifts = columns
         positions = np.maximum(prompt_lengths + lengths - 1 + shifts, 0)
+        rounded = self._graphs is not None
+        self._decode.prepare(filled, lengths, prompt_slots, prompt_lengths, rounded=rounded)
         if self._graphs is None:
-            self._decode.prepare(slots, lengths, prompt_slots, prompt_lengths)
             return self._forward(self._tensor(ids), self._tensor(positions), self._decode, 0)
-        self._decode.prepare(filled, lengths, prompt_slots, prompt_lengths, rounded=True)
         logits = self._graphs.run(self._tensor(ids), self._tensor(positions))
         return logits.index_select(0, self._tensor(at))
 
-    def _filled(self, last: int) -> np.ndarray:
-        """The slots that captured graphs have rows for, int64: all of each block_row up to that of slot `last`. A block_row whose
-        responses are all finished has no memory that a row of it could write to."""
+    def _filled(self, slots: np.ndarray) -> np.ndarray:
+        """The slots that captured graphs have rows for, int64: all of each block_row with one of `slots`."""
         rows = self._pool.layout.rows
-        block_rows = np.flatnonzero([bool(blocks) for blocks in self._responses.blocks[: last // rows + 1]])
-        return (block_rows[:, None] * rows + np.arange(rows)).reshape(-1)
+        return (np.unique(slots // rows)[:, None] * rows + np.arange(rows)).reshape(-1)
 
     def _forward(
         self,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import functools
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +76,6 @@ class Request:
     routes: RecordedRoutes = field(default_factory=RecordedRoutes)
     prompt_routes: RecordedRoutes | None = None  # those that the first token was sampled with
     num_preempted: int = 0
-    started: float = field(default_factory=time.monotonic)
     ready: bool = False  # everything but the newest token is in the cache: decode can go on
 
     @property
@@ -107,8 +105,6 @@ class Request:
             finish_reason=reason,
             versions=tuple(self.versions),
             num_preempted=self.num_preempted,
-            started=self.started,
-            finished=time.monotonic(),
             prefilled=self.prefilled,
             routed_experts=np.concatenate(routed) if routed else None,
         )
@@ -138,10 +134,8 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.groups: dict[str, Group] = {}
-        self.idle: dict[
-            str, Request
-        ] = {}  # by session: finished requests that keep their place, longest idle first
-        self.preempted = 0
+        # by session: finished requests that keep their place, longest idle first
+        self.idle: dict[str, Request] = {}
         self._budget = max_num_batched_tokens
         self._clock = 0
         self._hold = False
@@ -308,7 +302,6 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take the request's place in the cache away; its tokens stay and are prefilled again later."""
-        self.preempted += 1
         request.num_preempted += 1
         self._hold = True  # until one finishes: else it would come back at once and be thrown out again
         self._requeue(request)
@@ -342,13 +335,19 @@ class Scheduler:
 
     def _keep(self, request: Request, session: str) -> None:
         """Leave a finished request in the cache for the session's next one."""
-        self.end_session(session)
+        self._drop_idle(session)
         if request.ready:
             request.computed, request.ready = len(request.tokens) - 1, False
         self.idle[session] = request
 
     def end_session(self, session: str) -> None:
-        """Nothing goes on from this session any more."""
+        """Nothing goes on from this session any more. A request of it that is not done keeps no place when it is."""
+        for request in (*self.waiting, *self.running):
+            if request.session == session:
+                request.session = None
+        self._drop_idle(session)
+
+    def _drop_idle(self, session: str) -> None:
         if (request := self.idle.pop(session, None)) is not None:
             self._leave(request)
 
@@ -360,7 +359,7 @@ class Scheduler:
         session = next((name for name, request in self.idle.items() if request is not needed), None)
         if session is None:
             return self._evict_prompt(keep.group_key if keep is not None else None)
-        self.end_session(session)
+        self._drop_idle(session)
         return True
 
     def _evict_prompt(self, keep: str | None = None) -> bool:
@@ -376,7 +375,7 @@ class Scheduler:
     def forget_cache(self) -> None:
         """Nothing in the cache is true any more (new weights): running responses start over from their tokens."""
         for session in list(self.idle):
-            self.end_session(session)
+            self._drop_idle(session)
         for request in list(self.running):
             self._requeue(request)
         for group in list(self.groups.values()):

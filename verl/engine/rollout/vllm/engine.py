@@ -34,7 +34,7 @@ from verl.engine.rollout.vllm.arguments import (
 from verl.engine.rollout.vllm.batch import BatchCall
 from verl.engine.rollout.vllm.images import ImageInputs
 from verl.engine.rollout.vllm.launch import LoopThread
-from verl.engine.rollout.vllm.requests import Counters, Live, ended_at_seam
+from verl.engine.rollout.vllm.requests import BusyTime, Live, ended_at_seam
 from verl.engine.rollout.vllm.weights import RPC_TIMEOUT, AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
 from verl.models.inputs import sees_images
@@ -90,7 +90,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
         self._sleeps = s.free_cache_engine and sleeps
         self._live: dict[str, Live] = {}
-        self._counters = Counters()
+        self._busy = BusyTime()
         self._version = 0
         self._ready = s.load_format != "dummy" and s.lora is None
         self._adapter = AdapterFolder(s.lora) if s.lora is not None else None
@@ -200,8 +200,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             raise ValueError("stop strings need vLLM's tokenizer: set rollout.skip_tokenizer_init=False")
 
     async def _response(self, live: Live, arguments: dict[str, Any]) -> Completion:
-        self._counters.begin()
-        output = completion = None
+        self._busy.count(1)
+        output = None
         try:
             if not live.aborted:
                 output = await self._final_output(live, arguments)
@@ -214,7 +214,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             raise EngineDead("vLLM's own process ended; what it printed before says why") from error
         finally:
             self._live.pop(live.id, None)
-            self._counters.end(completion)
+            self._busy.count(-1)
 
     async def _final_output(self, live: Live, arguments: dict[str, Any]) -> Any:
         """vLLM's last word on a request, None if it was aborted before the first."""
@@ -384,9 +384,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: busy_s, prompt_tokens (prefilled ones, without those found in the cache), tokens,
-        preempted. A request counts when it is finished."""
-        return self._counters.take()
+        """See `RolloutEngine.stats`."""
+        return {"busy_s": self._busy.take()}
 
     def close(self) -> None:
         """End vLLM and every process of it. May be called twice."""

@@ -1,11 +1,11 @@
-"""Requests under way in vLLM, and what has been counted since the last look."""
+"""Requests under way in vLLM, and for how long there were any."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ class Live:
     versions: list[int]
     media: Media | None = None
     aborted: bool = False
-    started: float = field(default_factory=time.monotonic)
 
     def completion(self, output: Any) -> Completion:
         """What vLLM's final output says. None: it was aborted before it began.
@@ -51,8 +50,6 @@ class Live:
             finish_reason=reason,
             versions=tuple(self.versions),
             num_preempted=int(getattr(metrics, "num_preemptions", 0) or 0),
-            started=self.started,
-            finished=time.monotonic(),
         )
 
 
@@ -73,40 +70,26 @@ def ended_at_seam(
     return done
 
 
-class Counters:
-    """Time with requests running, tokens prefilled and sampled, requests preempted. Thread-safe."""
+class BusyTime:
+    """Time with requests running. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._running = 0
         self._since = 0.0
-        self._sums = dict.fromkeys(("busy_s", "prompt_tokens", "tokens", "preempted"), 0.0)
+        self._sum = 0.0
 
-    def _clock(self) -> None:
-        now = time.monotonic()
-        if self._running:
-            self._sums["busy_s"] += now - self._since
-        self._since = now
-
-    def begin(self) -> None:
-        """A request goes to the engine."""
+    def count(self, change: int) -> None:
+        """So many more requests are under way (or fewer)."""
         with self._lock:
-            self._clock()
-            self._running += 1
+            now = time.monotonic()
+            if self._running:
+                self._sum += now - self._since
+            self._since, self._running = now, self._running + change
 
-    def end(self, completion: Completion | None) -> None:
-        """It came back."""
+    def take(self) -> float:
+        """Seconds since the last call."""
         with self._lock:
-            self._clock()
-            self._running -= 1
-            if completion is not None:
-                self._sums["prompt_tokens"] += completion.prefilled
-                self._sums["tokens"] += len(completion.token_ids)
-                self._sums["preempted"] += completion.num_preempted
-
-    def take(self) -> dict[str, float]:
-        """Sums since the last call."""
-        with self._lock:
-            self._clock()
-            out, self._sums = self._sums, dict.fromkeys(self._sums, 0.0)
+            self.count(0)
+            out, self._sum = self._sum, 0.0
             return out
