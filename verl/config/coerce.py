@@ -124,10 +124,12 @@ def _number(data: Any, kind: type) -> int | float | None:
 
 
 def expand(path: str) -> str:
-    """`~` and `$VAR` in a local path. Raises GrammarError for a variable that is not set."""
+    """`~` and `$VAR` in a local path. Raises GrammarError for a variable that is not set, and for no path at all."""
     if "://" in path or "\n" in path or "{{" in path or "{%" in path:
         return path
     expanded = os.path.expandvars(os.path.expanduser(path))
     if "$" in path and (missing := re.search(r"\$\{?([A-Za-z_]\w*)", expanded)):
         raise GrammarError(f"the environment variable {missing[1]} in {path!r} is not set")
+    if expanded.startswith("~") or "\0" in expanded:
+        raise GrammarError(f"{path!r} names no file: there is no such user, or it has a zero byte")
     return expanded

@@ -1,10 +1,12 @@
-"""What an installed sampling engine is and takes, found without importing it: its version and its argument list."""
+"""What installed packages have, found without importing them: a sampling engine's version and arguments, the names in a module."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from verl.errors import UserError
 from verl.versions import package_folder
@@ -65,3 +67,24 @@ def arguments_in(source: str) -> frozenset[str]:
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                     names.add(item.target.id)
     return frozenset(name for name in names if not name.startswith("_"))
+
+
+def names_in(module: str) -> set[str] | None:
+    """Names that a module binds: none if there is no such module, None if its source does not tell."""
+    top, *inner = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+        for part in inner:
+            spec = spec and PathFinder.find_spec(part, spec.submodule_search_locations or [])
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+        found = bound_names(ast.parse(source))
+    except (ImportError, ValueError, OSError, SyntaxError):
+        return None
+    return None if {"*", "__getattr__"} & found else found
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """Names that a module may bind, by a definition, an assignment or an import, nested ones too; "*" if it imports all of another."""
+    nodes = list(ast.walk(tree))
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return stored | {getattr(node, "asname", None) or getattr(node, "name", None) or "" for node in nodes}

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.errors import UserError
+from verl.versions import package_folder
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FOLDER = "lora_adapter"
 """The adapter's folder inside `actor/` of a checkpoint."""
+_FIELD = re.compile(r"^ {4}(?:def )?(\w+)|self\.(\w+)|\"(\w+)\"", re.M)
+"""Fields, properties, attributes and their further names (`attribute_map`) in the source of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,20 @@ class ModelFacts:
     @property
     def remote_code(self) -> bool:
         """True if the model can only be built by code that is shipped with it."""
-        return "auto_map" in self.config and not _native(self.name)
+        return "auto_map" in self.config and not _transformers(self.name)
+
+    def fields(self) -> set[str]:
+        """Fields of the configuration and its language model's part: those in config.json, and those in the source of
+        transformers' classes. Empty if a class is not found there."""
+        types = {str(part.get("model_type")) for part in (self.config, self.text)}
+        folders = [folder for name in types if (folder := _transformers(name))]
+        files = [file for folder in folders for file in folder.glob("configuration_*.py")]
+        files += [folder.parents[1] / "configuration_utils.py" for folder in folders]
+        source = "\n".join(file.read_text("utf-8") for file in files)
+        if "auto_map" in self.config or not all(f'"{name}"' in source for name in types):
+            return set()
+        found = {name for names in _FIELD.findall(source) for name in names}
+        return found.union(self.config, self.text, {"attn_implementation"})
 
     def weight_names(self) -> list[str]:
         """Names of the tensors in the safetensors files, from the index or the file's header; empty if not to be had."""
@@ -122,13 +139,18 @@ def look(path: str, overrides: dict[str, Any] | None = None, config_path: str | 
         raise ModelTrouble(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelTrouble(f"{file}: holds no JSON object")
-    changes = dict(overrides or {})
-    changes |= changes.pop("model_config", None) or {}
-    config |= changes
+    config |= (changes := flat_overrides(overrides or {}))
     text = config.get("text_config") or config.get("llm_config") or config
     if text is not config:
         text = {**text, **{k: v for k, v in changes.items() if k in text}}
     return ModelFacts(file.parent, config, text)
+
+
+def flat_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`override_config` with what its `model_config` holds, if that is a mapping, beside the rest."""
+    nested = given.get("model_config") or {}
+    inside = "model_config" if isinstance(nested, Mapping) else None
+    return {name: value for name, value in given.items() if name != inside} | (dict(nested) if inside else {})
 
 
 def _content(folder: Path) -> str:
@@ -167,12 +189,11 @@ def _hub_folder(name: str) -> Path | None:
     return Path(file).parent if isinstance(file, str) else None
 
 
-def _native(model_type: str) -> bool:
-    """True if the installed transformers has the architecture itself."""
-    spec = importlib.util.find_spec("transformers")
-    folders = (spec and spec.submodule_search_locations) or []
-    name = model_type.replace("-", "_").replace(".", "_")
-    return any((Path(folder) / "models" / name).is_dir() for folder in folders)
+def _transformers(model_type: str) -> Path | None:
+    """The folder of the architecture in the installed transformers, or None if it does not have it."""
+    package, name = package_folder("transformers"), model_type.replace("-", "_").replace(".", "_")
+    folder = package / "models" / name if package and name else None
+    return folder if folder and folder.is_dir() else None
 
 
 def adapter_directory(path: str | Path) -> Path:

@@ -301,6 +301,8 @@ FEATURES: dict[str, Absent] = {
 }
 """Keys of the schema whose values, when they are neither false, null nor empty, need what is not here; names may be globs."""
 STRATEGIES = ("fsdp", "fsdp2")
+NO_STEP = {"torch.optim": {"LBFGS", "Muon", "Optimizer", "SparseAdam", "lr_scheduler", "swa_utils"}}
+"""Names in a module of what wants a closure, matrices alone, a subclass, sparse gradients, or is no optimizer."""
 LOGGERS = ("console", "file", "tensorboard", "wandb")
 
 _BACKENDS = ("dp", "megatron", "mlite", "mindspeed", *FSDP2_NAMES)

@@ -22,7 +22,8 @@ def scores_by_model(config: Any) -> bool:
 
 def built_in_scores(config: Any) -> bool:
     """True if a built-in function is asked: there is none of the user's own, and no model alone is the score."""
-    return not _own_function(config) and weights_of(config).keys() != {MODEL}
+    alone = scores_by_model(config) and not config.reward_model.weights.keys() - {MODEL}
+    return not (_own_function(config) or alone)
 
 
 def user_scores(config: Any) -> bool:

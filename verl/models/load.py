@@ -28,6 +28,8 @@ _MASKS_OF_ITS_OWN = frozenset({"doge", "deepseek_v4", "hy_v4", "axk2"})
 _WINDOW_IN_MASK = frozenset({"phimoe"})
 _WORDS = dict.fromkeys(("lm", "value"), "a causal language model") | {"score": "a sequence classifier"}
 _UNSET = -(2**31) + 7
+_UNBUILT = (OSError, ValueError, LookupError, AssertionError)
+"""Errors of transformers for a configuration, perhaps an overridden one, that no model can be made of."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
@@ -64,9 +66,9 @@ def load_model(
             loaded: Any = _kind(config, head, path).from_pretrained(
                 where, config=config, output_loading_info=True, **options
             )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (*_UNBUILT, SafetensorError) as error:
         raise UserError(
-            f"model.path={path}: cannot be loaded as {_WORDS[head]}: {error}{_damaged(where)}"
+            f"model.path={path}: cannot be loaded as {_WORDS[head]}: {type(error).__name__}: {error}{_damaged(where)}"
         ) from error
     module, report = loaded
     fresh = (
@@ -182,8 +184,9 @@ def build_model(path: str | Path, model_cfg: Any = None, *, head: str = "lm") ->
     try:
         with torch.device("meta"):
             module = build(config, **options)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path={path}: cannot be built as {_WORDS[head]}: {error}") from error
+    except _UNBUILT as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"model.path={path}: cannot be built as {_WORDS[head]}: {why}") from error
     check_supported(module, path)
     _without_values(module)
     if module.can_generate() and Path(where, "generation_config.json").is_file():

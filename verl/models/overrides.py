@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verl.config.model_facts import flat_overrides
 from verl.errors import UserError
 
 _IGNORED = ("attn_implementation", "_attn_implementation")
@@ -21,11 +22,7 @@ def apply(config: Any, overrides: Mapping[str, Any]) -> None:
 
     UserError for a field that there is not, and for a value that cannot take effect.
     """
-    wanted = dict(overrides)
-    nested = wanted.pop("model_config", None)
-    if isinstance(nested, Mapping):
-        wanted |= dict(nested)
-    for name, value in wanted.items():
+    for name, value in flat_overrides(overrides).items():
         if name in _IGNORED:
             continue
         holder = _holder(config, name)
@@ -34,7 +31,10 @@ def apply(config: Any, overrides: Mapping[str, Any]) -> None:
         elif isinstance(value, Mapping) and hasattr(getattr(holder, name), "to_dict"):
             apply(getattr(holder, name), value)
         else:
-            setattr(holder, name, value)
+            try:
+                setattr(holder, name, value)
+            except Exception as error:  # of transformers' own, which derives from nothing else
+                raise UserError(f"model.override_config.{name}={value!r}: {error}") from error
 
 
 def _holder(config: Any, name: str) -> Any:

@@ -29,6 +29,8 @@ NOTICES = [
         "teacher_model has no model_path and is left out",
     ),
     (["trainer.critic_warmup=3"], "no critic to warm up"),
+    (["critic.strategy=megatron"], "critic.strategy=megatron: there is no critic"),
+    (["critic.strategy=mindspeed", "critic.optim.optimizer=Nope"], "critic.strategy=mindspeed: there is no"),
     ([f"{ARR}.rollout.enable_rollout_routing_replay=True"], "only actor_rollout_ref.actor.router_replay"),
     ([f"{ARR}.actor.ppo_mini_batch_size=16"], "one update on the batch"),
     ([f"{ARR}.actor.ppo_mini_batch_size=3"], "3 mini-batches of 2 to 3 prompts"),

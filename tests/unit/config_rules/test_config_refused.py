@@ -187,7 +187,17 @@ REFUSED = [
     # recognised values
     ([f"{ARR}.rollout.name=trtllm"], ["TensorRT-LLM", "closest"]),
     ([f"{ARR}.rollout.checkpoint_engine.backend=nixl"], ["NIXL"]),
-    (["critic.strategy=mindspeed"], ["MindSpeed"]),
+    ([*CRITIC, "critic.strategy=mindspeed"], ["MindSpeed"]),
+    ([f"{ARR}.actor.optim.optimizer=Nope"], ["optimizer_impl=torch.optim has no optimizer of that name"]),
+    (
+        [*CRITIC, "critic.optim.optimizer_impl=no.module"],
+        ["optimizer_impl=no.module has no optimizer of that name"],
+    ),
+    ([f"{ARR}.actor.optim.optimizer=adamw"], ["nearest: Adam"]),
+    ([f"{ARR}.actor.optim.optimizer=LBFGS"], ["has no optimizer of that name"]),
+    ([f"{ARR}.rollout.n=1000000000000"], ["at most 65536"]),
+    ([f"+{ARR}.model.override_config.rms_norm_epz=1"], ["no such field; nearest: rms_norm_eps"]),
+    ([f"+{ARR}.model.override_config.model_config.use_cach=1"], ["override_config.use_cach", "use_cache"]),
     (["trainer.weight_sync_every=4"], ["for it keeps older weights", f"{ARR}.rollout.nnodes=1"]),
     # not in this release
     ([f"{ARR}.rollout.multi_turn.tool_config_path=no.yaml"], ["multi_turn", "no.yaml: cannot be read"]),
@@ -199,7 +209,7 @@ REFUSED = [
     (["reward_model.weights={model: 1}"], ["model needs reward_model.enable=True"]),
     (["reward_model.weights={function: high}"], ["function: a weight is a number"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
-    (["critic.strategy=megatron"], ["=fsdp or fsdp2"]),
+    ([*CRITIC, "critic.strategy=megatron"], ["=fsdp or fsdp2"]),
     (["skip.rollout.enable=True"], ["replay"]),
     ([TORCH, "global_profiler.steps=[0,1]"], ["counted from 1"]),
     (

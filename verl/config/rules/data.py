@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl.config.engine_packages import bound_names
 from verl.config.model_facts import find
 from verl.config.names import nearest
 from verl.config.rollout_engines import CAPABILITIES
@@ -363,7 +364,7 @@ def _object(c: Check, path_key: str, name_key: str) -> None:
     listed = ", ".join(defined) or "nothing"
     if not name:
         c.refuse(name_key, f"is required with {path_key} (found there: {listed})")
-    elif name not in defined and not _bound_otherwise(tree, name):
+    elif not {name, "*"} & bound_names(tree):
         c.refuse(name_key, f"{source} defines no such name{nearest(name, defined)} ({listed})")
     elif name_key == "custom_reward_function.name" and isinstance(defined.get(name), functions):
         _takes(c, name_key, defined[name])
@@ -388,14 +389,6 @@ def _source(c: Check, key: str) -> Path | None:
         c.refuse(key, f"no module {module} can be imported here")
         return None
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-
-
-def _bound_otherwise(tree: ast.Module, name: str) -> bool:
-    """True if the module may bind the name by an assignment, an import or a nested statement."""
-    nodes = list(ast.walk(tree))
-    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    named = {getattr(node, "asname", None) or getattr(node, "name", None) for node in nodes}
-    return name in stored or bool({name, "*"} & named)
 
 
 def _takes(c: Check, key: str, function: Any) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from verl.config.model_facts import ModelTrouble, find, look
+from verl.config.model_facts import ModelTrouble, find, flat_overrides, look
 from verl.config.names import nearest
 from verl.config.rules.context import Check
 from verl.config.rules.data import chat_template
@@ -41,21 +41,18 @@ def check(c: Check) -> None:
 
 
 def _overrides(c: Check) -> None:
-    """A model with weights has the shape of its weights."""
-    named = c.model.get("override_config") or {}
-    changes = {**named, **(named.get("model_config") or {})}
-    if c.facts is None or not set(changes) & set(_SHAPE) or not c.facts.weight_names():
+    """Fields that the model's configuration has; a model with weights has the shape of its weights."""
+    key, changes = f"{c.model_key}.override_config", flat_overrides(c.model.override_config)
+    if c.facts is None or not changes:
         return
-    try:
-        own = look(c.model.path, None, c.model.hf_config_path).text
-    except ModelTrouble:
-        return
+    own = look(c.model.path, None, c.model.hf_config_path)
+    known = own.fields() or set(changes)
+    for name in sorted(changes.keys() - known):
+        c.refuse(f"{key}.{name}", f"the model's configuration has no such field{nearest(name, known)}")
     for name in _SHAPE:
-        if name in changes and changes[name] != own.get(name):
-            key = f"{c.model_key}.override_config.{name}"
-            c.refuse(
-                key, f"the weights of {c.model.path} are of a model with {name}={own.get(name)}; remove it"
-            )
+        if name in changes and changes[name] != own.text.get(name) and own.weight_names():
+            of = f"of a model with {name}={own.text.get(name)}"
+            c.refuse(f"{key}.{name}", f"the weights of {c.model.path} are {of}; remove it")
 
 
 def _tokenizer(c: Check) -> None:
@@ -153,7 +150,8 @@ def _folders(c: Check) -> None:
             c.refuse(f"trainer.{name}", "is part of the run's folder and may not lead out of it; remove '..'")
     for role in ("actor_rollout_ref.actor.checkpoint", "checkpoint"):
         contents: Any = c.cfg.select(f"{role}.save_contents")
-        if contents == [] and c.trainer.get("save_freq") not in (-1, 0):
+        unused = role == "critic.checkpoint" and not c.cfg.select("critic.enable")
+        if contents == [] and not unused and c.trainer.get("save_freq") not in (-1, 0):
             c.refuse(f"{role}.save_contents", "a checkpoint would hold nothing; name model, optimizer, extra")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
+from verl.config.engine_packages import names_in
 from verl.config.fields import Field, Limits, limits_of
 from verl.config.layout import own_pools
 from verl.config.names import built_in, nearest
@@ -41,6 +42,8 @@ def check(c: Check) -> None:
             _dtype(c, path, value)
         if path.endswith(".betas") and (len(value) != 2 or max(value) == 1):
             c.refuse(f"{path}={value}", "expected two numbers from 0 to below 1, as [0.9,0.999]")
+        if path.endswith("optim.optimizer"):
+            _optimizer(c, path, value)
         if path.endswith(".stop") and "" in value:
             c.refuse(f"{path}={value}", 'the empty text is in every response; remove ""')
         if path.endswith(".override_optimizer_config") and "lr" in value:
@@ -52,6 +55,21 @@ def check(c: Check) -> None:
         found = (absent for glob, absent in names.FEATURES.items() if names.compiled(glob).match(path))
         if absent := next(found, None):
             c.refuse(c.at(path), f"not in this release ({absent.what}); {absent.instead}")
+
+
+def _optimizer(c: Check, path: str, name: str) -> None:
+    """A name that its module binds, of a class that steps all weights by their gradients."""
+    given = c.was_set(path) or c.was_set(f"{path}_impl")
+    module = c.cfg.select(f"{path}_impl")
+    known = names_in(module) if given and not _unused(c, path) else None
+    if known is not None and name not in (known := known - names.NO_STEP.get(module, set())):
+        c.refuse(path, f"{path}_impl={module} has no optimizer of that name{nearest(name, known)}")
+
+
+def _unused(c: Check, path: str) -> bool:
+    """True for a key of the critic in a run that has none: public commands set them all the same. Estimators of plug-ins may need it."""
+    ours = c.ppo and c.cfg.algorithm.adv_estimator in built_in("ESTIMATORS")
+    return path.startswith("critic.") and not c.cfg.critic.enable and ours
 
 
 def _dtype(c: Check, path: str, value: Any) -> None:
@@ -132,7 +150,9 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
         return
     if path.endswith("multi_turn.format") and _own_parser(c, name):
         return
-    if name in options:
+    if _unused(c, path):
+        c.notice(f"no effect: {path}={name}: there is no critic (critic.enable)")
+    elif name in options:
         default = "" if c.was_set(path) else " (it is the default)"
         use = f"set {path}={' or '.join(here)}"
         c.refuse(f"{path}={name}", f"{name} is not in this release{default}; {use}")

@@ -15,7 +15,7 @@ from verl.config.schema.reward import (
     RewardManagerConfig,
     RewardModelConfig,
 )
-from verl.config.schema.rollout import GenerationRolloutConfig, RolloutConfig
+from verl.config.schema.rollout import MOST_RESPONSES, GenerationRolloutConfig, RolloutConfig
 from verl.config.schema.trainer import GenerationTrainerConfig, RecordsConfig, SFTTrainerConfig, TrainerConfig
 from verl.config.schema.training import CheckpointConfig, FSDPConfig, MegatronConfig, SFTOptimConfig
 
@@ -151,7 +151,7 @@ class GenerationDataConfig(Group):
 
     path: list[FilePath] | None = key(None, required=True)
     prompt_key: str = "prompt"
-    n_samples: int = key(5, low=1)
+    n_samples: int = key(5, low=1, high=MOST_RESPONSES)
     batch_size: int = key(128, low=1)
     output_path: FilePath | None = key(None, required=True)
     apply_chat_template_kwargs: Map = open_map()

@@ -9,6 +9,8 @@ TOOL_FORMATS: tuple[str, ...] = ("hermes", "qwen", "gpt-oss", "qwen3_coder", "gl
 TOOL_FORMATS += ("deepseek", "deepseek_v4", "gemma4", "llama3_json")
 ENVIRONMENTS = ("custom", "gym", "command", "verifiers", "openenv")
 POLICIES = ("score", "mask", "drop", "resample")
+MOST_RESPONSES = 2**16
+"""To one prompt."""
 
 
 class SamplingConfig(Group):
@@ -40,7 +42,7 @@ class ValKwargs(SamplingConfig):
 
     temperature: float = key(0.0, low=0.01, high=100, also=0)
     repetition_penalty: float = key(1.0, above=0, ours=True)
-    n: int = key(1, low=1)
+    n: int = key(1, low=1, high=MOST_RESPONSES)
     do_sample: bool | None = key(None, ours=True)
     stop: list[str] = same_as("..stop", ours=True)
     stop_token_ids: list[int] = same_as("..stop_token_ids", low=0, ours=True)
@@ -244,7 +246,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     """
 
     name: str = choice("auto", *ENGINES, ours=True)
-    n: int = key(1, low=1)
+    n: int = key(1, low=1, high=MOST_RESPONSES)
     temperature: float = key(1.0, low=0.01, high=100, also=0)
     do_sample: bool = True
     ignore_eos: bool = False
@@ -317,7 +319,7 @@ class GenerationRolloutConfig(RolloutConfig):
         n_gpus_per_node: Devices per node.
     """
 
-    n: int = same_as("data.n_samples", low=1)
+    n: int = same_as("data.n_samples", low=1, high=MOST_RESPONSES)
     prompt_length: int = key(1536, low=1)
     response_length: int = key(512, low=1)
     seed: int = key(42, low=0, high=SEEDS)
