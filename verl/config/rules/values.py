@@ -53,7 +53,7 @@ def check(c: Check) -> None:
     _unread(c)
     for path in filter(c.cfg.select, c.keys):
         found = (absent for glob, absent in names.FEATURES.items() if names.compiled(glob).match(path))
-        if absent := next(found, None):
+        if (absent := next(found, None)) and not _unused(c, path):
             c.refuse(c.at(path), f"not in this release ({absent.what}); {absent.instead}")
 
 
