@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
 from tests.runs import UNSTABLE, TinyRun
-from tests.tiny import tiny_model
+from tests.tiny import SPECIAL, tiny_model, tiny_tokenizer
 from verl.trainer.main_ppo import main
 
 GAE = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-2", "trainer.test_freq=0")
@@ -63,6 +63,10 @@ def test_a_critic_of_another_vocabulary_or_no_model_is_refused(
     other = tiny_model(tmp_path / "other", vocab_size=300)
     assert main(tiny.overrides(tmp_path / "a", *GAE, f"critic.model.path={other}")) == 2
     assert "vocabulary has 300 tokens" in capfd.readouterr().err
+    renamed = tiny_model(tmp_path / "renamed")
+    tiny_tokenizer(renamed, special=(*SPECIAL[:-1], "<|renamed|>"))
+    assert main(tiny.overrides(tmp_path / "c", *GAE, f"critic.model.path={renamed}")) == 2
+    assert "critic.model.path: " in (said := capfd.readouterr().err) and "absent there" in said
     (tmp_path / "nothing").mkdir()
     assert main(tiny.overrides(tmp_path / "b", *GAE, f"critic.model.path={tmp_path / 'nothing'}")) == 2
     assert "critic.model.path" in capfd.readouterr().err

@@ -78,7 +78,7 @@ def translate(
         if name in DROPPED:
             out.notices.append(f"dropped: {key}: {DROPPED[name]}")
         elif text_only and name.startswith(_MULTIMODAL):
-            out.notices.append(f"dropped: {key}: the model sees no images")
+            out.notices.append(f"dropped for a model that sees no images: {key}")
         elif name in FIXED:
             out.problems.append((f"{key}={value}", f"{FIXED[name]}; remove this key"))
         elif ours:

@@ -217,7 +217,8 @@ def build_parts(
         model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
     )
     train, validation = open_data(config, tokenizer, tracking, processor)
-    check_teachers(config, tokenizer, train)
+    check_vocabularies(config, tokenizer)
+    check_teachers(config, train)
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     # Rewards are checked before a model loads, unless it is workers that serve the judge.
@@ -307,25 +308,39 @@ def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = No
     return train, validation
 
 
-def check_teachers(config: Config, tokenizer: Any, train: Any) -> None:
-    """UserError for a teacher that does not know the policy's tokens by their ids, and for a row that no teacher is for."""
-    from verl.algorithms.needs import teacher_roles
+def check_vocabularies(config: Config, tokenizer: Any) -> None:
+    """UserError for a teacher, a critic or a reference of its own that does not know the policy's tokens by their ids."""
+    from verl.algorithms.needs import needed_columns, teacher_roles
     from verl.data.tokenizer import load_tokenizer
-    from verl.workers.roles import teacher_of
 
-    teachers = teacher_roles(config)
-    own = tokenizer.get_vocab() if teachers else {}
-    for teacher in teachers.values():
-        path, trust = teacher["model_path"], config.actor_rollout_ref.model.trust_remote_code
-        theirs = load_tokenizer(path, trust_remote_code=trust).get_vocab()
+    arr, needs = config.actor_rollout_ref, needed_columns(config)
+    others = [("distillation.teacher_models", one["model_path"]) for one in teacher_roles(config).values()]
+    others += [("critic.model.path", config.critic.model.path)] if "values" in needs else []
+    others += [("actor_rollout_ref.ref.model.path", arr.ref.model.path)] if "ref_log_probs" in needs else []
+    for key, path in others:
+        if (
+            not path
+            or path == arr.model.path
+            or (Path(path).is_dir() and not any(Path(path).glob("*token*")))
+        ):
+            continue  # the policy's own, or weights alone
+        own = tokenizer.get_vocab()
+        theirs = load_tokenizer(path, trust_remote_code=arr.model.trust_remote_code).get_vocab()
         token = next((token for token, number in own.items() if theirs.get(token) != number), None)
         if token is not None:
             raise UserError(
-                f"distillation.teacher_models: {path} has another vocabulary: token {token!r} is {own[token]} for the policy "
-                f"and {theirs.get(token, 'absent')} there; use a teacher of the same family"
+                f"{key}: {path} has another vocabulary: token {token!r} is {own[token]} for the policy "
+                f"and {theirs.get(token, 'absent')} there; use a model of the same family"
             )
-    choose = teacher_of(config)
-    for prompt in train.prompts(range(len(train) if len(teachers) > 1 else 0)):
+
+
+def check_teachers(config: Config, train: Any) -> None:
+    """UserError for a row that no teacher is for."""
+    from verl.algorithms.needs import teacher_roles
+    from verl.workers.roles import teacher_of
+
+    choose, several = teacher_of(config), len(teacher_roles(config)) > 1
+    for prompt in train.prompts(range(len(train) if several else 0)):
         choose(prompt)
 
 
