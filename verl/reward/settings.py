@@ -55,7 +55,11 @@ class RewardSettings:
             if manager == "batch" and not function.batch:
                 manager = "naive"
         limited = manager in ("rate_limited", "limited")
-        gdpo = "gdpo" in (manager, config.algorithm.adv_estimator)
+        parts = (
+            config.algorithm.gdpo_reward_keys or ()
+            if "gdpo" in (manager, config.algorithm.adv_estimator)
+            else ()
+        )
         sandboxes = model.sandbox_fusion.max_concurrent if function.path is None else model.num_workers
         limits = (model.max_concurrent, model.max_rpm, model.max_tpm, model.estimated_tokens_per_request)
         return cls(
@@ -65,7 +69,7 @@ class RewardSettings:
             timeout=model.timeout,
             max_error_ratio=model.max_error_ratio,
             overlong=_overlong(config),
-            required_parts=tuple(config.algorithm.gdpo_reward_keys or ()) if gdpo else (),
+            required_parts=tuple(part for part in parts if part not in ("score", "reward")),
             rate=limits if limited else None,
             weights=weights_of(config),
         )
