@@ -113,7 +113,7 @@ def test_a_metric_that_is_missing_names_those_there_are(tmp_path) -> None:
     run = Filtered(tmp_path, 0, TimedEngine(lengths), ON, "algorithm.filter_groups.metric=acc", steps=3).go()
     assert uids(run) == expected(3)
     assert GroupRule("acc").values([Space(score=0.5, score_parts={})]) == [0.5], "a number is accuracy, too"
-    with pytest.raises(UserError, match="it returned: acc, format"):
+    with pytest.raises(UserError, match="it returned: acc, format, reward"):
         Filtered(tmp_path, 0, TimedEngine(lengths), ON, "algorithm.filter_groups.metric=nope", steps=3).go()
 
 

@@ -400,6 +400,8 @@ def test_precheck_shows_values_and_refuses_a_function_that_fails(make, tmp_path,
     (tmp_path / "empty.py").write_text("def compute_score(**k): return 1 / len(k['solution_str'])\n")
     with pytest.raises(RewardPrecheckError, match=r"on an empty response .*ZeroDivisionError"):
         asyncio.run(precheck(make(path=str(tmp_path / "empty.py")), prompts))
+    with pytest.raises(RewardPrecheckError, match=r"lacks fromat \(reward_model\.weights\)"):
+        asyncio.run(precheck(make(weights={"function": 1.0, "fromat": 0.2}), prompts[:1]))
 
 
 def test_precheck_shows_a_function_what_agent_loops_add(make: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from verl.reward.outcome import Outcome, RewardPrecheckError
@@ -109,8 +109,8 @@ async def _probe(runner: RewardRunner, prompt: Prompt) -> Probe:
     texts = [text for _, text in references] or [_NO_OUTPUT]  # which tries the sandbox
     outcomes = await asyncio.gather(*(runner.try_function(prompt, text) for text in [*texts, ""]))
     for text, outcome in zip([*texts, ""], outcomes, strict=True):
-        if outcome.error is not None:
-            raise RewardPrecheckError(_message(runner, prompt, text, outcome))
+        if error := outcome.error or runner.lacks(outcome):
+            raise RewardPrecheckError(_message(runner, prompt, text, replace(outcome, error=error)))
     best = max(range(len(texts)), key=lambda i: outcomes[i].score or 0.0)
     return Probe(prompt, texts[best], outcomes[best], outcomes[-1])
 

@@ -113,6 +113,11 @@ class RewardRunner:
             probe.extra["reward_scores"] = _REWARDS_OF_LOOPS
         return (await self._run([probe]))[0]
 
+    def lacks(self, outcome: Outcome) -> str:
+        """What the configuration counts on and a result of the function does not have; "" for nothing."""
+        parts = outcome.parts | {FUNCTION: outcome.score, MODEL: 0.0}
+        return self._missing(parts | {"acc": outcome.score} if outcome.bare else parts)
+
     def close(self) -> None:
         """End the scoring processes. The runner can be used again afterwards: it then starts new ones."""
         pool, self._pool = self._pool, None

@@ -48,7 +48,7 @@ class GroupRule:
                 found.append(float(row.score))
                 continue
             if self.metric not in row.score_parts:
-                keys = ", ".join(sorted(row.score_parts)) or "none but the score"
+                keys = ", ".join(sorted({"reward", *(row.score_parts or ["acc"])}))
                 raise UserError(
                     f"{_KEYS}.metric={self.metric}: the reward function did not return it; it returned: {keys}"
                 )
