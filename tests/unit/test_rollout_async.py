@@ -428,3 +428,18 @@ def test_background_loop_runs_between_calls_and_ends_what_is_left() -> None:
         with pytest.raises(asyncio.CancelledError):
             loop.run(cancelled())
     assert task.cancelled()
+
+
+def test_a_step_whose_rewards_are_all_the_same_is_said_once_and_counted(tmp_path: Path) -> None:
+    class Flat(Run):
+        async def _score(self, trajectory) -> None:
+            await super()._score(trajectory)
+            trajectory.score = 1.0
+
+    run, told = Flat(tmp_path, 0, TimedEngine(lengths), steps=3), []
+    run.quiet.event = lambda kind, **fields: told.append((kind, fields.get("scores")))  # type: ignore[attr-defined]
+    run.quiet.notice = lambda text: told.append(("notice", text))  # type: ignore[attr-defined]
+    run.go()
+    assert told.count(("no_signal", [1.0])) == 3
+    (notice,) = [text for kind, text in told if kind == "notice" and "every advantage is 0" in text]
+    assert "scores: 1.0" in notice and "verl reward check" in notice

@@ -191,12 +191,13 @@ class StepRecord:
         return metrics
 
     def _say_without_signal(self, step: int, batch: Batch) -> None:
-        """An event, and the first time a notice, where every advantage is 0: nothing is learned from such a step."""
-        if any(t.advantages is not None and t.advantages.any() for t in batch):
+        """An event, and the first time a notice, where every advantage is 0: no reward tells one response from another."""
+        taught = self._config.distillation.enabled
+        if taught or any(t.advantages is not None and t.advantages.any() for t in batch):
             return
         scores = sorted({t.score for t in batch if t.score is not None})
-        said = f"step {step}: every advantage is 0 (scores: {', '.join(map(str, scores[:5])) or 'none'}), so nothing is learned from it"
-        self._parts.tracking.event("no_signal", step=step, message=said)
+        said = f"step {step}: every advantage is 0 (scores: {', '.join(map(str, scores[:5])) or 'none'}), so its rewards teach nothing"
+        self._parts.tracking.event("no_signal", step=step, scores=scores[:5])
         if not self._without_signal:
             self._without_signal = True
             self._parts.tracking.notice(
