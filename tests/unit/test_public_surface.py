@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import runpy
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace as Space
 
 import numpy as np
 import pytest
 import torch
 
+import verl
 from verl import DataProto
 from verl.compat import ENTRY_POINTS
 
@@ -327,3 +331,15 @@ def test_the_registry_of_reward_managers_is_the_runs() -> None:
     assert REWARD_MANAGER_REGISTRY.pop(register("of_test")("x") and "of_test") == "x"
     with pytest.raises(ValueError, match="Unknown reward manager: of_test"):
         get_reward_manager_cls("of_test")
+
+
+def test_a_clone_in_the_working_directory_does_not_hide_the_package(tmp_path: Path) -> None:
+    """An editable installation is looked up behind a folder of the package's name."""
+    (tmp_path / "verl").mkdir()
+    code = "import verl.trainer, verl, os; print(verl.__version__, os.environ.get('PYTHONPATH'))"
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=plain, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(verl.__version__)
