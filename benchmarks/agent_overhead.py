@@ -83,7 +83,6 @@ async def unscored(trajectory: Trajectory) -> None:
 async def play(folder: Path, args: argparse.Namespace, processes: int) -> float:
     """Seconds of wall time per turn, median of the rounds; a first round starts processes."""
     from build_model import build_tokenizer
-
     from transformers import AutoTokenizer
 
     build_tokenizer(["go on", CALL, TEMPLATE], folder)
@@ -105,7 +104,9 @@ async def play(folder: Path, args: argparse.Namespace, processes: int) -> float:
     seconds = []
     for round_ in range(args.rounds + 1):
         messages = [{"role": "user", "content": "1 + 2?"}]
-        opening = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        opening = np.array(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        )
         prompts = [Prompt(f"0:{i}@{round_}", opening, messages) for i in range(args.trajectories // 8)]
         began = time.perf_counter()
         batch = await manager.take(prompts)
@@ -130,7 +131,11 @@ def main() -> None:
             found[processes] = 1000 * asyncio.run(play(Path(folder), args, processes))
         print(f"{processes} loop processes: {found[processes]:.2f} ms a turn", flush=True)
     if args.out:
-        about = {"processor": platform.processor() or platform.machine(), "trajectories": args.trajectories, "turns": args.turns}
+        about = {
+            "processor": platform.processor() or platform.machine(),
+            "trajectories": args.trajectories,
+            "turns": args.turns,
+        }
         args.out.write_text(json.dumps(about | {"ms_per_turn": found}, indent=1) + "\n")
 
 
