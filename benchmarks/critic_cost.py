@@ -9,7 +9,6 @@ the quotient of each turn. The model and the lengths are those of `work.py`; dty
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sides import write_result
 from work import Shape, build
 
 from verl.algorithms.objective import count_denominators
@@ -98,9 +98,7 @@ def main() -> None:
         "critic_to_actor": round(statistics.median(quotients), 3),
         "limit": LIMIT,
     }
-    print(json.dumps(result, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, args.out)
 
 
 if __name__ == "__main__":

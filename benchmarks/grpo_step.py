@@ -9,7 +9,6 @@ script in an environment of its own (--trl-python names an existing one). The fi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from sides import HERE, Side, SideEnded, trl_python
+from sides import HERE, Side, SideEnded, trl_python, write_result
 
 
 def matmul_gflops(threads: int, precision: str) -> float:
@@ -99,9 +98,7 @@ def report(args: argparse.Namespace, content: dict, sides: list[Side], rate: flo
         result["ratio_trl_over_verl"] = ratio
     if "verl" in by_name:
         result["verl_share_of_matmul_limit"] = round(least / by_name["verl"].median("step"), 3)
-    print(json.dumps(result, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, args.json)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import work
 from grpo_step import HERE, Side
+from sides import write_result
 
 ANSWERS = (16, 32, 64, 128, 256)
 TOKENS = (64, 128, 256, 512, 1024)
@@ -106,9 +107,7 @@ def main() -> None:
         print(f"start to first response: {result['start_s']} s", flush=True)
         for kind, sizes in (("responses", ANSWERS), ("tokens", TOKENS)):
             result[kind] = measure(Path(folder), kind, sizes, args)
-    print(json.dumps(result, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, args.json)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,14 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def write_result(result: dict, file: Path | None) -> None:
+    """Print a benchmark's result, and write it where a file is named."""
+    text = json.dumps(result, indent=1)
+    print(text)
+    if file:
+        file.write_text(text + "\n")
+
+
 class SideEnded(RuntimeError):
     """A worker ended before it answered; the text is the end of what it wrote."""
 

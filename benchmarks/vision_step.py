@@ -11,7 +11,6 @@ its own. The first step of each side warms up. TRL's side needs torchvision besi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from sides import HERE, Side, SideEnded, trl_python
+from sides import HERE, Side, SideEnded, trl_python, write_result
 
 FIELDS = ("step", "sampling", "training", "cpu", "peak_gib")
 
@@ -95,9 +94,7 @@ def main() -> None:
     result["images_per_prompt"] = by_images
     if args.only == "verl" and len(numbers) > 1:
         result["one_image_more"] = cost_of_an_image(by_images, vision_work.SHAPE.prompts)
-    print(json.dumps(result, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, args.json)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class OpenEnv:
                 if "CAPACITY_REACHED" not in str(error):
                     raise
             except ConnectionError:
-                pass
+                pass  # the server is being started again; tool_timeout ends the wait
             await asyncio.sleep(_PAUSE)
 
     async def _tools(self, schema: Mapping[str, Any]) -> list[dict[str, Any]] | None:

@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,11 +135,8 @@ def _build(
     run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks
 ) -> tuple[RolloutManager, WorkerSet]:
     """The samplers and what drives them."""
-    from verl.data.rows import text_of
     from verl.platform.host import tune_allocator
-    from verl.rollout.loop_processes import LoopProcesses
-    from verl.rollout.manager import RolloutManager
-    from verl.trainer.run import rollout_settings
+    from verl.trainer.run import open_rollouts, rollout_settings
     from verl.workers.start import start_samplers
 
     tune_allocator()
@@ -149,18 +145,8 @@ def _build(
     if not rollout.do_sample:
         settings = replace(settings, sampling=replace(settings.sampling, temperature=0.0))
     workers = start_samplers(run, tokenizer, hooks)
-    processes = rollout.agent.num_workers
-    rollouts = RolloutManager(
-        workers.sampler,
-        replace(settings, max_lost_ratio=1.0),  # the share of a prompt's own responses says little
-        decode=partial(text_of, tokenizer),
-        on_finished=_unscored,
-        tokenizer=tokenizer,
-        config=run,
-        event=tracking.event,
-        processes=partial(LoopProcesses, processes, run) if processes else None,
-    )
-    return rollouts, workers
+    settings = replace(settings, max_lost_ratio=1.0)  # the share of a prompt's own responses says little
+    return open_rollouts(run, settings, workers.sampler, tokenizer, _unscored, tracking), workers
 
 
 async def _unscored(trajectory: Trajectory) -> None:

@@ -198,12 +198,9 @@ def build_parts(
     from verl.config.layout import own_pools
     from verl.config.weights import user_scores
     from verl.data.media import load_processor
-    from verl.data.rows import text_of
     from verl.data.stream import open_stream
     from verl.data.tokenizer import save_tokenizer, tokenizer_of
     from verl.platform.host import tune_allocator
-    from verl.rollout.loop_processes import LoopProcesses
-    from verl.rollout.manager import RolloutManager
     from verl.trainer.resume import Checkpoints
     from verl.workers.roles import Classifier
     from verl.workers.start import check_cluster, start_workers
@@ -230,17 +227,8 @@ def build_parts(
     classifier = workers.roles.get("reward_model")
     if rewards.model is not None and isinstance(classifier, Classifier):
         rewards.model.scores = classifier.scores
-    loops = config.actor_rollout_ref.rollout.agent
-    rollouts = RolloutManager(
-        workers.sampler,
-        rollout_settings(config),
-        decode=partial(text_of, tokenizer),
-        on_finished=rewards.score,
-        tokenizer=tokenizer,
-        config=config,
-        event=tracking.event,
-        processes=partial(LoopProcesses, loops.num_workers, config) if loops.num_workers else None,
-    )
+    settings = rollout_settings(config)
+    rollouts = open_rollouts(config, settings, workers.sampler, tokenizer, rewards.score, tracking)
     validator = build_validator(config, validation, rollouts, rewards, tracking)
     tracking.bad_rows(row for data in (train, validation) if data is not None for row in data.bad_rows)
     parts = Parts(
@@ -261,6 +249,27 @@ def build_parts(
         f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"
     )
     return parts, total_steps
+
+
+def open_rollouts(
+    config: Config, settings: Any, sampler: Any, tokenizer: Any, on_finished: Any, tracking: Any
+) -> RolloutManager:
+    """What asks the sampler for responses, by agent loops, and hands each to `on_finished` as soon as it is there."""
+    from verl.data.rows import text_of
+    from verl.rollout.loop_processes import LoopProcesses
+    from verl.rollout.manager import RolloutManager
+
+    processes = config.actor_rollout_ref.rollout.agent.num_workers
+    return RolloutManager(
+        sampler,
+        settings,
+        decode=partial(text_of, tokenizer),
+        on_finished=on_finished,
+        tokenizer=tokenizer,
+        config=config,
+        event=tracking.event,
+        processes=partial(LoopProcesses, processes, config) if processes else None,
+    )
 
 
 def open_rewards(config: Config, tracking: Any, judging: Any = None) -> RewardRunner:

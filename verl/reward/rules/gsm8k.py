@@ -69,6 +69,6 @@ def unmatched(ground_truth: Any) -> str:
         if number.is_finite() and abs(number.adjusted()) < TAIL:
             written = format(number, "f")
     except InvalidOperation:
-        pass
+        pass  # no number: what `extract` makes of the text decides
     answer = extract(f"#### {written}")
     return "" if answer and same_number(answer, truth) else "a number is needed"
