@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 from driver_stand_ins import Echo, Teller, prepare
+from sides import write_result
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP = 8
@@ -246,10 +247,7 @@ def main() -> None:
 
     tune_allocator()  # as a run's driver does
     found = measure(given)
-    text = json.dumps(found, indent=1)
-    print(text)
-    if given.out is not None:
-        given.out.write_text(text + "\n")
+    write_result(found, given.out)
 
 
 if __name__ == "__main__":

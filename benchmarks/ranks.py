@@ -25,6 +25,7 @@ sys.path.insert(0, str(HERE))
 
 import verl_worker  # noqa: E402
 import work  # noqa: E402
+from sides import write_result  # noqa: E402
 
 PHASES = {
     "step": "timing_s/step",
@@ -98,9 +99,7 @@ def main() -> None:
         for way, values in result["steps"].items()
         if way != "one rank"
     }
-    print(json.dumps(result, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, args.json)
 
 
 if __name__ == "__main__":

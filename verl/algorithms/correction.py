@@ -194,10 +194,9 @@ def importance_weights(tokens: Tokens, how: Weighting) -> tuple[np.ndarray, dict
         applied = applied / factor
     sequence = how.kind == "sequence"
     means, raw_means = (values if sequence else tokens.means(values) for values in (applied, raw))
-    metrics = {f"rollout_is_{name}": value for name, value in _spread(applied).items()}
+    metrics = {f"rollout_is_{name}": value for name, value in _spread(applied, ddof=0).items()}
     mean = mean_of(applied)
     metrics |= {
-        "rollout_is_std": float(applied.std()) if len(applied) else _NAN,
         "rollout_is_eff_sample_size": 1 / mean_of((applied / mean) ** 2) if mean > 0 else _NAN,
         "rollout_is_ratio_fraction_high": mean_of(raw > how.high),
         "rollout_is_ratio_fraction_low": mean_of(raw < low),
@@ -256,10 +255,10 @@ def _dropped(tokens: Tokens, kept: np.ndarray) -> dict[str, float]:
     return {"masked_fraction": mean_of(~kept), "seq_masked_fraction": mean_of(touched)}
 
 
-def _spread(values: np.ndarray) -> dict[str, float]:
+def _spread(values: np.ndarray, ddof: int = 1) -> dict[str, float]:
     return {
         "mean": mean_of(values),
-        "std": float(values.std(ddof=1)) if len(values) > 1 else _NAN,
+        "std": float(values.std(ddof=ddof)) if len(values) > ddof else _NAN,
         "max": float(values.max()) if len(values) else _NAN,
         "min": float(values.min()) if len(values) else _NAN,
     }

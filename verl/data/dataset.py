@@ -417,7 +417,6 @@ class Scanner:
         scan = Scan(np.full(stop - start, -1, np.int64), sources=[""] * (stop - start))
         texts: dict[int, str] = {}
         extra: dict[int, tuple[int, int]] = {}  # images, tokens they add
-        videos: set[int] = set()  # rows with videos, which are decoded to be measured
         for index, row in enumerate(self.source.rows(start, stop), start):
             try:
                 fields = self.fields(row, index)
@@ -433,7 +432,7 @@ class Scanner:
                         self.images.check_number(cells)
                         text = self.renderer.text(messages, **self.tools_of(fields))
                         scan.lengths[index - start] = len(self.images(text, cells, folder)[0])
-                        videos.add(index)
+                        scan.media.add(index)
                         continue
                     headers = self.images.headers(cells, folder)
                     more = sum(self.images.tokens(headers))
@@ -451,7 +450,7 @@ class Scanner:
                 scan.lengths[index - start] = length + extra.get(index, (0, 0))[1]
             else:
                 scan.bad[index] = ("prompt empty", "it renders to no token")
-        scan.media = {*extra, *videos}
+        scan.media |= extra.keys()
         return scan
 
     def _lengths(self, texts: dict[int, str], extra: dict[int, tuple[int, int]], scan: Scan) -> list[int]:

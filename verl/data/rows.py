@@ -75,7 +75,7 @@ def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
     if content is None and item.get("tool_calls"):
         content = ""
     if isinstance(content, Sequence) and not isinstance(content, str):
-        if images and any(_is_image(part) for part in content):
+        if images and any(_is_media(part) for part in content):
             content = [_part(part, f"{where}.content") for part in content]
         else:
             content = "".join(_part_text(part, f"{where}.content") for part in content)
@@ -92,13 +92,13 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
-def _is_image(part: Any) -> bool:
+def _is_media(part: Any) -> bool:
     """True for a video, too."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "video")
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
-    if _is_image(part):
+    if _is_media(part):
         return {key: value for key, value in part.items() if value is not None}
     return {"type": "text", "text": _part_text(part, where)}
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.data.rows import PLACEHOLDER
 from verl.report.read import Record, json_lines, number, text_of
 
-PLACEHOLDER = "<image>"
 LOG_PROB_UNIT = 1e-4
 DIFF_UNIT = 1e-6
 

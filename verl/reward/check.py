@@ -225,13 +225,17 @@ def _judge_scores(report: Report, built_in: bool) -> None:
     rows = _grouped(scored, lambda trial: trial.prompt.uid)
     low: list[tuple[Trial, float]] = []
     high: dict[str, list[tuple[Trial, float]]] = {}
-    for trials in rows.values():
+    bars = {
+        uid: max((t.score for t in trials if t.kind != "reference"), default=0.0)
+        for uid, trials in rows.items()
+    }
+    for uid, trials in rows.items():
         right = [t for t in trials if t.kind == "reference" and t.response.strip()]
         wrong = [t for t in trials if t.kind != "reference"]
         if not right or not wrong:
             continue
         best = max(right, key=lambda t: t.score)
-        bar = max(t.score for t in wrong)
+        bar = bars[uid]
         if best.score <= min(bar, 0.0) or (built_in and best.score < 1.0 - 1e-9):
             low.append((best, bar))
             continue
@@ -244,10 +248,6 @@ def _judge_scores(report: Report, built_in: bool) -> None:
             f"the reference scores low on {len(low)} of {len(rows)} rows; row {trial.prompt.row}: "
             f"{trial.label} {short(trial.response)} earns {trial.score:g}, the best wrong response {bar:g}"
         )
-    bars = {
-        uid: max((t.score for t in trials if t.kind != "reference"), default=0.0)
-        for uid, trials in rows.items()
-    }
     references = _by_label(t for t in scored if t.kind == "reference" and t.response.strip())
     worthless = [
         label for label, trials in references.items() if all(t.score <= bars[t.prompt.uid] for t in trials)

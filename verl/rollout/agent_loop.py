@@ -21,7 +21,7 @@ import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
-from verl.trajectory import AGENT_LOOP_ARGUMENTS
+from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN
 
 if TYPE_CHECKING:
     from verl.rollout.session import Session
@@ -299,7 +299,7 @@ def load_listed(path: str | None) -> None:
         _LOOPS[entry["name"]], _ARGUMENTS[entry["name"]] = cls, arguments
 
 
-@register("single_turn_agent")
+@register(SINGLE_TURN)
 class SingleTurnAgent(AgentLoopBase):
     """One prompt, one response."""
 

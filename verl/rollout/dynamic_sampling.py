@@ -41,10 +41,10 @@ class GroupRule:
         for row in rows:
             if row.score is None:
                 continue
-            if self.metric in ("reward", "score", "seq_reward", "seq_final_reward"):
-                found.append(float(row.score))
-                continue
-            if self.metric == "acc" and not row.score_parts:  # a function that returns a number: it is both
+            bare = (
+                self.metric == "acc" and not row.score_parts
+            )  # a function that returns a number: it is both
+            if bare or self.metric in ("reward", "score", "seq_reward", "seq_final_reward"):
                 found.append(float(row.score))
                 continue
             if self.metric not in row.score_parts:

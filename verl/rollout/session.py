@@ -247,14 +247,15 @@ class Session:
         ids = completion.token_ids.tolist()
         calls: list[ToolCall] = []
         ended = ids and completion.finish_reason == "stop" and ids[-1] in self.tokenizer.added_tokens_decoder
-        content = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         if tools and self._format in OWN_PARSERS:
             from verl.rollout.tools.public_parsers import read_with_own
 
             content, calls = await read_with_own(self._format, self.tokenizer, ids, tools)
             content = content.removesuffix(self.tokenizer.decode(ids[-1:]) if ended else "").strip()
-        elif tools:
-            content, calls = parse(self._format, content, tools)
+        else:
+            content = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+            if tools:
+                content, calls = parse(self._format, content, tools)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if read := [call for call in calls if not call.error]:
             message["tool_calls"] = [call.message() for call in read]

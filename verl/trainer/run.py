@@ -326,6 +326,7 @@ def check_vocabularies(config: Config, tokenizer: Any) -> None:
     others = [("distillation.teacher_models", one["model_path"]) for one in teacher_roles(config).values()]
     others += [("critic.model.path", config.critic.model.path)] if "values" in needs else []
     others += [("actor_rollout_ref.ref.model.path", arr.ref.model.path)] if "ref_log_probs" in needs else []
+    own = tokenizer.get_vocab() if any(path for _, path in others) else {}
     for key, path in others:
         if (
             not path
@@ -333,7 +334,6 @@ def check_vocabularies(config: Config, tokenizer: Any) -> None:
             or (Path(path).is_dir() and not any(Path(path).glob("*token*")))
         ):
             continue  # the policy's own, or weights alone
-        own = tokenizer.get_vocab()
         theirs = load_tokenizer(path, trust_remote_code=arr.model.trust_remote_code).get_vocab()
         token = next((token for token, number in own.items() if theirs.get(token) != number), None)
         if token is not None:

@@ -10,7 +10,7 @@ FULL, SAMPLED, UNVERIFIED = "full", "sampled", ""
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """bytes moved, seconds taken, and of how many weights both sides were compared (and found equal)."""
+    """bytes moved, seconds taken, and of how many weights it was verified that both sides have the same."""
 
     bytes: int
     seconds: float

@@ -47,7 +47,7 @@ class SharesWeights(Protocol):
         """Refresh what was derived from the weights."""
 
     def check_shared(self, module: torch.nn.Module, verify: str) -> None:
-        """WeightSyncError if a tensor of the trainer's module is not the sampler's own, or a derived copy is not it."""
+        """WeightSyncError if `module` is not the sampler's own, or a derived copy does not have its values."""
 
 
 class InProcessSync(WeightSync):

@@ -113,15 +113,20 @@ class WorkerGroup:
         """Of the results of a call, one for each data-parallel rank."""
         return [results[i] for i in self._speaker]
 
-    def place(self, batch: Batch, doing: str) -> Placed:
-        """Hand a batch's segments to the ranks, unless they are there."""
-        if self._placed is not None and self._placed.batch is batch:
-            return self._placed
+    def split(self, batch: Batch) -> list[list[Segment]]:
+        """A batch's segments by the data-parallel rank that gets them."""
         parts: list[list[Segment]] = [[] for _ in range(self.dp_size)]
         for trajectories in self.plan.parts(batch):
             rows = segments_of(trajectories)
             for rank, chosen in enumerate(partition(rows, self.dp_size, balance=self._balance)):
                 parts[rank] += [rows[i] for i in chosen]
+        return parts
+
+    def place(self, batch: Batch, doing: str) -> Placed:
+        """Hand a batch's segments to the ranks, unless they are there."""
+        if self._placed is not None and self._placed.batch is batch:
+            return self._placed
+        parts = self.split(batch)
         columns = [name for name in _FIRST if any(name in row.columns for part in parts for row in part)]
         self._placed = placed = Placed(batch, parts, set(columns))
         if self.calls.shares_rows:

@@ -195,7 +195,7 @@ class Policy(TrainedRole):
         rows = segments_of(batch)
         runs = partition(rows, self.group.dp_size, balance=False)
         in_order = [_tokens(rows[i] for i in run) for run in runs]
-        placed = [_tokens(part) for part in self.group.place(batch, "adv").parts]
+        placed = [_tokens(part) for part in self.group.split(batch)]
         values = spread("global_seqlen", in_order)
         values["global_seqlen/minmax_diff"] = max(in_order) - min(in_order)
         return values | {"global_seqlen/balanced_min": min(placed), "global_seqlen/balanced_max": max(placed)}

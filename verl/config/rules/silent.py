@@ -75,19 +75,24 @@ def _tokenizer(c: Check) -> None:
 def _template_problem(template: str) -> str:
     """Why a chat template cannot be used, or ""."""
     from jinja2 import TemplateSyntaxError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     from verl.data.tokenizer import template_text
 
     try:
         text = template_text(template)
         if not _TAG_OF_TRANSFORMERS.search(text):
-            ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+            _parsed(text)
     except UserError as error:
         return str(error)
     except TemplateSyntaxError as error:
         return f"is no Jinja template: {error.message} (line {error.lineno})"
     return ""
+
+
+def _parsed(text: str) -> Any:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
 
 
 def _template_arguments(c: Check) -> None:
@@ -97,10 +102,9 @@ def _template_arguments(c: Check) -> None:
     if not text:
         return
     from jinja2 import TemplateSyntaxError, meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     try:
-        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        parsed = _parsed(text)
     except TemplateSyntaxError:  # a tag of transformers
         return
     read = meta.find_undeclared_variables(parsed)
@@ -150,8 +154,7 @@ def _folders(c: Check) -> None:
             c.refuse(f"trainer.{name}", "is part of the run's folder and may not lead out of it; remove '..'")
     for role in ("actor_rollout_ref.actor.checkpoint", "checkpoint"):
         contents: Any = c.cfg.select(f"{role}.save_contents")
-        unused = role == "critic.checkpoint" and not c.cfg.select("critic.enable")
-        if contents == [] and not unused and c.trainer.get("save_freq") not in (-1, 0):
+        if contents == [] and c.trainer.get("save_freq") not in (-1, 0):
             c.refuse(f"{role}.save_contents", "a checkpoint would hold nothing; name model, optimizer, extra")
 
 

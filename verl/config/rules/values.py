@@ -183,7 +183,7 @@ def _own_parser(c: Check, name: str) -> bool:
 
 
 def _plugins(c: Check, registry: str) -> set[str]:
-    """Names that plug-in modules register; they are imported only when a name is not one of ours."""
+    """Names that plug-in modules register."""
     from verl.algorithms import registry as registries
 
     functions = getattr(registries, registry).functions if c.plugins else {}

@@ -221,7 +221,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         expert_parallel_size: Devices the experts are split over.
         pipeline_model_parallel_size: Devices the layers are split over.
         gpu_memory_utilization: Share of the device's memory for weights and cache (vllm), static share (sglang); native:
-            share of free memory for the cache, on a CPU of half the machine's.
+            share of the memory that the trainer leaves, for the cache, on a CPU of half the machine's.
         max_num_batched_tokens: Tokens of one forward.
         max_num_seqs: Responses in flight.
         max_model_len: Longest sequence; null = prompt_length + response_length.

@@ -195,4 +195,5 @@ class TrainingEngine(ABC):
         both; everything else works from wherever they are."""
 
     def release_cached_memory(self) -> None:  # noqa: B027
-        """Memory of a device that is kept for reuse goes back to it: a sampler is about to take it."""
+        """Memory of a device that is kept for reuse goes back to it, that of gradients too: a sampler is about to take it. Not
+        between a backward pass and its update."""

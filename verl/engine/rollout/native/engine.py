@@ -47,8 +47,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     eos_token_ids: tokens that end a response. max_model_len: most tokens of prompt + response.
     max_num_seqs: most answers at a time. max_num_batched_tokens: most tokens of one prefill pass.
     cache_tokens: capacity of the key/value cache (None: enough for max_num_seqs full sequences, as far as
-        gpu_memory_utilization of the device's free memory has room for it, or of half the machine's on a CPU). When it is full,
-        the newest responses wait and are computed again later.
+        gpu_memory_utilization of the device's free memory, less what the trainer will take, has room, or of half the machine's
+        on a CPU). When it is full, the newest responses wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
     tokenizer: only for stop strings. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
         a GPU.
