@@ -82,13 +82,7 @@ def row(chain: Chain, rng: random.Random, split: str, index: int, *, stories: bo
     value, _ = value_steps(chain)
     text = question(chain, rng, stories=stories)
     answer = worked_answer(chain)
-    return {
-        "data_source": GSM8K,
-        "prompt": [{"role": "user", "content": text}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(value)},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": text},
-    }
+    return common.chat_row(GSM8K, text, str(value), split, index, answer=answer, question=text)
 
 
 def make(
@@ -138,12 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0)
     add("--careless", type=float, default=0.0, help="share of careless answers in warm_up.parquet")
     add("--no_stories", action="store_true", help="bare expressions only")
-    args = parser.parse_args(argv)
-    where = common.target(args)
+    args = common.parsed(parser, argv)
     if args.train < 1 or args.test < 1:
         raise DataError(f"--train {args.train} --test {args.test}: at least one row each is needed")
     if not 0 <= args.careless <= 1:
         raise DataError(f"--careless {args.careless}: a share between 0 and 1")
     sizes = {"train": args.train, "test": args.test, "level": args.level, "seed": args.seed}
     made = make(**sizes, stories=not args.no_stories, careless=args.careless)
-    return common.finish(made, where)
+    return common.finish(made, args)
