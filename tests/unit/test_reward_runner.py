@@ -320,6 +320,9 @@ def test_rate_limited_calls_run_one_at_a_time(make: Any) -> None:
 def test_required_parts(make: Any) -> None:
     good, bad = run(make(manager="gdpo", required_parts=("format",)), ["dict", "72"])
     assert good.score == 0.5 and "lacks format" in str(bad.score_error)
+    runner = make(required_parts=("acc",))  # a number alone is the accuracy, for the check and for the run
+    asyncio.run(precheck(runner, [answer("").prompt]))
+    assert run(runner, ["72"])[0].score_parts == {"acc": 1.0}
 
 
 def test_overlong_penalty_is_part_of_the_score_and_acc_is_not(make: Any) -> None:
