@@ -12,10 +12,6 @@ from typing import Any
 from verl.errors import UserError
 from verl.platform.parent_channel import NotPlain, to_plain
 
-KINDS = ("exception", "timeout", "crash", "value", "load")
-"""Kinds of failure: it raised, took too long, killed its process, returned no score, could not be loaded."""
-
-
 TRACEBACK_CHARACTERS = 6000
 
 
@@ -59,9 +55,10 @@ class RewardErrorLimit(RewardError, UserError, RuntimeError):
     """More responses of a step failed to score than `reward_model.max_error_ratio` allows."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Outcome:
-    """Result of scoring one response. `error` is None if it worked; else `score` is None and `kind` one of KINDS.
+    """Result of scoring one response. `error` is None if it worked; else `score` is None and `kind` says how it failed: an
+    "exception", a "timeout", a "crash" of its process, a "value" that is no score, "load" if it could not be loaded.
 
     `bare` is True if the function returned a number alone. `seconds` is the time the function took.
     """
@@ -73,18 +70,6 @@ class Outcome:
     kind: str = ""
     error: str | None = None
     traceback: str = ""
-
-    def to_row(self) -> list[Any]:
-        """The fields in order."""
-        return [getattr(self, name) for name in self.__slots__]
-
-    @classmethod
-    def from_row(cls, row: list[Any]) -> Outcome:
-        """Inverse of `to_row`. ValueError for a row that is neither a finite score nor a failure."""
-        outcome = cls(*row)
-        if outcome.error is None:
-            outcome.score = _number(outcome.score, "the score sent")
-        return outcome
 
 
 def failed(kind: str, error: str, trace: str = "", seconds: float = 0.0) -> Outcome:

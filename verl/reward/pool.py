@@ -5,9 +5,8 @@
 Each process has a task that starts it, reads its messages and removes it, so that whatever a process does or sends ends
 that process alone. A process over its limit is killed, one that dies or sends nonsense is replaced, and the call it
 worked on is failed. Several calls share a process only if the function is async; when such a process has to be killed
-or dies, they are run again one by one, so that only the guilty one fails. A call whose process sent nonsense is run
-again once: a call before it may be the cause. What a response scores depends neither on the number of processes nor on
-the order.
+or dies, they are run again one by one, so that only the guilty one fails. What a response scores depends neither on the
+number of processes nor on the order.
 
 How many run: the first starts with the first call, another while calls wait 50 ms although all are busy, up to
 the number of CPUs; beyond that, up to `workers`, only when calls wait longer than a second (functions that
@@ -72,6 +71,10 @@ class Call:
     count: int = 1
 
 
+# Arguments of a `RateGate`.
+Rate = tuple[int | None, int | None, int | None, int]
+
+
 class RateGate:
     """Limits for the `rate_limited` manager: calls at once, calls and tokens in any 60 seconds, over all processes.
 
@@ -133,8 +136,7 @@ class _Task:
 
 
 class _Worker(ChildProcess):
-    """A scoring process. `failure` says why the run ends it, if it does; `blame_unknown`: an earlier call may be the
-    cause of that."""
+    """A scoring process. `failure` says why the run ends it, if it does."""
 
     def __init__(self) -> None:
         super().__init__("verl.reward.worker")
@@ -142,7 +144,6 @@ class _Worker(ChildProcess):
         self.ready = False
         self.is_async = False
         self.failure: Outcome | None = None
-        self.blame_unknown = False
         self.timer: asyncio.TimerHandle | None = None
 
     def takes(self, task: _Task) -> bool:
@@ -172,13 +173,13 @@ class Pool:
     `notices` collects what happened to processes ({"event", …}), for the caller to drain.
     """
 
-    def __init__(self, spec: FunctionSpec, *, workers: int, gate: RateGate | None = None):
+    def __init__(self, spec: FunctionSpec, *, workers: int, rate: Rate | None = None):
         self.spec = spec
         self.notices: deque[dict[str, Any]] = deque(maxlen=1000)
         self._init = encode(vars(spec), spec.label)
         self._max = workers
         self._cpus = usable()
-        self._gate = gate
+        self._gate = None if rate is None else RateGate(*rate)
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._queue: deque[_Task] = deque()
@@ -317,7 +318,6 @@ class Pool:
             async for message in worker.messages():
                 self._handle(worker, message)
         except Exception as error:
-            worker.blame_unknown = worker.failure is None
             message = f"its scoring process was ended, which sent what is no message of ours ({error!r})"
             worker.failure = worker.failure or failed("crash", message)
             worker.kill()
@@ -331,7 +331,7 @@ class Pool:
             return
         match message:
             case {"id": number, "outcomes": rows}:
-                outcomes = [Outcome.from_row(row) for row in rows]
+                outcomes = [Outcome(**row) for row in rows]
                 if len(outcomes) != worker.running[number].count:
                     raise ValueError(f"{len(outcomes)} outcomes")
                 self._finish(worker.running.pop(number), *outcomes)
@@ -373,7 +373,7 @@ class Pool:
             pid = worker.process.pid if worker.process is not None else None
             self.notices.append({"event": "reward_worker_replaced", "pid": pid, "reason": outcome.error})
         tasks = list(worker.running.values())
-        if len(tasks) > 1 or (worker.blame_unknown and not any(task.alone for task in tasks)):
+        if len(tasks) > 1:
             for task in reversed(tasks):
                 task.alone = True
                 self._queue.appendleft(task)

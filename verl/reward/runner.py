@@ -71,7 +71,7 @@ class RewardRunner:
     @property
     def per_response(self) -> bool:
         """False with the batch manager: responses are then scored by `score_batch`, not as they finish."""
-        return self.settings.manager != "batch"
+        return not self.settings.function.batch
 
     async def score(self, trajectory: Trajectory) -> None:
         """Fill `score`, `score_parts`, `timing["compute_score"]`, or `score_error` if it could not be scored.
@@ -133,7 +133,7 @@ class RewardRunner:
         """One call for all of them."""
         settings = self.settings
         if self._pool is None:
-            self._pool = Pool(settings.function, workers=settings.num_workers, gate=settings.gate())
+            self._pool = Pool(settings.function, workers=settings.num_workers, rate=settings.rate)
         pool = self._pool
         try:
             future = pool.submit(self._call(trajectories), settings.timeout)

@@ -163,7 +163,7 @@ def _serve(channel: ParentChannel, function: Function) -> None:
             outcomes = [raised(error, _clock() - started, __file__)] * message["count"]
         else:
             outcomes = function.outcomes(value, message["count"], _clock() - started)
-        channel.send({"id": message["id"], "outcomes": [outcome.to_row() for outcome in outcomes]})
+        channel.send({"id": message["id"], "outcomes": [vars(outcome) for outcome in outcomes]})
 
 
 async def _finish(value: Any) -> Any:
@@ -186,7 +186,7 @@ def _serve_async(channel: ParentChannel, function: Function) -> None:
             outcomes = [outcome] * message["count"]
         else:
             outcomes = function.outcomes(value, message["count"], time.perf_counter() - started)
-        channel.send({"id": message["id"], "outcomes": [outcome.to_row() for outcome in outcomes]})
+        channel.send({"id": message["id"], "outcomes": [vars(outcome) for outcome in outcomes]})
 
     async def serve() -> None:
         running: set[asyncio.Task[None]] = set()
