@@ -222,33 +222,20 @@ def _failures(label: str, total: int, failed: Sequence[Trial]) -> str:
 def _judge_scores(report: Report, built_in: bool) -> None:
     """Compare, row by row, what the reference earns with what every wrong response earns."""
     scored = [trial for trial in report.trials if trial.outcome.error is None]
-    rows = _grouped(scored, lambda trial: trial.prompt.uid)
-    low: list[tuple[Trial, float]] = []
-    high: dict[str, list[tuple[Trial, float]]] = {}
-    bars = {
-        uid: max((t.score for t in trials if t.kind != "reference"), default=0.0)
-        for uid, trials in rows.items()
-    }
-    for uid, trials in rows.items():
-        right = [t for t in trials if t.kind == "reference" and t.response.strip()]
-        wrong = [t for t in trials if t.kind != "reference"]
-        if not right or not wrong:
-            continue
-        best = max(right, key=lambda t: t.score)
-        bar = bars[uid]
-        if best.score <= min(bar, 0.0) or (built_in and best.score < 1.0 - 1e-9):
-            low.append((best, bar))
-            continue
-        for t in wrong:
-            if t.score >= best.score:
-                high.setdefault(t.label, []).append((t, best.score))
+    right = [trial for trial in scored if trial.kind == "reference" and trial.response.strip()]
+    wrong = [trial for trial in scored if trial.kind != "reference"]
+    best, of_wrong = _best_by_row(right), _best_by_row(wrong)
+    bars = {uid: of_wrong[uid].score if uid in of_wrong else 0.0 for uid in best}
+    low = [trial for uid, trial in best.items() if _is_low(trial.score, bars[uid], built_in)]
     if low:
-        trial, bar = low[0]
+        trial, rows = low[0], {trial.prompt.uid for trial in scored}
         report.problems.append(
-            f"the reference scores low on {len(low)} of {len(rows)} rows; row {trial.prompt.row}: "
-            f"{trial.label} {short(trial.response)} earns {trial.score:g}, the best wrong response {bar:g}"
+            f"the reference scores low on {len(low)} of {len(rows)} rows; row {trial.prompt.row}: {trial.label} "
+            f"{short(trial.response)} earns {trial.score:g}, the best wrong response {bars[trial.prompt.uid]:g}"
         )
-    references = _by_label(t for t in scored if t.kind == "reference" and t.response.strip())
+    sound = best.keys() - {trial.prompt.uid for trial in low}
+    high = [t for t in wrong if t.prompt.uid in sound and t.score >= best[t.prompt.uid].score]
+    references = _by_label(right)
     worthless = [
         label for label, trials in references.items() if all(t.score <= bars[t.prompt.uid] for t in trials)
     ]
@@ -256,15 +243,26 @@ def _judge_scores(report: Report, built_in: bool) -> None:
         report.notes.append(
             f"right responses of this form earn no more than wrong ones on every row: {', '.join(map(repr, worthless))}"
         )
-    for label, found in high.items():
-        trial, score = found[0]
+    for label, found in _by_label(high).items():
+        trial = found[0]
         report.problems.append(
-            f"a wrong response scores high on {len(found)} rows: {label!r} {short(trial.response)} earns "
-            f"{trial.score:g} on row {trial.prompt.row}, where the reference earns {score:g}"
+            f"a wrong response scores high on {len(found)} rows: {label!r} {short(trial.response)} earns {trial.score:g} "
+            f"on row {trial.prompt.row}, where the reference earns {best[trial.prompt.uid].score:g}"
         )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _is_low(score: float, bar: float, built_in: bool) -> bool:
+    """True if a right response earns too little; `bar`: what the best wrong one does."""
+    return score < 1.0 - 1e-9 if built_in else score <= min(bar, 0.0)
+
+
+def _best_by_row(trials: Iterable[Trial]) -> dict[str, Trial]:
+    """Of these trials of each row, by its uid, the one that earns most."""
+    rows = _grouped(trials, lambda trial: trial.prompt.uid)
+    return {uid: max(found, key=lambda trial: trial.score) for uid, found in rows.items()}
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="verl reward check",
         description="Try a reward function on rows of a data file: the reference, empty, garbage, hostile text.",
@@ -277,11 +275,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--samples", type=int, default=32, help="rows to try (default: 32)")
     add("--timeout", type=float, default=30.0, help="seconds for one call (default: 30)")
     add("--kwargs", default="{}", help="JSON object: custom_reward_function.reward_kwargs")
-    return parser
-
-
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
     args = parser.parse_args(argv[1:] if argv[:1] == ["check"] else argv)
     for path in args.paths:
         kind = "reward" if path.endswith(".py") or path.startswith("pkg://") else "data"
