@@ -143,19 +143,21 @@ def decoded(image: Image) -> Image:
 def with_images(
     messages: Sequence[dict[str, Any]], cells: Sequence[Any]
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages, of which those with images have parts as content, and the images in the order of the dialogue. Raises BadRow
-    where counts differ.
+    """Messages, of which those with images have parts as content, and the images in the order of the dialogue; [] where there
+    are neither cells nor parts. Raises BadRow where counts differ.
 
     `<image>` in a text takes the next of `cells`, as a part of type image does that holds none itself; with a `Video` among them
     so do `<video>` and videos. Where there is no place at all, they go before the text of the first user message.
     """
+    if not cells and all(isinstance(message["content"], str) for message in messages):
+        return list(messages), []
     videos = [cell for cell in cells if isinstance(cell, Video)]
     waiting = {"image": [cell for cell in cells if not isinstance(cell, Video)], "video": videos}
     ordered, placed = [], [dict(message) for message in messages]
     for message in placed:
         message["content"] = _parts(message["content"], "(<image>|<video>)" if videos else "(<image>)")
     parts = [part for message in placed for part in _images(message)]
-    if not parts and len(cells):
+    if not parts and cells:
         first = next((message for message in placed if message["role"] == "user"), placed[0])
         parts = [{"type": kind} for kind, left in waiting.items() for _ in left]
         first["content"] = [*parts, *first["content"]]

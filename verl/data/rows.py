@@ -157,13 +157,6 @@ class ChatRenderer:
         except Exception as error:  # a template is user code: whatever it raises is about this row
             raise BadRow("template failed", f"{type(error).__name__}: {error}") from error
 
-    def prompt_text(self, cell: Any, column: str = "prompt", tools: Any = None) -> str:
-        """What a prompt cell becomes before tokenising. A string without a template stays raw text."""
-        messages = as_messages(cell, column)
-        if isinstance(cell, str) and not self.has_template:
-            return cell
-        return self.text(messages, tools=tools) if tools else self.text(messages)
-
     def ids(self, text: str) -> np.ndarray:
         """Token ids int64 [P] of rendered text."""
         return self.batch_ids([text])[0]
