@@ -72,9 +72,8 @@ class Report:
         from rich.table import Table
 
         console = console or Console(highlight=False)
-        console.print(
-            f"[bold]{escape(self.function)}[/] on {escape(self.data)}: {self.rows} of {self.total_rows} rows"
-        )
+        rows = f"{self.rows} of {self.total_rows} rows"
+        console.print(f"[bold]{escape(self.function)}[/] on {escape(self.data)}: {rows}")
         table = Table("response", "calls", "mean", "min", "max", "failed", "slowest", header_style="bold")
         for column in table.columns[1:]:
             column.justify = "right"
@@ -235,14 +234,11 @@ def _judge_scores(report: Report, built_in: bool) -> None:
         )
     sound = best.keys() - {trial.prompt.uid for trial in low}
     high = [t for t in wrong if t.prompt.uid in sound and t.score >= best[t.prompt.uid].score]
-    references = _by_label(right)
-    worthless = [
-        label for label, trials in references.items() if all(t.score <= bars[t.prompt.uid] for t in trials)
-    ]
-    if worthless and len(worthless) < len(references):
-        report.notes.append(
-            f"right responses of this form earn no more than wrong ones on every row: {', '.join(map(repr, worthless))}"
-        )
+    of_worth = {trial.label for trial in right if trial.score > bars[trial.prompt.uid]}
+    worthless = [repr(label) for label in _by_label(right) if label not in of_worth]
+    if worthless and of_worth:
+        what = "right responses of this form earn no more than wrong ones on every row"
+        report.notes.append(f"{what}: {', '.join(worthless)}")
     for label, found in _by_label(high).items():
         trial = found[0]
         report.problems.append(
@@ -295,9 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kwargs = json.loads(args.kwargs)
         if not isinstance(kwargs, dict):
             raise UserError(f"--kwargs must be a JSON object, not {args.kwargs}")
-        report = reward_check(
-            args.data, args.reward, args.name, args.samples, timeout=args.timeout, reward_kwargs=kwargs
-        )
+        asked = (args.data, args.reward, args.name, args.samples)
+        report = reward_check(*asked, timeout=args.timeout, reward_kwargs=kwargs)
     except (UserError, json.JSONDecodeError) as error:
         what = f"--kwargs is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
         print(f"verl reward check: {what}", file=sys.stderr)

@@ -29,9 +29,8 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     """The callable `name` of the module at `path`, imported once per process. RewardLoadError as `load_object`."""
     function = load_object("custom_reward_function.path", path, name)
     if not callable(function):
-        raise RewardLoadError(
-            f"custom_reward_function.name={name}: in {path} this is a {type(function).__name__}, not a function"
-        )
+        found = f"in {path} this is a {type(function).__name__}, not a function"
+        raise RewardLoadError(f"custom_reward_function.name={name}: {found}")
     return function
 
 

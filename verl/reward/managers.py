@@ -51,10 +51,8 @@ def load_class(path: str, name: str) -> type:
     if not isinstance(found, type):
         raise RewardLoadError(f"{KEY}.name={name}: in {path} this is a {type(found).__name__}, not a class")
     if not (hasattr(found, "run_single") or "__call__" in dir(found)):
-        raise RewardLoadError(
-            f"{KEY}.name={name}: {path} defines it without run_single (one response at a time) and without __call__ "
-            "(a whole batch)"
-        )
+        ways = "run_single (one response at a time) and without __call__ (a whole batch)"
+        raise RewardLoadError(f"{KEY}.name={name}: {path} defines it without {ways}")
     return found
 
 
@@ -156,9 +154,8 @@ def _arguments(kind: type, offered: Mapping[str, Any], options: Mapping[str, Any
     try:
         signature.bind(**chosen)
     except TypeError as error:
-        raise RewardLoadError(
-            f"{KEY}.name={kind.__name__}: {error}; a manager gets {', '.join(given)}"
-        ) from error
+        what = f"{error}; a manager gets {', '.join(given)}"
+        raise RewardLoadError(f"{KEY}.name={kind.__name__}: {what}") from error
     return chosen
 
 

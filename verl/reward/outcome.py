@@ -130,30 +130,26 @@ def _number(value: Any, what: str) -> float:
         raise BadScore(f"{what} is None; return a number, or a dict with 'score'")
     if isinstance(value, str):
         raise BadScore(f"{what} is the text {value[:60]!r}, not a number; return float(...) of it")
-    if _holds_one(value):
-        value = value.item()
-    if not hasattr(value, "__float__"):
-        raise BadScore(f"{what} is a {type(value).__name__}, no number; return one, or a dict with 'score'")
     try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+        value = value.item() if _is_array(value) else value
+        number = float(value) if hasattr(value, "__float__") else None
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise BadScore(f"{what} cannot be read as a number: {type(error).__name__}: {error}") from error
+    if number is None:
+        raise BadScore(f"{what} is a {type(value).__name__}, no number; return one, or a dict with 'score'")
     if not math.isfinite(number):
         raise BadScore(f"{what} is {number}; a score must be finite")
     return number
 
 
-def _holds_one(value: Any) -> bool:
-    """True for a numpy scalar or a numpy or torch array of one element."""
-    if not callable(getattr(value, "item", None)):
-        return False
-    numel = getattr(value, "numel", None)
-    return (numel() if callable(numel) else getattr(value, "size", 1)) == 1
+def _is_array(value: Any) -> bool:
+    """True for a numpy scalar, and for an array of numpy or torch, of which `item` gives the only element."""
+    return callable(getattr(value, "item", None))
 
 
 def _part(value: Any) -> Any:
     """A part as plain data: 0-dimensional arrays as numbers, what cannot travel as its text."""
-    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
+    if _is_array(value) and getattr(value, "ndim", None) == 0:
         value = value.item()
     try:
         to_plain(value)
