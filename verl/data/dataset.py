@@ -309,12 +309,9 @@ class PromptDataset(CheckedRows):
             ids = self._scanner.renderer.ids(text)
         if len(ids) > self._limit:
             if media is not None or self.config.data.filter_overlong_prompts:
-                limit = f"raise data.max_prompt_length={self._limit}" + (
-                    ", or augment less" if self._augment else ""
-                )
-                raise BadRow(
-                    "prompt too long", f"{len(ids)} tokens, it had {self.lengths[index]} before; {limit}"
-                )
+                found = f"{len(ids)} tokens, it had {self.lengths[index]} before"
+                less = ", or augment less" if self._augment else ""
+                raise BadRow("prompt too long", f"{found}; raise data.max_prompt_length={self._limit}{less}")
             ids = truncate(ids, self._limit, self.config.data.truncation)
         place = {"file": self.paths[file], "row": number, "epoch": epoch, "media": media}
         return fields.prompt(f"{file}:{number}@{epoch}", ids, messages, **place)

@@ -229,9 +229,7 @@ class ParquetFile(RowFile):
             self.columns = list(self._schema.names)
             groups = [self._meta.row_group(i) for i in range(self._meta.num_row_groups)]
         if twice := [name for name, count in Counter(self.columns).items() if count > 1]:
-            raise DataError(
-                f"{path}: column {twice[0]!r} is there more than once; rename or drop all but one"
-            )
+            raise DataError(f"{path}: column {twice[0]!r} is there more than once; rename or drop one")
         if sum(group.num_rows for group in groups) != self._meta.num_rows:
             raise DataError(f"{path}: damaged: its parts do not have the number of rows that it states")
         self._decoded_bytes = sum(group.total_byte_size for group in groups)

@@ -179,14 +179,13 @@ class ChatRenderer:
 
         # A tokenizer with an encoding of its own may add to what the library's does.
         plain = getattr(type(self.tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
-        first = [
-            len(ids) for ids in self.batch_ids(texts if not plain else texts[:1])
-        ]  # sets the library's options
-        if not plain or len(texts) < 2:
-            return first
-        rest = self.tokenizer.backend_tokenizer.encode_batch_fast(list(texts[1:]), add_special_tokens=False)
+        first = self.batch_ids(texts[:1] if plain else texts)  # sets the library's options
+        rest = texts[len(first) :]
+        if not rest:
+            return [len(ids) for ids in first]
+        found = self.tokenizer.backend_tokenizer.encode_batch_fast(list(rest), add_special_tokens=False)
         begin = len(self.begin())
-        return [*first, *(begin + len(encoding) for encoding in rest)]
+        return [len(first[0]), *(begin + len(encoding) for encoding in found)]
 
     def begin(self) -> list[int]:
         """The id put before a text: the begin token where no template writes it and the tokenizer would, else none."""
@@ -342,9 +341,7 @@ def check_plain_truth(path: str, responses: Iterable[Any], rows: int, rules: Row
     truths = [plain_truth(response) for response in responses]
     if not rules.needs_truth or any(source == GSM8K for _, source in truths):
         return
-    found = (
-        f"column 'response' of its {rows} rows holds no `#### number` that a built-in function could check"
-    )
+    found = f"column 'response' of its {rows} rows holds no `#### number`, which a built-in function needs"
     if all(truth is None for truth, _ in truths):
         found = f"none of its {rows} rows has a ground truth: column 'response' is empty or null in every row"
     raise DataError(
@@ -395,9 +392,7 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
     if not source and not rules.needs_source:
         source = PLAIN
     if not isinstance(source, str) or not source:
-        raise BadRow(
-            "data_source missing", f"column {rules.source_key!r} is {source!r:.60}, a name is needed"
-        )
+        raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r:.60}, not a name")
     taken = [rules.prompt_key, "raw_prompt", "extra_info", "agent_name", rules.source_key]
     if images:
         taken += rules.media_keys[:2]

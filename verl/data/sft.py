@@ -183,9 +183,8 @@ class SFTDataset(CheckedRows):
         except BadRow as bad:
             raise DataError(f"{self.where(index)}: {bad}; leave the row out to go on") from bad
         if not np.array_equal(ids, row.ids):
-            raise DataError(
-                f"{self.where(index)}: {len(ids)} tokens with its images, {len(row.ids)} were measured"
-            )
+            found = f"{len(ids)} tokens with its images, {len(row.ids)} were measured"
+            raise DataError(f"{self.where(index)}: {found}")
         return SFTRow(row.ids, row.mask, media)
 
     def _cut(self, row: SFTRow) -> SFTRow:
