@@ -65,7 +65,7 @@ class Augmentation:
         except Exception as error:  # user code
             raise BadRow("augmentation failed", f"{name}: {type(error).__name__}: {error}") from error
         if not isinstance(made, Image):
-            raise BadRow("augmentation failed", f"{name} made a {type(made).__name__}, not a Pillow image")
+            raise BadRow("augmentation failed", f"{name} returned {type(made).__name__}, not a Pillow image")
         return made.convert("RGB")
 
 

@@ -105,10 +105,9 @@ class CheckedRows:
     def refuse_too_many_bad(self, ratio: float) -> None:
         """DataError where more than this share of a file's rows is bad."""
         records = self.bad_rows
-        counts = Counter(record["file"] for record in records)
         for path, size in zip(self.paths, self.source.sizes, strict=True):
-            if counts[path] > ratio * size:
-                mine = [record for record in records if record["file"] == path]
+            mine = [record for record in records if record["file"] == path]
+            if len(mine) > ratio * size:
                 raise DataError(
                     f"{path}: {len(mine)} of {size} rows cannot be used (data.max_bad_row_ratio={ratio} allows "
                     f"{int(ratio * size)}): {'; '.join(by_problem(mine))}. Repair the rows (all of them are in the run "

@@ -138,34 +138,10 @@ def written_whole(target: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
-def _cached(cache_dir: str | None, key: str, name: str) -> Path:
-    cache = Path(os.path.expanduser(cache_dir or "~/.cache/verl/rlhf"))
-    return cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name}"
-
-
-def _fetch(url: str, cache_dir: str | None) -> Path:
-    import fsspec
-
-    target = _cached(cache_dir, url, url.split("?", 1)[0].rsplit("/", 1)[-1])
-    try:
-        system, remote = fsspec.core.url_to_fs(url)
-        size = system.info(remote).get("size")
-        if not (target.exists() and size in (None, target.stat().st_size)):
-            with written_whole(target) as beside:
-                system.get_file(remote, str(beside))
-    except FileNotFoundError as error:
-        raise DataError(f"{url}: no such remote file") from error
-    except (ImportError, OSError, ValueError) as error:
-        raise DataError(f"{url}: copying it to {target.parent} (data.cache_dir) failed: {error}") from error
-    return target
-
-
-# --------------------------------------------------------------------------------------------------- one file
-
-
 @contextmanager
-def _naming(path: str, what: str) -> Iterator[None]:
-    """DataError that names the file for whatever a library raises over its bytes: damaged ones raise almost anything."""
+def naming(path: str, what: str) -> Iterator[None]:
+    """DataError that names the file and what failed for whatever a library raises over it: damaged bytes and services that
+    cannot be reached raise almost anything."""
     try:
         yield
     except DataError:
@@ -177,6 +153,30 @@ def _naming(path: str, what: str) -> Iterator[None]:
 def _said(error: Exception) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
+def _cached(cache_dir: str | None, key: str, name: str) -> Path:
+    cache = Path(os.path.expanduser(cache_dir or "~/.cache/verl/rlhf"))
+    return cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name}"
+
+
+def _fetch(url: str, cache_dir: str | None) -> Path:
+    import fsspec
+
+    target = _cached(cache_dir, url, url.split("?", 1)[0].rsplit("/", 1)[-1])
+    with naming(url, f"copying it to {target.parent} (data.cache_dir) failed"):
+        system, remote = fsspec.core.url_to_fs(url)
+        try:
+            size = system.info(remote).get("size")
+        except FileNotFoundError as error:
+            raise DataError(f"{url}: no such remote file") from error
+        if not (target.exists() and size in (None, target.stat().st_size)):
+            with written_whole(target) as beside:
+                system.get_file(remote, str(beside))
+    return target
+
+
+# --------------------------------------------------------------------------------------------------- one file
 
 
 class RowFile(ABC):
@@ -223,7 +223,7 @@ class ParquetFile(RowFile):
         import pyarrow.parquet as pq
 
         super().__init__(path, local)
-        with _naming(path, f"not a parquet file ({_looks_like(local)})"):
+        with naming(path, f"not a parquet file ({_looks_like(local)})"):
             self._meta = pq.read_metadata(local)
             self._schema = self._meta.schema.to_arrow_schema()
             self.columns = list(self._schema.names)
@@ -260,7 +260,7 @@ class ParquetFile(RowFile):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with _naming(self.path, "reading it failed"):
+        with naming(self.path, "reading it failed"):
             batch = next(pq.ParquetFile(self.local).iter_batches(batch_size=count))
         return _python_rows(pa.Table.from_batches([batch]))
 
@@ -269,7 +269,7 @@ class ParquetFile(RowFile):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with _naming(self.path, f"reading column {column!r} failed"):
+        with naming(self.path, f"reading column {column!r} failed"):
             cells = pq.read_table(self.local, columns=[column], partitioning=None).column(column)
             if self.is_string(column):
                 cells = cells.unique()
@@ -277,7 +277,7 @@ class ParquetFile(RowFile):
 
     def filled(self, column: str) -> bool:
         """As of any file, from the statistics: nothing is read."""
-        with _naming(self.path, "its statistics cannot be read"):
+        with naming(self.path, "its statistics cannot be read"):
             groups = [self._meta.row_group(number) for number in range(self._meta.num_row_groups)]
             chunks = [group.column(number) for group in groups for number in range(self._meta.num_columns)]
             known = [(c.num_values, c.statistics) for c in chunks if c.path_in_schema.split(".")[0] == column]
@@ -291,7 +291,7 @@ class ParquetFile(RowFile):
         import pyarrow.parquet as pq
 
         if self._table is None:
-            with _naming(self.path, "reading it failed"):
+            with naming(self.path, "reading it failed"):
                 if self._decoded_bytes <= IN_MEMORY_BYTES:
                     table = pq.read_table(self.local, partitioning=None)
                 else:

@@ -135,6 +135,8 @@ class SFTDataset(CheckedRows):
             question, response = messages[0]["content"], messages[1]["content"]
             whole = question + response + (self.tokenizer.eos_token or "")
             return _Rendered(whole, [(len(question), len(question) + len(response))])
+        if not any(message["role"] == "assistant" for message in messages):
+            raise BadRow("no assistant turn", "there is nothing to learn in this row")
         options = self._options(row)
         text = self._renderer.text(messages, generation=False, **options)
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.data.files import DataError, open_file, written_whole
+from verl.data.files import DataError, naming, open_file, written_whole
 
 Rows = Callable[[str | None, str], list[dict[str, Any]]]
 RAW_SUFFIXES = (".jsonl", ".parquet", ".json")
@@ -104,20 +104,13 @@ def from_hub(repo: str, split: str, *, config: str | None = None) -> list[Path]:
 
     print(f"downloading {repo} ({split}) from the hub", file=sys.stderr)
     folder = config or "data"
-    try:
+    with naming(repo, "the hub could not be reached (--local_dataset_path DIR names raw data on disk)"):
         names = HfApi().list_repo_files(repo, repo_type="dataset")
         wanted = [n for n in sorted(names) if fnmatch(n, f"{folder}/{split}-*.parquet")]
         if not wanted:
             found = ", ".join(names[:8])
             raise DataError(f"{repo}: the hub holds no {folder}/{split}-*.parquet; found {found}")
         return [Path(hf_hub_download(repo, name, repo_type="dataset")) for name in wanted]
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{repo}: the hub could not be reached ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            "Give the raw data with --local_dataset_path DIR"
-        ) from error
 
 
 def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -167,10 +160,8 @@ def prompt_characters(row: dict[str, Any]) -> int:
 def _copy(path: Path, url: str) -> None:
     import fsspec
 
-    try:
+    with naming(str(path), f"it is written, but copying it to {url} failed"):
         system, remote = fsspec.core.url_to_fs(url)
         system.makedirs(remote.rsplit("/", 1)[0], exist_ok=True)
         system.put_file(str(path), remote)
-    except (ImportError, OSError, ValueError) as error:
-        raise DataError(f"copying {path} to {url} failed: {error}; the local file is complete") from error
     print(f"copied to {url}")
