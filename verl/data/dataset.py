@@ -170,14 +170,11 @@ def truncate(ids: np.ndarray, limit: int, mode: str) -> np.ndarray:
     """Cut ids int64 [P] to at most `limit`: left keeps the last, right the first, middle both ends."""
     if len(ids) <= limit:
         return ids
-    if mode == "left":
-        return ids[len(ids) - limit :]
-    if mode == "right":
-        return ids[:limit]
-    if mode == "middle":
-        head = limit // 2
-        return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
-    raise DataError(f"data.truncation={mode!r}: a prompt of {len(ids)} tokens exceeds {limit}")
+    kept_first = {"left": 0, "right": limit, "middle": limit // 2}
+    if mode not in kept_first:
+        raise DataError(f"data.truncation={mode!r}: a prompt of {len(ids)} tokens exceeds {limit}")
+    head = kept_first[mode]
+    return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
 
 
 class PromptDataset(CheckedRows):

@@ -13,10 +13,10 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.reward.load import load_function, load_object, taken
+from verl.reward.load import Function, load_function, load_object, taken
 from verl.reward.outcome import RewardLoadError
 from verl.reward.pool import FunctionSpec
 
@@ -32,9 +32,7 @@ _RESPONSE = ("index", "response_ids", "response_mask", "text", "num_turns")
 class RewardManagerBase(ABC):
     """Base of managers that score one response at a time."""
 
-    def __init__(
-        self, config: Any, tokenizer: Any, compute_score: Callable[..., Any] | None = None, **kwargs: Any
-    ):
+    def __init__(self, config: Any, tokenizer: Any, compute_score: Function | None = None, **kwargs: Any):
         self.config = config
         self.tokenizer = tokenizer
         self.compute_score = compute_score
@@ -133,7 +131,7 @@ class Manager:
         return Trajectory(prompt, response_ids=ids, response_mask=mask, **response)
 
 
-def _compute_score(config: Any, judge: Mapping[str, Any]) -> Callable[..., Any]:
+def _compute_score(config: Any, judge: Mapping[str, Any]) -> Function:
     """`compute_score` as the manager gets it: the custom function with its kwargs and the judge, else the built-in table."""
     custom = config.custom_reward_function
     if custom.path is None:

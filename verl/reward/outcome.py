@@ -82,10 +82,7 @@ def raised(error: BaseException, seconds: float, caller: str) -> Outcome:
     inner = error.__traceback__
     while inner is not None and inner.tb_frame.f_code.co_filename == caller:
         inner = inner.tb_next
-    try:
-        trace = "".join(traceback.format_exception(type(error), error, inner))[-TRACEBACK_CHARACTERS:]
-    except Exception as second:
-        trace = f"(the traceback cannot be shown: {type(second).__name__})"
+    trace = "".join(traceback.format_exception(type(error), error, inner))[-TRACEBACK_CHARACTERS:]
     return failed("exception", f"it raised {text_of(error)}", trace, seconds)
 
 

@@ -130,10 +130,6 @@ class _Task:
     started: float | None = None
     timer: asyncio.TimerHandle | None = None
 
-    def cancel_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-
 
 class _Worker(ChildProcess):
     """A scoring process. `failure` says why the run ends it, if it does."""
@@ -155,16 +151,20 @@ class _Worker(ChildProcess):
 
     def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
         """Replace the limit of the process itself: of its start, or of a section that it announced."""
-        if self.timer is not None:
-            self.timer.cancel()
+        _cancel(self.timer)
         self.timer = timer
 
     async def end(self) -> None:
         """Cancel every limit, kill what is left."""
         self.set_timer(None)
         for task in self.running.values():
-            task.cancel_timer()
+            _cancel(task.timer)
         await super().end()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 class Pool:
@@ -249,8 +249,7 @@ class Pool:
 
     def _dispatch(self) -> None:
         """Give waiting calls to processes that can take them, oldest first; start a process if one is due."""
-        if self._timer is not None:
-            self._timer.cancel()
+        _cancel(self._timer)
         while self._queue:
             task = self._queue[0]
             if self._unusable is not None:
@@ -393,7 +392,7 @@ class Pool:
 
     def _finish(self, task: _Task, *outcomes: Outcome) -> None:
         """Resolve a call; a single outcome stands for all of its responses."""
-        task.cancel_timer()
+        _cancel(task.timer)
         if self._gate is not None and task.started is not None:
             self._gate.finish()
         many = outcomes if len(outcomes) > 1 else outcomes * task.count
