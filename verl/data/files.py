@@ -54,21 +54,18 @@ class UnreadableRow(dict[str, Any]):
         self.detail = detail
 
 
-def nearest(name: str, present: Sequence[str]) -> str | None:
-    """The column of `present` that `name` was probably meant to be (case-blind first), or None."""
+def nearest(name: str, present: Sequence[str]) -> str:
+    """Text that says which of `present` `name` was probably meant to be, whatever its case; "" if none is like it."""
     lowered = {column.lower(): column for column in reversed(list(present))}
-    if name.lower() in lowered:
-        return lowered[name.lower()]
     close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
-    return lowered[close[0]] if close else None
+    return f"; the nearest is {lowered[close[0]]!r}" if close else ""
 
 
 def absent_column(name: str, key: str, path: str, columns: Sequence[str]) -> str:
     """The message for a column that a file lacks; `key` is the config key that names the column ("" if none)."""
-    guess = nearest(name, columns)
-    hint = f"; the nearest is {guess!r}" if guess else ""
     fix = f"rename it, or set {key}=COLUMN" if key else "rename the column"
-    return f"{path}: there is no column {name!r}{hint} (columns: {', '.join(columns)}); {fix}"
+    found = f"{nearest(name, columns)} (columns: {', '.join(columns)})"
+    return f"{path}: there is no column {name!r}{found}; {fix}"
 
 
 # ---------------------------------------------------------------------------------------------------- places
@@ -484,9 +481,7 @@ class RowFiles:
             first = self._starts[number]
             low, high = max(start, first), min(stop, first + len(file))
             out += file.rows(low - first, high - first) if low < high else []
-        if len(self.files) > 1:
-            return [self._with_every_column(row) for row in out]
-        return out
+        return [self._with_every_column(row) for row in out] if len(self.files) > 1 else out
 
     def _with_every_column(self, row: dict[str, Any]) -> dict[str, Any]:
         return row if isinstance(row, UnreadableRow) else {name: row.get(name) for name in self.columns}

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     Change = Callable[[list[Image]], list[Image]]
 
+Message = dict[str, Any]
 MOST_PIXELS = 89_478_485
 """Pillow's own limit, from which on it warns of a decompression bomb; more is a bad row here."""
 _URL_BYTES, _URL_SECONDS = 64 << 20, 30
@@ -138,9 +139,7 @@ def decoded(image: Image) -> Image:
 # ------------------------------------------------------------------------------------------- in the dialogue
 
 
-def with_images(
-    messages: Sequence[dict[str, Any]], cells: Sequence[Any]
-) -> tuple[list[dict[str, Any]], list[Any]]:
+def with_images(messages: Sequence[Message], cells: Sequence[Any]) -> tuple[list[Message], list[Any]]:
     """Messages, of which those with images have parts as content, and the images in the order of the dialogue; [] where there
     are neither cells nor parts. Raises BadRow where counts differ.
 
@@ -193,7 +192,7 @@ def _for_scoring(images: Sequence[Image]) -> tuple[bytes, ...]:
     return tuple(_scaled_down(image, _SCORED, 95) for image in images)
 
 
-def _images(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _images(message: Message) -> list[dict[str, Any]]:
     return [part for part in message["content"] if part["type"] != "text"]
 
 

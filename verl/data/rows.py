@@ -305,9 +305,8 @@ def check_columns(file: RowFile, rules: RowRules) -> bool:
 
     need(rules.prompt_key, "data.prompt_key")
     if hidden := [name for name in columns if name in AGENT_LOOP_ARGUMENTS]:
-        s = "s" if len(hidden) > 1 else ""
-        further = f"{', '.join(hidden)}; it finds the column{s} in `columns`"
-        notice(f"{file.path}: an agent loop's own arguments have the name{s} {further}")
+        where = "an agent loop, whose own arguments have these names, finds them in `columns`"
+        notice(f"{file.path}: columns {', '.join(hidden)}: {where}")
     if not is_plain(file, rules):
         if rules.needs_source:
             need(rules.source_key, "data.reward_fn_key")

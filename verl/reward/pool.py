@@ -170,12 +170,12 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 class Pool:
     """Scoring processes for one function. Thread-safe; used from any event loop through its futures.
 
-    `notices` collects what happened to processes ({"event", …}), for the caller to drain.
+    `notices` collects what happened to processes, (kind of event, its fields), for the caller to drain.
     """
 
     def __init__(self, spec: FunctionSpec, *, workers: int, rate: Rate | None = None):
         self.spec = spec
-        self.notices: deque[dict[str, Any]] = deque(maxlen=1000)
+        self.notices: deque[tuple[str, dict[str, Any]]] = deque(maxlen=1000)
         self._init = encode(vars(spec), spec.label)
         self._max = workers
         self._cpus = usable()
@@ -185,12 +185,16 @@ class Pool:
         self._queue: deque[_Task] = deque()
         self._workers: list[_Worker] = []
         self._worker_tasks: set[asyncio.Task[None]] = set()
-        self._thread: threading.Thread | None = None
         self._closed = False
         self._unusable: Outcome | None = None
         self._start_failures = 0
         self._last_ready = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._stop = asyncio.Event()
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     # ---- called from any thread ------------------------------------------------------------------------------
 
@@ -205,27 +209,17 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the scoring pool is closed")
-            if self._thread is None:
-                self._start_thread()
             self._loop.call_soon_threadsafe(self._add, task)
         return task.future
 
     def close(self) -> None:
         """Kill all processes and end the thread; calls still open are failed. Safe to call twice."""
         with self._lock:
-            self._closed = True
-            thread, self._thread = self._thread, None
-        if thread is not None:
+            closed, self._closed = self._closed, True
+        if not closed:
             self._loop.call_soon_threadsafe(self._stop.set)
-            thread.join(timeout=10)
-        atexit.unregister(self.close)
-
-    def _start_thread(self) -> None:
-        self._stop = asyncio.Event()
-        self._loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+            self._thread.join(timeout=10)
+            atexit.unregister(self.close)
 
     # ---- the pool's thread -----------------------------------------------------------------------------------
 
@@ -370,7 +364,7 @@ class Pool:
                 self._give_up(outcome)
         elif self._unusable is None:
             pid = worker.process.pid if worker.process is not None else None
-            self.notices.append({"event": "reward_worker_replaced", "pid": pid, "reason": outcome.error})
+            self.notices.append(("reward_worker_replaced", {"pid": pid, "reason": outcome.error}))
         tasks = list(worker.running.values())
         if len(tasks) > 1:
             for task in reversed(tasks):
@@ -386,7 +380,7 @@ class Pool:
         ready = sum(w.ready for w in self._workers)
         if ready:
             self._max = ready
-            self.notices.append({"event": "reward_worker_not_started", "error": outcome.error})
+            self.notices.append(("reward_worker_not_started", {"error": outcome.error}))
         else:
             self._unusable = self._unusable or outcome
 

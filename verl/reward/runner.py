@@ -151,7 +151,7 @@ class RewardRunner:
         rows = [
             {
                 "data_source": t.prompt.data_source,
-                "solution_str": _text(t),
+                "solution_str": t.text,
                 "ground_truth": t.prompt.ground_truth,
                 "extra_info": {"index": t.prompt.row, **_extra_info(t)},
             }
@@ -260,8 +260,8 @@ class RewardRunner:
 
     def _drain(self, pool: Pool) -> None:
         while pool.notices:
-            notice = dict(pool.notices.popleft())
-            self._events(notice.pop("event"), **notice)
+            kind, fields = pool.notices.popleft()
+            self._events(kind, **fields)
 
     # ---- the step --------------------------------------------------------------------------------------------
 
@@ -310,12 +310,6 @@ def _question(trajectory: Trajectory) -> Any:
     if said and isinstance(own, list) and said[: len(own)] != own:
         return list(takewhile(lambda message: message["role"] != "assistant", said))
     return (trajectory.prompt.extra_info or {}).get("messages", own)
-
-
-def _text(trajectory: Trajectory) -> str:
-    if trajectory.text is None:
-        raise ValueError(f"response {trajectory.index} of {trajectory.uid} is to be decoded before scoring")
-    return trajectory.text
 
 
 def _seed(trajectory: Trajectory) -> int:
