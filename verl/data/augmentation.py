@@ -7,7 +7,7 @@ and with it the number of its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,9 +25,7 @@ class Augmentation:
         from verl.data.load_object import load_extern_object
 
         self._settings, self._seed = settings, seed % 2**64
-        self._own: Callable[[Any, np.random.Generator], Any] | None = None
-        if settings.path:
-            self._own = load_extern_object(settings.path, settings.name)
+        self._own = load_extern_object(settings.path, settings.name) if settings.path else None
 
     @classmethod
     def of(cls, config: Any) -> Augmentation | None:
@@ -58,7 +56,6 @@ class Augmentation:
     def _by_user(self, image: Image, rng: np.random.Generator) -> Image:
         from PIL.Image import Image
 
-        assert self._own is not None
         name = f"data.augmentation.name={self._settings.name}"
         try:
             made = self._own(image, rng)

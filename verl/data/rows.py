@@ -22,6 +22,7 @@ from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt
 GSM8K = "openai/gsm8k"
 PLAIN = "plain"
 """data_source of plain rows whose response holds no `#### n`: only a custom function can score them."""
+Schemas = Mapping[str, dict[str, Any]]
 TOOL_AGENT = "tool_agent"
 PLACEHOLDER = "<image>"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -260,7 +261,7 @@ class RowFields:
 class RowTools:
     """The tools that prompts are rendered with. schemas: name → OpenAI schema; every_row: also those without `agent_name`."""
 
-    schemas: Mapping[str, dict[str, Any]]
+    schemas: Schemas
     every_row: bool
 
     def of(self, fields: RowFields) -> list[dict[str, Any]] | None:
@@ -271,9 +272,7 @@ class RowTools:
         return tools_of_row(self.schemas, fields.facts["extra_info"], fields.facts["columns"].get("tools"))
 
 
-def tools_of_row(
-    schemas: Mapping[str, dict[str, Any]], extra: Mapping[str, Any], column: Any
-) -> list[dict[str, Any]]:
+def tools_of_row(schemas: Schemas, extra: Mapping[str, Any], column: Any) -> list[dict[str, Any]]:
     """The schemas that a row may use: those named in its column `tools` or in `tool_selection`, with `need_tools_kwargs` those that
     `tools_kwargs` has something for, else all. BadRow for a name that is no tool."""
     names = column if column is not None else extra.get("tool_selection")

@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,13 +66,13 @@ class Report:
         """True if nothing looks wrong."""
         return not self.problems
 
-    def show(self, console: Any = None) -> None:
+    def show(self) -> None:
         """Print the table of scores and what looks wrong."""
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        console = console or Console(highlight=False)
+        console = Console(highlight=False)
         rows = f"{self.rows} of {self.total_rows} rows"
         console.print(f"[bold]{escape(self.function)}[/] on {escape(self.data)}: {rows}")
         table = Table("response", "calls", "mean", "min", "max", "failed", "slowest", header_style="bold")
@@ -149,11 +150,9 @@ def reward_check(
     if reward_file is None:
         report.problems += unsupported(dict.fromkeys(p.data_source for p in prompts)).values()
         prompts = [p for p in prompts if rule_or_none(p.data_source)]
-    runner = RewardRunner(None, settings=RewardSettings(function=spec, num_workers=2, timeout=timeout))
-    try:
+    settings = RewardSettings(function=spec, num_workers=2, timeout=timeout)
+    with closing(RewardRunner(None, settings=settings)) as runner:
         report.trials = asyncio.run(_try_all(runner, prompts))
-    finally:
-        runner.close()
     _judge(report, built_in=reward_file is None)
     return report
 

@@ -132,7 +132,9 @@ class _Task:
 
 
 class _Worker(ChildProcess):
-    """A scoring process. `failure` says why the run ends it, if it does."""
+    """A scoring process. `failure` says why the run ends it, if it does; `task` starts it, listens and removes it."""
+
+    task: asyncio.Task[None]
 
     def __init__(self) -> None:
         super().__init__("verl.reward.worker")
@@ -184,7 +186,6 @@ class Pool:
         self._lock = threading.Lock()
         self._queue: deque[_Task] = deque()
         self._workers: list[_Worker] = []
-        self._worker_tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._unusable: Outcome | None = None
         self._start_failures = 0
@@ -230,11 +231,11 @@ class Pool:
     async def _until_closed(self) -> None:
         await self._stop.wait()
         self._unusable = failed("crash", "the scoring pool was closed before it was scored")
+        tasks = [worker.task for worker in self._workers]
         for worker in self._workers:
             worker.failure = self._unusable
-        for task in self._worker_tasks:
-            task.cancel()
-        await asyncio.gather(*self._worker_tasks, return_exceptions=True)
+            worker.task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._dispatch()
 
     def _add(self, task: _Task) -> None:
@@ -283,9 +284,7 @@ class Pool:
             return
         worker = _Worker()
         self._workers.append(worker)
-        started = self._loop.create_task(self._run_worker(worker))
-        self._worker_tasks.add(started)
-        started.add_done_callback(self._worker_tasks.discard)
+        worker.task = self._loop.create_task(self._run_worker(worker))
 
     async def _run_worker(self, worker: _Worker) -> None:
         """A process from its start to its end."""
