@@ -61,13 +61,6 @@ def nearest(name: str, present: Sequence[str]) -> str:
     return f"; the nearest is {lowered[close[0]]!r}" if close else ""
 
 
-def absent_column(name: str, key: str, path: str, columns: Sequence[str]) -> str:
-    """The message for a column that a file lacks; `key` is the config key that names the column ("" if none)."""
-    fix = f"rename it, or set {key}=COLUMN" if key else "rename the column"
-    found = f"{nearest(name, columns)} (columns: {', '.join(columns)})"
-    return f"{path}: there is no column {name!r}{found}; {fix}"
-
-
 # ---------------------------------------------------------------------------------------------------- places
 
 
@@ -195,6 +188,13 @@ class RowFile(ABC):
     @abstractmethod
     def is_string(self, column: str) -> bool:
         """True if the column holds strings (by schema; JSON: where any value is one)."""
+
+    def need(self, name: str, key: str, hint: str = "") -> None:
+        """DataError where there is no such column; `key` is the config key that names the column ("" if none)."""
+        if name not in self.columns:
+            fix = f"rename it, or set {key}=COLUMN" if key else "rename the column"
+            found = f"{nearest(name, self.columns)} (columns: {', '.join(self.columns)})"
+            raise DataError(f"{self.path}: there is no column {name!r}{found}; {fix}{hint}")
 
     def row(self, number: int) -> dict[str, Any]:
         """Row `number`."""
@@ -409,8 +409,7 @@ def _looks_like(local: Path) -> str:
         head = file.read(64)
     kinds = {
         b"version https://git-lfs": "it is a Git LFS pointer: run `git lfs pull`",
-        b"{": "it looks like JSON: name it .jsonl or .json",
-        b"[": "it looks like JSON: name it .jsonl or .json",
+        **dict.fromkeys((b"{", b"["), "it looks like JSON: name it .jsonl or .json"),
         b"<": "it looks like a web page",
         b"PAR1": "it begins as one: cut short or damaged",
     }

@@ -16,7 +16,7 @@ import numpy as np
 
 from verl.config.schema.base import select
 from verl.config.weights import built_in_scores
-from verl.data.files import DataError, RowFile, UnreadableRow, absent_column, nearest, notice
+from verl.data.files import DataError, RowFile, UnreadableRow, nearest, notice
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt
 
 GSM8K = "openai/gsm8k"
@@ -297,27 +297,22 @@ def is_plain(file: RowFile, rules: RowRules) -> bool:
 def check_columns(file: RowFile, rules: RowRules) -> bool:
     """True: plain format, False: chat format. Raises DataError for an absent column, naming the nearest."""
     columns = file.columns
-
-    def need(name: str, key: str) -> None:
-        if name not in columns:
-            raise DataError(absent_column(name, key, file.path, columns))
-
-    need(rules.prompt_key, "data.prompt_key")
+    file.need(rules.prompt_key, "data.prompt_key")
     if hidden := [name for name in columns if name in AGENT_LOOP_ARGUMENTS]:
         where = "an agent loop, whose own arguments have these names, finds them in `columns`"
         notice(f"{file.path}: columns {', '.join(hidden)}: {where}")
     if not is_plain(file, rules):
         if rules.needs_source:
-            need(rules.source_key, "data.reward_fn_key")
+            file.need(rules.source_key, "data.reward_fn_key")
         if rules.needs_truth:
-            need("reward_model", "")
+            file.need("reward_model", "")
         return False
     others = [name for name in columns if name != rules.prompt_key]
     for name in ("response", "reward"):
         if name in columns or not rules.needs_source:
             continue
         if nearest(name, others) or (name == "response" and rules.needs_truth):
-            need(name, "")
+            file.need(name, "")
         notice(f"{file.path}: plain format without a column {name!r}; taken as null")
     if "reward" in columns:
         use = "passed in extra_info and otherwise unused (the reward function scores what is sampled)"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl.data.dataset import SMALLER, CheckedRows, Progress
-from verl.data.files import DataError, Paths, RowFiles, absent_column
+from verl.data.files import DataError, Paths, RowFiles
 from verl.data.media import ImageProcessor, folder_of, with_images
 from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable, without_nulls
 from verl.data.sft_mask import Span, TurnFinder, token_mask
@@ -89,9 +89,7 @@ class SFTDataset(CheckedRows):
             if column is None:
                 raise DataError(f"data.{name} is not set: data.prompt_key and data.response_key go together")
             for file in self.source.files:
-                if column not in file.columns:
-                    hint = "" if self.question_answer else _hint(file.columns)
-                    raise DataError(absent_column(column, f"data.{name}", file.path, file.columns) + hint)
+                file.need(column, f"data.{name}", "" if self.question_answer else _hint(file.columns))
 
     # -------------------------------------------------------------------------------------------- one row
 

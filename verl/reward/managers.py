@@ -98,7 +98,10 @@ class Manager:
         self.is_async = self._single and inspect.iscoroutinefunction(self._manager.run_single)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        data = self._batch(rows)
+        from verl.data_proto import DataProto
+        from verl.trajectory import Batch
+
+        data = DataProto.from_trajectories(Batch([self._trajectory(row) for row in rows]))
         if self.is_async:
             return self._awaited(data)
         if self._single:
@@ -109,12 +112,6 @@ class Manager:
 
     async def _awaited(self, data: DataProto) -> Any:
         return _single(await self._manager.run_single(data))
-
-    def _batch(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
-        from verl.data_proto import DataProto
-        from verl.trajectory import Batch
-
-        return DataProto.from_trajectories(Batch([self._trajectory(row) for row in rows]))
 
     def _trajectory(self, row: Mapping[str, Any]) -> Trajectory:
         import numpy as np

@@ -79,10 +79,8 @@ def forget_one(chain: Chain, rng: random.Random) -> Chain:
 
 def row(chain: Chain, rng: random.Random, split: str, index: int, *, stories: bool) -> dict[str, Any]:
     """One row of the chat format."""
-    value, _ = value_steps(chain)
-    text = question(chain, rng, stories=stories)
-    answer = worked_answer(chain)
-    return common.chat_row(GSM8K, text, str(value), split, index, answer=answer, question=text)
+    text, truth = question(chain, rng, stories=stories), str(value_steps(chain)[0])
+    return common.chat_row(GSM8K, text, truth, split, index, answer=worked_answer(chain), question=text)
 
 
 def make(
