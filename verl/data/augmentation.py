@@ -25,7 +25,7 @@ class Augmentation:
         from verl.data.load_object import load_extern_object
 
         self._settings, self._seed = settings, seed % 2**64
-        self._own = load_extern_object(settings.path, settings.name) if settings.path else None
+        self._own: Any = load_extern_object(settings.path, settings.name) if settings.path else None
 
     @classmethod
     def of(cls, config: Any) -> Augmentation | None:

@@ -389,7 +389,8 @@ class Scanner:
         if isinstance(fields.cell, str) and not fields.images and not self.renderer.has_template:
             return fields.cell
         tools = None if self.tools is None else self.tools.of(fields)
-        return self.renderer.text(messages, **({"tools": tools} if tools else {}))
+        extra: dict[str, Any] = {"tools": tools} if tools else {}
+        return self.renderer.text(messages, **extra)
 
     def fields(self, row: dict[str, Any], index: int) -> Any:
         """The row's parts, a `RowFields`. Raises BadRow."""
