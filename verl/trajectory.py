@@ -10,9 +10,11 @@ response tokens of all its segments, in order; one written to it is split among 
 
 from __future__ import annotations
 
+import math
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -358,14 +360,12 @@ class Trajectory:
     @property
     def versions(self) -> tuple[int, ...]:
         """Weight versions that wrote tokens, oldest first, without repeats."""
-        if len(self.segments) == 1:
-            return self.segments[0].versions
         return tuple(sorted({version for segment in self.segments for version in segment.versions}))
 
     @property
     def scored(self) -> bool:
-        """True once a valid score is there; a failed score never becomes a number."""
-        return self.score is not None
+        """True once a finite score is there; a failed score never becomes a number."""
+        return self.score is not None and math.isfinite(self.score)
 
     def column(self, name: str) -> np.ndarray | None:
         """The column of all segments joined, [L, …]; None unless every segment has it."""
@@ -474,18 +474,9 @@ def segments_of(trajectories: Iterable[Trajectory]) -> list[Segment]:
     """Segments of trajectories whose groups are adjacent. In a group first all first segments, then all second ones, …:
     those that may share their context are neighbours."""
     out: list[Segment] = []
-    group: list[Trajectory] = []
-
-    def close() -> None:
-        for number in range(max((len(t.segments) for t in group), default=0)):
-            out.extend(t.segments[number] for t in group if number < len(t.segments))
-        group.clear()
-
-    for t in trajectories:
-        if group and group[0].uid != t.uid:
-            close()
-        group.append(t)
-    close()
+    for _, group in groupby(trajectories, key=lambda t: t.uid):
+        for at_one_place in zip_longest(*(t.segments for t in group)):
+            out.extend(segment for segment in at_one_place if segment is not None)
     return out
 
 
@@ -518,9 +509,5 @@ def split_groups(groups: Sequence[list[Trajectory]], parts: int) -> list[list[li
     """Split groups, in order, into `parts` runs whose sizes differ by at most one group; none is cut."""
     parts = max(1, min(parts, len(groups)))
     size, extra = divmod(len(groups), parts)
-    out, start = [], 0
-    for i in range(parts):
-        end = start + size + (1 if i < extra else 0)
-        out.append(list(groups[start:end]))
-        start = end
-    return out
+    starts = [number * size + min(number, extra) for number in range(parts + 1)]
+    return [list(groups[start:end]) for start, end in pairwise(starts)]

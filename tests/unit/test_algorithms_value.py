@@ -11,7 +11,7 @@ import torch
 
 from tests.algorithms_rows import response
 from verl.algorithms.core_algos import compute_value_loss
-from verl.algorithms.pf_ppo import resample, resampling_weights
+from verl.algorithms.driver import resampling_weights, rows_of_update
 from verl.algorithms.policy_loss import MODES
 from verl.algorithms.value_loss import explained_variance
 from verl.algorithms.variance import variance_proxies
@@ -86,11 +86,11 @@ def test_responses_are_drawn_by_weight_and_stand_alone() -> None:
         response(f"g{i // 2}", [1, 1], score, i, advantages=[i, i])
         for i, score in enumerate([0.0, 0.0, 1.0, None, 3.0])
     ]
-    how = SimpleNamespace(pf_ppo=SimpleNamespace(reweight_method="pow", weight_pow=1.0))
+    how = SimpleNamespace(use_pf_ppo=True, pf_ppo=SimpleNamespace(reweight_method="pow", weight_pow=1.0))
     counts = np.zeros(5)
     for seed in range(400):
-        drawn, metrics = resample(Batch(rows), how, seed)
-        again, _ = resample(Batch(rows), how, seed)
+        drawn, metrics = rows_of_update(Batch(rows), how, seed)
+        again, _ = rows_of_update(Batch(rows), how, seed)
         indices = [t.index for t in drawn]
         assert indices == [t.index for t in again] == sorted(indices) and len(drawn) == 4
         assert metrics["training/pf_ppo/unique_ratio"] == len(set(indices)) / 4
@@ -102,7 +102,7 @@ def test_responses_are_drawn_by_weight_and_stand_alone() -> None:
     assert all(s.trajectory is t for t in drawn for s in t.segments)
     drawn[0].loss_mask = np.zeros(2, bool)
     assert all(t.loss_mask is None for t in [*drawn.trajectories[1:], *rows])
-    nothing, metrics = resample(Batch([rows[3]]), how, 0)
+    nothing, metrics = rows_of_update(Batch([rows[3]]), how, 0)
     assert len(nothing) == 1 and math.isnan(metrics["training/pf_ppo/unique_ratio"])
 
 

@@ -210,12 +210,9 @@ def high_percentile(parts: Sequence[np.ndarray], percent: float) -> float:
     sample = np.concatenate([part[::_SAMPLE] for part in parts])
     bound = np.percentile(sample, 0.98 * percent) if len(sample) * (100 - percent) >= 1000 else -math.inf
     top = np.concatenate([part[part > bound] for part in parts])
-    equal = sum(int(np.count_nonzero(part == bound)) for part in parts)
-    # In order of size: lesser ones, the equal ones, and from `above` on those of `top`.
-    low, above = math.floor(place), count - len(top)
-    if low < above - equal:
-        return float(np.percentile(np.concatenate(list(parts)), percent))
-    wanted = (low, min(low + 1, count - 1))
-    found = np.partition(top, [k - above for k in wanted if k >= above]) if wanted[1] >= above else top
-    first, second = (float(found[k - above]) if k >= above else float(bound) for k in wanted)
-    return first + (place - low) * (second - first)
+    low = math.floor(place) - (count - len(top))
+    if low < 0:
+        return float(np.percentile(np.concatenate(parts), percent))
+    neighbours = [low, min(low + 1, len(top) - 1)]
+    first, second = np.partition(top, neighbours)[neighbours].tolist()
+    return first + (place - math.floor(place)) * (second - first)
