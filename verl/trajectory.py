@@ -489,7 +489,8 @@ def flat(rows: Sequence[Row], column: str) -> np.ndarray:
     for row in rows:
         values = getattr(row, column)
         if values is None:
-            raise ValueError(f"column {column!r} is missing on response {row.index} of {row.uid}")
+            hint = "; its agent loop must return response_logprobs" if column == "rollout_log_probs" else ""
+            raise ValueError(f"response {row.index} of {row.uid} has no {column}{hint}")
         parts.append(values)
     return np.concatenate(parts) if parts else np.zeros(0, COLUMNS[column].dtype)
 

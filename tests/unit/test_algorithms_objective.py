@@ -242,7 +242,7 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match=r"entropy_coeff=0\.5 needs the engine's entropy"):
         ActorObjective(actor(entropy_coeff=0.5), denominators)(MicroBatch(rows, flat))
     rows[2].ref_log_probs = None
-    with pytest.raises(ValueError, match="use_kl_loss: response 2 of g1 has no ref_log_probs"):
+    with pytest.raises(ValueError, match="response 2 of g1 has no ref_log_probs"):
         ActorObjective(actor(use_kl_loss=True), denominators)(MicroBatch(rows, flat))
     rows[3].advantages = None
     with pytest.raises(ValueError, match="response 3 of g1 has no advantages"):

@@ -41,7 +41,7 @@ def compute_offpolicy_metrics(
     mu = None if rollout_log_prob is None else rollout_log_prob.detach().double().cpu().numpy()
     chosen = [i for i in range(len(mask)) if mask[i].any()]
     pairs = ((old[i][mask[i]], None if mu is None else mu[i][mask[i]]) for i in chosen)
-    return Agreement.over(pairs, bool(mu is not None)).divergence()
+    return Agreement.over(pairs).divergence()
 
 
 def compute_rollout_correction_weights(

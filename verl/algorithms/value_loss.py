@@ -65,19 +65,16 @@ class ValueObjective:
         """Scalar to differentiate, already divided by the global counts, and metrics as (sum, weight)."""
         assert micro.values is not None
         area = PaddedMicroBatch(micro.rows, micro.values)
-        info, predicted = self._denominators.as_batch_info(), area.pad(micro.values)
-        if self._tokens_of is not None:
-            counts = [self._tokens_of[id(row)] for row in area.rows]
-            info["trajectory_tokens"] = torch.tensor(counts, device=predicted.device)
+        predicted = area.pad(micro.values)
         mask = area.column([loss_mask(row) for row in area.rows])
         loss, clipped = compute_value_loss(
             predicted,
-            area.needed("returns", "value loss"),
-            area.needed("values", "value loss"),
+            area.needed("returns"),
+            area.needed("values"),
             mask,
             self._critic.cliprange_value,
             self._critic.loss_agg_mode,
-            **info,
+            **area.batch_info(self._denominators, self._tokens_of),
         )
         tokens = float(mask.sum())
         share = tokens / self._denominators.tokens if self._denominators.tokens else 0.0
