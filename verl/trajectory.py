@@ -195,17 +195,6 @@ class Segment:
     trajectory   the trajectory that it is part of; None on a worker, which gets segments alone
     """
 
-    __slots__ = (
-        "columns",
-        "context_columns",
-        "context_ids",
-        "index",
-        "media",
-        "trajectory",
-        "uid",
-        "versions",
-    )
-
     def __init__(
         self,
         context_ids: np.ndarray,
@@ -269,30 +258,12 @@ class Trajectory:
     Columns are attributes: those of all segments joined, None unless every segment has them.
     """
 
-    __slots__ = (
-        "baseline",
-        "extra",
-        "fields",
-        "finish_reason",
-        "index",
-        "num_turns",
-        "prompt",
-        "score",
-        "score_error",
-        "score_parts",
-        "segments",
-        "status",
-        "text",
-        "timing",
-    )
-
     def __init__(
         self,
         prompt: Prompt,
         index: int,
         response_ids: np.ndarray | None = None,
         response_mask: np.ndarray | None = None,
-        rollout_log_probs: np.ndarray | None = None,
         *,
         segments: Sequence[Segment] | None = None,
         finish_reason: str = "stop",
@@ -311,10 +282,9 @@ class Trajectory:
         if segments is None:
             if response_ids is None or response_mask is None:
                 raise TypeError("a trajectory needs segments, or response_ids and response_mask")
-            single = Segment(prompt.ids, response_ids, response_mask, versions=versions, media=prompt.media)
-            for name, values in {"rollout_log_probs": rollout_log_probs, **columns}.items():
-                single.put(name, values)
-            segments = [single]
+            whole = Segment(prompt.ids, response_ids, response_mask, media=prompt.media, **columns)
+            whole.versions = versions
+            segments = [whole]
         self.prompt, self.index = prompt, index
         self.segments = list(segments)
         for segment in self.segments:
