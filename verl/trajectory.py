@@ -282,8 +282,9 @@ class Trajectory:
         if segments is None:
             if response_ids is None or response_mask is None:
                 raise TypeError("a trajectory needs segments, or response_ids and response_mask")
-            whole = Segment(prompt.ids, response_ids, response_mask, media=prompt.media, **columns)
-            whole.versions = versions
+            whole = Segment(prompt.ids, response_ids, response_mask, versions=versions, media=prompt.media)
+            for name, values in columns.items():
+                whole.put(name, values)
             segments = [whole]
         self.prompt, self.index = prompt, index
         self.segments = list(segments)

@@ -238,10 +238,8 @@ def test_resolve_resume(tmp_path):
     assert resolve_resume("resume_path", str(root / "global_step_1") + "/", tmp_path / "fresh").step == 1
     assert resolve_resume("resume_path", root / "global_step_1" / "actor", tmp_path / "fresh").step == 1
     for mode, path, message in [
-        ("resume_path", None, "needs trainer.resume_from_path"),
         ("resume_path", tmp_path / "nowhere", "does not exist"),
         ("resume_path", tmp_path, "no global_step_N"),
-        ("always", None, "use auto, disable or resume_path"),
     ]:
         with pytest.raises(CheckpointError, match=message):
             resolve_resume(mode, path, root)
