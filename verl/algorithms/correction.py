@@ -277,11 +277,11 @@ def correct(
     metrics: dict[str, float] = {}
     if correction.weighting is not None and (correction.reinforce or not correction.bypass):
         weights, metrics = importance_weights(tokens, correction.weighting)
-        fill_flat(rows, "is_weights", _on_all_tokens(weights.astype(np.float32), mask))
+        fill_flat(rows, "is_weights", on_tokens(weights, mask))
     if correction.rules:
         kept, found = rejection(tokens, correction.rules)
         metrics |= found
-        fill_flat(rows, "loss_mask", flat(rows, "loss_mask") & _on_all_tokens(kept, mask))
+        fill_flat(rows, "loss_mask", flat(rows, "loss_mask") & on_tokens(kept, mask, bool))
     return correction_metrics(metrics)
 
 
@@ -314,8 +314,8 @@ def _policy_tokens(
     return Tokens.of(error[mask], owner[mask])
 
 
-def _on_all_tokens(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """A value per policy token on all tokens [ΣL]; 0 on those of others."""
-    out = np.zeros(len(mask), values.dtype)
+def on_tokens(values: Any, mask: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
+    """A number, or one for each True of the mask, where the mask is True; 0 elsewhere. Shape of the mask."""
+    out = np.zeros(mask.shape, dtype)
     out[mask] = values
     return out

@@ -17,7 +17,7 @@ import torch
 
 from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
 from verl.algorithms.advantage import Arrays, Estimator, EstimatorInputs
-from verl.algorithms.correction import correct, parse_correction
+from verl.algorithms.correction import correct, on_tokens, parse_correction
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.of_batches import estimate_on_tensors, padded
 from verl.algorithms.registry import ESTIMATORS, Algorithm
@@ -157,19 +157,10 @@ def _estimate(rows: Batch, estimator: Estimator, algorithm: Any) -> None:
     """Call an estimator of `EstimatorInputs` and write its results, float32, into the rows."""
     masks = [np.asarray(t.response_mask, bool) for t in rows]
     result = estimator(_inputs(rows, masks, algorithm))
-    advantages, returns = result if isinstance(result, tuple) else (result, None)
-    for t, mask, value in zip(rows, masks, advantages, strict=True):
-        t.advantages = _on_tokens(value, mask)
-        t.returns = t.advantages
-    for t, mask, value in zip(rows, masks, returns, strict=True) if returns is not None else ():
-        t.returns = _on_tokens(value, mask)
-
-
-def _on_tokens(values: Any, mask: np.ndarray) -> np.ndarray:
-    """A number, or one for each policy token, on the tokens of a response: float32 [L], 0 on those of others."""
-    out = np.zeros(len(mask), np.float32)
-    out[mask] = values
-    return out
+    advantages, returns = result if isinstance(result, tuple) else (result, result)
+    for t, mask, advantage, value in zip(rows, masks, advantages, returns, strict=True):
+        t.advantages = on_tokens(advantage, mask)
+        t.returns = t.advantages if returns is advantages else on_tokens(value, mask)
 
 
 def _inputs(rows: Batch, masks: Arrays, algorithm: Any) -> EstimatorInputs:

@@ -15,6 +15,7 @@ from verl.algorithms.correction import (
     Tokens,
     correction_metrics,
     importance_weights,
+    on_tokens,
     parse_rules,
     parse_weighting,
     rejection,
@@ -125,6 +126,4 @@ def _flat(log_ratio: torch.Tensor, response_mask: torch.Tensor) -> tuple[Tokens,
 
 
 def _rectangle(values: np.ndarray, mask: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    out = np.zeros(mask.shape)
-    out[mask] = values
-    return torch.from_numpy(out).to(like.device, like.dtype)
+    return torch.from_numpy(on_tokens(values, mask, np.float64)).to(like.device, like.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,7 @@ from verl.checkpoint.manifest import (
     sync_directory,
     verify,
 )
-from verl.checkpoint.write import no_event, sealed
-
-OnEvent = Callable[..., None]
+from verl.checkpoint.write import OnEvent, no_event, sealed
 
 
 @dataclass(frozen=True, slots=True)
