@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
-from verl.trajectory import Prompt, Trajectory
+from verl.algorithms.objective import ActorObjective, count_denominators
+from verl.engine.training.base import MicroBatch, StepAccumulator
+from verl.trajectory import Prompt, Segment, Trajectory
 
 
 def response(
@@ -59,3 +62,28 @@ def algorithm(**settings: Any) -> SimpleNamespace:
         "kl_penalty": "kl",
     }
     return SimpleNamespace(**(defaults | settings))
+
+
+def run_objective(
+    cfg: Any,
+    rows: list[Segment],
+    flat: torch.Tensor,
+    entropy: torch.Tensor,
+    parts: list[int],
+    horizon: float = 9.0,
+    correction: Any = None,
+) -> tuple[float, torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Loss, gradients by log-probs and by entropy, and the step's metrics when row i goes into micro-batch parts[i]."""
+    lengths = [row.length for row in rows]
+    leaf, bonus = flat.clone().requires_grad_(), entropy.clone().requires_grad_()
+    pieces, bonuses = torch.split(leaf, lengths), torch.split(bonus, lengths)
+    objective = ActorObjective(cfg, count_denominators(rows, horizon), correction)
+    total, sums = torch.zeros((), dtype=flat.dtype), StepAccumulator()
+    for part in sorted(set(parts)):
+        chosen = [i for i, own in enumerate(parts) if own == part]
+        given = (torch.cat([values[i] for i in chosen]) for values in (pieces, bonuses))
+        loss, metrics = objective(MicroBatch([rows[i] for i in chosen], *given))
+        total = total + loss
+        sums.add(metrics)
+    found = torch.autograd.grad(total, (leaf, bonus), allow_unused=True, materialize_grads=True)
+    return total.item(), *found, sums.metrics()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.algorithm_references import share_of
 from tests.algorithms_rows import response
 from verl.algorithms.core_algos import compute_value_loss
 from verl.algorithms.driver import resampling_weights, rows_of_update
@@ -36,13 +37,7 @@ def test_value_loss_equals_the_loop(mode: str, seed: int) -> None:
         if not mask[i, t]:
             assert vpreds.grad[i, t] == 0
             continue
-        share = {
-            "token-mean": 1 / tokens,
-            "token-sum": 1.0,
-            "seq-mean-token-sum": 1 / carrying,
-            "seq-mean-token-mean": 1 / carrying / mask[i].sum(),
-            "seq-mean-token-sum-norm": 1 / carrying / 7.0,
-        }[mode]
+        share = share_of(mode, tokens, carrying, mask[i].sum(), 7.0)
         limited = min(max(new[i, t], old[i, t] - 0.3), old[i, t] + 0.3)
         plain, other = (new[i, t] - returns[i, t]) ** 2, (limited - returns[i, t]) ** 2
         value += share * max(plain, other) / 2
@@ -51,18 +46,6 @@ def test_value_loss_equals_the_loop(mode: str, seed: int) -> None:
         assert vpreds.grad[i, t].item() == pytest.approx(slope, rel=1e-9, abs=1e-12)
     assert loss.item() == pytest.approx(value, rel=1e-9)
     assert clipfrac.item() == pytest.approx(clipped, rel=1e-9)
-
-
-def test_micro_batches_of_values_add_up() -> None:
-    new, old, returns = (torch.randn(4, 3, dtype=torch.float64) for _ in range(3))
-    mask = torch.ones(4, 3)
-    counts = {"batch_num_tokens": 12, "global_batch_size": 4}
-    whole, _ = compute_value_loss(new, returns, old, mask, 0.5, "seq-mean-token-mean")
-    parts = [
-        compute_value_loss(new[i], returns[i], old[i], mask[i], 0.5, "seq-mean-token-mean", **counts)[0]
-        for i in (slice(0, 1), slice(1, 4))
-    ]
-    torch.testing.assert_close(sum(parts), whole)
 
 
 def test_explained_variance() -> None:
