@@ -20,7 +20,7 @@ from verl.algorithms.advantage import Arrays, Estimator, EstimatorInputs
 from verl.algorithms.correction import correct, on_tokens, parse_correction
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.of_batches import estimate_on_tensors, padded
-from verl.algorithms.registry import ESTIMATORS, Algorithm
+from verl.algorithms.registry import ESTIMATORS
 from verl.config.schema.base import setting
 from verl.trajectory import COLUMNS, Batch, Trajectory
 
@@ -43,7 +43,9 @@ def compute_advantages(
     """
     estimator = ESTIMATORS.get(algorithm.adv_estimator)
     greedy = "reward_baselines" in ESTIMATORS.needs(algorithm.adv_estimator)
-    usable, dropped = prepare_outcomes(batch, rollout_n, needs_group_baseline(estimator), greedy)
+    # An estimator that compares the responses to one prompt asks for the group keys.
+    compares = "index" in inspect.signature(estimator).parameters
+    usable, dropped = prepare_outcomes(batch, rollout_n, compares, greedy)
     metrics: dict[str, float] = {"training/dropped_groups": dropped}
     correction = parse_correction(setting(algorithm, "rollout_correction"))
     for t in batch:
@@ -52,12 +54,11 @@ def compute_advantages(
     # What is not trained on may have a reward all the same: a response left alone in its group.
     scored = Batch([t for t in batch if t.scored], batch.meta)
     rows = Batch([t for t, counted in zip(batch, usable, strict=True) if counted], batch.meta)
-    beta = kl_beta if setting(algorithm, "use_kl_in_reward", False) else None
-    if beta is None and setting(algorithm, "use_kl_in_reward", False):
-        raise ValueError("use_kl_in_reward: compute_advantages needs kl_beta, the coefficient in force")
-    if beta is not None:
+    if setting(algorithm, "use_kl_in_reward", False):
+        if kl_beta is None:
+            raise ValueError("use_kl_in_reward: compute_advantages needs kl_beta, the coefficient in force")
         old = "rollout_log_probs" if correction.bypass else "old_log_probs"
-        metrics |= _charge_kl(scored, algorithm, beta, old)
+        metrics |= _charge_kl(scored, algorithm, kl_beta, old)
     if correction.active and not correction.bypass:
         metrics |= correct(rows.trajectories, correction)
     if len(rows):
@@ -124,11 +125,6 @@ def token_rewards(trajectory: Trajectory) -> np.ndarray:
     before = np.searchsorted(written, np.arange(trajectory.length), side="right") - 1
     np.add.at(rewards, written[before.clip(min=0)], given)
     return rewards
-
-
-def needs_group_baseline(estimator: Algorithm) -> bool:
-    """True for an estimator that compares the responses to one prompt: it asks for the group keys, `index`."""
-    return "index" in inspect.signature(estimator).parameters
 
 
 def _charge_kl(scored: Batch, algorithm: Any, beta: float, old: str) -> dict[str, float]:

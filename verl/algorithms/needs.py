@@ -121,11 +121,6 @@ def with_old_log_probs(chosen: list[Pass]) -> list[Pass]:
     return chosen if there else [OLD_LOG_PROB.only(frozenset()), *chosen]
 
 
-def needs_reference(config: Any) -> bool:
-    """True when a pass of the reference is needed."""
-    return "ref_log_probs" in needed_columns(config)
-
-
 def teacher_roles(config: Any) -> dict[str, Any]:
     """The teachers' roles with what `distillation.teacher_models` says of each; none where distillation is off."""
     on = setting(config, "distillation.enabled", False)
@@ -138,8 +133,3 @@ def teacher_columns(config: Any) -> frozenset[str]:
         return frozenset()
     topk = config.distillation.distillation_loss.loss_mode == "forward_kl_topk"
     return _TOPK if topk else frozenset({"teacher_log_probs"})
-
-
-def needs_critic(config: Any) -> bool:
-    """True where values are needed, for the estimator or because `critic.enable` asks for a critic anyway."""
-    return "values" in needed_columns(config)

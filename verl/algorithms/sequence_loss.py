@@ -40,10 +40,7 @@ def _response_log_ratios(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
     return _means(tokens, tokens.log_probs - tokens.old_log_probs)
 
 
-RESPONSE_LOG_RATIOS = WholeMiniBatch(_response_log_ratios, only_segments=True)
-
-
-@LOSSES.register("gspo", whole=RESPONSE_LOG_RATIOS, keys=CLIP_KEYS)
+@LOSSES.register("gspo", whole=WholeMiniBatch(_response_log_ratios, only_segments=True), keys=CLIP_KEYS)
 @public_form
 def compute_policy_loss_gspo(inputs: LossInputs) -> PolicyLoss:
     """q_i = exp(Σ_t m·d / T_i), q_t = sg(q_i)·exp(logp − sg(logp)) with log q ≤ 10; x = max(−Aq, −A·clip(q, 1−ε_lo, 1+ε_hi)).
@@ -76,10 +73,7 @@ def _response_terms(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
     return _means(tokens, advantages) * np.exp(exponent)
 
 
-RESPONSE_TERMS = WholeMiniBatch(_response_terms, only_segments=True)
-
-
-@LOSSES.register("geo_mean", whole=RESPONSE_TERMS, keys=CLIP_KEYS)
+@LOSSES.register("geo_mean", whole=WholeMiniBatch(_response_terms, only_segments=True), keys=CLIP_KEYS)
 @public_form
 def compute_policy_loss_geo_mean(inputs: LossInputs) -> PolicyLoss:
     """GMPO: x_i = −Ā_i·ρ_i, one value per response, ρ_i = exp(Σ_t m·d̂ / T_i), Ā_i = Σ_t m·A / T_i; the loss is Σ_i x_i / B.
