@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms_rows import actor, algorithm, response, run_objective
+from tests.algorithms_rows import actor, algorithm, matrices, response, run_objective
 from verl.algorithms.correction import (
     correct,
     parse_correction,
@@ -151,21 +151,14 @@ def ragged(masks: list[list[int]], values: list[list[float]]) -> list[list[float
     return [[v for v, m in zip(row, mask, strict=True) if m] for row, mask in zip(values, masks, strict=True)]
 
 
-@st.composite
-def ratios(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]]]:
-    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    scale = draw(st.sampled_from([0.3, 2.0, 30.0]))
-    errors = [
-        draw(st.lists(st.floats(-scale, scale, allow_subnormal=False), min_size=width, max_size=width))
-        for _ in range(rows)
-    ]
-    masks = [draw(st.lists(st.integers(0, 1), min_size=width, max_size=width)) for _ in range(rows)]
-    return errors, masks
+RATIOS = st.sampled_from([0.3, 2.0, 30.0]).flatmap(
+    lambda scale: matrices(st.floats(-scale, scale, allow_subnormal=False))
+)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    ratios(),
+    RATIOS,
     st.sampled_from(["token", "sequence"]),
     st.sampled_from(["2.0", "1.1", "0.5_5.0"]),
     st.booleans(),
@@ -182,7 +175,7 @@ def test_weights_equal_the_loop(case, kind: str, threshold: str, normalize: bool
 
 
 @settings(max_examples=150, deadline=None)
-@given(ratios(), st.lists(st.sampled_from(RULES), min_size=1, max_size=3, unique=True), st.booleans())
+@given(RATIOS, st.lists(st.sampled_from(RULES), min_size=1, max_size=3, unique=True), st.booleans())
 def test_rejection_equals_the_loop(case, names: list[str], narrow: bool) -> None:
     errors, masks = case
     thresholds = [

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from tests import algorithm_references as slow
-from tests.algorithms_rows import actor
+from tests.algorithms_rows import actor, run_objective
 from verl.algorithms import core_algos
-from verl.algorithms.objective import ActorObjective, trajectory_tokens
 from verl.algorithms.policy_loss import MODES, agg_loss
-from verl.engine.training.base import MicroBatch
-from verl.trajectory import Prompt, Segment, Trajectory, segments_of
+from verl.trajectory import Prompt, Segment, Trajectory
 from verl.workers.plan import UpdatePlan
 
 NAMES = sorted([*slow.LOSSES, "geo_mean"])
@@ -171,7 +169,7 @@ def trained(
 ) -> tuple[slow.Found, np.ndarray | None]:
     """Through the plan and the objective of the trainer, in several micro-batches of segments."""
     rows = segments(batch, cut)
-    now = {id(s): None for row in rows for s in row.segments}
+    now: dict[int, np.ndarray] = {}
     for row, r in zip(rows, batch, strict=True):
         start = 0
         for s in row.segments:
@@ -185,31 +183,15 @@ def trained(
         mini = plan.corrected(
             mini, lambda found: np.concatenate([now[id(s)] for s in found]), step=3, number=1
         )
-    leaves = {id(s): torch.from_numpy(now[id(s)]).requires_grad_() for s in segments_of(rows)}
-    counts = trajectory_tokens(mini.usable)
-    tokens_of = None if counts is None else dict(zip(map(id, mini.usable), counts, strict=True))
-    objective = ActorObjective(cfg, mini.denominators, tokens_of=tokens_of)
-    total, sums = 0.0, {}
-    for part in range(micro_batches):
-        chosen = mini.usable[part::micro_batches]
-        if not chosen:
-            continue
-        loss, metrics = objective(MicroBatch(chosen, torch.cat([leaves[id(s)] for s in chosen])))
-        loss.backward()
-        total += loss.item()
-        for key, (value, weight) in metrics.items():
-            old = sums.get(key, (0.0, 0.0))
-            sums[key] = (old[0] + value, old[1] + weight)
+    usable = mini.usable
+    flat = torch.from_numpy(np.concatenate([now[id(s)] for s in usable]))
+    parts = [i % micro_batches for i in range(len(usable))]
+    total, gradient, _, told = run_objective(cfg, usable, flat, flat, parts, H)
+    slope_of = dict(zip(map(id, usable), torch.split(gradient, [s.length for s in usable]), strict=True))
     slopes = [
-        [
-            g
-            for s in row.segments
-            for g in (leaves[id(s)].grad.tolist() if leaves[id(s)].grad is not None else [0.0] * s.length)
-        ]
-        for row in rows
+        torch.cat([slope_of.get(id(s), torch.zeros(s.length)) for s in row.segments]).tolist() for row in rows
     ]
     column = [row.mini_batch_values for row in rows]
-    told = {key: value / weight for key, (value, weight) in sums.items() if weight}
     drawn = None if any(v is None for v in column) else np.concatenate(column)
     return (total, slopes, told), drawn
 
