@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl.tracking.jsonl import write_lines
-from verl.trajectory import Trajectory, data_uris
+from verl.trajectory import Batch, Trajectory, data_uris
 
 SAMPLED = 64
 IMAGES_SHOWN = 16
@@ -55,14 +55,6 @@ def response_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
     return str(tokenizer.decode(np.asarray(trajectory.response_ids).tolist(), skip_special_tokens=True))
 
 
-def by_group(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """Responses by prompt, prompts in the order they first come."""
-    found: dict[str, list[Trajectory]] = {}
-    for t in trajectories:
-        found.setdefault(t.uid, []).append(t)
-    return list(found.values())
-
-
 def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = None) -> list[dict[str, Any]]:
     """One row per response: input, output, gts, score, step, uid, then every key the reward function returned.
 
@@ -70,7 +62,7 @@ def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = No
     `score_error` is added where scoring failed.
     """
     rows = []
-    for group in by_group(trajectories):
+    for group in Batch(trajectories).groups():
         text = prompt_text(group[0], tokenizer)
         for t in group:
             row = {"input": text, "output": response_text(t, tokenizer), "gts": t.prompt.ground_truth}
@@ -84,7 +76,7 @@ def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = No
 def sampled(trajectories: Iterable[Trajectory], limit: int = SAMPLED) -> list[Trajectory]:
     """The first whole groups that fit into `limit` responses; of a first group that is larger, its first `limit`."""
     out: list[Trajectory] = []
-    for group in by_group(trajectories):
+    for group in Batch(trajectories).groups():
         if len(out) + len(group) > limit:
             return out or group[:limit]
         out += group
@@ -99,7 +91,7 @@ def report_rows(step: int, trajectories: Sequence[Trajectory], texts: TokenTexts
     images, scaled down, as data URIs, and the tokens of each.
     """
     rows = []
-    for group in by_group(trajectories):
+    for group in Batch(trajectories).groups():
         text = prompt_text(group[0], texts.tokenizer)
         own = [_report_row(step, t, text, texts) for t in group]
         if (media := group[0].prompt.media) is not None:

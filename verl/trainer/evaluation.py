@@ -31,9 +31,9 @@ from verl.tracking.console import Progress, say
 from verl.tracking.evaluation_metrics import source_metrics, text_metrics
 from verl.tracking.jsonl import write_lines
 from verl.tracking.names import Number, plain
-from verl.tracking.responses import by_group, dump_rows
+from verl.tracking.responses import dump_rows
 from verl.tracking.validation_metrics import valid, validation_metrics
-from verl.trajectory import Trajectory
+from verl.trajectory import Batch, Trajectory
 
 if TYPE_CHECKING:
     from verl.config import EvalConfig
@@ -214,7 +214,7 @@ def _refuse_all_failed(responses: Sequence[Trajectory]) -> None:
 def evaluation_metrics(table: Table, config: EvalConfig) -> tuple[dict[str, Number], list[str]]:
     """All metrics of scored responses, and what there is to say: test_score/{source}, eval/{source}/…, and validation's."""
     sources: dict[str, list[list[Trajectory]]] = {}
-    for group in by_group(table.responses):
+    for group in Batch(table.responses).groups():
         sources.setdefault(group[0].prompt.data_source, []).append(group)
     if len(sources) > 1:
         sources[OVERALL] = [group for groups in list(sources.values()) for group in groups]

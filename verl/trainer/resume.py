@@ -182,8 +182,8 @@ class Storage:
         """After a resume, whose step is returned: say from where it goes on, and what was left out; with
         `del_local_ckpt_after_load` drop what is elsewhere too. `lead`: this rank is the one that does it."""
         self._tracking.resumed(found.step, found.loop_state.get("record"))
-        self._tracking.event("resumed", step=found.step, path=str(found.path))
-        self._tracking.notice(f"resuming from {found.path}, step {found.step}")
+        said = f"resuming from {found.path}, step {found.step}"
+        self._tracking.event("resumed", step=found.step, path=str(found.path), message=said)
         left = sorted(part for part in WHOLE if not self.wants(part))
         if left:
             self._tracking.notice(

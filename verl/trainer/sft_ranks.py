@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.errors import UserError
-from verl.trainer.step_record import RefusedSteps
 
 if TYPE_CHECKING:
     from verl.engine.training.base import TrainingEngine
     from verl.trajectory import Segment, Trajectory
-    from verl.workers.plan import Refusal
 
 _T = TypeVar("_T")
 Jobs = Mapping[str, Callable[[Path], Any]]
@@ -119,13 +117,6 @@ class NoRecords:
 def _nothing(*_: Any, **__: Any) -> Callable[..., Any]:
     """Records nothing; the callback that `progress` gives is one more of it."""
     return _nothing
-
-
-class CountedRefusals(RefusedSteps):
-    """Counts as rank 0 does, so that all end at the same step; rank 0 has the dump."""
-
-    def _keep(self, step: int, refused: Sequence[Refusal]) -> None:
-        """Nothing."""
 
 
 def follow(config: Any, train: Callable[[Any, Any], None]) -> int:

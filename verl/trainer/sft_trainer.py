@@ -27,7 +27,7 @@ from verl.tracking.profiler import announce, open_profiler
 from verl.tracking.step_metrics import BACKWARD, Counters, mfu
 from verl.tracking.timer import profiled
 from verl.trainer.resume import Storage, has_nonfinite_log_probs, refuse_other_data
-from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly
+from verl.trainer.sft_ranks import Ranks, follow, quietly
 from verl.trainer.sft_setup import CrossEntropy, as_trajectory, build_engine, open_data
 from verl.trajectory import Trajectory
 
@@ -89,8 +89,8 @@ class SFTTrainer:
             announce(self.config, self.total_steps, tracking.notice)
         tracking.start_progress(self.total_steps, done=self.step)
         self.phases = Phases()
-        kind = RefusedSteps if self.ranks.lead else CountedRefusals
-        refused = kind(trainer.max_refused_steps, tracking, self.counters)
+        limit = trainer.max_refused_steps
+        refused = RefusedSteps(limit, tracking, self.counters, lead=self.ranks.lead)
         with Watchdog(self.phases, trainer.watchdog_timeout, tracking.event), interrupt.patient():
             if trainer.val_only or (trainer.val_before_train and self.step == 0 and self.validation):
                 tracking.log(self.step, self._validate())
