@@ -40,7 +40,6 @@ MAX_LOST_RATIO = 0.1
 def generate(config: GenerationConfig, tracking: Tracking) -> None:
     """Sample, write `data.output_path`, and the records to the run folder; see `run_guarded` for how it ends."""
     from verl.tracking.timer import Phases, Watchdog
-    from verl.trainer.run import quiet_libraries
     from verl.workers.start import check_cluster
 
     run, phases = training_config(config), Phases()
@@ -49,7 +48,6 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
     with asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, model and samplers"):
             check_cluster(run)
-            quiet_libraries()
             data, tokenizer = _open_data(config, run, tracking)
             rows = joined_rows(data.source.files)
             rollouts, workers = _build(run, tokenizer, tracking, watchdog.hooks(tracking))
@@ -102,28 +100,17 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     """The prompts and the tokenizer; rows that cannot be used are left out and counted. UserError if none is left."""
     from verl.data.dataset import PromptDataset
     from verl.data.files import DataError
-    from verl.data.media import load_processor
     from verl.data.rows import RowRules
-    from verl.data.tokenizer import tokenizer_of
     from verl.rollout.tool_agent import checked_tools
+    from verl.trainer.run import open_tokenizer
 
-    model = run.actor_rollout_ref.model
-    tokenizer = tracking.tokenizer = tokenizer_of(model)
-    kwargs, trust = config.data.mm_processor_kwargs, model.trust_remote_code
-    processor = load_processor(model.path, tokenizer, kwargs, trust_remote_code=trust)
+    arr = run.actor_rollout_ref
+    tokenizer, processor = open_tokenizer(arr.model, run.data, tracking)
     rules = replace(RowRules.of(run), needs_truth=False, needs_source=False)
     try:
-        kwargs = config.data.apply_chat_template_kwargs
-        tools = checked_tools(run.actor_rollout_ref.rollout, tokenizer, kwargs)
-        data = PromptDataset(
-            config.data.path or [],
-            run,
-            tokenizer,
-            split="prompts",
-            rules=rules,
-            tools=tools,
-            processor=processor,
-        )
+        tools = checked_tools(arr.rollout, tokenizer, run.data.apply_chat_template_kwargs)
+        options: dict[str, Any] = {"rules": rules, "tools": tools, "processor": processor}
+        data = PromptDataset(config.data.path or [], run, tokenizer, split="prompts", **options)
     except DataError as error:
         message = str(error).replace("data.max_prompt_length", "rollout.prompt_length")
         raise DataError(message, error.records) from error
@@ -135,17 +122,14 @@ def _build(
     run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks
 ) -> tuple[RolloutManager, WorkerSet]:
     """The samplers and what drives them."""
-    from verl.platform.host import tune_allocator
     from verl.trainer.run import open_rollouts, rollout_settings
     from verl.workers.start import start_samplers
 
-    tune_allocator()
-    rollout = run.actor_rollout_ref.rollout
     settings = rollout_settings(run)
-    if not rollout.do_sample:
+    settings = replace(settings, max_lost_ratio=1.0)  # the share of a prompt's own responses says little
+    if not run.actor_rollout_ref.rollout.do_sample:
         settings = replace(settings, sampling=replace(settings.sampling, temperature=0.0))
     workers = start_samplers(run, tokenizer, hooks)
-    settings = replace(settings, max_lost_ratio=1.0)  # the share of a prompt's own responses says little
     return open_rollouts(run, settings, workers.sampler, tokenizer, _unscored, tracking), workers
 
 

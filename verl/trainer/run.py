@@ -195,24 +195,18 @@ def build_parts(
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
+    from verl.algorithms.kl import get_kl_controller
     from verl.config.layout import own_pools
     from verl.config.weights import user_scores
-    from verl.data.media import load_processor
     from verl.data.stream import open_stream
-    from verl.data.tokenizer import save_tokenizer, tokenizer_of
-    from verl.platform.host import tune_allocator
+    from verl.data.tokenizer import save_tokenizer
     from verl.trainer.resume import Checkpoints
     from verl.workers.roles import Classifier
     from verl.workers.start import check_cluster, start_workers
 
     check_cluster(config)
-    tune_allocator()
-    quiet_libraries()
-    model = config.actor_rollout_ref.model
-    tokenizer = tracking.tokenizer = tokenizer_of(model, config.data.tokenizer)
-    processor = load_processor(
-        model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
-    )
+    model, algorithm = config.actor_rollout_ref.model, config.algorithm
+    tokenizer, processor = open_tokenizer(model, config.data, tracking)
     train, validation = open_data(config, tokenizer, tracking, processor)
     check_vocabularies(config, tokenizer)
     check_teachers(config, train)
@@ -236,7 +230,7 @@ def build_parts(
         rollouts=rollouts,
         rewards=rewards,
         workers=workers,
-        kl_controller=kl_controller(config),
+        kl_controller=get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None,
         validator=validator,
         checkpoints=Checkpoints(
             config, partial(save_tokenizer, tokenizer, None if processor is None else model.path), tracking
@@ -285,14 +279,23 @@ def open_rewards(config: Config, tracking: Any, judging: Any = None) -> RewardRu
     return RewardRunner(config, events=tracking.event, model=model, judge=judge)
 
 
-def quiet_libraries() -> None:
-    """The run has its own progress display; the libraries' bars would tear it apart."""
+def open_tokenizer(model: Any, data: Any, tracking: Any) -> tuple[Any, Any]:
+    """The tokenizer, which the records get too, and the processor of a model that sees images, else None: the first that a run
+    loads, so libraries are set up before. model, data: the groups of the configuration."""
     import warnings
 
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    from verl.data.media import load_processor
+    from verl.data.tokenizer import tokenizer_of
+    from verl.platform.host import tune_allocator
+
+    tune_allocator()
+    logging.disable_progress_bar()  # a run has its own progress display, which the libraries' bars would tear apart
     warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+    tokenizer = tracking.tokenizer = tokenizer_of(model, data.tokenizer)
+    kwargs, trust = data.mm_processor_kwargs, model.trust_remote_code
+    return tokenizer, load_processor(model.path, tokenizer, kwargs, trust_remote_code=trust)
 
 
 def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = None) -> tuple[Any, Any]:
@@ -403,13 +406,6 @@ def _restrictions(group: Any) -> dict[str, Any]:
     """What cuts the distribution or ends a response, the same in training and validation."""
     cut = {name: group[name] for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
     return cut | {name: tuple(group[name]) for name in ("stop", "stop_token_ids")}
-
-
-def kl_controller(config: Config) -> Any:
-    """The controller of the KL term in the reward, or None."""
-    from verl.algorithms.kl import get_kl_controller
-
-    return get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
 
 
 def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, tracking: Any) -> Any:

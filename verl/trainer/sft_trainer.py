@@ -26,7 +26,7 @@ from verl.tracking.names import plain_metrics
 from verl.tracking.profiler import announce, open_profiler
 from verl.tracking.step_metrics import BACKWARD, Counters, mfu
 from verl.tracking.timer import profiled
-from verl.trainer.resume import Storage, has_nonfinite_log_probs, refuse_other_data
+from verl.trainer.resume import Storage, refuse_other_data
 from verl.trainer.sft_ranks import Ranks, follow, quietly
 from verl.trainer.sft_setup import CrossEntropy, as_trajectory, build_engine, open_data
 from verl.trajectory import Trajectory
@@ -186,21 +186,18 @@ class SFTTrainer:
 
     def _save(self, record: dict[str, float]) -> None:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged."""
-        contents = self.storage.saved_parts
-        why = has_nonfinite_log_probs(
-            lambda row: self.engine.forward(row.segments, temperature=1.0)["log_probs"],
-            self.rows(self.step),
-            "optim.lr",
-        )
-        if "model" in contents and why:
-            self.storage.refuse(self.step, why)
+
+        def log_probs(row: Trajectory) -> np.ndarray:
+            return self.engine.forward(row.segments, temperature=1.0)["log_probs"]
+
+        if self.storage.refuses(self.step, self.rows(self.step), log_probs, "optim.lr"):
             return
         every: dict[str, tuple[str, Callable[[Path], Any]]] = {
             "model": ("actor", self._save_model),
             "optimizer": ("state/actor_optim", self.engine.save_optimizer),
             "extra": ("state/rng", rng.save if self.ranks.lead else lambda _: None),
         }
-        jobs = dict(every[part] for part in every if part in contents)
+        jobs = dict(every[part] for part in every if part in self.storage.saved_parts)
         epoch, place = divmod(self.step, self.steps_per_epoch)
         state = {
             "data_position": {"epoch": epoch, "offset": place * self.batch_size},
@@ -243,33 +240,21 @@ class SFTTrainer:
 
     def _find(self) -> Checkpoint | None:
         """The checkpoint to go on from: looked for, tidied up and verified by rank 0."""
-        found: list[Checkpoint] = []
 
         def look() -> str:
-            found.extend(filter(None, [self.storage.find()]))
-            return str(found[0].path) if found else ""
+            found = self.storage.find()
+            return str(found.path) if found else ""
 
         path = self.ranks.first(look)
-        if not path or found:
-            return found[0] if found else None
-        return open_checkpoint(Path(path), hashes=False)
+        return open_checkpoint(Path(path), hashes=False) if path else None
 
 
 def train_sft(config: SFTConfig, tracking: Any) -> None:
     """Build the parts and train, data before the model: a user's mistakes are found soonest."""
-    from verl.data.media import load_processor
-    from verl.data.tokenizer import tokenizer_of
-    from verl.platform.host import tune_allocator
-    from verl.trainer.run import quiet_libraries
+    from verl.trainer.run import open_tokenizer
 
-    ranks = Ranks.of_environment()
-    tune_allocator()
-    quiet_libraries()
-    model, trainer = config.model, config.trainer
-    tokenizer = tracking.tokenizer = tokenizer_of(model, config.data.tokenizer)
-    processor = load_processor(
-        model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
-    )
+    ranks, trainer = Ranks.of_environment(), config.trainer
+    tokenizer, processor = open_tokenizer(config.model, config.data, tracking)
     train, validation = open_data(config, tokenizer, tracking, processor)
     if trainer.save_freq != EACH_EPOCH and int(trainer.save_freq) <= 0 and not trainer.val_only:
         tracking.notice(
