@@ -89,10 +89,8 @@ def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
             )
             if not getattr(error, "explained", False):
                 traceback.print_exc()
-            words = [f"{type(error).__name__}: {str(error).rstrip('.')}"]
-            if further := _further(config, tracking.run_dir):
-                words.append(further)
-            return _stopped(tracking, "failed", ". ".join(words), EXIT_FAILED)
+            words = [f"{type(error).__name__}: {str(error).rstrip('.')}", _further(config, tracking.run_dir)]
+            return _stopped(tracking, "failed", ". ".join(filter(None, words)), EXIT_FAILED)
         except BaseException:
             # Not only KeyboardInterrupt: libraries wrap one that comes in the middle of their work.
             if not interrupt.noted():
@@ -306,16 +304,11 @@ def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = No
 
     data = config.data
     tools = checked_tools(config.actor_rollout_ref.rollout, tokenizer, data.apply_chat_template_kwargs)
-    open_split = partial(
-        PromptDataset,
-        config=config,
-        tokenizer=tokenizer,
-        check_truth=check_truth,
-        tools=tools,
-        processor=processor,
-    )
-    train = open_split(data.train_files, split="train")
-    validation = open_split(data.val_files, split="val") if data.val_files else None
+    options: dict[str, Any] = {"check_truth": check_truth, "tools": tools, "processor": processor}
+    train = PromptDataset(data.train_files, config, tokenizer, **options)
+    validation = None
+    if data.val_files:
+        validation = PromptDataset(data.val_files, config, tokenizer, split="val", **options)
     tracking.data_report(train, validation)
     return train, validation
 
