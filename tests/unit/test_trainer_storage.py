@@ -55,8 +55,9 @@ def storage(root: Path, *, narrowed: bool = False, contents: dict | None = None,
     trainer |= {"resume_mode": "auto", "del_local_ckpt_after_load": False}
     whole = ["model", "optimizer", "extra"]
     held = {"save_contents": whole, "load_contents": whole, "async_save": False} | (contents or {})
-    groups = SimpleNamespace(**trainer | settings), SimpleNamespace(**held)
-    return Storage(root, *groups, Records(root), narrowed=narrowed)  # type: ignore[arg-type]
+    groups = {"trainer": SimpleNamespace(**trainer | settings), "select": lambda key: SimpleNamespace(**held)}
+    config = SimpleNamespace(**groups, was_set=lambda key: narrowed)
+    return Storage(config, "checkpoint", Records(root))  # type: ignore[arg-type]
 
 
 def records(of: Storage) -> Any:

@@ -182,13 +182,12 @@ def _machine() -> Iterator[Finding]:
 
 def _sandbox() -> Finding:
     problem, without = sandbox.state()
+    text, todo = problem or "works", ""
     if problem:
         todo = "only for rewards that run code: reward_model.sandbox_fusion.url names a service that runs it"
-        return Finding("machine", "code sandbox", problem, NOTE, todo)
-    if without:
+    elif without:
         text = f"works; programs cannot write files, as namespaces are not allowed here ({without})"
-        return Finding("machine", "code sandbox", text, NOTE)
-    return Finding("machine", "code sandbox", "works")
+    return Finding("machine", "code sandbox", text, NOTE if problem or without else OK, todo)
 
 
 def _memory() -> Iterator[Finding]:

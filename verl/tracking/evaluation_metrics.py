@@ -41,13 +41,10 @@ def majority_at_k(right: Sequence[bool], answers: Sequence[str | None], k: int) 
     else:
         random = np.random.default_rng(SEED)
         drawn = random.permuted(np.tile(np.arange(n), (SUBSETS, 1)), axis=1)[:, :k]
-    names = {name: code for code, name in enumerate(dict.fromkeys(a for a in answers if a is not None))}
+    names = list(dict.fromkeys(answer for answer in answers if answer is not None))
     if not names:
         return 0.0
-    ballots = np.zeros((n, len(names)))
-    for response, answer in enumerate(answers):
-        if answer is not None:
-            ballots[response, names[answer]] = 1.0
+    ballots = (np.array(answers, object)[:, None] == np.array(names, object)).astype(float)
     votes = ballots[drawn].sum(axis=1)
     right_votes = (ballots * np.array(right, dtype=float)[:, None])[drawn].sum(axis=1)
     most = votes.max(axis=1, keepdims=True)

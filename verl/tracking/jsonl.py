@@ -61,7 +61,7 @@ class JsonLines:
         self.path = path
         self._on_error = on_error
         self._pending = b""
-        self._failing = self._closed = False
+        self._failing = False
         self._handle = -1
         self._flush()
 
@@ -71,8 +71,6 @@ class JsonLines:
         self._flush()
 
     def _flush(self, *, sync: bool = False) -> None:
-        if self._closed:
-            return
         try:
             if self._handle < 0:
                 mend(self.path)
@@ -90,9 +88,9 @@ class JsonLines:
     def close(self) -> None:
         """Try once more to write what is pending, sync, close. May be called twice."""
         self._flush(sync=True)
-        if self._handle >= 0 and not self._closed:
+        if self._handle >= 0:
             os.close(self._handle)
-        self._closed = True
+            self._handle = -1
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from verl.errors import UserError
 from verl.platform import probe
-from verl.tracking.jsonl import JsonLines, line, mend, write_lines, write_whole
+from verl.tracking.jsonl import JsonLines, line, mend, write_whole
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -112,11 +112,14 @@ class RunFolder:
         import yaml
 
         text = yaml.safe_dump(mask_secrets(config), sort_keys=False, allow_unicode=True)
-        for name, content in (("config.yaml", text), ("versions.json", json.dumps(versions(), indent=1))):
-            try:
-                write_whole(self.root / name, [content.encode()])
-            except OSError as error:
-                self._failed(name)(error)
+        self._write("config.yaml", [text.encode()])
+        self._write("versions.json", [json.dumps(versions(), indent=1).encode()])
+
+    def _write(self, name: str, lines: Iterable[bytes]) -> None:
+        try:
+            write_whole(self.root / name, lines)
+        except OSError as error:
+            self._failed(name)(error)
 
     def begin(self, resume_step: int | None, record: Mapping[str, Any] | None = None) -> int:
         """Open metrics.jsonl to go on after `resume_step` (None: from the start). Returns the lines moved away.
@@ -159,10 +162,7 @@ class RunFolder:
 
     def data_report(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write data_report.jsonl anew: the data is read anew at every start."""
-        try:
-            write_lines(self.root / DATA_REPORT, rows)
-        except OSError as error:
-            self._failed(DATA_REPORT)(error)
+        self._write(DATA_REPORT, map(line, rows))
 
     def close(self) -> None:
         """Write and sync what is pending, and leave the folder to others."""

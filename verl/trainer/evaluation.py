@@ -178,16 +178,12 @@ def _reward_settings(config: EvalConfig) -> RewardSettings:
 
 async def _score(rewards: RewardRunner, responses: Sequence[Trajectory]) -> None:
     """Every failure is an event of the runner; the response stays without a score."""
-    progress, done = Progress(len(responses), title="Scoring"), 0
-
-    async def one(trajectory: Trajectory) -> None:
-        nonlocal done
-        await rewards.score(trajectory)
-        done += 1
-        progress.advance_to(done)
-
+    progress = Progress(len(responses), title="Scoring")
+    scorings = asyncio.as_completed([rewards.score(trajectory) for trajectory in responses])
     try:
-        await asyncio.gather(*(one(trajectory) for trajectory in responses))
+        for done, scoring in enumerate(scorings, 1):
+            await scoring
+            progress.advance_to(done)
     finally:
         progress.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,8 +70,14 @@ def training_config(config: GenerationConfig) -> Config:
     run, rollout, trainer = Config(), config.rollout, config.trainer
     arr, data = run.actor_rollout_ref, run.data
     arr.model, arr.rollout, run.ray_kwargs = config.model, rollout, config.ray_kwargs
-    data.prompt_key = config.data.prompt_key
-    for name in ("apply_chat_template_kwargs", "image_key", "allow_image_urls", "mm_processor_kwargs"):
+    same = (
+        "prompt_key",
+        "apply_chat_template_kwargs",
+        "image_key",
+        "allow_image_urls",
+        "mm_processor_kwargs",
+    )
+    for name in same:
         data[name] = config.data[name]
     data.max_prompt_length, data.max_response_length = rollout.prompt_length, rollout.response_length
     data.filter_overlong_prompts, data.max_bad_row_ratio = True, 1.0
@@ -192,33 +198,23 @@ async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int,
     done, numbers, n = Generated(), iter(range(len(data))), rollouts.settings.n
     progress, started = Progress(len(data), title="Generation"), time.perf_counter()
 
-    def finished(number: int, batch: Batch) -> None:
-        done.add(number, batch)
-        _check_lost(done.lost, n * len(data), batch)
-        phases.beat()
-        progress.advance_to(len(done.texts))
+    async def stream() -> None:
+        """One prompt after the other, of those that are left."""
+        for number in numbers:
+            batch = await rollouts.sample([data.prompt(number)], rollouts.settings.sampling, n)
+            await rollouts.scored(batch)
+            done.add(number, batch)
+            _check_lost(done.lost, n * len(data), batch)
+            phases.beat()
+            progress.advance_to(len(done.texts))
 
     try:
         with phases("gen", waits_for=f"{n * len(data)} responses"):
-            streams = (_stream(data, rollouts, numbers, finished) for _ in range(min(at_a_time, len(data))))
-            await asyncio.gather(*streams)
+            await asyncio.gather(*(stream() for _ in range(min(at_a_time, len(data)))))
     finally:
         progress.close()
     done.seconds = time.perf_counter() - started
     return done
-
-
-async def _stream(
-    data: PromptDataset,
-    rollouts: RolloutManager,
-    numbers: Iterator[int],
-    finished: Callable[[int, Batch], None],
-) -> None:
-    """One prompt after the other, of those that are left."""
-    for number in numbers:
-        batch = await rollouts.sample([data.prompt(number)], rollouts.settings.sampling, rollouts.settings.n)
-        await rollouts.scored(batch)
-        finished(number, batch)
 
 
 def _check_lost(lost: int, total: int, batch: Batch) -> None:

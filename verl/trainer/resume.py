@@ -39,19 +39,15 @@ WHOLE = frozenset({"model", "optimizer", "extra"})
 
 
 class Storage:
-    """The checkpoints of one run. `settings` is the trainer group, `contents` the checkpoint group.
+    """The checkpoints of one run. `key` is that of the group of checkpoint settings. Where the user does not name its
+    `load_contents`, a resume reads everything."""
 
-    `narrowed`: the user named `load_contents`; otherwise a resume reads everything.
-    """
-
-    def __init__(
-        self, root: Path, settings: Any, contents: Any, tracking: Tracking, *, narrowed: bool = False
-    ):
-        self.root = root
-        self._settings = settings
-        self._contents = contents
+    def __init__(self, config: Any, key: str, tracking: Tracking):
+        self._settings = settings = config.trainer
+        self._contents = contents = config.select(key)
         self._tracking = tracking
-        self._narrowed = narrowed
+        self._narrowed = config.was_set(f"{key}.load_contents")
+        self.root = tracking.run_dir
         self._remote = RemoteCopies(settings.default_hdfs_dir) if settings.default_hdfs_dir else None
         self._thread: threading.Thread | None = None
         self._unsaved: tuple[int, str] | None = None
@@ -134,11 +130,8 @@ class Storage:
                 f"{path.name} holds {', '.join(sorted(self.saved_parts))} only (checkpoint.save_contents): it can be "
                 "used but not resumed"
             )
-        if self._remote is not None:
-            self._copy(path)
-
-    def _copy(self, path: Path) -> None:
-        assert self._remote is not None
+        if self._remote is None:
+            return
         try:
             size = self._remote.put(path)
             self._tracking.event("checkpoint_copied", path=str(path), to=self._remote.url, bytes=size)
@@ -265,13 +258,7 @@ class Checkpoints:
         self._config = config
         self._save_tokenizer = save_tokenizer
         self._tracking = tracking
-        self._storage = Storage(
-            tracking.run_dir,
-            config.trainer,
-            config.actor_rollout_ref.actor.checkpoint,
-            tracking,
-            narrowed=config.was_set("actor_rollout_ref.actor.checkpoint.load_contents"),
-        )
+        self._storage = Storage(config, "actor_rollout_ref.actor.checkpoint", tracking)
 
     def finish(self) -> None:
         """At the end of a run, whatever the end: see `Storage.finish`."""

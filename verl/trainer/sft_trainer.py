@@ -48,12 +48,10 @@ class SFTTrainer:
         train: SFTDataset,
         validation: SFTDataset | None,
         tracking: Any,
-        tokenizer: Any,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
     ):
-        self.ranks = ranks or Ranks()
+        self.ranks, self.tracking = ranks, tracking
         self.config, self.engine, self.train, self.validation = config, engine, train, validation
-        self.tracking, self.tokenizer = tracking, tokenizer
         self.batch_size: int = config.data.train_batch_size
         if len(train) < self.batch_size:
             raise UserError(
@@ -69,13 +67,7 @@ class SFTTrainer:
         self.profiler = open_profiler(
             config, roles=("sft",), rank=self.ranks.rank, device=engine.platform.name
         )
-        self.storage = Storage(
-            tracking.run_dir,
-            trainer,
-            config.checkpoint,
-            tracking,
-            narrowed=config.was_set("checkpoint.load_contents"),
-        )
+        self.storage = Storage(config, "checkpoint", tracking)
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -218,7 +210,7 @@ class SFTTrainer:
         self.engine.save_weights(directory)
         if self.ranks.lead:
             sees = getattr(self.train, "processor", None) is not None
-            save_tokenizer(self.tokenizer, self.config.model.path if sees else None, directory)
+            save_tokenizer(self.tracking.tokenizer, self.config.model.path if sees else None, directory)
 
     def _resume(self) -> int:
         """Restore what `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
@@ -260,7 +252,7 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
         tracking.notice(
             "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"
         )
-    training = SFTTrainer(config, build_engine(config, ranks), train, validation, tracking, tokenizer, ranks)
+    training = SFTTrainer(config, build_engine(config, ranks), train, validation, tracking, ranks)
     try:
         training.fit()
     finally:

@@ -147,10 +147,7 @@ class StepRecord:
         """The phases of a step, and its profile if there is one."""
         parts = self._parts
         parts.phases.start_step()
-        with (
-            parts.phases("step"),
-            profiled(parts.workers.profiler, step, parts.phases, parts.tracking),
-        ):
+        with parts.phases("step"), profiled(parts.workers.profiler, step, parts.phases, parts.tracking):
             yield
 
     def proven(self, sync: SyncResult) -> None:
