@@ -39,16 +39,10 @@ def mend(path: Path) -> int:
     """Cut a torn last line off; returns the bytes removed (0: nothing to mend, or no such file)."""
     if not path.is_file():
         return 0
-    with open(path, "r+b") as file:
-        end = at = file.seek(0, os.SEEK_END)
-        found = -1
-        while at > 0 and found < 0:
-            stop, at = at, max(0, at - 65536)
-            file.seek(at)
-            found = file.read(stop - at).rfind(b"\n")
-        whole = at + found + 1
-        file.truncate(whole)
-        return end - whole
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    os.truncate(path, whole)
+    return len(content) - whole
 
 
 class JsonLines:

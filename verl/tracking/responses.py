@@ -65,12 +65,17 @@ def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = No
     for group in Batch(trajectories).groups():
         text = prompt_text(group[0], tokenizer)
         for t in group:
-            row = {"input": text, "output": response_text(t, tokenizer), "gts": t.prompt.ground_truth}
-            row |= {"score": t.score, "step": step, "uid": t.uid}
+            row = _row(step, t, text, tokenizer)
             if t.score_error is not None:
                 row["score_error"] = t.score_error
             rows.append(row | {k: v for k, v in (t.fields | t.score_parts).items() if k not in row})
     return rows
+
+
+def _row(step: int, t: Trajectory, text: str, tokenizer: Any) -> dict[str, Any]:
+    """What both kinds of rows have."""
+    row = {"input": text, "output": response_text(t, tokenizer), "gts": t.prompt.ground_truth}
+    return row | {"score": t.score, "step": step, "uid": t.uid}
 
 
 def sampled(trajectories: Iterable[Trajectory], limit: int = SAMPLED) -> list[Trajectory]:
@@ -106,15 +111,9 @@ def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[
     advantage = None
     if t.advantages is not None and trained.any():
         advantage = round(float(np.asarray(t.advantages, dtype=np.float64)[trained].mean()), _DIGITS)
-    return {
-        "step": step,
-        "uid": t.uid,
+    return _row(step, t, text, texts.tokenizer) | {
         "index": t.index,
         "data_source": t.prompt.data_source,
-        "input": text,
-        "output": response_text(t, texts.tokenizer),
-        "gts": t.prompt.ground_truth,
-        "score": t.score,
         "score_error": t.score_error,
         "parts": dict(t.score_parts),
         "advantage": advantage,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,7 @@ from verl import interrupt
 from verl.errors import UserError
 from verl.platform.host import prepare_process
 from verl.plugins import import_modules
-from verl.tracking.console import spare
+from verl.tracking.console import notice, spare
 
 if TYPE_CHECKING:
     from verl.algorithms.kl import KLController
@@ -63,11 +62,11 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
         import_plugins(config)
         tracking = open_tracking(config)
     except UserError as error:
-        print(f"verl: {error}", file=sys.stderr, flush=True)
+        notice(str(error))
         return EXIT_USER
     status = _run(config, tracking, train)
     if tracking.unsaved:
-        print(f"verl: {tracking.unsaved}", file=sys.stderr, flush=True)
+        notice(tracking.unsaved)
     return status or (EXIT_UNSAVED if tracking.unsaved else 0)
 
 
@@ -143,7 +142,7 @@ def open_tracking(config: Any) -> Any:
 
 def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
     tracking.finish(status, message)
-    print(f"verl: {message}", file=sys.stderr, flush=True)
+    notice(message)
     return code
 
 
@@ -322,14 +321,11 @@ def check_vocabularies(config: Config, tokenizer: Any) -> None:
     others = [("distillation.teacher_models", one["model_path"]) for one in teacher_roles(config).values()]
     others += [("critic.model.path", config.critic.model.path)] if "values" in needs else []
     others += [("actor_rollout_ref.ref.model.path", arr.ref.model.path)] if "ref_log_probs" in needs else []
-    own = tokenizer.get_vocab() if any(path for _, path in others) else {}
+    others = [(key, path) for key, path in others if path and path != arr.model.path]
+    own = tokenizer.get_vocab() if others else {}
     for key, path in others:
-        if (
-            not path
-            or path == arr.model.path
-            or (Path(path).is_dir() and not any(Path(path).glob("*token*")))
-        ):
-            continue  # the policy's own, or weights alone
+        if Path(path).is_dir() and not any(Path(path).glob("*token*")):
+            continue  # weights alone
         theirs = load_tokenizer(path, trust_remote_code=arr.model.trust_remote_code).get_vocab()
         token = next((token for token, number in own.items() if theirs.get(token) != number), None)
         if token is not None:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -75,15 +76,12 @@ class Ranks:
             return
         from verl.engine.training.process_group import all_gather_json
 
-        def everywhere(name: str, job: Callable[[Path], Any]) -> Callable[[Path], Any]:
-            def run(directory: Path) -> Any:
-                all_gather_json([name, str(directory)])
-                return job(directory)
-
-            return run
+        def everywhere(name: str, directory: Path) -> None:
+            all_gather_json([name, str(directory)])
+            jobs[name](directory)
 
         try:
-            save({name: everywhere(name, job) for name, job in jobs.items()})
+            save({name: partial(everywhere, name) for name in jobs})
         finally:
             all_gather_json(None)
 

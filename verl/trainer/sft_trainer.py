@@ -25,8 +25,9 @@ from verl.errors import UserError
 from verl.tracking.names import plain_metrics
 from verl.tracking.profiler import announce, open_profiler
 from verl.tracking.step_metrics import BACKWARD, Counters, mfu
-from verl.tracking.timer import profiled
+from verl.tracking.timer import Phases, Watchdog, profiled
 from verl.trainer.resume import Storage, refuse_other_data
+from verl.trainer.run import open_tokenizer, run_guarded
 from verl.trainer.sft_ranks import Ranks, follow, quietly
 from verl.trainer.sft_setup import CrossEntropy, as_trajectory, build_engine, open_data
 from verl.trajectory import Trajectory
@@ -71,7 +72,6 @@ class SFTTrainer:
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
-        from verl.tracking.timer import Phases, Watchdog
         from verl.trainer.step_record import RefusedSteps
 
         trainer, tracking = self.config.trainer, self.tracking
@@ -243,8 +243,6 @@ class SFTTrainer:
 
 def train_sft(config: SFTConfig, tracking: Any) -> None:
     """Build the parts and train, data before the model: a user's mistakes are found soonest."""
-    from verl.trainer.run import open_tokenizer
-
     ranks, trainer = Ranks.of_environment(), config.trainer
     tokenizer, processor = open_tokenizer(config.model, config.data, tracking)
     train, validation = open_data(config, tokenizer, tracking, processor)
@@ -274,8 +272,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(left.code or 0)
     if not ranks.lead:
         return follow(config, train_sft)
-    from verl.trainer.run import run_guarded
-
     return run_guarded(config, train_sft)
 
 
