@@ -22,14 +22,14 @@ def test_phases_add_up_and_nest():
         for _ in range(2):
             with phases("gen", waits_for="8 answers"):
                 assert [p.name for p in phases.stack] == ["step", "gen"]
-                assert phases.current.waits_for == "8 answers"
+                assert phases.stack[-1].waits_for == "8 answers"
                 time.sleep(0.02)
         with pytest.raises(RuntimeError), phases("adv"):
             raise RuntimeError
     found = phases.timings()
     assert set(found) == {"step", "gen", "adv"}
     assert 0.04 <= found["gen"] <= found["step"]
-    assert phases.current is None
+    assert phases.stack == ()
     spans = phases.spans
     assert [name for name, _, _ in spans] == ["gen", "gen", "adv", "step"]
     assert spans[3][1] <= spans[0][1] <= spans[0][2] <= spans[1][1] and spans[2][2] <= spans[3][2]

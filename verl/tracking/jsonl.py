@@ -48,12 +48,12 @@ def mend(path: Path) -> int:
 class JsonLines:
     """Appends objects to a file, one write each. What cannot be written (disk full) is kept and tried again.
 
-    `on_error(error)` hears of the first failure in a row; nothing here raises OSError.
+    `warn(text)` hears of the first failure in a row; nothing here raises OSError.
     """
 
-    def __init__(self, path: Path, on_error: Callable[[OSError], None]):
+    def __init__(self, path: Path, warn: Callable[[str], None]):
         self.path = path
-        self._on_error = on_error
+        self._warn = warn
         self._pending = b""
         self._failing = False
         self._handle = -1
@@ -76,7 +76,8 @@ class JsonLines:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                self._on_error(error)
+                further = "the run goes on, the lines are kept and tried again"
+                self._warn(f"{self.path} cannot be written ({error}); {further}")
             self._failing = True
 
     def close(self) -> None:

@@ -99,13 +99,9 @@ class RunFolder:
         self._warn = warn
         root.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(root, warn)
-        self.events = JsonLines(root / EVENTS, self._failed(EVENTS))
+        self.events = JsonLines(root / EVENTS, warn)
         self._metrics: JsonLines | None = None
         self._saved: dict[str, Any] = {}
-
-    def _failed(self, name: str) -> Callable[[OSError], None]:
-        further = "the run goes on, the lines are kept and tried again"
-        return lambda error: self._warn(f"{self.root / name} cannot be written ({error}); {further}")
 
     def write_static(self, config: Mapping[str, Any]) -> None:
         """Write config.yaml (secrets masked) and versions.json."""
@@ -119,7 +115,7 @@ class RunFolder:
         try:
             write_whole(self.root / name, lines)
         except OSError as error:
-            self._failed(name)(error)
+            self._warn(f"{self.root / name} cannot be written ({error}); the run goes on")
 
     def begin(self, resume_step: int | None, record: Mapping[str, Any] | None = None) -> int:
         """Open metrics.jsonl to go on after `resume_step` (None: from the start). Returns the lines moved away.
@@ -134,7 +130,7 @@ class RunFolder:
             self._supersede_trajectories(resume_step)
         except OSError as error:
             self._warn(f"records of an earlier run in {self.root} could not be moved aside ({error})")
-        self._metrics = JsonLines(self.root / METRICS, self._failed(METRICS))
+        self._metrics = JsonLines(self.root / METRICS, self._warn)
         if record is not None and resume_step is not None and not self._saved:
             self.metrics(resume_step, record)
             self._saved = {"step": resume_step, **record}
@@ -157,7 +153,7 @@ class RunFolder:
             with suppress(OSError):  # a full disk: one more line
                 write_whole(path, path.read_bytes().splitlines(keepends=True)[:-1])
                 self._metrics.close()
-                self._metrics = JsonLines(path, self._failed(METRICS))
+                self._metrics = JsonLines(path, self._warn)
         self._metrics.append(record)
 
     def data_report(self, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -51,7 +51,7 @@ class Phases:
     """Collects `timing_s/*`: `with phases("gen", waits_for="128 responses"): …`.
 
     Phases nest ("step" around all others); the time of a name that comes several times in a step adds up. Only
-    the loop's thread enters phases; reading `current`, `stack` and `idle` is safe from any thread.
+    the loop's thread enters phases; reading `stack` and `idle` is safe from any thread.
     """
 
     def __init__(self) -> None:
@@ -96,12 +96,6 @@ class Phases:
         Takes and ignores a count, so that it can be a progress callback.
         """
         self._progress = time.monotonic()
-
-    @property
-    def current(self) -> Phase | None:
-        """The innermost phase in progress."""
-        stack = self.stack
-        return stack[-1] if stack else None
 
     @property
     def idle(self) -> float:
@@ -198,7 +192,7 @@ class Timeline:
 
     def __init__(self, path: Path, notice: Callable[[str], None]):
         self._offset = time.time() - time.monotonic()
-        self._lines = JsonLines(path, lambda error: notice(f"{path}: {error.strerror}; the run goes on"))
+        self._lines = JsonLines(path, notice)
 
     def write(self, step: int, times: StepTimes) -> None:
         """One line."""
@@ -259,7 +253,7 @@ class Watchdog:
             tracking.event_of_step,
             tracking.notice,
             self._phases.beat,
-            lambda: getattr(self._phases.current, "name", ""),
+            lambda: next((phase.name for phase in reversed(self._phases.stack)), ""),
             partial(setattr, self, "extra"),
         )
 

@@ -68,7 +68,7 @@ class FileTracker(Tracker):
             raise Unavailable("set VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT to say where it writes")
         place = Path(path or f"{root}/{session.project}/{session.experiment}.jsonl").expanduser()
         place.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = JsonLines(place, lambda error: say(f"{place} cannot be written ({error})"))
+        self._lines = JsonLines(place, say)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line, `{"step": n, "data": {…}}`."""
