@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl.algorithms.agreement import sampler_metrics
 from verl.tracking.names import Number, plain, spread
 from verl.trajectory import STATUSES, Batch, Trajectory
 
@@ -85,7 +86,8 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
     out |= score_metrics(batch)
     out |= length_metrics(batch, facts.max_prompt_length, facts.max_response_length)
     out |= time_metrics(batch, facts) | agent_metrics(batch) | perf_metrics(batch, facts)
-    out |= agreement_metrics(batch)
+    if any(t.rollout_log_probs is not None and t.length > 0 for t in batch):
+        out |= sampler_metrics(batch)
     out |= staleness_metrics(batch, facts.weight_version)
     return out
 
@@ -220,11 +222,8 @@ def dialogue_metrics(batch: Iterable[Trajectory]) -> dict[str, Number]:
         out |= spread("tool_call_counts", [c.get("calls", 0) for c in counts])
         valid_calls = [c.get("calls", 0) > c.get("invalid", 0) for c in counts]
         out["agent/valid_call_ratio"] = _mean(np.array(valid_calls))
-        for kind, name in (
-            ("invalid", "invalid_calls"),
-            ("errors", "tool_errors"),
-            ("timeouts", "tool_timeouts"),
-        ):
+        names = {"invalid": "invalid_calls", "errors": "tool_errors", "timeouts": "tool_timeouts"}
+        for kind, name in names.items():
             out[f"agent/{name}"] = sum(c.get(kind, 0) for c in counts)
     return out
 
@@ -246,16 +245,6 @@ def perf_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
         "perf/weight_sync_gb_per_s": _ratio(facts.sync_bytes / 1e9, timings.get("update_weights", math.nan)),
     }
     return out | {name: float(value) for name, value in facts.memory.items()}
-
-
-def agreement_metrics(batch: Batch) -> dict[str, Number]:
-    """Sampler against trainer, where the sampler's log-probs were kept; {} without them."""
-    if not any(t.rollout_log_probs is not None and t.length > 0 for t in batch):
-        return {}
-    from verl.algorithms.agreement import sampler_metrics
-
-    found = {name: plain(value) for name, value in sampler_metrics(batch).items()}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, Number]:
