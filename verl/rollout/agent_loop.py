@@ -12,13 +12,14 @@ import asyncio
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config.schema.base import Map
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN
@@ -54,33 +55,8 @@ class AgentLoopOutput:
     status: str | None = None
 
 
-def outputs_of(session: Session, **about: Any) -> list[AgentLoopOutput]:
-    """An output for each segment of a session; `about`: what is said of the trajectory, on the last of them."""
-    segments = session.segments()
-    if not segments:
-        nothing = np.zeros(0, np.int64)
-        return [AgentLoopOutput(nothing, nothing, nothing.astype(bool), nothing.astype(np.float32), **about)]
-    return [
-        AgentLoopOutput(s.context, s.tokens, s.mask, s.log_probs, **(about if s is segments[-1] else {}))
-        for s in segments
-    ]
-
-
-class AgentLoopMetrics(dict[str, Any]):
+class AgentLoopMetrics(Map):
     """Seconds and counts of a loop by name (`tool_calls`, `generate_sequences`, …), readable as attributes too."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-class SamplingDict(AgentLoopMetrics):
-    """Settings of the sampler as users' loops get them: a dict that may be changed, readable as attributes too."""
-
-    def __init__(self, sampling: SamplingParams):
-        super().__init__(asdict(sampling), logprobs=True)
 
 
 class DictConfigWrap:

@@ -7,13 +7,14 @@ LoopRunner.run ─→ Session ─→ send (TrajectoryCalls, or a message to the 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-from verl.config.schema.base import select
+from verl.config.schema.base import Map, select
 from verl.engine.rollout.base import SamplingParams
 from verl.rollout import agent_loop
-from verl.rollout.agent_loop import AgentLoopOutput, EnvironmentFailed, ServerManager, outputs_of
+from verl.rollout.agent_loop import AgentLoopOutput, EnvironmentFailed, ServerManager
 from verl.rollout.boundary import Boundaries
 from verl.rollout.session import Send, Session
 
@@ -81,7 +82,7 @@ class LoopRunner:
         session.begin(own["raw_prompt"], own["prompt_ids"])
         params: Any = sampling
         if agent_loop.is_users(name):
-            params = agent_loop.SamplingDict(sampling)
+            params = Map(asdict(sampling), logprobs=True)
         deadline = asyncio.timeout(self._timeout)
         try:
             async with deadline:
@@ -90,9 +91,9 @@ class LoopRunner:
             if not deadline.expired():
                 raise
             why = f"the trajectory took longer than rollout.agent.trajectory_timeout={self._timeout} s"
-            outputs = outputs_of(session, status="timeout", extra_fields={"failure": why})
+            outputs = session.outputs(status="timeout", extra_fields={"failure": why})
         except EnvironmentFailed as error:
-            outputs = outputs_of(session, status="environment_error", extra_fields={"failure": str(error)})
+            outputs = session.outputs(status="environment_error", extra_fields={"failure": str(error)})
         finally:
             session.close()
         found = outputs if isinstance(outputs, list) else [outputs]

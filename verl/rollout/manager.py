@@ -99,6 +99,18 @@ class PromptGroup:
                 segment.context_columns[name] = kept[name]
 
 
+async def _all_back(
+    tasks: Iterable[asyncio.Task[None]], on_progress: Callable[[int], None] | None = None
+) -> None:
+    """Wait for all of these. Raises the first error; a signal that was noted is obeyed once another is back."""
+    for task in asyncio.as_completed(tasks):
+        await task
+        if on_progress is not None:
+            on_progress(1)
+        if interrupt.noted():
+            raise asyncio.CancelledError
+
+
 class RolloutManager:
     """Runs agent loops over one engine.
 
@@ -145,7 +157,7 @@ class RolloutManager:
         Groups come in draw order, whichever finishes first. Scoring of the last responses may still be running: `scored` waits for
         it. RolloutError when more than `max_lost_ratio` of the responses were lost, ValueError if fewer groups are drawn.
         """
-        self._begin(prompts)
+        await self.begin(prompts)
         count = len(prompts) if count is None else count
         if len(self._groups) < count:
             raise ValueError(f"asked for {count} groups, {len(self._groups)} are drawn")
@@ -202,7 +214,9 @@ class RolloutManager:
 
     async def begin(self, prompts: Sequence[Prompt]) -> None:
         """Start `n` responses to each prompt, for a later `take`."""
-        self._begin(prompts)
+        groups = [PromptGroup(prompt, self.settings.n) for prompt in prompts]
+        self._groups += groups
+        self._spawn(groups, self.settings.sampling, baseline=self.settings.greedy_baseline)
 
     async def sample(
         self,
@@ -225,11 +239,7 @@ class RolloutManager:
 
     async def drain(self) -> None:
         """Wait until every response that is under way is back."""
-        pending = {task for begun in self._responses.values() for task in begun}
-        while pending:
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if interrupt.noted():
-                raise asyncio.CancelledError
+        await _all_back(self._under_way())
 
     async def pause(self) -> int:
         """Before new weights: stop every request, partial output kept; returns how many there were."""
@@ -245,18 +255,12 @@ class RolloutManager:
 
     async def stop(self) -> None:
         """End everything that is under way, scoring too; nothing of it is handed over."""
-        tasks = [task for begun in self._responses.values() for task in begun]
-        tasks += [*self._scoring.values(), *self._whole.values()]
+        tasks = [*self._under_way(), *self._scoring.values(), *self._whole.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._processes is not None:
             await self._processes.close()
-
-    def _begin(self, prompts: Sequence[Prompt]) -> None:
-        groups = [PromptGroup(prompt, self.settings.n) for prompt in prompts]
-        self._groups += groups
-        self._spawn(groups, self.settings.sampling, baseline=self.settings.greedy_baseline)
 
     def _spawn(
         self,
@@ -281,29 +285,18 @@ class RolloutManager:
 
     async def _finish(self, groups: Sequence[PromptGroup], on_progress: Callable[[int], None] | None) -> None:
         """Wait for every response of the groups. An error, or a signal that was noted, ends all that is under way."""
-        waiter = asyncio.current_task()
-        assert waiter is not None
-
-        def back(_: asyncio.Task[None]) -> None:
-            if on_progress is not None:
-                on_progress(1)
-            if interrupt.noted():
-                waiter.cancel()
-
-        tasks = [task for group in groups for task in self._responses[group]]
-        for task in tasks:
-            task.add_done_callback(back)
         try:
-            await asyncio.gather(*tasks)
+            await _all_back([task for group in groups for task in self._responses[group]], on_progress)
         except BaseException:
-            for task in (task for begun in self._responses.values() for task in begun):
+            for task in self._under_way():
                 task.cancel()
             raise
         finally:
-            for task in tasks:
-                task.remove_done_callback(back)
             for group in groups:
                 del self._responses[group]
+
+    def _under_way(self) -> list[asyncio.Task[None]]:
+        return [task for begun in self._responses.values() for task in begun]
 
     async def _response(
         self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str
@@ -414,13 +407,17 @@ class RolloutManager:
             segment.versions = versions
             _add_routes(segment, output.routed_experts, calls)
         ids = np.concatenate([segment.response_ids for segment in segments])
-        text = _text(completions, ids)
+        # The text that came with the response, if it is one completion as it was sampled, nothing cut or added.
+        whole = len(completions) == 1 and np.array_equal(completions[0].token_ids, ids)
+        text = completions[0].text if whole else None
         rewards = [output.reward_score for output in outputs if output.reward_score is not None]
-        merged: dict[str, dict[str, Any]] = {"metrics": {}, "extra_fields": {}}
+        metrics: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for output in outputs:
-            for name, found in merged.items():
-                found |= getattr(output, name)
-        metrics = merged["metrics"] | _interruptions(completions)
+            metrics |= output.metrics
+            fields |= output.extra_fields
+        if interruptions := sum(completion.parts - 1 for completion in completions):
+            metrics["interruptions"] = interruptions
         if unrecorded:
             metrics["unrecorded_tokens"] = unrecorded
         return Trajectory(
@@ -432,7 +429,7 @@ class RolloutManager:
             text=self._decode(ids) if text is None else text,
             num_turns=max(output.num_turns for output in outputs),
             score=rewards[-1] if rewards else None,
-            fields=merged["extra_fields"],
+            fields=fields,
             timing={
                 "generate_sequences": seconds,
                 "num_preempted": float(sum(c.num_preempted for c in completions)),
@@ -523,16 +520,3 @@ def _add_routes(segment: Segment, given: Any, calls: TrajectoryCalls) -> None:
         context, response = np.split(routes, [len(segment.context_ids)])
         segment.put("routed_experts", response.copy())
         segment.context_columns["routed_experts"] = context.copy()
-
-
-def _text(completions: Sequence[Completion], ids: np.ndarray) -> str | None:
-    """The text that came with the response, if the response is one completion as it was sampled, nothing cut or added."""
-    if len(completions) != 1 or not np.array_equal(completions[0].token_ids, ids):
-        return None
-    return completions[0].text
-
-
-def _interruptions(completions: Sequence[Completion]) -> dict[str, int]:
-    """How often the weights changed while the response was written, if they did."""
-    count = sum(c.parts - 1 for c in completions)
-    return {"interruptions": count} if count else {}

@@ -58,16 +58,16 @@ class TrajectoryCalls:
         that came after the row's own."""
         seen = self._joined(media)
         call, self._calls = self._calls, self._calls + 1
-        options: dict[str, Any] = {"request_id": f"{self.id}.{call}" if call else self.id}
-        if self._session is not None:
-            options["session"] = self._session
-        if call:
-            sampling = replace(sampling, call=call)
-        elif np.array_equal(
-            prompt_ids, self._prompt.ids
-        ):  # what a loop puts before it is its trajectory's alone
-            options["group"] = self._group
-        result = await self._requests.generate(prompt_ids, sampling, media=seen, **options)
+        # What a loop puts before the prompt is its trajectory's alone.
+        shared = call == 0 and np.array_equal(prompt_ids, self._prompt.ids)
+        result = await self._requests.generate(
+            prompt_ids,
+            replace(sampling, call=call),
+            request_id=f"{self.id}.{call}" if call else self.id,
+            group=self._group if shared else None,
+            session=self._session,
+            media=seen,
+        )
         context = np.asarray(prompt_ids, np.int64)
         if call:
             self.prefill += result.prefilled, max(1, len(context) - self._seen(context))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
+from verl.rollout.agent_loop import AgentLoopOutput
 from verl.rollout.boundary import Boundaries, Message, Rendered, images_of, without_images
 from verl.rollout.tools.parsers import OWN_PARSERS, ToolCall, parse
 from verl.trajectory import Media
@@ -50,10 +51,8 @@ class Recorded:
 
     def is_prefix_of(self, ids: np.ndarray) -> bool:
         """True if `ids` begin with this segment."""
-        start, end = len(self.context), len(self.context) + len(self.tokens)
-        if len(ids) < end:
-            return False
-        return np.array_equal(ids[:start], self.context) and np.array_equal(ids[start:end], self.tokens)
+        known = np.concatenate([self.context, self.tokens])
+        return np.array_equal(ids[: len(known)], known)
 
     def add(self, ids: np.ndarray, log_probs: np.ndarray | None = None) -> None:
         """Append ids: sampled ones with their log-probs, or those of others."""
@@ -189,6 +188,12 @@ class Session:
     def segments(self) -> list[Recorded]:
         """What was written so far."""
         return list(self._segments)
+
+    def outputs(self, **about: Any) -> list[AgentLoopOutput]:
+        """An output for each segment, an empty one if there is none; `about`: what is said of the trajectory, on the last of them."""
+        segments = self._segments or [Recorded(np.zeros(0, np.int64))]
+        *earlier, last = [AgentLoopOutput(s.context, s.tokens, s.mask, s.log_probs) for s in segments]
+        return [*earlier, replace(last, **about)]
 
     @property
     def base_url(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from verl.data.rows import TOOL_AGENT, BadRow, ChatRenderer, RowTools, tools_of_row
 from verl.errors import UserError
-from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, outputs_of, register
+from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.rollout.boundary import Boundaries, without_images
 from verl.rollout.session import OutOfTokens, Reply
 from verl.rollout.tools.base import ToolError
@@ -60,7 +60,7 @@ class ToolAgent(AgentLoopBase):
             await self.tools.close()
             if self.partner is not None:
                 await self.partner.close()
-        return outputs_of(self.session, status=status, **self._about())
+        return self.session.outputs(status=status, **self._about())
 
     def _partner(self, kwargs: Any) -> Partner | None:
         if not (name := (kwargs or {}).get("name")):
