@@ -146,7 +146,7 @@ class AgentLoopBase(ABC):
         self, messages: list[dict[str, Any]], tools: Any = None, **media: Any
     ) -> list[int]:
         """Ids of a whole dialogue with the generation prompt."""
-        return [int(i) for i in self.session.boundaries.whole(messages, tools)[0]]
+        return [int(i) for i in self.session.runner.boundaries.whole(messages, tools)[0]]
 
     ct_build_initial_tokens = apply_chat_template
 
@@ -164,7 +164,7 @@ class AgentLoopBase(ABC):
         `previous_messages`, whose last is that turn. UserError where the template has no boundary there."""
         ids = list(runtime_token_ids)
         following = updated_messages[len(previous_messages) :]
-        between = self.session.boundaries.between(previous_messages[-1], following, tools, ids[-1])
+        between = self.session.runner.boundaries.between(previous_messages[-1], following, tools, ids[-1])
         if between is None:
             raise UserError(
                 "the chat template rewrites earlier turns: return the next turn as an output of its own"

@@ -22,20 +22,26 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class LoopRunner:
-    """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked configuration."""
+    """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked configuration.
+
+    longest: tokens of context and response together. tool_format: how the model writes calls. as_inference: a turn sees the dialogue as
+    the template writes it, in a new segment where that is not what was written so far.
+    """
 
     def __init__(self, tokenizer: Any = None, config: Any = None):
         self.tokenizer, self.config = tokenizer, config
         agent_loop.load_listed(self._key("agent.agent_loop_config_path"))
         self._timeout = self._key("agent.trajectory_timeout")
+        self.longest: int | None = self._key("max_model_len")
+        self.tool_format: str = self._key("multi_turn.format", "hermes")
+        self.as_inference: bool = self._key("multi_turn.use_inference_chat_template", False)
 
     def _key(self, name: str, default: Any = None) -> Any:
         return select(self.config, f"{ROLLOUT}.{name}", default)
 
     @cached_property
-    def _boundaries(self) -> Boundaries | None:
-        if self.tokenizer is None:
-            return None
+    def boundaries(self) -> Boundaries:
+        """What comes between turns, with the run's template."""
         kwargs = select(self.config, "data.apply_chat_template_kwargs")
         return Boundaries(self.tokenizer, kwargs, self._open_images)
 
@@ -58,18 +64,6 @@ class LoopRunner:
 
         return Toolbox.load(self._key("multi_turn"))
 
-    def session(self, send: Send, sampling: SamplingParams) -> Session:
-        """The session of a trajectory."""
-        return Session(
-            send,
-            sampling,
-            boundaries=self._boundaries,
-            tokenizer=self.tokenizer,
-            longest=self._key("max_model_len"),
-            tool_format=self._key("multi_turn.format", "hermes"),
-            as_inference=self._key("multi_turn.use_inference_chat_template", False),
-        )
-
     async def run(
         self, name: str, send: Send, sampling: SamplingParams, columns: dict[str, Any], own: dict[str, Any]
     ) -> list[AgentLoopOutput]:
@@ -78,7 +72,7 @@ class LoopRunner:
         A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that status. Raises
         what the loop raises besides; TypeError if it returns anything but outputs.
         """
-        session = self.session(send, sampling)
+        session = Session(send, sampling, self)
         session.begin(own["raw_prompt"], own["prompt_ids"])
         params: Any = sampling
         if agent_loop.is_users(name):

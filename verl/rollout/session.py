@@ -11,18 +11,21 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.rollout.agent_loop import AgentLoopOutput
-from verl.rollout.boundary import Boundaries, Message, Rendered, images_of, without_images
+from verl.rollout.boundary import Message, Rendered, images_of, without_images
+from verl.rollout.requests import Images
 from verl.rollout.tools.parsers import OWN_PARSERS, ToolCall, parse
 from verl.trajectory import Media
 
+if TYPE_CHECKING:
+    from verl.rollout.loop_runner import LoopRunner
+
 Given = SamplingParams | Mapping[str, Any] | None
-Images = Sequence[Media]
 Send = Callable[[Any, SamplingParams, Any], Awaitable[Completion]]
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
@@ -86,31 +89,16 @@ class _Dialogue:
 
 class Session:
     """What an agent loop writes its tokens through. send: one request to the sampler; sampling: of the run, with the seed of this
-    trajectory; boundaries, tokenizer: for dialogues; longest: tokens of context and response together; tool_format: how the model
-    writes calls; as_inference: a turn sees the dialogue as the template writes it, in a new segment where that is not what was
-    written so far.
+    trajectory; runner: what all sessions of a process share, for dialogues.
 
     latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue up to the
     latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how long it took), and
     what a loop notes of it (`reward`).
     """
 
-    def __init__(
-        self,
-        send: Send,
-        sampling: SamplingParams,
-        *,
-        boundaries: Any = None,
-        tokenizer: Any = None,
-        longest: int | None = None,
-        tool_format: str = "hermes",
-        as_inference: bool = False,
-    ):
-        self.sampling = sampling
-        self.tokenizer = tokenizer
-        self.longest = longest
-        self.boundaries: Boundaries = boundaries
-        self._send, self._format, self._as_inference = send, tool_format, as_inference
+    def __init__(self, send: Send, sampling: SamplingParams, runner: LoopRunner):
+        self.sampling, self.runner = sampling, runner
+        self._send = send
         self._segments: list[Recorded] = []
         self._dialogues: list[_Dialogue] = []
         self._opening: tuple[Any, Any, np.ndarray] | None = None
@@ -178,8 +166,8 @@ class Session:
         sequence. OutOfTokens if that is nothing."""
         segment, params = self._segment_of(ids, tuple(media)), self.params(given)
         room = self.sampling.max_tokens - (len(ids) - len(segment.context) if segment else 0)
-        if self.longest is not None:
-            room = min(room, self.longest - len(ids))
+        if self.runner.longest is not None:
+            room = min(room, self.runner.longest - len(ids))
         if room < 1:
             self.full = True
             raise OutOfTokens(f"the dialogue's {len(ids)} tokens leave no room for another turn")
@@ -237,30 +225,31 @@ class Session:
 
     def _prompt(self, messages: Sequence[Message], tools: Any) -> Rendered:
         """The ids to sample after, and the images in them but for the row's own."""
+        boundaries = self.runner.boundaries
         if (earlier := self._earlier(messages)) is not None:
             following = messages[len(earlier.messages) :]
-            between = self.boundaries.between(earlier.turn, following, tools, earlier.last_id)
+            between = boundaries.between(earlier.turn, following, tools, earlier.last_id)
             if between is not None:
                 ids = np.concatenate([earlier.ids, between[0]])
-                if not self._as_inference or self.boundaries.keeps(ids, messages, tools):
+                if not self.runner.as_inference or boundaries.keeps(ids, messages, tools):
                     return ids, earlier.media + between[1]
         if self._opening is not None and _key(*self._opening[:2]) == _key(messages, tools):
             return self._opening[2], ()
-        return self.boundaries.whole(messages, tools)
+        return boundaries.whole(messages, tools)
 
     async def _reply(self, completion: Completion, tools: Any) -> Reply:
-        ids = completion.token_ids.tolist()
+        ids, tokenizer = completion.token_ids.tolist(), self.runner.tokenizer
         calls: list[ToolCall] = []
-        ended = ids and completion.finish_reason == "stop" and ids[-1] in self.tokenizer.added_tokens_decoder
-        if tools and self._format in OWN_PARSERS:
+        ended = ids and completion.finish_reason == "stop" and ids[-1] in tokenizer.added_tokens_decoder
+        if tools and self.runner.tool_format in OWN_PARSERS:
             from verl.rollout.tools.public_parsers import read_with_own
 
-            content, calls = await read_with_own(self._format, self.tokenizer, ids, tools)
-            content = content.removesuffix(self.tokenizer.decode(ids[-1:]) if ended else "").strip()
+            content, calls = await read_with_own(self.runner.tool_format, tokenizer, ids, tools)
+            content = content.removesuffix(tokenizer.decode(ids[-1:]) if ended else "").strip()
         else:
-            content = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+            content = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
             if tools:
-                content, calls = parse(self._format, content, tools)
+                content, calls = parse(self.runner.tool_format, content, tools)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if read := [call for call in calls if not call.error]:
             message["tool_calls"] = [call.message() for call in read]

@@ -49,7 +49,7 @@ class ToolAgent(AgentLoopBase):
             longest=self._turns.max_tool_response_length,
             side=self._turns.tool_response_truncate_side,
         )
-        self.tools.show_images = self.session.boundaries.image_parts
+        self.tools.show_images = self.session.runner.boundaries.image_parts
         self.partner = self._partner(extra.get("interaction_kwargs"))
         self.messages: list[dict[str, Any]] = [dict(message) for message in row["raw_prompt"]]
         self.session.begin(self.messages, row["prompt_ids"], schemas)
