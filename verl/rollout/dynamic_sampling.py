@@ -41,9 +41,8 @@ class GroupRule:
         for row in rows:
             if row.score is None:
                 continue
-            bare = (
-                self.metric == "acc" and not row.score_parts
-            )  # a function that returns a number: it is both
+            # Of a function that returns a number it is both.
+            bare = self.metric == "acc" and not row.score_parts
             if bare or self.metric in ("reward", "score", "seq_reward", "seq_final_reward"):
                 found.append(float(row.score))
                 continue
@@ -109,13 +108,10 @@ class DynamicSchedule:
 
     def due(self, step: int) -> list[Prompt]:
         """Prompts that may start once the weights for `step` are in the sampler."""
-        self._begin_step(step)
-        batches = min(self.versions.last(step), self._last) - step + 1
-        return self._draw(max(0, batches * self.size(step) - len(self._live)))
-
-    def _begin_step(self, step: int) -> None:
         if step != self._step:
             self._step, self._drawn = step, 0
+        batches = min(self.versions.last(step), self._last) - step + 1
+        return self._draw(max(0, batches * self.size(step) - len(self._live)))
 
     def _draw(self, count: int) -> list[Prompt]:
         prompts = []

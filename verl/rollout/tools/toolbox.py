@@ -80,13 +80,13 @@ class Toolbox:
     """Tools by name; `tools` is the list of them, as loops of the public system want it."""
 
     def __init__(self, named: Sequence[tuple[str, Tool]]):
-        self.by_name = {tool.name: tool for _, tool in named}
-        places: dict[str, list[str]] = {}
+        self.by_name: dict[str, Tool] = {}
+        places: dict[str, str] = {}
         for where, tool in named:
-            places.setdefault(tool.name, []).append(where)
-        if taken := sorted(name for name, found in places.items() if len(found) > 1):
-            each = (f"two tools are called {name!r}: in {' and in '.join(places[name])}" for name in taken)
-            raise ToolError(f"the names {taken} collide: {'; '.join(each)}")
+            if (name := tool.name) in places:
+                what = f"two tools are called {name!r}: in {places[name]} and in {where}"
+                raise ToolError(f"the names {[name]} collide: {what}")
+            self.by_name[name], places[name] = tool, where
         self.tools = list(self.by_name.values())
 
     @classmethod
@@ -200,9 +200,8 @@ class ToolRun:
         except EnvironmentFailed:
             raise
         except Exception as error:
-            if isinstance(
-                error, BadRow
-            ):  # its text may hold an address of memory, another one when a run resumes
+            # Not the text of a BadRow: it may hold an address of memory, another one when a run resumes.
+            if isinstance(error, BadRow):
                 error = ToolError(f"it gave an image that cannot be shown: {error.problem}")
             late = isinstance(error, TimeoutError) and deadline.expired()
             self.counts["timeouts" if late else "errors"] += 1
