@@ -324,8 +324,6 @@ def test_draws_never_run_past_the_bound(ahead: int, first: int, last: int) -> No
     for step in range(first, last + 1):
         begun += len(draws.due(step)) // BATCH
         assert begun == max(first - 1, min(step + ahead, last)) and draws.due(step) == []
-    with pytest.raises(ValueError, match="max_staleness=-1"):
-        PromptSchedule(stream, Versions(staleness=-1), last_step=1)
 
 
 def test_pause_waits_for_requests_that_reach_the_engine_late() -> None:

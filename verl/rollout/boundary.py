@@ -156,13 +156,8 @@ def _dummies(turn: Message) -> list[Message]:
     dummy = {"role": "assistant", "content": _MARK}
     if not turn.get("tool_calls"):
         return [dummy]
-    forms: tuple[Any, ...] = ({"text": _MARK}, json.dumps({"text": _MARK}))
-    return [
-        dummy
-        | {
-            "tool_calls": [
-                call | {"function": call["function"] | {"arguments": form}} for call in turn["tool_calls"]
-            ]
-        }
-        for form in forms
-    ]
+    dummies: list[Message] = []
+    for form in ({"text": _MARK}, json.dumps({"text": _MARK})):
+        calls = [call | {"function": call["function"] | {"arguments": form}} for call in turn["tool_calls"]]
+        dummies.append(dummy | {"tool_calls": calls})
+    return dummies

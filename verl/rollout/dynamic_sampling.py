@@ -23,6 +23,7 @@ from verl.rollout.schedule import PromptSchedule, Versions, check_learning
 from verl.trajectory import Batch, Prompt, Trajectory
 
 _KEYS = "algorithm.filter_groups"
+_SCORE = ("reward", "score", "seq_reward", "seq_final_reward")
 _WITHOUT_SIGNAL = 10  # batches without a single group that is kept before a run without a limit stops
 
 
@@ -41,17 +42,15 @@ class GroupRule:
         for row in rows:
             if row.score is None:
                 continue
-            # Of a function that returns a number it is both.
-            bare = self.metric == "acc" and not row.score_parts
-            if bare or self.metric in ("reward", "score", "seq_reward", "seq_final_reward"):
-                found.append(float(row.score))
-                continue
-            if self.metric not in row.score_parts:
-                keys = ", ".join(sorted({"reward", *(row.score_parts or ["acc"])}))
+            # What a function returns that returns a number is accuracy, too.
+            parts = row.score_parts or {"acc": row.score}
+            values = parts | dict.fromkeys(_SCORE, row.score)
+            if self.metric not in values:
+                keys = ", ".join(sorted({"reward", *parts}))
                 raise UserError(
                     f"{_KEYS}.metric={self.metric}: the reward function did not return it; it returned: {keys}"
                 )
-            found.append(float(row.score_parts[self.metric]))
+            found.append(float(values[self.metric]))
         return found
 
 

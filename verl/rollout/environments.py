@@ -123,14 +123,11 @@ class EnvironmentAgent(AgentLoopBase):
 
     async def _play(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
         env, self._played = make(spec), True
-        seen = row["columns"] | {
-            name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")
-        }
+        own = {name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")}
         try:
-            start: Observation = await self._ask(env.reset, Observation, row=seen)
-            self._messages = [
-                dict(m) for m in (row["raw_prompt"] if start.messages is None else start.messages)
-            ]
+            start: Observation = await self._ask(env.reset, Observation, row=row["columns"] | own)
+            said = row["raw_prompt"] if start.messages is None else start.messages
+            self._messages = [dict(message) for message in said]
             return await self._turns(env, start.tools)
         finally:
             with suppress(Exception):

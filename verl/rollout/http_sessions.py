@@ -129,9 +129,8 @@ async def _chat(session: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return call | {
-        "function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    }
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return call | {"function": function | {"arguments": arguments}}
 
 
 async def _completion(session: Any, body: dict[str, Any]) -> dict[str, Any]:

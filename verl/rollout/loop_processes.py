@@ -144,12 +144,11 @@ class LoopProcesses:
 
     async def _serve(self, process: _LoopProcess) -> None:
         """A process from its start to its end."""
-        config, why = self._config, ""
+        why = ""
         watching: list[asyncio.Future[None]] = []
         unusable: LoopUnusable | None = None
         try:
-            external = config.actor_rollout_ref.model.external_lib
-            await process.start(encode({"external_lib": external, "config": config.to_dict()}))
+            await process.start(encode(self._config.to_dict()))
             for watch in (process.close_after_exit(_EXIT_WAIT), self._end_if_silent(process)):
                 watching.append(asyncio.ensure_future(watch))
             process.started.set()
@@ -228,11 +227,10 @@ def main(channel: ParentChannel) -> None:
     from verl.data.tokenizer import tokenizer_of
     from verl.plugins import import_modules
 
-    init = channel.inbox.get()
+    config = Map.of(channel.inbox.get())
     try:
-        config = Map.of(init["config"])
-        import_modules(init["external_lib"])
         model = config.actor_rollout_ref.model
+        import_modules(model.external_lib)
         tokenizer = tokenizer_of(model, config.data.tokenizer)
         child = _Child(channel, tokenizer, config)
     except Exception as error:

@@ -76,17 +76,13 @@ class PromptGroup:
     _contexts: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"a group needs at least one response, got rollout.n={self.size}")
         self.responses = [None] * self.size
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Record one response. ValueError if it is there already."""
+        """Record one response."""
         if trajectory.index == GREEDY:
             self.baseline = trajectory
             return
-        if self.responses[trajectory.index] is not None:
-            raise ValueError(f"response {trajectory.index} of {self.prompt.uid} came back twice")
         self.responses[trajectory.index] = trajectory
         for segment in trajectory.segments:
             self._share_context(segment)
@@ -307,14 +303,13 @@ class RolloutManager:
             if attempt:
                 trajectory.extra["resamples"] = attempt
             policy = self.settings.on_status.get(trajectory.status, "score")
-            if policy != "resample" or (
-                trajectory.finish_reason == "lost" and trajectory.status == "completed"
-            ):
+            lost = trajectory.finish_reason == "lost"
+            if policy != "resample" or (lost and trajectory.status == "completed"):
                 break
             why = trajectory.fields.get("failure") or trajectory.score_error
             about = {"index": index, "status": trajectory.status, "attempt": attempt}
             self._failed("trajectory_failed", prompt, why, **about)
-        if trajectory.finish_reason != "lost" and policy in ("drop", "resample"):
+        if not lost and policy in ("drop", "resample"):
             why = trajectory.fields.get("failure") or f"rollout.agent.on_status.{trajectory.status}={policy}"
             trajectory.score, trajectory.finish_reason = None, "lost"
             trajectory.score_error = f"left out, status {trajectory.status}: {why}"
@@ -327,10 +322,8 @@ class RolloutManager:
     ) -> Trajectory:
         settings = self.settings
         name = prompt.agent_name or settings.default_loop
-        calls = TrajectoryCalls(
-            self.requests, prompt, index, prefix, attempt, more_follow=name != SINGLE_TURN
-        )
         number = f"{index}r{attempt}" if attempt else index
+        calls = TrajectoryCalls(self.requests, prompt, number, prefix, more_follow=name != SINGLE_TURN)
         params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, number))
         own = {
             "prompt_ids": prompt.ids,
@@ -440,10 +433,9 @@ class RolloutManager:
 
     def _collect(self, groups: Sequence[PromptGroup]) -> Batch:
         batch = Batch(t for group in groups for t in group.responses if t is not None)
-        for group in groups:
-            for trajectory in group.responses:
-                assert trajectory is not None
-                trajectory.baseline = group.baseline
+        baselines = {group.prompt.uid: group.baseline for group in groups}
+        for trajectory in batch:
+            trajectory.baseline = baselines[trajectory.uid]
         lost = [t for t in batch if t.finish_reason == "lost" and t.status == "completed"]
         left_out = [t for t in batch if t.finish_reason == "lost"]
         if left_out and len(left_out) == len(batch) > len(lost) and self.settings.max_lost_ratio < 1:

@@ -28,17 +28,16 @@ class TrajectoryCalls:
 
     The first calls of a group's trajectories share the prefill of the prompt; later ones go on from what the sampler holds of the
     trajectory. `completions`: what came back so far, in the order it did; `prefill`: of later calls, how many tokens were
-    prefilled, and how many the sampler had not seen. prefix: keeps requests apart whose prompts come from different files;
-    attempt: those of a trajectory that is sampled again; more_follow: there may be more than one call.
+    prefilled, and how many the sampler had not seen. number: of the trajectory in its group, and of the attempt where it is sampled
+    again; prefix: keeps requests apart whose prompts come from different files; more_follow: there may be more than one call.
     """
 
     def __init__(
         self,
         requests: ResumableGeneration,
         prompt: Prompt,
-        index: int,
+        number: int | str,
         prefix: str = "",
-        attempt: int = 0,
         *,
         more_follow: bool = True,
     ):
@@ -49,7 +48,7 @@ class TrajectoryCalls:
         self._several: dict[tuple[Media, ...], Media] = {}
         self._requests, self._prompt = requests, prompt
         self._group = f"{prefix}{prompt.uid}"
-        self.id = f"{self._group}#{index}" + (f"r{attempt}" if attempt else "")
+        self.id = f"{self._group}#{number}"
         self._session = self.id if more_follow else None
         self._calls = 0
 
@@ -88,9 +87,8 @@ class TrajectoryCalls:
         """The images that stand in a segment's context, int64 [P], by the call that began its response, int64 [L]."""
         calls = zip(self._contexts, self.completions, self._media, strict=True)
         for ids, done, media in calls:
-            if np.array_equal(ids, context) and np.array_equal(
-                done.token_ids, response[: len(done.token_ids)]
-            ):
+            begun = response[: len(done.token_ids)]
+            if np.array_equal(ids, context) and np.array_equal(done.token_ids, begun):
                 return media
         return self._prompt.media
 

@@ -101,7 +101,7 @@ class Session:
         self._send = send
         self._segments: list[Recorded] = []
         self._dialogues: list[_Dialogue] = []
-        self._opening: tuple[Any, Any, np.ndarray] | None = None
+        self._opening: tuple[list[Message], list[Any], np.ndarray] | None = None
         self._url: str | None = None
         self.latest: Recorded | None = None
         self.full = False
@@ -134,7 +134,9 @@ class Session:
 
     def begin(self, messages: Any, prompt_ids: np.ndarray, tools: Any = None) -> None:
         """Make known that a dialogue of these messages and tools is `prompt_ids`, as the data rendered it."""
-        self._opening = (list(messages), tools, prompt_ids) if isinstance(messages, list) else None
+        self._opening = (
+            (list(messages), list(tools or ()), prompt_ids) if isinstance(messages, list) else None
+        )
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
@@ -215,12 +217,8 @@ class Session:
 
     def _earlier(self, messages: Sequence[Message]) -> _Dialogue | None:
         """The longest dialogue of this session that the messages go on from."""
-        keys = _keys(messages)
-        found = [
-            d
-            for d in self._dialogues
-            if len(d.messages) < len(keys) and d.messages == keys[: len(d.messages)]
-        ]
+        before = _keys(messages)[:-1]
+        found = [d for d in self._dialogues if d.messages == before[: len(d.messages)]]
         return max(found, key=lambda d: len(d.messages), default=None)
 
     def _prompt(self, messages: Sequence[Message], tools: Any) -> Rendered:
@@ -233,8 +231,10 @@ class Session:
                 ids = np.concatenate([earlier.ids, between[0]])
                 if not self.runner.as_inference or boundaries.keeps(ids, messages, tools):
                     return ids, earlier.media + between[1]
-        if self._opening is not None and _key(*self._opening[:2]) == _key(messages, tools):
-            return self._opening[2], ()
+        if self._opening is not None:
+            opening, offered, ids = self._opening
+            if offered == list(tools or ()) and _keys(opening) == _keys(messages):
+                return ids, ()
         return boundaries.whole(messages, tools)
 
     async def _reply(self, completion: Completion, tools: Any) -> Reply:
@@ -256,10 +256,6 @@ class Session:
         return Reply(message, calls, completion)
 
 
-def _key(messages: Sequence[Message], tools: Any) -> tuple[Any, ...]:
-    return _keys(messages), json.dumps(list(tools or []), sort_keys=True, default=str)
-
-
 def _keys(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
     """What makes two messages the same, whoever wrote them down: role, text, calls."""
     return [
@@ -268,7 +264,7 @@ def _keys(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
             _text(m.get("content")),
             m.get("tool_call_id"),
             *(part["image"] for part in images_of(m)),
-            *map(_call_key, m.get("tool_calls") or ()),
+            *((c["function"]["name"], c["function"].get("arguments")) for c in m.get("tool_calls") or ()),
         )
         for m in messages
     ]
@@ -278,10 +274,6 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         content = "".join(part if isinstance(part, str) else part.get("text", "") for part in content)
     return (content or "").strip()
-
-
-def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
-    return call["function"]["name"], json.dumps(call["function"].get("arguments"), sort_keys=True)
 
 
 def _normal(message: Message) -> dict[str, Any]:

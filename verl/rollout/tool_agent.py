@@ -120,11 +120,8 @@ class ToolAgent(AgentLoopBase):
 
     def _limit(self, answered: int, invalid: int, asked: int) -> str | None:
         """The status of a trajectory that may not go on: what the last turn asks for is not done."""
-        most, users, calls = (
-            self._turns.max_assistant_turns,
-            self._turns.max_user_turns,
-            self._agent.max_calls,
-        )
+        most, users = self._turns.max_assistant_turns, self._turns.max_user_turns
+        calls = self._agent.max_calls
         if invalid >= INVALID_TURNS:
             return "invalid_calls"
         if calls is not None and self.tools.counts["calls"] + asked > calls:

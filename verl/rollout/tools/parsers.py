@@ -28,11 +28,8 @@ class ToolCall:
 
     def message(self) -> dict[str, Any]:
         """As `tool_calls` of a message hold it; the arguments are a mapping, as templates take them."""
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 Read = Callable[[str, Types], tuple[str, list[ToolCall]]]
