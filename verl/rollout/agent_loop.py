@@ -22,7 +22,7 @@ import numpy as np
 from verl.config.schema.base import Map
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
-from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN
+from verl.trajectory import SINGLE_TURN
 
 if TYPE_CHECKING:
     from verl.rollout.session import Session
@@ -194,13 +194,6 @@ class AgentLoopBase(ABC):
         return {}
 
     process_multi_modal_info = process_vision_info
-
-
-def keywords(columns: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of `run` for a row: its columns, `own` (AGENT_LOOP_ARGUMENTS without the first two), and all columns as
-    `columns`."""
-    row = {name: value for name, value in columns.items() if name not in AGENT_LOOP_ARGUMENTS}
-    return row | {"columns": columns} | own
 
 
 _LOOPS: dict[str, type[AgentLoopBase]] = {}

@@ -94,21 +94,16 @@ class LoopProcesses:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(
-        self,
-        name: str,
-        session: TrajectoryCalls,
-        sampling: SamplingParams,
-        columns: dict[str, Any],
-        own: dict[str, Any],
+        self, name: str, session: TrajectoryCalls, sampling: SamplingParams, row: dict[str, Any]
     ) -> list[agent_loop.AgentLoopOutput]:
-        """What the loop registered as `name` returns for a row (see `agent_loop.keywords`).
+        """What the loop registered as `name` returns for a row (see `LoopRunner.run`).
 
         LoopFailed with what it raised, NotPlain for a value that cannot be sent, LoopUnusable if no process can run it.
         """
         number = next(self._numbers)
         module = agent_loop.get(name).__module__
         message = {"run": number, "module": module, "name": name, "sampling": asdict(sampling)}
-        line = encode(message | {"columns": columns, "own": own}, "the row", arrays=True)
+        line = encode(message | {"row": row}, "the trajectory", arrays=True)
         process = self._least_busy()
         run = process.running[number] = _Run(session, asyncio.get_running_loop().create_future())
         try:
@@ -258,7 +253,7 @@ class _Child:
         await loop.create_future()
 
     def _take(self, message: dict[str, Any]) -> None:
-        if "own" in message:
+        if "row" in message:
             self._runs[message["run"]] = asyncio.ensure_future(self._run(message))
         elif "cancel" in message:
             if (task := self._runs.get(message["cancel"])) is not None:
@@ -287,9 +282,7 @@ class _Child:
         try:
             importlib.import_module(message["module"])
             sampling = SamplingParams(**message["sampling"])
-            outputs = await self._runner.run(
-                message["name"], send, sampling, message["columns"], message["own"]
-            )
+            outputs = await self._runner.run(message["name"], send, sampling, message["row"])
             found = [{name: getattr(output, name) for name in output.__slots__} for output in outputs]
             self._channel.send({"run": number, "outputs": found}, arrays=True)
         except Exception as error:

@@ -17,6 +17,7 @@ from verl.rollout import agent_loop
 from verl.rollout.agent_loop import AgentLoopOutput, EnvironmentFailed, ServerManager
 from verl.rollout.boundary import Boundaries
 from verl.rollout.session import Send, Session
+from verl.trajectory import AGENT_LOOP_ARGUMENTS
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -65,22 +66,22 @@ class LoopRunner:
         return Toolbox.load(self._key("multi_turn"))
 
     async def run(
-        self, name: str, send: Send, sampling: SamplingParams, columns: dict[str, Any], own: dict[str, Any]
+        self, name: str, send: Send, sampling: SamplingParams, row: dict[str, Any]
     ) -> list[AgentLoopOutput]:
-        """What the loop registered as `name` gives for a row (see `agent_loop.keywords`).
+        """What the loop registered as `name` gives for a row: its keywords (see `AgentLoopBase.run`), `columns` among them, from
+        which the others follow.
 
         A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that status. Raises
         what the loop raises besides; TypeError if it returns anything but outputs.
         """
         session = Session(send, sampling, self)
-        session.begin(own["raw_prompt"], own["prompt_ids"])
-        params: Any = sampling
-        if agent_loop.is_users(name):
-            params = Map(asdict(sampling), logprobs=True)
+        session.begin(row["raw_prompt"], row["prompt_ids"])
+        params: Any = Map(asdict(sampling), logprobs=True) if agent_loop.is_users(name) else sampling
+        columns = {key: value for key, value in row["columns"].items() if key not in AGENT_LOOP_ARGUMENTS}
         deadline = asyncio.timeout(self._timeout)
         try:
             async with deadline:
-                outputs = await self._loop(name, session).run(params, **agent_loop.keywords(columns, own))
+                outputs = await self._loop(name, session).run(params, **columns | row)
         except TimeoutError:
             if not deadline.expired():
                 raise

@@ -108,7 +108,7 @@ async def _all_back(
 
 
 class RolloutManager:
-    """Runs agent loops over one engine.
+    """Runs agent loops over one engine; `requests` are those that are under way in it.
 
     `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them. `processes` makes those
     that run users' agent loops, when the first is needed (None: they run here).
@@ -237,18 +237,6 @@ class RolloutManager:
         """Wait until every response that is under way is back."""
         await _all_back(self._under_way())
 
-    async def pause(self) -> int:
-        """Before new weights: stop every request, partial output kept; returns how many there were."""
-        return await self.requests.pause()
-
-    async def resume(self) -> None:
-        """After new weights: what `pause` stopped goes on with them."""
-        self.requests.resume()
-
-    async def busy(self) -> list[tuple[float, float]]:
-        """Spans of time.monotonic() in which the engine had requests, since the last call."""
-        return self.requests.busy()
-
     async def stop(self) -> None:
         """End everything that is under way, scoring too; nothing of it is handed over."""
         tasks = [*self._under_way(), *self._scoring.values(), *self._whole.values()]
@@ -325,21 +313,22 @@ class RolloutManager:
         number = f"{index}r{attempt}" if attempt else index
         calls = TrajectoryCalls(self.requests, prompt, number, prefix, more_follow=name != SINGLE_TURN)
         params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, number))
-        own = {
+        row = {
             "prompt_ids": prompt.ids,
             "raw_prompt": prompt.messages,
             "data_source": prompt.data_source,
             "extra_info": prompt.extra_info,
             "uid": prompt.uid,
             "sample_index": index,
+            "columns": prompt.columns,
         }
         started = time.monotonic()
         try:
             if self._open_processes is not None and agent_loop.runs_apart(name):
                 self._processes = self._processes or self._open_processes()
-                outputs = await self._processes.run(name, calls, params, prompt.columns, own)
+                outputs = await self._processes.run(name, calls, params, row)
             else:
-                outputs = await self._runner.run(name, calls.generate, params, prompt.columns, own)
+                outputs = await self._runner.run(name, calls.generate, params, row)
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise

@@ -189,11 +189,11 @@ class ResumableGeneration:
                 continue  # a request that reached the engine after the abort is aborted now
         return stopped
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Let requests go on with the weights that the engine holds now."""
         self._open.set()
 
-    def busy(self) -> list[tuple[float, float]]:
+    async def busy(self) -> list[tuple[float, float]]:
         """Spans of the clock in which the engine had requests, since the last call; one in progress is cut."""
         spans, self._busy = self._busy, []
         if self._under_way:

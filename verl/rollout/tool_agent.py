@@ -157,26 +157,19 @@ def checked_tools(rollout: Any, tokenizer: Any, kwargs: Any) -> RowTools | None:
         return None
     schemas = Toolbox.load(turns).schemas
     if schemas and tokenizer is not None:
-        chat = ChatRenderer(tokenizer, kwargs)
-        written = _check_template(chat, list(schemas.values()), turns.format)
-        _check_room(
-            chat, Boundaries(tokenizer, kwargs), list(schemas.values()), written, rollout.response_length
-        )
+        boundaries, listed = Boundaries(tokenizer, kwargs), list(schemas.values())
+        if written := _check_template(boundaries.chat, listed, turns.format):
+            _check_room(boundaries, listed, written, rollout.response_length)
     return RowTools(schemas, rollout.agent.default_agent_loop == TOOL_AGENT)
 
 
-def _check_room(
-    chat: ChatRenderer,
-    boundaries: Boundaries,
-    schemas: list[dict[str, Any]],
-    written: str | None,
-    longest: int,
-) -> None:
-    """ToolError if the shortest call and its answer leave no token for a turn after them."""
+def _check_room(boundaries: Boundaries, schemas: list[dict[str, Any]], written: str, longest: int) -> None:
+    """ToolError if the shortest call (`written` by the template) and its answer leave no token for a turn after them."""
+    chat = boundaries.chat
     call = ToolCall(schemas[0]["function"]["name"], {}, id="call_0")
     turn = {"role": "assistant", "content": "", "tool_calls": [call.message()]}
     answer = boundaries.between(turn, [_tool_message(call, "")], schemas, chat.tokenizer.eos_token_id)
-    if not written or answer is None:
+    if answer is None:
         return
     called, answered = len(chat.ids(written)), len(answer[0])
     if called + answered >= longest:
@@ -198,7 +191,7 @@ def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_form
             "the model's chat template has no support for tools: they do not appear in the prompt. Name a template that has: "
             "actor_rollout_ref.model.custom_chat_template"
         )
-    written = _written_call(chat, ask, schemas)
+    written = _written_call(chat, ask, offered, schemas)
     ours = PARSERS.keys() - OWN_PARSERS.keys()
     if written is None or tool_format not in ours or _reads(tool_format, written, schemas):
         return written
@@ -207,12 +200,13 @@ def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_form
     raise ToolError(f"{what}; {' or '.join(fitting)} can")
 
 
-def _written_call(chat: ChatRenderer, ask: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str | None:
-    """A call as the template writes it, or None if it writes none."""
+def _written_call(
+    chat: ChatRenderer, ask: list[dict[str, Any]], before: str, schemas: list[dict[str, Any]]
+) -> str | None:
+    """A call as the template writes it behind `before`, the text of `ask` with tools; None if it writes none."""
     call = ToolCall(schemas[0]["function"]["name"], {"text": "a"}, id="call_0").message()
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
-        before = chat.text(ask, tools=schemas)
         text = chat.text([*ask, turn], generation=False, tools=schemas)
     except BadRow:
         return None

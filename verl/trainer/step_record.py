@@ -257,7 +257,7 @@ class StepRecord:
 
     def _times(self, step: int) -> dict[str, float]:
         parts, trainer, rollout = self._parts, self._config.trainer, self._config.actor_rollout_ref.rollout
-        times = step_times(parts.phases.spans(), parts.loop.run(parts.rollouts.busy()))
+        times = step_times(parts.phases.spans(), parts.loop.run(parts.rollouts.requests.busy()))
         self._timeline.write(step, times)
         own = rollout.nnodes * rollout.n_gpus_per_node if rollout.nnodes else 0
         return times.metrics(own, trainer.nnodes * trainer.n_gpus_per_node)
