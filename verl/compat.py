@@ -10,6 +10,7 @@ the table too.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -174,8 +175,7 @@ class _View(Loader):
         module.__getattr__ = refuse  # type: ignore[method-assign]
         names: Any = SERVED.get(path, {})
         for name, target in names.items():
-            where, attribute = target.split(":")
-            setattr(module, name, getattr(importlib.import_module(where), attribute))
+            setattr(module, name, pkgutil.resolve_name(target))
 
 
 class PluginFinder(MetaPathFinder):

@@ -239,12 +239,8 @@ def runs_apart(name: str) -> bool:
     return is_users(name) or getattr(get(name), "runs_users_code", False)
 
 
-_ARGUMENTS: dict[str, dict[str, Any]] = {}
-
-
-def arguments_of(name: str) -> dict[str, Any]:
-    """The further keywords of the constructor of a loop that a file listed."""
-    return _ARGUMENTS.get(name, {})
+ARGUMENTS: dict[str, dict[str, Any]] = {}
+"""Name → the further keywords of the constructor, of a loop that a file listed."""
 
 
 def load_listed(path: str | None) -> None:
@@ -265,7 +261,7 @@ def load_listed(path: str | None) -> None:
                 f"{path}: the entry {entry!r} names no class that can be imported ({type(error).__name__}: {error}); "
                 "it needs name and _target_: module.Class"
             ) from error
-        _LOOPS[entry["name"]], _ARGUMENTS[entry["name"]] = cls, arguments
+        _LOOPS[entry["name"]], ARGUMENTS[entry["name"]] = cls, arguments
 
 
 @register(SINGLE_TURN)

@@ -61,7 +61,7 @@ class _Run:
     session: TrajectoryCalls
     outputs: asyncio.Future[list[agent_loop.AgentLoopOutput]]
     media: dict[str, Media] = field(default_factory=dict)
-    calls: set[asyncio.Task[None]] = field(default_factory=set)
+    calls: list[asyncio.Task[None]] = field(default_factory=list)
 
     def fail(self, error: Exception) -> None:
         if not self.outputs.done():
@@ -184,9 +184,7 @@ class LoopProcesses:
         if run is None:  # cancelled meanwhile
             return
         if "call" in message:
-            call = asyncio.ensure_future(self._generate(process, run, message))
-            run.calls.add(call)
-            call.add_done_callback(run.calls.discard)
+            run.calls.append(asyncio.ensure_future(self._generate(process, run, message)))
         elif "error" in message:
             error = LoopFailed(message["error"])
             error.add_note(message["traceback"])

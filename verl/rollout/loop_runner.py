@@ -113,5 +113,5 @@ class LoopRunner:
             data_config=agent_loop.DictConfigWrap(select(self.config, "data")),
             hf_model_type=None,
             **more,
-            **agent_loop.arguments_of(name),
+            **agent_loop.ARGUMENTS.get(name, {}),
         )
