@@ -90,8 +90,7 @@ class LoopProcesses:
         timeout = select(config, "actor_rollout_ref.rollout.agent.tool_timeout")
         self._patience = None if timeout is None else timeout + _GRACE_SECONDS
         self._numbers = itertools.count()
-        self._processes: list[_LoopProcess] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._processes: dict[_LoopProcess, asyncio.Task[None]] = {}
 
     async def run(
         self, name: str, session: TrajectoryCalls, sampling: SamplingParams, row: dict[str, Any]
@@ -124,17 +123,14 @@ class LoopProcesses:
         """Kill every process."""
         for process in self._processes:
             process.kill()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._processes.values(), return_exceptions=True)
 
     def _least_busy(self) -> _LoopProcess:
         best = min(self._processes, key=lambda process: len(process.running), default=None)
         if best is not None and (not best.running or len(self._processes) >= self._limit):
             return best
         process = _LoopProcess()
-        self._processes.append(process)
-        task = asyncio.ensure_future(self._serve(process))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._processes[process] = asyncio.ensure_future(self._serve(process))
         return process
 
     async def _serve(self, process: _LoopProcess) -> None:
@@ -156,7 +152,7 @@ class LoopProcesses:
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = f" ({type(error).__name__}: {error})"
         finally:
-            self._processes.remove(process)
+            del self._processes[process]
             for task in watching:
                 task.cancel()
             await process.end()
