@@ -59,11 +59,12 @@ class LoopRunner:
     @cached_property
     def tools(self) -> Any:
         """The run's tools, or None where none is configured."""
-        if not (self._key("multi_turn.tool_config_path") or self._key("multi_turn.function_tool_path")):
+        paths = [self._key(f"multi_turn.{name}") for name in ("tool_config_path", "function_tool_path")]
+        if not any(paths):
             return None
         from verl.rollout.tools.toolbox import Toolbox
 
-        return Toolbox.load(self._key("multi_turn"))
+        return Toolbox.load(*paths)
 
     async def run(
         self, name: str, send: Send, sampling: SamplingParams, row: dict[str, Any]

@@ -48,13 +48,7 @@ class TrajectoryCalls:
     """
 
     def __init__(
-        self,
-        requests: ResumableGeneration,
-        prompt: Prompt,
-        number: int | str,
-        prefix: str = "",
-        *,
-        more_follow: bool = True,
+        self, requests: ResumableGeneration, prompt: Prompt, number: int | str, prefix: str, more_follow: bool
     ):
         self.prefill = np.zeros(2, np.int64)
         self._calls: list[_Call] = []

@@ -155,7 +155,7 @@ def checked_tools(rollout: Any, tokenizer: Any, kwargs: Any) -> RowTools | None:
     load_interactions(turns.interaction_config_path)
     if not (turns.tool_config_path or turns.function_tool_path):
         return None
-    schemas = Toolbox.load(turns).schemas
+    schemas = Toolbox.load(turns.tool_config_path, turns.function_tool_path).schemas
     if schemas and tokenizer is not None:
         boundaries, listed = Boundaries(tokenizer, kwargs), list(schemas.values())
         if written := _check_template(boundaries.chat, listed, turns.format):

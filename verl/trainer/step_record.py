@@ -23,7 +23,6 @@ from verl.weight_sync.base import SyncResult
 
 if TYPE_CHECKING:
     from verl.config import Config
-    from verl.rollout.dynamic_sampling import DynamicSchedule
     from verl.rollout.schedule import PromptSchedule
     from verl.tracking.tracker import Tracking
     from verl.trainer.colocation import Colocation
@@ -117,7 +116,7 @@ class RefusedSteps:
 class StepRecord:
     """The record of the step in progress. `sampled` (the sampler's counters) and `sync` come from the loop."""
 
-    def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule | DynamicSchedule):
+    def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule):
         self.counters = Counters()
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from verl.data.files import DataError
@@ -90,14 +89,14 @@ class Toolbox:
         self.tools = list(self.by_name.values())
 
     @classmethod
-    def load(cls, multi_turn: Any) -> Toolbox:
-        """The tools that `rollout.multi_turn` names. ToolError for one that cannot be used."""
+    def load(cls, tool_config_path: str | None = None, function_tool_path: str | None = None) -> Toolbox:
+        """The tools of a tools file and of a file of functions. ToolError for one that cannot be used."""
         named: list[tuple[str, Tool]] = []
-        if path := multi_turn.tool_config_path:
+        if path := tool_config_path:
             entries = load_yaml(path, "tools", ("class_name", "config", "tool_schema", "mcp"))
             for number, entry in enumerate(entries):
                 named += _tools(f"{path} entry {number}", entry)
-        if path := multi_turn.function_tool_path:
+        if path := function_tool_path:
             try:
                 found = load_function_tools_from_path(path)
             except Exception as error:
@@ -114,10 +113,8 @@ class Toolbox:
 
 
 def load_all_tools(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[Tool]:
-    """The tools of a tools file and of a file of functions, as loops and tests of the public system load them."""
-    return Toolbox.load(
-        SimpleNamespace(tool_config_path=tool_config_path, function_tool_path=function_tool_path)
-    ).tools
+    """`Toolbox.load`, as loops and tests of the public system call it."""
+    return Toolbox.load(tool_config_path, function_tool_path).tools
 
 
 def _tools(where: str, entry: dict[str, Any]) -> list[tuple[str, BaseTool]]:
