@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import swap_tensors
 
 from verl.config.schema.base import setting
 from verl.errors import UserError
@@ -200,18 +201,12 @@ def _options(model_cfg: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _without_values(module: torch.nn.Module) -> None:
-    """Put meta parameters in the place of those that came with values: not every function that an architecture draws
-    its start from minds `torch.device`. Only meta parameters are filled later."""
-    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is None or parameter.is_meta:
-                continue
-            if parameter not in made:
-                made[parameter] = torch.nn.Parameter(
-                    torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-                )
-            part._parameters[name] = made[parameter]
+    """Take parameters that came with values to the meta device: not every function that an architecture draws its start
+    from minds `torch.device`. Only meta parameters are filled later."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            empty = torch.empty_like(parameter, device="meta")
+            swap_tensors(parameter, torch.nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 
 @torch.no_grad()

@@ -267,19 +267,15 @@ class FSDPEngine(TrainingEngine):
         counts, self._images = self._images, dict.fromkeys(self._images, 0)
         return counts
 
-    def _waiting(self, what: str) -> AbstractContextManager[None]:
-        return waiting(what, self.layout.groups) if self._sharded else nullcontext()
-
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.compute_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+        lower = self.compute_dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=lower)
 
     def _outputs(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """Outputs of the pack's response tokens, float32 [R] or [R, k]."""
         computes = bool(batch.targets.numel())
         counted = batch.targets.numel() - batch.blank
-        with self._waiting("a forward pass"):
+        with waiting("a forward pass"):
             found = self._computed(batch if computes else _dummy(batch), outputs, temperature)
         # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
         whole = computes and not batch.blank
@@ -368,7 +364,7 @@ class FSDPEngine(TrainingEngine):
                 self._model.head.set_requires_all_reduce(last or not self.layout.hybrid)  # type: ignore[operator]
             done.tokens += batch.size
             recomputing = self._recomputing(-(-batch.size // self.layout.sequence_size))
-            with self._model.fused.active(), recomputing, self._waiting("the passes of a step"):
+            with self._model.fused.active(), recomputing, waiting("the passes of a step"):
                 found = self._outputs(batch, outputs, temperature)
                 changed = found.pop("changed", None)
                 value, metrics = _backward(found, batch.rows, loss, scale)
@@ -390,12 +386,10 @@ class FSDPEngine(TrainingEngine):
         if not self._sharded:
             return own, math.nan if own.refused else float(global_norm(self._gradients()))
         tensor, speaks = self._model.tensor, self.layout.speaks
-        for parameter in self._parameters:
-            # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
+        self._fill_gradients()
         if tensor is not None:
-            with self._waiting("adding up gradients"):
+            with waiting("adding up gradients"):
                 tensor.complete(self._names)
         counted = [p for p in self._parameters if self.layout.counts and (tensor is None or tensor.own(p))]
         squares = sum_of_squares([local(p.grad) for p in counted if p.grad is not None])
@@ -410,16 +404,15 @@ class FSDPEngine(TrainingEngine):
 
     def _gradients(self) -> list[torch.Tensor]:
         """The gradients, this rank's share."""
-        found = [p.grad for p in self._parameters if p.grad is not None]
-        return [local(grad) for grad in found] if self._sharded else found
+        return [local(p.grad) for p in self._parameters if p.grad is not None]
 
     def _clear_gradients(self) -> None:
         """Make all gradients zero: in place where products are added straight into them; FSDP makes its own."""
-        if self._sharded:
-            self._drop_gradients()
-            return
-        if kept := self._gradients():
-            torch._foreach_zero_(kept)
+        self._require_optimizer().zero_grad(set_to_none=bool(self._sharded))
+        if not self._sharded:
+            self._fill_gradients()
+
+    def _fill_gradients(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

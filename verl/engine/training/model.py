@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from verl.config.layout import MODEL_KEYS, Sizes, model_problems
 from verl.config.schema.base import setting
 from verl.engine.training.fuse import FusedForwards
-from verl.engine.training.heads import OutputHead, head_class
+from verl.engine.training.heads import HEADS, OutputHead
 from verl.engine.training.lora import Adapter, AdapterSource, LoraSettings, inject
 from verl.engine.training.process_group import on_all_ranks
 from verl.engine.training.settings import named_dtype
@@ -72,7 +72,7 @@ class EngineModel:
 
 def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) -> EngineModel:
     """The model of one process, loaded or as given: a given one keeps its tensors and their requires_grad."""
-    head = head_class(settings.head)
+    head = HEADS[settings.head]
     if module is None:
         assert settings.path is not None, "give model_path or module"
         module = models.load_model(settings.path, settings.model_cfg, head=settings.head)
@@ -110,7 +110,7 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
         source = on_all_ranks(lambda: AdapterSource(module, lora, settings.seed, source))
     if setting(settings.role_cfg, "freeze_vision_tower", False):
         models.freeze_vision_tower(module)
-    model = EngineModel(head_class(settings.head)(module), FusedForwards(), adapter, tensor, sequence)
+    model = EngineModel(HEADS[settings.head](module), FusedForwards(), adapter, tensor, sequence)
     on_all_ranks(lambda: _shard(model, source, layout, settings))
     return model
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.utils import swap_tensors
 
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
 from verl.engine.training.sharding import local, take_share, whole
@@ -51,17 +52,13 @@ class WeightSource(ABC):
         trainable: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        """Put real parameters in the place of these modules' meta ones; tied ones stay one. names: id → name."""
-        made: dict[int, torch.nn.Parameter] = {}
+        """Give these modules' meta parameters their values. They stay the same objects, so tied ones stay one. names: id → name."""
         for part in parts:
-            for key, parameter in part._parameters.items():
-                if parameter is None or not parameter.is_meta:
-                    continue
-                if id(parameter) not in made:
+            for parameter in part.parameters(recurse=False):
+                if parameter.is_meta:
                     value = self.read(names[id(parameter)], parameter).to(device)
                     requires_grad = trainable and parameter.requires_grad
-                    made[id(parameter)] = torch.nn.Parameter(value, requires_grad=requires_grad)
-                part._parameters[key] = made[id(parameter)]
+                    swap_tensors(parameter, torch.nn.Parameter(value, requires_grad=requires_grad))
 
 
 class FileSource(WeightSource):
