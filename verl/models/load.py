@@ -72,14 +72,11 @@ def load_model(
             f"model.path={path}: cannot be loaded as {_WORDS[head]}: {type(error).__name__}: {error}{_damaged(where)}"
         ) from error
     module, report = loaded
-    fresh = (
-        {name for name, _ in value_weights(module)} & set(report["missing_keys"])
-        if head == "value"
-        else set()
-    )
+    absent = set(report["missing_keys"])
+    fresh = {name for name, _ in value_weights(module)} & absent if head == "value" else set()
     for name in fresh:
         module.get_parameter(name).detach().zero_()
-    missing = sorted(set(report["missing_keys"]) - fresh)
+    missing = sorted(absent - fresh)
     if missing:
         raise UserError(
             f"model.path={path}: {len(missing)} weights are missing, for example {', '.join(missing[:3])}; "
