@@ -87,13 +87,9 @@ class Request:
     def response(self) -> list[int]:
         """The response's tokens, those that were sampled before this request included."""
         in_prompt = self.sampling.start - self.given
-        if in_prompt < 0:
+        if in_prompt <= 0:
             return self.tokens[-in_prompt:]
-        return (
-            [*self.prompt[len(self.prompt) - in_prompt :].tolist(), *self.tokens]
-            if in_prompt
-            else self.tokens
-        )
+        return [*self.prompt[-in_prompt:].tolist(), *self.tokens]
 
     def completion(self, reason: str) -> Completion:
         """What there is of the response, and why it is no more."""
@@ -234,28 +230,20 @@ class Scheduler:
         """Add what the request still needs to the pass, as far as the token budget goes."""
         group = request.group
         assert group is not None
-        length = len(group.prompt)
-        if group.computed < length:
-            ids = group.prompt[group.computed :][: max(0, self._budget - work.tokens)].tolist()
+        start, length = group.computed, len(group.prompt)
+        if start == length and not request.tokens and id(group) not in last_row:
+            start -= 1  # cached earlier: its last token again gives the logits
+        if start < length:
+            ids = group.prompt[start:][: max(0, self._budget - work.tokens)].tolist()
             if not ids:
                 return
-            work.add(
-                PrefillSpan(self.prompts, group.slot, group.computed, ids, group.routes, images=group.images)
-            )
-            group.computed += len(ids)
+            work.add(PrefillSpan(self.prompts, group.slot, start, ids, group.routes, images=group.images))
+            group.computed = start + len(ids)
             request.prefilled += len(ids)
             last_row[id(group)] = work.tokens - 1
         if group.computed < length:
             return
         if not request.tokens:
-            if id(group) not in last_row:  # cached earlier: its last token again gives the logits
-                last = group.prompt[-1:].tolist()
-                again = PrefillSpan(
-                    self.prompts, group.slot, length - 1, last, group.routes, images=group.images
-                )
-                work.add(again)
-                request.prefilled += 1
-                last_row[id(group)] = work.tokens - 1
             request.ready, request.prompt_routes = True, group.routes
             work.sampled.append((request, last_row[id(group)]))
             return
