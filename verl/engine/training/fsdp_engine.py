@@ -132,8 +132,7 @@ class FSDPEngine(TrainingEngine):
             self._find_layer()
         if self._replays:  # a model that it does not fit is refused before anything is sampled
             self._refuse_misfit()
-        own = self.module.named_parameters() if trainable else ()
-        self._names = {name: parameter for name, parameter in own if parameter.requires_grad}
+        self._names = {n: p for n, p in self.module.named_parameters() if trainable and p.requires_grad}
         self._parameters = list(self._names.values())
         self._optimizer: torch.optim.Optimizer | None = None
         if trainable:
@@ -159,15 +158,13 @@ class FSDPEngine(TrainingEngine):
 
     def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any, shared: bool) -> None:
         """Everything the configuration says about passes, steps and who has the device's memory when."""
-        if log_prob_cfg is None and setting(role_cfg, "log_prob_max_token_len_per_gpu") is not None:
-            log_prob_cfg = role_cfg
         self._token_bytes = activation_bytes(self.module.config)
         self._replays = setting(role_cfg, "router_replay.mode", "disabled") != "disabled"
         self._routing: Routing | None = None
         self.update_batching = self._micro_batching(role_cfg, role_cfg, "ppo")
-        self.forward_batching = self.update_batching
-        if log_prob_cfg is not None:
-            self.forward_batching = self._micro_batching(role_cfg, log_prob_cfg, "log_prob")
+        group = role_cfg if log_prob_cfg is None else log_prob_cfg
+        prefix = "ppo" if setting(group, "log_prob_max_token_len_per_gpu") is None else "log_prob"
+        self.forward_batching = self._micro_batching(role_cfg, group, prefix)
         self._heads = int(self.module.config.get_text_config().num_attention_heads)
         self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
         self._adapter_only = bool(setting(role_cfg, "checkpoint.save_lora_only", False))

@@ -191,9 +191,7 @@ def _refuse_unfit(module: PreTrainedModel, layers: Mapping[str, Any]) -> None:
             why = "it shares its weight with the embedding, so an adapter of it alone cannot be merged"
         if why:
             part = name.rpartition(".")[2]
-            raise UserError(
-                f"{name}: {why}: leave {part} out of model.target_modules or model.lora_adapter_path"
-            )
+            raise UserError(f"{name}: {why}: leave {part} out of model.target_modules or lora_adapter_path")
 
 
 class Adapter:

@@ -59,9 +59,7 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
     UserError if the directory has no such state, or state of other parameters.
     """
     if not (directory / ".metadata").is_file():
-        raise UserError(
-            f"{directory}: no optimizer state here; the checkpoint was saved without it or is damaged"
-        )
+        raise UserError(f"{directory}: no optimizer state here: it was saved without, or is damaged")
     flat = {}
     for key, stored in Reader(str(directory)).read_metadata().state_dict_metadata.items():
         name = key.rsplit("/", 1)[0]

@@ -101,9 +101,8 @@ class FileSource(WeightSource):
             places = apart.pop(part)
             found = self._tensor(part)
             if found.shape != places.shape:
-                raise UserError(
-                    f"{self._files[part]}: {part} is {list(found.shape)}, not {list(places.shape)}"
-                )
+                shapes = f"{list(found.shape)}, not {list(places.shape)}"
+                raise UserError(f"{self._files[part]}: {part} is {shapes}")
             out[places.reshape(-1)] = found.reshape(-1).to(like.dtype)
         return out.view(like.shape)
 
@@ -161,9 +160,7 @@ def reading(file: Path, what: str = "model") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(
-            f"{file} is damaged or cut short ({error}); fetch or copy the {what} again"
-        ) from error
+        raise UserError(f"{file} is damaged or cut short ({error}); fetch the {what} again") from error
 
 
 @torch.no_grad()
@@ -193,7 +190,7 @@ def refuse_non_finite(module: PreTrainedModel) -> None:
             norm = float(torch.linalg.vector_norm(local(parameter), dtype=torch.float32))
             if not math.isfinite(norm):
                 raise UserError(
-                    f"the norm of the weight {name} is {norm}: training has blown it up (lower optim.lr)"
+                    f"the norm of the weight {name} is {norm}: training blew it up (lower optim.lr)"
                 )
 
     on_all_ranks(look)

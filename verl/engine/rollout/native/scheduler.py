@@ -27,6 +27,7 @@ from verl.engine.rollout.native.prefill_plan import PrefillSpan
 
 if TYPE_CHECKING:
     from verl.engine.rollout.native.vision import PromptImages
+    from verl.trajectory import Media
 
 _BYTES_PER_CHARACTER = 4
 _PLACES = 8  # sequences that may be in the cache for each that may be sampled at a time: sessions that wait for a tool
@@ -202,10 +203,10 @@ class Scheduler:
         earlier = None if request.tokens else self.idle.get(request.session or "")
         if earlier is None or earlier.group is None:
             return None
-        shared, ours = earlier.group, request.images and request.images.media
+        shared = earlier.group
+        longer = len(request.prompt) > len(shared.prompt) and _media(request) is _media(shared)
         same = np.array_equal(request.prompt[: len(shared.prompt)], shared.prompt)
-        theirs = shared.images and shared.images.media
-        return earlier if same and len(request.prompt) > len(shared.prompt) and ours is theirs else None
+        return earlier if longer and same else None
 
     def _go_on(self, request: Request, earlier: Request) -> bool:
         """Give the request the place of an idle one, or change nothing."""
@@ -372,11 +373,12 @@ class Scheduler:
 
 
 def _same_prompt(one: Group | Request, other: Request) -> bool:
-    if not (one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)):
-        return False
-    if one.images is None or other.images is None:
-        return one.images is other.images
-    return one.images.media is other.images.media
+    same = one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)
+    return same and _media(one) is _media(other)
+
+
+def _media(one: Group | Request) -> Media | None:
+    return one.images and one.images.media
 
 
 class Stopper:

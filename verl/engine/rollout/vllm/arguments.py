@@ -112,7 +112,8 @@ def engine_arguments(
         "seed": s.seed & 0x7FFFFFFF,
         "generation_config": "vllm",  # sampling settings come with each request, end tokens too
         "worker_extension_cls": WORKER_EXTENSION,
-        "disable_log_stats": True,
+        # Requests carry their preemptions then. vLLM prints statistics only where it is asked to, which nobody does here.
+        "disable_log_stats": False,
         "enable_expert_parallel": s.expert_parallel,
         "enable_sleep_mode": s.free_cache_engine and sleeps,
     }

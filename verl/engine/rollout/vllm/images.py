@@ -30,9 +30,7 @@ class ImageInputs:
 
     def __init__(self, config: Any, processor: Any):
         if config.model_type not in CAPABILITIES["vllm"].images:
-            raise UserError(
-                f"images of {config.model_type} are not sampled by vllm in this release; set rollout.name=native"
-            )
+            raise UserError(f"vllm is not shown images of {config.model_type} here; set rollout.name=native")
         self.forbidden = special_token_ids(config)
         self._token, self._patches = config.image_token_id, config.vision_config.spatial_merge_size**2
         self._processor = processor

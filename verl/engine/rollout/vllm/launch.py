@@ -203,22 +203,9 @@ def start(arguments: dict[str, Any]) -> Any:
     """vLLM's asynchronous engine. UserError or RuntimeError says what vLLM said."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class Silent(StatLoggerBase):  # type: ignore[misc]
-        """With a logger requests carry their preemptions; this one prints nothing."""
-
-        def __init__(self, *_: Any, **__: Any):
-            """Nothing to set up."""
-
-        def record(self, *_: Any, **__: Any) -> None:
-            """Nothing to record."""
-
-        def log_engine_initialized(self) -> None:
-            """Nothing to say."""
 
     try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Silent])
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, TypeError) as error:
         raise UserError(f"vLLM refuses its arguments: {str(error)[:1500]}") from error
     except RuntimeError as error:
