@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -134,6 +135,7 @@ class VisionInputs:
         """None for a text model."""
         return cls(model) if sees_images(model.config) else None
 
+    @cached_property
     def blank(self) -> Media:
         """An image of one token with nothing in it, for a rank that must run the tower and has no image."""
         vision = self._config.vision_config

@@ -53,7 +53,6 @@ from verl.engine.training.packing import (
     keep_routes,
     pack,
     split_rows,
-    with_blank_image,
 )
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
@@ -250,13 +249,11 @@ class FSDPEngine(TrainingEngine):
         # The least of all ranks: with a split sequence, recomputing is collective too.
         self._free = min(free for _, free, _ in said)
         # Where one rank's images go through the tower, the others gather its weights with it.
-        together = self._sharded and any(seeing for *_, seeing in said)
+        together = bool(self._sharded) and any(seeing for *_, seeing in said)
         for number in range(count):
             chunk = chunks[number] if number < len(chunks) else []
-            batch = pack(chunk, how, self.device, self._vision)
+            batch = pack(chunk, how, self.device, self._vision, tower=together)
             self._images["encoded"] += batch.images
-            if together and self._vision is not None and not batch.images:
-                batch = with_blank_image(batch, self._vision)
             yield batch, number + 1 == count
 
     def images(self) -> dict[str, int]:
