@@ -304,8 +304,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             with torch.no_grad():
                 for name, tensor in weights:
                     if name not in targets or targets[name].shape != tensor.shape:
-                        given_as = f"{name!r} of shape {tuple(tensor.shape)}"
-                        raise ValueError(f"load_weights: {given_as} is no weight of the sampler's model")
+                        shape = tuple(tensor.shape)
+                        raise ValueError(f"load_weights: {name!r} is no weight here, of shape {shape}")
                     targets[name].copy_(tensor)
                     given.add(name)
             if missing := sorted(adapter.keys() - given) if adapter else self._views.missing(given):
