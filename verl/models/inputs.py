@@ -32,12 +32,8 @@ def model_inputs(
     What the tokens see of each other is the attention plan's (`verl.models.attention.use`), so there is no mask; keys and
     values are nobody's to keep.
     """
-    inputs: dict[str, Any] = {
-        "input_ids": input_ids[None],
-        "position_ids": positions.unsqueeze(-2),
-        "use_cache": False,
-    }
-    return {**inputs, **(media or {})}
+    more = media or {}
+    return {"input_ids": input_ids[None], "position_ids": positions.unsqueeze(-2), "use_cache": False, **more}
 
 
 def special_token_ids(config: Any) -> list[int]:
@@ -157,13 +153,12 @@ class VisionInputs:
             raise ValueError(f"a context has {int(is_image.sum())} image tokens for images of {expected}")
         tokens, kinds = torch.from_numpy(ids)[None], is_image.astype(np.int32)
         seconds = torch.from_numpy(media.inputs.get(VIDEO_SECONDS, np.zeros(len(grid), np.float32)))
-        video, grids, more = seconds > 0, torch.tensor(grid), {}
+        video, grids = seconds > 0, torch.tensor(grid)
+        more = {"image_grid_thw": grids[~video]}
         if video.any():  # to the model's function they are of a kind of their own
             kinds[is_image] = np.repeat(1 + video.int().numpy(), grid.prod(-1) // self._merge**2)
-            more = {"video_grid_thw": grids[video], "second_per_grid_ts": seconds[video]}
-        positions, _ = self._base.get_rope_index(
-            tokens, torch.from_numpy(kinds)[None], image_grid_thw=grids[~video], **more
-        )
+            more |= {"video_grid_thw": grids[video], "second_per_grid_ts": seconds[video]}
+        positions, _ = self._base.get_rope_index(tokens, torch.from_numpy(kinds)[None], **more)
         # What follows is counted on from the last token, as in a forward over the whole sequence. The function's own second result
         # counts from the largest position, which in a long video is that of its last frame.
         shift = int(positions[:, 0, -1].max()) + 1 - len(ids)

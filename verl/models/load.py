@@ -59,19 +59,16 @@ def load_model(
     attention.register()
     where = check_directory(path)
     config = load_config(where, model_cfg)
-    options = _options(model_cfg, dtype)
+    options = {**_options(model_cfg, dtype), "config": config, "output_loading_info": True}
     if not packed:
         del options["attn_implementation"]
     try:
         with _quiet():
-            loaded: Any = _kind(config, head, path).from_pretrained(
-                where, config=config, output_loading_info=True, **options
-            )
+            module, report = _kind(config, head, path).from_pretrained(where, **options)
     except (*_UNBUILT, SafetensorError) as error:
         raise UserError(
             f"model.path={path}: cannot be loaded as {_WORDS[head]}: {type(error).__name__}: {error}{_damaged(where)}"
         ) from error
-    module, report = loaded
     absent = set(report["missing_keys"])
     fresh = {name for name, _ in value_weights(module)} & absent if head == "value" else set()
     for name in fresh:

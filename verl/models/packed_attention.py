@@ -134,12 +134,8 @@ class PackedPlan:
 
     def _mask(self, tile: Tile, window: int | None) -> torch.Tensor:
         """float32 [rows, keys]: 0 where a row sees a key, −inf elsewhere."""
-        index = torch.cat(
-            (
-                torch.arange(tile.p0, tile.p1, device=self.device),
-                torch.arange(tile.k0, tile.q1, device=self.device),
-            )
-        )
+        spans = ((tile.p0, tile.p1), (tile.k0, tile.q1))
+        index = torch.cat([torch.arange(start, end, device=self.device) for start, end in spans])
         rows = torch.arange(tile.q0, tile.q1, device=self.device)
         same = (self._owner[rows, None] == self._owner[index]) & (rows[:, None] >= index)
         seen = same | (self._prefix[rows, None] == self._owner[index])

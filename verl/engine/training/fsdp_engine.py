@@ -47,13 +47,7 @@ from verl.engine.training.optimizer import (
     optim_config,
     sum_of_squares,
 )
-from verl.engine.training.packing import (
-    MicroBatching,
-    Pack,
-    keep_routes,
-    pack,
-    split_rows,
-)
+from verl.engine.training.packing import MicroBatching, Pack, keep_routes, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
 from verl.engine.training.sharding import layout, local, sharded_modules, whole

@@ -101,7 +101,7 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     sequence = _sequence_parallel(module, layout)
     if lora is not None and tensor is not None:
         raise UserError(
-            "model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; set one of them to 0, 1"
+            "model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; unset one of them"
         )
     source, adapter = _source(module, path, settings), None
     positions.settle(module, settings.longest)

@@ -95,10 +95,8 @@ def mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> Device
     torch's own `init_device_mesh` takes no timeout.
     """
     places = torch.arange(dist.get_world_size()).view(*shape)
-    groups = [
-        split(places.movedim(number, -1).reshape(-1, shape[number]).tolist(), name)
-        for number, name in enumerate(names)
-    ]
+    parts = [places.movedim(number, -1).reshape(-1, size).tolist() for number, size in enumerate(shape)]
+    groups = [split(ranks, name) for ranks, name in zip(parts, names, strict=True)]
     return DeviceMesh.from_group(groups, device_type, mesh=places, mesh_dim_names=tuple(names))
 
 

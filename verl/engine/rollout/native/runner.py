@@ -233,11 +233,8 @@ class Runner:
         filled = slots if self._graphs is None else self._filled(slots)
         at = np.searchsorted(filled, slots)
         columns = np.zeros((5, len(filled)), np.int64)
-        rows = [
-            (r.tokens[-1], len(r.tokens), r.group.slot, len(r.prompt), r.group.shift)
-            for r in requests
-            if r.group
-        ]
+        placed = [(r, r.group) for r in requests if r.group]
+        rows = [(r.tokens[-1], len(r.tokens), g.slot, len(r.prompt), g.shift) for r, g in placed]
         columns[:, at] = np.array(rows).T
         ids, lengths, prompt_slots, prompt_lengths, shifts = columns
         positions = np.maximum(prompt_lengths + lengths - 1 + shifts, 0)

@@ -50,11 +50,8 @@ class ImageInputs:
         counts = (media.inputs[_GRIDS].prod(-1) // self._patches).tolist()
         if len(places) != sum(counts):
             raise ValueError(f"a prompt has {len(places)} image tokens for images of {sum(counts)}")
-        starts = np.cumsum([0, *counts[:-1]])
-        ranges = [
-            PlaceholderRange(offset=int(places[start]), length=count)
-            for start, count in zip(starts, counts, strict=True)
-        ]
+        pairs = zip(np.cumsum([0, *counts[:-1]]), counts, strict=True)
+        ranges = [PlaceholderRange(offset=int(places[start]), length=count) for start, count in pairs]
         hashes = {_MODALITY: [f"{media.key}-{number}" for number in range(media.images)]}
         return dict(mm_input(list(ids), self._items(media, hashes), hashes, {_MODALITY: ranges}))
 
