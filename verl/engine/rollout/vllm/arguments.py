@@ -119,7 +119,8 @@ def engine_arguments(
     }
     if s.lora is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
-        arguments["max_lora_rank"] = lora_room(int(s.lora["r"]))
+        # What it sets room aside for is one of a list; a rank above the largest is refused with the configuration.
+        arguments["max_lora_rank"] = next(r for r in CAPABILITIES["vllm"].lora_ranks if r >= int(s.lora["r"]))
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"
@@ -174,14 +175,6 @@ def _whole_prompts(
             f"and max_model_len={s.max_model_len}"
         )
     return whole | {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
-
-
-def lora_room(rank: int) -> int:
-    """The rank that vLLM sets room aside for: the next of its list. UserError above the largest."""
-    ranks = CAPABILITIES["vllm"].lora_ranks
-    if rank > ranks[-1]:
-        raise UserError(f"model.lora_rank={rank}: vllm takes at most {ranks[-1]}")
-    return next(known for known in ranks if known >= rank)
 
 
 def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
