@@ -124,14 +124,11 @@ def _sequence_parallel(module: PreTrainedModel, layout: Layout) -> SequenceParal
             raise UserError(f"{key}: {problem}")
     if layout.sequence is None:
         return None
+    name = type(module).__name__
     if is_recurrent(module):
-        raise UserError(
-            f"{sizes.sequence_text}: {type(module).__name__} carries a state along the row, so a row cannot be split; "
-            "set it to 1"
-        )
+        raise UserError(f"{sizes.sequence_text}: {name} carries a state along the row; set it to 1")
     heads, sees = int(text.num_attention_heads) // layout.tensor_size, sees_images(module.config)
     if sees and not takes_features(module):
-        name = type(module).__name__
         raise UserError(f"{sizes.sequence_text}: {name} takes no encoded images; set it to 1")
     return SequenceParallel(layout.sequence, heads, module.config.image_token_id if sees else None)
 

@@ -197,10 +197,10 @@ def refuse_non_finite(module: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def save_weights(module: PreTrainedModel, directory: Path, serving_dtype: str) -> None:
+def save_weights(module: PreTrainedModel, directory: Path, serving: str) -> None:
     """Write what `from_pretrained` loads: safetensors files with an index, configuration, generation config.
 
-    Adapters are merged. Collective: what fails on one rank (a full disk) is raised by all.
+    Adapters are merged; `serving` is the data type that the configuration names. Collective: what fails on one rank (a full disk) is raised by all.
     """
     on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
     state, view, rank = untied(module), PlainView(module), this_rank()
@@ -218,9 +218,7 @@ def save_weights(module: PreTrainedModel, directory: Path, serving_dtype: str) -
         on_all_ranks(lambda mine=mine, file=file: _write_file(mine, directory / file))  # type: ignore[misc]
         listed |= dict.fromkeys(mine, file)
     index = all_gather_json(listed)
-    on_all_ranks(
-        lambda: _describe(module, directory, serving_dtype, index, len(files)) if rank == 0 else None
-    )
+    on_all_ranks(lambda: _describe(module, directory, serving, index, len(files)) if rank == 0 else None)
 
 
 def plan_files(sizes: Sequence[tuple[str, int]], ranks: int, limit: int = FILE_BYTES) -> list[list[str]]:
