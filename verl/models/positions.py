@@ -24,7 +24,7 @@ def settle(model: torch.nn.Module, longest: int | None) -> None:
     for part in model.modules():
         kinds = getattr(part, "rope_type", None)
         # By the kind of layer, where layers differ; else one for all, whose names have no prefix.
-        each = kinds if isinstance(kinds, dict) else {"": kinds}
+        each: dict[str, Any] = kinds if isinstance(kinds, dict) else {"": kinds}
         varying = {layer: kind for layer, kind in each.items() if _varies(kind)}
         for layer, kind in varying.items():
             _fill(part, layer, kind, longest)

@@ -378,7 +378,7 @@ def _same_prompt(one: Group | Request, other: Request) -> bool:
 
 
 def _media(one: Group | Request) -> Media | None:
-    return one.images and one.images.media
+    return None if one.images is None else one.images.media
 
 
 class Stopper:
