@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+from verl.errors import UserError
 from verl.platform import probe
 from verl.platform.host import cores
 from verl.reward.sandbox import local as sandbox
@@ -287,6 +290,20 @@ def verdict(findings: list[Finding]) -> tuple[int, str]:
     return compare_nodes.verdict(findings, "Training cannot work here", "Training works here.")
 
 
+def _cluster(args: argparse.Namespace) -> list[Finding]:
+    """`verl doctor --cluster`. UserError where there is no cluster."""
+    from verl.config import load
+
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("Ray is not installed here: pip install 'verl[ray]'")
+    from verl.workers.ray.cluster_report import examine
+
+    config = load(args.overrides)
+    config.actor_rollout_ref.model.path = args.model or config.actor_rollout_ref.model.path
+    say = partial(print, file=sys.stderr, flush=True)
+    return examine(config, max(1, args.megabytes), args.timeout, say)
+
+
 def main(argv: list[str]) -> int:
     """Print the findings; 1 if something is broken that training on one machine needs, or on the cluster with
     --cluster."""
@@ -307,16 +324,9 @@ def main(argv: list[str]) -> int:
     if not args.cluster and (args.overrides or args.model):
         parser.error("--model and key=value belong to --cluster")
     if args.cluster:
-        from verl.cli import cluster as nodes
-
-        findings = nodes.examine(
-            args.overrides,
-            model=args.model,
-            megabytes=max(1, args.megabytes),
-            timeout=args.timeout,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
-        )
-        status, sentence = nodes.verdict(findings)
+        findings = _cluster(args)
+        words = "A run on this cluster would stop", "A run can start on this cluster."
+        status, sentence = compare_nodes.verdict(findings, *words)
     else:
         findings = check(bench=args.bench)
         status, sentence = verdict(findings)

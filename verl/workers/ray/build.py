@@ -6,14 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
 from verl.config import Config
 from verl.config.fields import for_elsewhere
 from verl.config.layout import own_pools, sampler_devices
-from verl.config.weights import scores_by_model
 from verl.platform import platform_of, stacks
 from verl.tracking.hooks import SILENT, RunHooks
 from verl.tracking.profiler import nsight_options, plan_of
@@ -170,19 +167,7 @@ class _Builder:
         """Agents on the nodes of the pools; UserError where a node is not like the driver's."""
         ids = {pool.node_of(bundle) for pool in self.pools for bundle in range(pool.nodes)}
         self.agents = Agents([node for node in self.cluster.nodes() if node.id in ids])
-        saves = self.config.trainer.save_freq > 0
-        folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() if saves else None
-        arr = self.plain["actor_rollout_ref"]
-        models = dict.fromkeys([arr["model"]["path"]])
-        if needs_reference(self.config) and (other := arr["ref"]["model"].get("path")):
-            models[other] = None
-        models |= dict.fromkeys(one["model_path"] for one in teacher_roles(self.config).values())
-        if needs_critic(self.config) and (other := self.plain["critic"]["model"].get("path")):
-            models[other] = None
-        if scores_by_model(self.config):
-            models[self.plain["reward_model"]["model"]["path"]] = None
-        unsaid = self.agents.check(needs_of(self.config, *models), folder)
-        for text in unsaid:
+        for text in self.agents.check(needs_of(self.config)):
             self.hooks.notice(text)
 
     def _of_sampler(self, kind: str, **fields: Any) -> None:
