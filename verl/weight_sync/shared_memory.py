@@ -77,9 +77,6 @@ class BucketSender:
     device: torch.device | None = None
 
     def __post_init__(self) -> None:
-        if self.readers < 1:
-            raise ValueError(f"readers={self.readers}: a channel has at least one reader")
-        path_of(self.channel)
         most = HOST_BUCKET if self.device is None else DEVICE_BUCKET
         self.bucket_bytes = buckets.bucket_size(min(self.bucket_bytes, most))
         shared_block.sweep()

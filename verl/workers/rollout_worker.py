@@ -69,7 +69,6 @@ class RolloutWorker(Profiled):
         dtype = self.engine.weights_dtype
         return {
             "pid": os.getpid(),
-            "device": platform.describe(),
             "readers": [processes.identity()] * len(self.engine.readers),
             "devices": self.engine.readers,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),

@@ -21,6 +21,7 @@ from verl.algorithms.objective import ActorObjective, LossDenominators
 from verl.config.schema.base import setting
 from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, MicroLoss, StepResult, TrainingEngine
 from verl.platform import Platform, detect, stacks
+from verl.platform.network import reserve
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
 from verl.tracking.timer import Profiled, spanned
@@ -34,6 +35,8 @@ _OPEN_FILES = 65536
 
 class Worker(Profiled):
     """`config` is the resolved configuration, typed or as the same keys in mappings; `rank` of `world`."""
+
+    free_port = staticmethod(reserve)
 
     def __init__(self, config: Any, rank: int = 0, world: int = 1):
         self.config = config
@@ -53,12 +56,6 @@ class Worker(Profiled):
         stacks.register()
         prepare_process(self.config)
         return os.getpid()
-
-    def free_port(self, address: str) -> int:
-        """A port at this address of this machine, kept free for rank 0 to meet the others at."""
-        from verl.platform.network import reserve
-
-        return reserve(address)
 
     def join(self, address: str, port: int) -> None:
         """Meet the other ranks. UserError if they do not come."""
@@ -204,8 +201,7 @@ class Worker(Profiled):
         try:
             if channel is not None or rendezvous is not None:
                 stream = digesting(weights, sums, verify, dtype=kind) if verify else weights
-                target = None if channel is None else Channel(channel, len(readers), readers)
-                result = self._deliver(stream, version, kind, target, on_device, rendezvous)
+                result = self._deliver(stream, version, kind, channel, readers, on_device, rendezvous)
         finally:
             # The other ranks gather all of it, whatever happened to this one.
             for _ in weights:
@@ -223,7 +219,8 @@ class Worker(Profiled):
         weights: Any,
         version: int,
         dtype: Any,
-        channel: Channel | None,
+        channel: str | None,
+        readers: Sequence[Identity],
         on_device: bool,
         rendezvous: Any,
     ) -> SyncResult:
@@ -235,13 +232,11 @@ class Worker(Profiled):
         if rendezvous is None:
             assert channel is not None
             device = self.platform.device() if on_device else None
-            readers, expected = channel.readers, channel.expected
-            sender = BucketSender(
-                channel.name, readers, bucket, dtype=dtype, expected=expected, device=device
-            )
-            return sender.send(weights, version)
+            of_this_node = {"dtype": dtype, "expected": readers, "device": device}
+            return BucketSender(channel, len(readers), bucket, **of_this_node).send(weights, version)
+        target = None if channel is None else Channel(channel, len(readers), readers)
         with closing(Rendezvous(**rendezvous).join(0, settings.backend, self.platform)) as group:
-            return broadcast(group, weights, version, bucket_bytes=bucket, dtype=dtype, channel=channel)
+            return broadcast(group, weights, version, bucket_bytes=bucket, dtype=dtype, channel=target)
 
     def try_channel(
         self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float

@@ -19,7 +19,7 @@ from verl.errors import UserError
 from verl.platform import KINDS, platform_of
 from verl.platform.host import DEFAULTS, usable
 from verl.platform.network import check_reachable
-from verl.versions import satisfies
+from verl.versions import refuse_holes
 from verl.workers.ray.calls import joined, within
 from verl.workers.resources import no_cluster
 
@@ -75,7 +75,7 @@ class Cluster:
         self._connect(address_of(config), dict(config.ray_kwargs.ray_init), processes)
 
     def _connect(self, address: str, given: dict[str, Any], processes: int) -> None:
-        _check_version()
+        refuse_holes("ray")
         joined()
         if ray.is_initialized():
             return
@@ -231,11 +231,3 @@ def worker_environment(threads: int) -> dict[str, str]:
             env[name] = value
     env.setdefault("OMP_NUM_THREADS", str(threads))
     return env
-
-
-def _check_version() -> None:
-    if not satisfies(ray.__version__, ">=2.54,<3"):
-        raise UserError(
-            f"ray {ray.__version__} is installed; this release runs on ray >= 2.54, < 3 (older ones have known security "
-            "holes): pip install 'ray>=2.54,<3'"
-        )

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 
 from verl.platform import platform_of
 from verl.workers import node_facts
-from verl.workers.compare_nodes import NOTE, Facts, Finding, bad, judge, large_enough, needs_of
+from verl.workers.compare_nodes import Facts, Finding, bad, judge, large_enough, needs_of
 from verl.workers.ray.calls import kill
 from verl.workers.ray.cluster import Cluster
 from verl.workers.ray.nodes import ask_all, folder_is_shared, start_probe
@@ -119,26 +120,20 @@ def _all_reduce(
 ) -> Iterator[Finding]:
     """What an all-reduce takes, on devices where the ranks' nodes have free ones, else in host memory."""
     world, address, resource = len(ranks), ranks[0]["address"], platform_of(kind).ray_resource
-    options: dict[str, Any] = {}
-    if resource and all(ranks.count(node) <= node["devices"] for node in ranks):
+    free, options = available_resources_per_node(), dict[str, Any]()
+    if resource and all(free[node["id"]].get(resource, 0) >= ranks.count(node) for node in ranks):
         options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
     kind = kind if options else "cpu"
     say(f"all-reduce over {world} ranks ({kind}) …")
     probes = [start_probe(node["id"], **options) for node in ranks]
     try:
-        there, _ = ray.wait([probe.now.remote() for probe in probes], num_returns=world, timeout=timeout)
-        if len(there) == world or not options:
-            port = ray.get(probes[0].free_port.remote(address), timeout=timeout)
-            size = (world, address, port, kind, timeout, megabytes << 18)
-            calls = {f"rank {i}": probe.all_reduce.remote(i, *size) for i, probe in enumerate(probes)}
-            yield from _measured(ask_all(calls, 2 * timeout + 30), kind, megabytes)
-            return
-        text = f"no free device on every node within {timeout:g} s: another job holds them"
-        yield Finding("network", f"all-reduce ({kind})", text, NOTE)
+        port = ray.get(probes[0].free_port.remote(address), timeout=timeout)
+        size = (world, address, port, kind, timeout, megabytes << 18)
+        calls = {f"rank {i}": probe.all_reduce.remote(i, *size) for i, probe in enumerate(probes)}
+        yield from _measured(ask_all(calls, 2 * timeout + 30), kind, megabytes)
     finally:
         for probe in probes:
             kill(probe)
-    yield from _all_reduce(ranks, "cpu", megabytes, timeout, say)
 
 
 def _measured(said: dict[str, tuple[Any, str | None]], kind: str, megabytes: int) -> Iterator[Finding]:
