@@ -195,7 +195,7 @@ class Worker(Profiled):
 
         engine, sums = self.engine(), dict[str, str]()
         kind = None if dtype is None else named_dtype(dtype, "rollout.dtype")
-        weights = engine.adapter_weights() if build.adapter_moves(self.config) else engine.named_weights()
+        weights = engine.adapter_weights() if build.moving_adapter(self.config) else engine.named_weights()
         result = SyncResult(0, 0.0)
         self._release_cached_memory()
         try:
