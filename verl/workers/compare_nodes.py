@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +131,11 @@ def compare(nodes: Sequence[Facts], driver: Facts, needs: NodeNeeds) -> Iterator
     for name in dict.fromkeys(name for node in every.values() for name in node["versions"]):
         have = {who: node["versions"].get(name, _MISSING) for who, node in every.items()}
         todo = _SAME_CODE if name == CODE else f"install one {name} on every node and for the driver"
-        yield _alike("versions", name, have, todo, lambda text: _decisive(name, text, needs.packages))  # noqa: B023
-    here = any(name.endswith("(driver)") for name in found)  # it sees the driver's disk
+        yield _alike("versions", name, have, todo, partial(_decisive, name, packages=needs.packages))
+    if any(name.endswith("(driver)") for name in found):
+        every = found  # one of them sees the driver's disk
     for path in needs.models:
-        yield from _model(
-            path, {who: node["models"][path] for who, node in (found if here else every).items()}
-        )
+        yield from _model(path, {who: node["models"][path] for who, node in every.items()})
     for node in nodes:
         yield from _own(node, needs)
 

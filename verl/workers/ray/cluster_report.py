@@ -79,7 +79,7 @@ def _nodes(cluster: Cluster) -> list[Facts]:
                 "address": node.address,
                 "devices": node.devices,
                 "object_store": said[node.id]["Resources"].get("object_store_memory"),
-                "temporary": str(Path(said[node.id]["ObjectStoreSocketName"]).parent),
+                "temporary": str(Path(said[node.id]["ObjectStoreSocketName"]).parents[2]),
             }
         )
     return out
@@ -91,13 +91,15 @@ def _ask_facts(nodes: list[Facts], probes: dict[str, Any], models: Sequence[str]
     asked = {n["name"]: probes[n["name"]].everything.remote(models, n["temporary"]) for n in nodes}
     said = ask_all(asked, timeout)
     for node in nodes:
-        facts, problem = said[node["name"]]
-        node |= facts or {"problem": problem}
-        if facts:
+        name = node["name"]
+        facts, problem = said[name]
+        if problem is None:
             before = time.time()
-            clock = ray.get(probes[node["name"]].now.remote(), timeout=timeout)
+            clock, problem = ask_all({name: probes[name].now.remote()}, timeout)[name]
             error = (time.time() - before) / 2
-            node |= {"clock": clock - before - error, "clock_error": error}
+            node |= {**facts, "clock": (clock or before) - before - error, "clock_error": error}
+        if problem is not None:
+            node["problem"] = problem
 
 
 def _ports(nodes: list[Facts], probes: dict[str, Any], timeout: float) -> Iterator[Finding]:
@@ -127,10 +129,13 @@ def _all_reduce(
     say(f"all-reduce over {world} ranks ({kind}) …")
     probes = [start_probe(node["id"], **options) for node in ranks]
     try:
-        port = ray.get(probes[0].free_port.remote(address), timeout=timeout)
-        size = (world, address, port, kind, timeout, megabytes << 18)
-        calls = {f"rank {i}": probe.all_reduce.remote(i, *size) for i, probe in enumerate(probes)}
-        yield from _measured(ask_all(calls, 2 * timeout + 30), kind, megabytes)
+        said = ask_all({"rank 0": probes[0].free_port.remote(address)}, timeout)
+        port, problem = said["rank 0"]
+        if problem is None:
+            size = (world, address, port, kind, timeout, megabytes << 18)
+            calls = {f"rank {i}": probe.all_reduce.remote(i, *size) for i, probe in enumerate(probes)}
+            said = ask_all(calls, 2 * timeout + 30)
+        yield from _measured(said, kind, megabytes)
     finally:
         for probe in probes:
             kill(probe)
