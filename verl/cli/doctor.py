@@ -197,16 +197,11 @@ def _sandbox() -> Finding:
 
 def _memory() -> Iterator[Finding]:
     total, available = probe.memory()
-    limit, used = probe.memory_limit()
-    if total is None:
+    if total is None or available is None:
         yield Finding("machine", "memory", "unknown", NOTE)
         return
-    room = available if available is not None else total
-    text = f"{gib(room)} of {gib(total)} available"
-    if limit is not None and limit < total:
-        room = min(room, limit - (used or 0))
-        text += f"; the container may use {gib(limit)}"
-    short = (room < 3 * GIB, WARN, "close other programs: the quickstart needs about 3 GiB")
+    text = f"{gib(available)} of {gib(total)} available"
+    short = (available < 3 * GIB, WARN, "close other programs: the quickstart needs about 3 GiB")
     yield graded("machine", "memory", text, short)
 
 
