@@ -187,7 +187,7 @@ class RolloutWorker(Profiled):
 
         def work() -> None:
             with closing(Rendezvous(**rendezvous).join(rank, backend, platform)) as group:
-                relay(group, Channel(channel, len(readers), readers, timeout))
+                relay(group, Channel(channel, len(readers), expected=readers, timeout=timeout))
 
         await asyncio.to_thread(work)
 

@@ -234,7 +234,7 @@ class Worker(Profiled):
             device = self.platform.device() if on_device else None
             of_this_node = {"dtype": dtype, "expected": readers, "device": device}
             return BucketSender(channel, len(readers), bucket, **of_this_node).send(weights, version)
-        target = None if channel is None else Channel(channel, len(readers), readers)
+        target = None if channel is None else Channel(channel, len(readers), expected=readers)
         with closing(Rendezvous(**rendezvous).join(0, settings.backend, self.platform)) as group:
             return broadcast(group, weights, version, bucket_bytes=bucket, dtype=dtype, channel=target)
 
