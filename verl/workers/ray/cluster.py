@@ -133,42 +133,31 @@ class Cluster:
         """Those of the living nodes, by id."""
         return {node.id: node.address for node in self.nodes()}
 
-    def wait(
-        self, complete: Callable[[list[Node]], bool], timeout: float, say: Callable[[list[Node]], None]
-    ) -> list[Node]:
-        """The living nodes, as soon as they are `complete` and at the latest after `timeout` seconds. `say` is called if
-        they have to be waited for: a cluster that was joined may still be starting, a Ray of our own is complete."""
-        end, nodes = time.monotonic() + timeout, self.nodes()
-        if self.own or complete(nodes):
-            return nodes
-        say(nodes)
-        while not complete(nodes) and time.monotonic() < end:
-            time.sleep(1.0)
-            nodes = self.nodes()
-        return nodes
-
     def wait_for_nodes(
         self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
     ) -> list[Node]:
-        """`count` nodes with `devices` each (processors: cores, a rank needs one). UserError when they do not come."""
-
-        def fit(nodes: list[Node]) -> list[Node]:
-            return [node for node in nodes if node.devices >= devices]
-
-        def say(nodes: list[Node]) -> None:
-            asked = f"{len(fit(nodes))} of {count} with {devices} {self.kind} devices are there"
-            notice(f"waiting for nodes: {asked}")
-
-        nodes = self.wait(lambda nodes: len(fit(nodes)) >= count, timeout, say)
-        if len(fit(nodes)) < count:
-            have = ", ".join(map(str, nodes)) or "none"
-            raise UserError(
-                f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices"
-                f"{'' if platform_of(self.kind).ray_resource else ', a rank needs a core'}; the cluster has: "
-                f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
-                f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
-            )
-        return fit(nodes)
+        """The nodes with `devices` each (processors: cores, a rank needs one), as soon as there are `count`; UserError when they
+        do not come. A cluster that was joined may still be starting, a Ray of our own is complete."""
+        end, told = time.monotonic() + timeout, False
+        while True:
+            nodes = self.nodes()
+            fit = [node for node in nodes if node.devices >= devices]
+            if len(fit) >= count:
+                return fit
+            if self.own or time.monotonic() >= end:
+                break
+            if not told:
+                asked = f"{len(fit)} of {count} with {devices} {self.kind} devices are there"
+                notice(f"waiting for nodes: {asked}")
+                told = True
+            time.sleep(1.0)
+        have = ", ".join(map(str, nodes)) or "none"
+        raise UserError(
+            f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices"
+            f"{'' if platform_of(self.kind).ray_resource else ', a rank needs a core'}; the cluster has: "
+            f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
+            f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
+        )
 
     def close(self) -> None:
         """Write the timeline if asked for, and stop a Ray that this run started."""

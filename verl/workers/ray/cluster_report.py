@@ -10,19 +10,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
 
+from verl.errors import UserError
 from verl.platform import platform_of
 from verl.workers import node_facts
 from verl.workers.compare_nodes import Facts, Finding, bad, judge, large_enough, needs_of
 from verl.workers.ray.calls import kill
 from verl.workers.ray.cluster import Cluster
 from verl.workers.ray.nodes import ask_all, folder_is_shared, start_probe
-from verl.workers.resources import placeable, resource_requests
+from verl.workers.resources import resource_requests
 
 _AREAS = ("nodes", "versions", "limits", "room", "model", "network")
 
@@ -38,12 +40,10 @@ def examine(config: Any, megabytes: int, timeout: float, say: Callable[[str], No
     cluster = Cluster(config, config.trainer.device)
     try:
         kind = cluster.settle_kind()
-        # Fewer nodes than asked for are a finding, not an error.
-        cluster.wait(
-            lambda nodes: placeable([node.devices for node in nodes], pools),
-            min(timeout, config.trainer.ray_wait_register_center_timeout),
-            lambda nodes: say(f"waiting for {' and '.join(map(str, pools))} …"),
-        )
+        patience = min(timeout, config.trainer.ray_wait_register_center_timeout)
+        for pool in pools:
+            with suppress(UserError):  # fewer nodes than asked for are a finding
+                cluster.wait_for_nodes(pool.nodes, pool.devices, pool.keys, patience, say)
         nodes = _nodes(cluster)
         say(f"asking {len(nodes)} nodes …")
         probes = {node["name"]: start_probe(node["id"]) for node in nodes}
