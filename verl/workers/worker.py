@@ -24,7 +24,7 @@ from verl.platform import Platform, detect, stacks
 from verl.platform.network import reserve
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
-from verl.tracking.timer import Profiled, spanned
+from verl.tracking.timer import Profiled
 from verl.trajectory import Segment, fill_flat
 from verl.weight_sync.base import SyncResult
 from verl.weight_sync.shared_memory import BucketSender, Channel, offer
@@ -173,7 +173,6 @@ class Worker(Profiled):
 
     # -- weights and state ------------------------------------------------------------------------------------
 
-    @spanned("update_weights")
     def send_weights(
         self,
         channel: str | None,
@@ -198,14 +197,15 @@ class Worker(Profiled):
         weights = engine.adapter_weights() if build.moving_adapter(self.config) else engine.named_weights()
         result = SyncResult(0, 0.0)
         self._release_cached_memory()
-        try:
-            if channel is not None or rendezvous is not None:
-                stream = digesting(weights, sums, verify, dtype=kind) if verify else weights
-                result = self._deliver(stream, version, kind, channel, readers, on_device, rendezvous)
-        finally:
-            # The other ranks gather all of it, whatever happened to this one.
-            for _ in weights:
-                continue
+        with self.span("update_weights"):
+            try:
+                if channel is not None or rendezvous is not None:
+                    stream = digesting(weights, sums, verify, dtype=kind) if verify else weights
+                    result = self._deliver(stream, version, kind, channel, readers, on_device, rendezvous)
+            finally:
+                # The other ranks gather all of it, whatever happened to this one.
+                for _ in weights:
+                    continue
         self._release_cached_memory()
         return {"bytes": result.bytes, "seconds": result.seconds, "checksums": sums}
 
@@ -247,11 +247,11 @@ class Worker(Profiled):
         device = self.platform.device() if on_device else None
         return offer(channel, len(readers), device, timeout, readers)
 
-    @spanned("save_checkpoint")
     def save(self, role: str, part: str, directory: str) -> None:
         """Write the `weights` (a Hugging Face directory) or the `optimizer` of a role, all ranks together."""
         engine = self.engine(role)
-        (engine.save_weights if part == "weights" else engine.save_optimizer)(Path(directory))
+        with self.span("save_checkpoint"):
+            (engine.save_weights if part == "weights" else engine.save_optimizer)(Path(directory))
 
     def load(self, role: str, part: str, directory: str) -> None:
         """Inverse of `save`."""
