@@ -290,6 +290,12 @@ def test_the_plain_command_needs_no_model_and_waits_no_longer_than_a_run(monkeyp
     assert needs_of(load([])).models == ()
 
 
+def test_a_name_that_nobody_registered_is_the_users_mistake() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    with pytest.raises(UserError, match="Unknown advantage estimator simply: mine"):
+        doctor(["--cluster", "algorithm.adv_estimator=mine"])
+
+
 def wanted(folder: Path, address: str) -> list[str]:
     """The command for a run of two ranks."""
     words = ["doctor", "--cluster", "--json", "--megabytes", "1", "--model", str(folder / "model")]

@@ -288,6 +288,7 @@ def verdict(findings: list[Finding]) -> tuple[int, str]:
 def _cluster(args: argparse.Namespace) -> list[Finding]:
     """`verl doctor --cluster`. UserError where there is no cluster."""
     from verl.config import load
+    from verl.plugins import import_modules
 
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed here: pip install 'verl[ray]'")
@@ -295,6 +296,7 @@ def _cluster(args: argparse.Namespace) -> list[Finding]:
 
     config = load(args.overrides)
     config.actor_rollout_ref.model.path = args.model or config.actor_rollout_ref.model.path
+    import_modules(config.actor_rollout_ref.model.external_lib)  # may register what the run needs
     say = partial(print, file=sys.stderr, flush=True)
     return examine(config, max(1, args.megabytes), args.timeout, say)
 

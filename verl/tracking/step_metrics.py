@@ -92,7 +92,7 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
 
 def score_metrics(batch: Batch) -> dict[str, Number]:
     """critic/{score,rewards,advantages,returns} and reward_extra/*, over non-empty responses with a valid score."""
-    rows = [t for t in batch if t.policy_tokens > 0 and valid(t)]
+    rows = [t for t in batch if t.policy_tokens > 0 and t.scored]
     scores = [float(t.score) for t in rows if t.score is not None]
     given = [t.score if t.token_rewards is None else t.token_rewards for t in rows]
     rewards = [float(np.sum(np.asarray(reward), dtype=np.float64)) for reward in given]
@@ -117,7 +117,7 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
     """
     lost = [t for t in batch if t.finish_reason == LOST]
     asked = [t for t in batch if t.finish_reason != LOST]
-    failed = [t for t in asked if not valid(t)]
+    failed = [t for t in asked if not t.scored]
     out: dict[str, Number] = {"training/rollout_failure/evicted_samples": len(lost)} if lost else {}
     kinds = [t.extra.get("score_failure", {}).get("kind") for t in failed]
     out |= {"reward/errors": len(failed), "reward/timeouts": kinds.count("timeout")}
@@ -320,11 +320,6 @@ def numeric_parts(rows: Iterable[Trajectory]) -> dict[str, list[float]]:
 def total_tokens(batch: Batch) -> int:
     """Prompt and response tokens, each response with its prompt."""
     return int(batch.lengths.sum() + batch.prompt_lengths.sum())
-
-
-def valid(t: Trajectory) -> bool:
-    """True if the response has a finite score."""
-    return t.score is not None and math.isfinite(t.score)
 
 
 def _over_tokens(name: str, rows: Iterable[Trajectory], column: str, mask: str) -> dict[str, Number]:

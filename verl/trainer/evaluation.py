@@ -32,7 +32,7 @@ from verl.tracking.evaluation_metrics import source_metrics, text_metrics
 from verl.tracking.jsonl import write_lines
 from verl.tracking.names import Number, plain
 from verl.tracking.responses import by_group, dump_rows
-from verl.tracking.validation_metrics import valid, validation_metrics
+from verl.tracking.validation_metrics import validation_metrics
 from verl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ async def _score(rewards: RewardRunner, responses: Sequence[Trajectory]) -> None
 
 
 def _refuse_all_failed(responses: Sequence[Trajectory]) -> None:
-    if not any(valid(t) for t in responses):
+    if not any(t.scored for t in responses):
         raise UserError(
             f"not one of {len(responses)} responses could be scored; the first: {responses[0].score_error}. "
             "`verl reward check` tries the function on the data"
@@ -237,7 +237,7 @@ def _source_metrics(
             f"no maj@k for {source}: nothing tells the answer that is voted on (a reward function can return it as `pred`)"
         )
     found = source_metrics(right, answers, metrics.k, metrics.confidence)
-    scores = [[t.score for t in group if t.score is not None and valid(t)] for group in groups]
+    scores = [[t.score for t in group if t.score is not None and t.scored] for group in groups]
     means = [fmean(values) for values in scores if values]
     if failed := sum(map(len, groups)) - sum(map(len, scores)):
         found["errors"] = failed
@@ -257,7 +257,7 @@ def _source_metrics(
 
 def _is_right(t: Trajectory, pass_score: float) -> bool:
     """Whether its `acc`, or without one its score, reaches the bound; a response that was not scored is not right."""
-    if not valid(t) or t.score is None:
+    if not t.scored or t.score is None:
         return False
     accuracy = plain(t.score_parts.get("acc"))
     return float(t.score if accuracy is None else accuracy) >= pass_score - _ROUNDING
@@ -266,12 +266,12 @@ def _is_right(t: Trajectory, pass_score: float) -> bool:
 def _answers(groups: Sequence[Sequence[Trajectory]], config: EvalConfig) -> list[list[str | None]] | None:
     """The final answer of each response: the function's `pred`, or what the built-in rule reads. None where neither is."""
     custom = config.custom_reward_function
-    every = [t for group in groups for t in group if valid(t)]
+    every = [t for group in groups for t in group if t.scored]
     if every and all("pred" in t.score_parts for t in every):
         return [[predicted(t.score_parts) for t in group] for group in groups]
     if custom.path or not all(map(has_answers, {t.prompt.data_source for t in every})):
         return None
-    return [[_read(t, custom.reward_kwargs) if valid(t) else None for t in group] for group in groups]
+    return [[_read(t, custom.reward_kwargs) if t.scored else None for t in group] for group in groups]
 
 
 def _read(t: Trajectory, options: Mapping[str, Any]) -> str | None:

@@ -97,15 +97,15 @@ def needs_of(config: Any) -> NodeNeeds:
 
 def _models(config: Any) -> tuple[str, ...]:
     """Those of all roles, the policy's first, by paths that mean the same in another folder."""
-    from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
+    from verl.algorithms.needs import needed_columns, teacher_roles
 
     plain = for_elsewhere(config)
     paths = [plain["actor_rollout_ref"]["model"]["path"]]
-    if needs_reference(config):
+    if "ref_log_probs" in needed_columns(config):
         paths.append(plain["actor_rollout_ref"]["ref"]["model"].get("path"))
     if teacher_roles(config):
         paths += [one["model_path"] for one in plain["distillation"]["teacher_models"].values()]
-    if needs_critic(config):
+    if "values" in needed_columns(config):
         paths.append(plain["critic"]["model"].get("path"))
     if scores_by_model(config):
         paths.append(plain["reward_model"]["model"]["path"])

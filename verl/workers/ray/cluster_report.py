@@ -36,7 +36,10 @@ def examine(config: Any, megabytes: int, timeout: float, say: Callable[[str], No
     megabytes: size of the all-reduce. timeout: seconds for each step, also for nodes that are still starting, which are
     waited for no longer than a run would. say: told what is going on.
     """
-    pools, needs = resource_requests(config), needs_of(config)
+    try:
+        pools, needs = resource_requests(config), needs_of(config)
+    except ValueError as error:  # a name that nobody registered
+        raise UserError(str(error)) from error
     cluster = Cluster(config, config.trainer.device)
     try:
         kind = cluster.settle_kind()
