@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from verl.data.dataset import SMALLER, CheckedRows, Progress
-from verl.data.files import DataError, Paths, RowFiles, absent_column
+from verl.data.files import DataError, Paths, RowFiles
 from verl.data.media import ImageProcessor, folder_of, with_images
 from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable, without_nulls
 from verl.data.sft_mask import Span, TurnFinder, token_mask
@@ -88,9 +89,7 @@ class SFTDataset(CheckedRows):
             if column is None:
                 raise DataError(f"data.{name} is not set: data.prompt_key and data.response_key go together")
             for file in self.source.files:
-                if column not in file.columns:
-                    hint = "" if self.question_answer else _hint(file.columns)
-                    raise DataError(absent_column(column, f"data.{name}", file.path, file.columns) + hint)
+                file.need(column, f"data.{name}", "" if self.question_answer else _hint(file.columns))
 
     # -------------------------------------------------------------------------------------------- one row
 
@@ -98,13 +97,10 @@ class SFTDataset(CheckedRows):
         """The row's dialogue. Raises BadRow."""
         check_readable(row)
         config, seeing = self.config, self._images is not None
-        for key in (config.video_key,) if seeing else (config.image_key, config.video_key):
+        unseen = {} if seeing else {config.image_key: "the model does not see images"}
+        unseen |= {config.video_key: "videos are not in this release"}
+        for key, why in unseen.items():
             if row.get(key):
-                why = (
-                    "the model does not see images"
-                    if key == config.image_key
-                    else "videos are not in this release"
-                )
                 raise BadRow("media", f"column {key!r} is not empty: {why}")
         if not self.question_answer:
             key, cell = config.messages_key, row.get(config.messages_key)
@@ -131,14 +127,14 @@ class SFTDataset(CheckedRows):
 
     def _render(self, row: Mapping[str, Any]) -> _Rendered:
         messages, images = self.messages(row), cells_of(row.get(self.config.image_key))
-        if self._images is not None and (
-            len(images) or any(not isinstance(m["content"], str) for m in messages)
-        ):
+        if self._images is not None:
             messages, images = with_images(messages, images)
         if not self._renderer.has_template and self.question_answer and len(messages) == 2:
             question, response = messages[0]["content"], messages[1]["content"]
             whole = question + response + (self.tokenizer.eos_token or "")
             return _Rendered(whole, [(len(question), len(question) + len(response))])
+        if not any(message["role"] == "assistant" for message in messages):
+            raise BadRow("no assistant turn", "there is nothing to learn in this row")
         options = self._options(row)
         text = self._renderer.text(messages, generation=False, **options)
         try:
@@ -187,9 +183,8 @@ class SFTDataset(CheckedRows):
         except BadRow as bad:
             raise DataError(f"{self.where(index)}: {bad}; leave the row out to go on") from bad
         if not np.array_equal(ids, row.ids):
-            raise DataError(
-                f"{self.where(index)}: {len(ids)} tokens with its images, {len(row.ids)} were measured"
-            )
+            found = f"{len(ids)} tokens with its images, {len(row.ids)} were measured"
+            raise DataError(f"{self.where(index)}: {found}")
         return SFTRow(row.ids, row.mask, media)
 
     def _cut(self, row: SFTRow) -> SFTRow:
@@ -209,31 +204,27 @@ class SFTDataset(CheckedRows):
         for start in range(0, total, CHUNK):
             rendered: dict[int, _Rendered] = {}
             for index, row in enumerate(self.source.rows(start, min(start + CHUNK, total)), start):
-                try:
+                with self._leaving_out(index):
                     rendered[index] = self._render(row)
-                except BadRow as bad:
-                    self.bad[index] = (bad.problem, bad.detail)
             for index, encoded in zip(rendered, self._encode(list(rendered.values())), strict=True):
-                try:
+                with self._leaving_out(index):
                     whole = self._expanded(index, encoded, rendered[index].images)
-                except BadRow as bad:
-                    self.bad[index] = (bad.problem, bad.detail)
-                    continue
-                self.lengths[index] = len(whole.ids)
-                tokens += self._keep(index, whole)
+                    self.lengths[index] = len(whole.ids)
+                    cut = self._cut(whole)
+                    tokens += len(cut.ids)
+                    if self._kept is not None:
+                        self._kept[index] = SFTRow(cut.ids.astype(np.int32), cut.mask)
             if tokens > KEPT_TOKENS:
                 self._kept = None
             progress.at(start + CHUNK)
 
-    def _keep(self, index: int, row: SFTRow) -> int:
+    @contextmanager
+    def _leaving_out(self, index: int) -> Iterator[None]:
+        """The block makes a row, which is a bad one where it raises BadRow."""
         try:
-            row = self._cut(row)
+            yield
         except BadRow as bad:
             self.bad[index] = (bad.problem, bad.detail)
-            return 0
-        if self._kept is not None:
-            self._kept[index] = SFTRow(row.ids.astype(np.int32), row.mask)
-        return len(row.ids)
 
     def _refuse_too_long(self) -> None:
         long = np.flatnonzero(self.lengths > self._limit)

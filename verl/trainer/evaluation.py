@@ -18,7 +18,7 @@ import numpy as np
 
 from verl.config.schema.base import setting
 from verl.data.dataset import by_problem
-from verl.data.files import DataError, RowFile, absent_column, open_file
+from verl.data.files import DataError, RowFile, open_file
 from verl.data.media import folder_of, shown
 from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
@@ -110,8 +110,7 @@ def read_table(config: EvalConfig) -> Table:
     )
     plain_format = is_plain(file, rules)
     for key in ("response_key",) if plain_format else ("response_key", "data_source_key", "reward_model_key"):
-        if data[key] not in file.columns:
-            raise DataError(absent_column(data[key], f"data.{key}", file.path, file.columns))
+        file.need(data[key], f"data.{key}")
     table = Table(file.path, len(file))
     for number, row in _numbered(file):
         try:
