@@ -15,6 +15,7 @@ from verl.engine.training.base import MicroBatch, StepResult, TrainingEngine
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.platform import processes
 from verl.trajectory import Batch, Prompt, Segment, Trajectory, flat
+from verl.workers import codec
 from verl.workers.group import DirectCalls, WorkerGroup
 from verl.workers.plan import UpdateResult
 from verl.workers.roles import Policy, Role, update_plan
@@ -86,8 +87,8 @@ class FarCalls:
             for worker, own in zip(self.workers, given, strict=True)
         ]
 
-    def share(self, value):
-        return value
+    def share(self, value, media=()):
+        return [value, *(one.inputs for one in codec.distinct_media(media))]
 
 
 def travel(value: Any) -> Any:
@@ -343,7 +344,7 @@ def test_a_checkpoint_is_of_the_role_that_was_named(dp_ranks, tmp_path) -> None:
 
 def test_a_transfer_that_fails_gathers_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathering is a collective: the other ranks would wait for ever, or pair with the next one."""
-    monkeypatch.setattr("verl.workers.build.adapter_moves", lambda config: False)
+    monkeypatch.setattr("verl.workers.build.moving_adapter", lambda config: None)
 
     def no_room(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")

@@ -156,4 +156,4 @@ def test_two_devices_give_the_same_responses(tiny, fork_server, ray_address, tmp
     spelled = [f"actor_rollout_ref.{word}" if word.startswith("rollout.") else word for word in spelled]
     done = fork_server.run([*spelled, "trainer.nnodes=2"], module=module, RAY_ADDRESS=ray_address)
     assert done.status == 0, done.stderr
-    assert "all samplers are ready" in done.stderr and responses(two) == responses(one)
+    assert "all workers are ready" in done.stderr and responses(two) == responses(one)

@@ -423,8 +423,8 @@ def test_nodes_that_do_not_fit_are_named(tmp_path) -> None:
     from verl.workers.ray.nodes import Agents
 
     agents = Agents(joined("cpu").nodes())
-    assert agents.check(NodeNeeds(files=8), tmp_path) == []
+    assert agents.check(NodeNeeds(files=8, folder=tmp_path)) == []
     assert not list(tmp_path.iterdir()), "the token of the run folder is gone again"
-    with pytest.raises(UserError, match=r"open files \d+ .*; the run needs 999999999"):
-        agents.check(NodeNeeds(files=999999999), None)
+    with pytest.raises(UserError, match=r"open files \d+; the run needs 999999999"):
+        agents.check(NodeNeeds(files=999999999))
     agents.release()

@@ -117,8 +117,7 @@ def test_small_limits_are_warned_of(installed: dict[str, str], monkeypatch: pyte
     limits = {"open files": (256, 256), "processes": (None, None), "locked memory": (65536, None)}
     monkeypatch.setattr(probe, "limits", lambda: limits)
     monkeypatch.setattr(probe, "shared_memory", lambda: {"free": 64 << 20})
-    monkeypatch.setattr(probe, "memory", lambda: (64 << 30, 60 << 30))
-    monkeypatch.setattr(probe, "memory_limit", lambda: (2 << 30, 1 << 30))
+    monkeypatch.setattr(probe, "memory", lambda: (64 << 30, 1 << 30))
     monkeypatch.setattr(probe, "loopback", lambda: "Operation not permitted")
     levels = {f.name: f.level for f in doctor.check()}
     small = ("limit: open files", "/dev/shm", "memory", "loopback ports")
@@ -210,4 +209,4 @@ def test_tightest_memory_limit_counts(tmp_path: Path, monkeypatch: pytest.Monkey
         (place / "memory.max").write_text(limit + "\n")
         (place / "memory.current").write_text(used + "\n")
     monkeypatch.setattr(host, "cgroups", lambda controller: [inner, tmp_path / "a", tmp_path])
-    assert probe.memory_limit() == (1000, 400)
+    assert host.memory_limit() == (1000, 400)

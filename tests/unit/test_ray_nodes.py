@@ -106,7 +106,7 @@ def test_room_for_a_transfer_of_weights(tmp_path, monkeypatch) -> None:
     bucket = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
     def room(*more: str) -> int:
-        return needs_of(load([*words, *more]), model).room
+        return needs_of(load([*words, *more])).room
 
     assert room() == size // 2
     assert room("actor_rollout_ref.model.lora_rank=4") == 0
@@ -136,20 +136,20 @@ def agents(monkeypatch: pytest.MonkeyPatch, theirs: dict[str, Any] | None, here:
 
 def test_everything_that_is_wrong_comes_in_one_message(monkeypatch, hub) -> None:
     hub("")
-    (said, *_) = agents(monkeypatch, {}).check(NodeNeeds((HUB,)), None)
+    (said, *_) = agents(monkeypatch, {}).check(NodeNeeds((HUB,)))
     assert HUB in said and "cannot be compared" in said
     theirs = {"versions": collect()["versions"] | {"torch": "2.0.0"}, "shm": {"free": 1, "total": 1 << 30}}
     with pytest.raises(
         UserError, match=r"do not fit the run: torch: .*10\.0\.0\.2 has 2\.0\.0.*; 10\.0\.0\.2: /dev/shm"
     ):
-        agents(monkeypatch, theirs).check(NodeNeeds((HUB,), room=2), None)
+        agents(monkeypatch, theirs).check(NodeNeeds((HUB,), room=2))
 
 
 def test_a_machine_of_its_own_is_looked_at_too(monkeypatch) -> None:
     monkeypatch.setattr(nodes.node_facts.probe, "shared_memory", lambda: {"free": 1 << 20, "total": 1 << 30})
     alone = agents(monkeypatch, None)
-    assert alone.check(NodeNeeds(("/none",), room=1 << 20), None) == []
+    assert alone.check(NodeNeeds(("/none",), room=1 << 20)) == []
     with pytest.raises(UserError, match=r"this machine \(driver\): /dev/shm: 0\.0 GiB"):
-        alone.check(NodeNeeds(("/none",), room=2 << 20), None)
+        alone.check(NodeNeeds(("/none",), room=2 << 20))
     away = agents(monkeypatch, None, here=False)
-    assert away.check(NodeNeeds(("/none",), room=2 << 20), None) == [], "no worker runs here"
+    assert away.check(NodeNeeds(("/none",), room=2 << 20)) == [], "no worker runs here"

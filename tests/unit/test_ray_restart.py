@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed")
 from verl.workers.ray import build
-from verl.workers.ray.calls import WorkerFailed
+from verl.workers.ray.calls import WorkerFailed, WorkerHandle
 
 
 class Silent:
@@ -28,17 +28,17 @@ class Silent:
 def test_a_sampler_that_does_not_start_is_ended_and_had_the_time_that_samplers_take(monkeypatch) -> None:
     ended: list[Any] = []
     handle = SimpleNamespace()
-    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: handle))
-    monkeypatch.setattr(build, "RolloutActor", actor)
     monkeypatch.setattr(build, "RayCalls", Silent)
     monkeypatch.setattr(build, "end_workers", ended.extend)
-    cluster = SimpleNamespace(addresses=lambda: {"node": "here"})
-    builder = SimpleNamespace(plain={}, workers=[], cluster=cluster, restart_limit=build._RESTART_S)
+    builder: Any = SimpleNamespace(restart_limit=build._RESTART_S)
     pool: Any = SimpleNamespace(again=lambda bundle, start: start("node"))
-    starter = build._Starter(builder, 0, {}, pool, 0, {}, "sampler")
+
+    def start_again() -> None:
+        build._Builder._sampler_again(builder, pool, 0, lambda node: WorkerHandle(handle, "sampler 0", node))
+
     with pytest.raises(WorkerFailed, match="within 180 s"):
-        starter()
+        start_again()
     assert [worker.handle for worker in ended] == [handle], "it may hold the devices that the next one needs"
     builder.restart_limit = 1800.0
     with pytest.raises(WorkerFailed, match="within 1800 s"):
-        starter()
+        start_again()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+from verl.errors import UserError
 from verl.platform import probe
 from verl.platform.host import cores
 from verl.reward.sandbox import local as sandbox
@@ -192,16 +195,11 @@ def _sandbox() -> Finding:
 
 def _memory() -> Iterator[Finding]:
     total, available = probe.memory()
-    limit, used = probe.memory_limit()
-    if total is None:
+    if total is None or available is None:
         yield Finding("machine", "memory", "unknown", NOTE)
         return
-    room = available if available is not None else total
-    text = f"{gib(room)} of {gib(total)} available"
-    if limit is not None and limit < total:
-        room = min(room, limit - (used or 0))
-        text += f"; the container may use {gib(limit)}"
-    short = (room < 3 * GIB, WARN, "close other programs: the quickstart needs about 3 GiB")
+    text = f"{gib(available)} of {gib(total)} available"
+    short = (available < 3 * GIB, WARN, "close other programs: the quickstart needs about 3 GiB")
     yield graded("machine", "memory", text, short)
 
 
@@ -283,6 +281,22 @@ def verdict(findings: list[Finding]) -> tuple[int, str]:
     return compare_nodes.verdict(findings, "Training cannot work here", "Training works here.")
 
 
+def _cluster(args: argparse.Namespace) -> list[Finding]:
+    """`verl doctor --cluster`. UserError where there is no cluster."""
+    from verl.config import load
+    from verl.plugins import import_modules
+
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("Ray is not installed here: pip install 'verl[ray]'")
+    from verl.workers.ray.cluster_report import examine
+
+    config = load(args.overrides)
+    config.actor_rollout_ref.model.path = args.model or config.actor_rollout_ref.model.path
+    import_modules(config.actor_rollout_ref.model.external_lib)  # may register what the run needs
+    say = partial(print, file=sys.stderr, flush=True)
+    return examine(config, max(1, args.megabytes), args.timeout, say)
+
+
 def main(argv: list[str]) -> int:
     """Print the findings; 1 if something is broken that training on one machine needs, or on the cluster with
     --cluster."""
@@ -303,16 +317,9 @@ def main(argv: list[str]) -> int:
     if not args.cluster and (args.overrides or args.model):
         parser.error("--model and key=value belong to --cluster")
     if args.cluster:
-        from verl.cli import cluster as nodes
-
-        findings = nodes.examine(
-            args.overrides,
-            model=args.model,
-            megabytes=max(1, args.megabytes),
-            timeout=args.timeout,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
-        )
-        status, sentence = nodes.verdict(findings)
+        findings = _cluster(args)
+        words = "A run on this cluster would stop", "A run can start on this cluster."
+        status, sentence = compare_nodes.verdict(findings, *words)
     else:
         findings = check(bench=args.bench)
         status, sentence = verdict(findings)

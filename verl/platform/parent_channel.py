@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 
 # Bound here, so that a user's function that replaces json.dumps changes no message.
-from json import dumps, loads
+from json import JSONDecoder, dumps
 from queue import SimpleQueue
 from typing import Any
 
@@ -41,7 +41,7 @@ def encode(message: Any, name: str = "message", *, arrays: bool = False) -> byte
 
 def decode(line: bytes) -> Any:
     """The message of a line. ValueError for a line that holds none."""
-    return from_plain(loads(line))
+    return _DECODER.decode(str(line, "ascii"))
 
 
 def to_plain(value: Any, where: str = "value", arrays: bool = False) -> Any:
@@ -77,30 +77,29 @@ def to_plain(value: Any, where: str = "value", arrays: bool = False) -> Any:
     raise NotPlain(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent")
 
 
-def from_plain(value: Any) -> Any:
-    """Inverse of `to_plain`."""
-    if isinstance(value, list):
-        return [from_plain(v) for v in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get(_TAG)
-    if kind is None:
-        return {k: from_plain(v) for k, v in value.items()}
-    content = value["v"]
-    if kind == "tuple":
-        return tuple(from_plain(v) for v in content)
-    if kind == "dict":
-        return {from_plain(k): from_plain(v) for k, v in content}
-    if kind == "bytes":
-        return base64.b64decode(content)
-    if kind == "decimal":
-        return Decimal(content)
-    if kind == "array":
-        import numpy as np
+def _array(content: list[Any]) -> Any:
+    import numpy as np
 
-        dtype, shape, data = content
-        return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
-    return _DATES[kind].fromisoformat(content)
+    dtype, shape, data = content
+    return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "dict": dict,
+    "bytes": base64.b64decode,
+    "decimal": Decimal,
+    "array": _array,
+    **{name: kind.fromisoformat for name, kind in _DATES.items()},
+}
+
+
+def _from_plain(found: dict[str, Any]) -> Any:
+    """What a mapping of `to_plain` stands for. JSON's reader calls it for the inner ones first."""
+    return _KINDS[found[_TAG]](found["v"]) if _TAG in found else found
+
+
+_DECODER = JSONDecoder(object_hook=_from_plain)
 
 
 class ParentChannel:

@@ -23,7 +23,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from verl.platform import host
-from verl.platform.host import memory_limit as memory_limit
 from verl.versions import package_folder as package_folder
 from verl.versions import torch_build as torch_build
 from verl.versions import version as version
@@ -94,13 +93,11 @@ def cpu_products() -> tuple[str, ...]:
 
 
 def memory() -> tuple[int | None, int | None]:
-    """(total, available) bytes of the machine; (None, None) without psutil."""
+    """(total, available) bytes that this process can have; (None, None) without psutil."""
     try:
-        import psutil
+        return host.total_memory(), host.available_memory()
     except ImportError:
         return None, None
-    found = psutil.virtual_memory()
-    return found.total, found.available
 
 
 def disk(path: str | Path) -> dict[str, Any]:

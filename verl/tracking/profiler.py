@@ -44,14 +44,14 @@ class ProfilePlan:
         return self.folder / f"{self.name}.{steps}.{self.tool}"
 
 
-def plan_of(config: Any, name: str, options: dict[str, Any] | None = None) -> ProfilePlan | None:
+def plan_of(config: Any, name: str) -> ProfilePlan | None:
     """The run's plan under a name; None if nothing is to be profiled."""
     profiler = config.get("global_profiler")
     if profiler is None or not profiler.tool or not profiler.steps:
         return None
     steps, folder = tuple(sorted(set(profiler.steps))), Path(profiler.save_path).expanduser()
     continuous = bool(profiler.profile_continuous_steps)
-    return ProfilePlan(profiler.tool, steps, continuous, folder, name, options or {})
+    return ProfilePlan(profiler.tool, steps, continuous, folder, name)
 
 
 def plan_for(config: Any, roles: Sequence[str], rank: int) -> ProfilePlan | None:

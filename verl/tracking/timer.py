@@ -1,7 +1,7 @@
 """Where the time of a step goes, what the loop is doing right now, and who waits for what when nothing moves.
 
 `Phases` collects `timing_s/*`; `Timeline` writes when the sampler had requests and what the trainer did, step by step, on one
-clock; `Watchdog` reports a run that stands still; `profiled`, `spanned` frame what a profile shows, if there is one.
+clock; `Watchdog` reports a run that stands still; `profiled` frames what a profile shows, if there is one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.tracking.hooks import RunHooks
@@ -26,7 +26,6 @@ from verl.tracking.jsonl import JsonLines
 if TYPE_CHECKING:
     from verl.tracking.profiler import Profiler, StepProfiler
 
-F = TypeVar("F", bound=Callable[..., Any])
 Span = tuple[float, float]
 PhaseSpan = tuple[str, float, float]
 WAITING = ("gen", "reward")
@@ -138,20 +137,6 @@ class Profiled:
     def span(self, name: str) -> AbstractContextManager[Any]:
         """Mark a stretch of a step in this worker's profile, if there is one now."""
         return self.profiler.span(name) if self.profiler is not None else nullcontext()
-
-
-def spanned(name: str) -> Callable[[F], F]:
-    """Decorator of a method of a `Profiled`: its calls are a stretch of that name."""
-
-    def decorate(method: F) -> F:
-        @wraps(method)
-        def call(self: Profiled, *args: Any, **kwargs: Any) -> Any:
-            with self.span(name):
-                return method(self, *args, **kwargs)
-
-        return cast(F, call)
-
-    return decorate
 
 
 # ------------------------------------------------------------------------------------------------------- timeline

@@ -63,9 +63,7 @@ class Part:
 
 
 def bucket_size(wanted: int) -> int:
-    """`wanted` bytes as a bucket can have them: a multiple of ALIGN. ValueError below 1."""
-    if wanted < 1:
-        raise ValueError(f"bucket_bytes={wanted}: a bucket needs at least one byte")
+    """`wanted` bytes as a bucket can have them: a multiple of ALIGN."""
     return -(-wanted // ALIGN) * ALIGN
 
 

@@ -68,7 +68,7 @@ class WeightGroup:
         device: torch.device = torch.device("cpu"),
     ):
         self.rank, self.size = rank, rendezvous.size
-        self.device = device or torch.device("cpu")
+        self.device = device
         self.on_host = platform_of(self.device).on_host
         self._told = 0
         limit, where = timedelta(seconds=rendezvous.timeout), (rendezvous.address, rendezvous.port)
@@ -88,10 +88,8 @@ class WeightGroup:
         """Rank 0's contiguous tensor to all ranks, in place. WeightSyncError if a rank is gone or too late."""
         if not tensor.numel():
             return
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
         with _named(f"broadcast to {self.size - 1} relays, seen by rank {self.rank}"):
-            self._group.broadcast([tensor], options).wait()
+            self._group.broadcast(tensor, 0).wait()
 
     def tell(self, kind: int, text: str = "", used: int = 0) -> None:
         """Rank 0 says what comes: a kind, a text, and how many bytes of a bucket follow."""
@@ -107,9 +105,8 @@ class WeightGroup:
 
     def gather(self, text: str) -> list[str]:
         """The text of every rank, cut to so many bytes, by rank."""
-        own = torch.zeros(_TEXT, dtype=torch.uint8)
-        content = text.encode()[:_TEXT]
-        own[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        content = bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0"))
+        own = torch.frombuffer(content, dtype=torch.uint8)
         out = [torch.empty_like(own, device=self.device) for _ in range(self.size)]
         with _named(f"the end of a transfer, seen by rank {self.rank}"):
             self._group.allgather([out], [own.to(self.device)]).wait()

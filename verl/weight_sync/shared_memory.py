@@ -42,7 +42,7 @@ def host_bucket(wanted: int) -> int:
     return buckets.bucket_size(min(wanted, HOST_BUCKET))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Channel:
     """What one transfer goes through, on the side that writes.
 
@@ -52,34 +52,27 @@ class Channel:
 
     name: str
     readers: int
+    _: KW_ONLY
     expected: Sequence[Identity] = ()
     timeout: float = TIMEOUT
 
 
 @dataclass
-class BucketSender:
-    """Sends weights to `readers` processes of this host that call `receive` with the same channel name.
+class BucketSender(Channel):
+    """A channel with what is sent through it: weights to `readers` processes of this host that call `receive` with its name.
 
-    channel, readers, timeout, expected: see `Channel`.
     bucket_bytes: most bytes of one bucket (at most HOST_BUCKET, on a device DEVICE_BUCKET); two are in memory.
     dtype: what floating point weights are converted to before they are written; None sends them as they are.
     device: the CUDA device that sender and readers share: buckets then stay on it, and only their handles travel. None:
         through the host's memory.
     """
 
-    channel: str
-    readers: int
     bucket_bytes: int
     _: KW_ONLY
     dtype: torch.dtype | None = None
-    timeout: float = TIMEOUT
-    expected: Sequence[Identity] = ()
     device: torch.device | None = None
 
     def __post_init__(self) -> None:
-        if self.readers < 1:
-            raise ValueError(f"readers={self.readers}: a channel has at least one reader")
-        path_of(self.channel)
         most = HOST_BUCKET if self.device is None else DEVICE_BUCKET
         self.bucket_bytes = buckets.bucket_size(min(self.bucket_bytes, most))
         shared_block.sweep()
@@ -92,11 +85,10 @@ class BucketSender:
         WeightSyncError says which reader failed, and how.
         """
         started = time.monotonic()
-        channel = Channel(self.channel, self.readers, self.expected, self.timeout)
         if self.device is None:
-            sink = SharedMemorySink(channel, self.bucket_bytes, version)
+            sink = SharedMemorySink(self, self.bucket_bytes, version)
         else:
-            sink = HandleSink(channel, self.bucket_bytes, version, self.device)
+            sink = HandleSink(self, self.bucket_bytes, version, self.device)
         with sink:
             moved = buckets.pack_while_gathering(weights, sink, dtype=self.dtype)
             sink.finish()

@@ -18,6 +18,7 @@ from verl.data.tokenizer import load_tokenizer
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
 from verl.engine.training.base import TrainingEngine
+from verl.engine.training.lora import AdapterSource, LoraSettings, inject
 from verl.errors import UserError
 from verl.platform import Platform, detect
 from verl.reward.served_judge import ServedJudge
@@ -198,13 +199,13 @@ def _engine(config: Any, path: str, role_cfg: Any, platform: Platform, **options
     return engine
 
 
-def adapter_moves(config: Any) -> bool:
-    """True if a sampler with weights of its own holds base and adapter apart, so that a sync is the adapter's alone.
+def moving_adapter(config: Any) -> LoraSettings | None:
+    """The adapter's settings if a sampler with weights of its own holds base and adapter apart, so that a sync is the
+    adapter's alone.
 
-    False without LoRA, and where the engine cannot add the adapter itself (experts, output layer) or its `engine_kwargs`
+    None without LoRA, and where the engine cannot add the adapter itself (experts, output layer) or its `engine_kwargs`
     say enable_lora=False: then it is sent merged weights.
     """
-    from verl.engine.training.lora import LoraSettings
     from verl.models.layers import expert_count
     from verl.models.load import load_config
 
@@ -212,12 +213,13 @@ def adapter_moves(config: Any) -> bool:
     engine = CAPABILITIES[arr.rollout.name]
     settings = LoraSettings.of(arr.model, arr.model.path)
     if settings is None:
-        return False
+        return None
     if engine.takes_arguments and arr.rollout.engine_kwargs[arr.rollout.name].get("enable_lora") is False:
-        return False
+        return None
     if not engine.lora_head and "lm_head" in str(settings.described().get("target_modules")):
-        return False
-    return engine.lora_experts or not expert_count(load_config(arr.model.path, arr.model))
+        return None
+    dense = engine.lora_experts or not expert_count(load_config(arr.model.path, arr.model))
+    return settings if dense else None
 
 
 def native_sampler(
@@ -283,11 +285,7 @@ def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:
     trainer_dtype = str(compute_dtype(config.actor_rollout_ref.actor, platform))
     settings = engine_settings(config, trainer_dtype)
     settings["eos_token_ids"] = end_token_ids(load_config(model.path, model), model.path, tokenizer)
-    if adapter_moves(config):
-        from verl.engine.training.lora import LoraSettings
-
-        lora = LoraSettings.of(model, model.path)
-        assert lora is not None
+    if lora := moving_adapter(config):
         # The base comes from the model's files: a transfer brings the adapter alone.
         dummy = settings["load_format"] == "dummy"
         settings |= {"lora": lora.described(), "load_format": "auto" if dummy else settings["load_format"]}
@@ -302,12 +300,8 @@ def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngin
     platform.prepare()
     module = load_model(arr.model.path, arr.model).to(platform.device())  # type: ignore[arg-type]
     module.requires_grad_(False)
-    if adapter_moves(config):
-        from verl.engine.training.lora import AdapterSource, LoraSettings, inject
-
-        settings = LoraSettings.of(arr.model, arr.model.path)
-        assert settings is not None
-        inject(module, settings).materialise(AdapterSource(module, settings, 0, None), platform.device())
+    if lora := moving_adapter(config):
+        inject(module, lora).materialise(AdapterSource(module, lora, 0, None), platform.device())
         module.requires_grad_(False)
     dtype = str(compute_dtype(arr.actor, platform))
     return native_sampler(config, module, tokenizer, dtype, owns_weights=True)

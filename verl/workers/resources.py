@@ -5,7 +5,7 @@ Says in advance what placement groups say at the start. Imports no ray.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,20 +25,13 @@ class ResourceRequest:
         return f"{self.nodes} node{'s' * (self.nodes != 1)} of {self.devices} ({self.keys})"
 
 
-def resource_requests(config: Any, given: Collection[str] | None = None) -> tuple[ResourceRequest, ...]:
-    """The pools of a run. `given`: keys that the user set, where devices that were not asked for count as one."""
+def resource_requests(config: Any) -> tuple[ResourceRequest, ...]:
+    """The pools of a run."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    ours, theirs = "trainer", "actor_rollout_ref.rollout"
-    named = {f"{group}.n_gpus_per_node" for group in (ours, theirs)}
-
-    def size(asked: int, keys: Collection[str]) -> int:
-        return asked if given is None or set(given) & set(keys) else 1
-
-    pools = [
-        ResourceRequest(ours, trainer.nnodes, size(trainer.n_gpus_per_node, (f"{ours}.n_gpus_per_node",)))
-    ]
+    pools = [ResourceRequest("trainer", trainer.nnodes, trainer.n_gpus_per_node)]
     if rollout.nnodes:
-        pools.append(ResourceRequest(theirs, rollout.nnodes, size(rollout.n_gpus_per_node, named)))
+        keys = "actor_rollout_ref.rollout"
+        pools.append(ResourceRequest(keys, rollout.nnodes, rollout.n_gpus_per_node))
     pools += [ResourceRequest(pool.keys, pool.nodes, pool.per_node) for pool in own_pools(config).values()]
     return tuple(pools)
 

@@ -69,7 +69,6 @@ class RolloutWorker(Profiled):
         dtype = self.engine.weights_dtype
         return {
             "pid": os.getpid(),
-            "device": platform.describe(),
             "readers": [processes.identity()] * len(self.engine.readers),
             "devices": self.engine.readers,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
@@ -188,7 +187,7 @@ class RolloutWorker(Profiled):
 
         def work() -> None:
             with closing(Rendezvous(**rendezvous).join(rank, backend, platform)) as group:
-                relay(group, Channel(channel, len(readers), readers, timeout))
+                relay(group, Channel(channel, len(readers), expected=readers, timeout=timeout))
 
         await asyncio.to_thread(work)
 

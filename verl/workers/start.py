@@ -47,29 +47,26 @@ def start_workers(config: Any, tokenizer: Any, total_steps: int, hooks: RunHooks
     """The workers of a run, wherever they belong. UserError for what cannot be had."""
     if not wants_ray(config):
         return start_here(config, tokenizer, total_steps)
-    _need_ray()
-    from verl.workers.ray.build import start_on_cluster
-
-    return start_on_cluster(config, total_steps, hooks)
+    return _on_cluster(config, hooks, total_steps)
 
 
 def start_samplers(config: Any, tokenizer: Any, hooks: RunHooks) -> WorkerSet:
     """Sampling engines alone, on the devices of `trainer.*`, with the weights of the model's files. UserError as above."""
     if wants_ray(config):
-        _need_ray()
-        from verl.workers.ray.build import start_samplers_on_cluster
-
-        return start_samplers_on_cluster(config, hooks)
+        return _on_cluster(config, hooks)
     platform = detect(config.trainer.device)
     return WorkerSet({}, build.own_sampler(config, tokenizer, platform), None, platform.describe())
 
 
-def _need_ray() -> None:
+def _on_cluster(config: Any, hooks: RunHooks, total_steps: int | None = None) -> WorkerSet:
     if importlib.util.find_spec("ray") is None:
         raise UserError(
             "more than one device, or a cluster's address, needs Ray, which is not installed here: "
             "pip install 'verl[ray]', or set trainer.nnodes=1 trainer.n_gpus_per_node=1 and unset RAY_ADDRESS"
         )
+    from verl.workers.ray.build import start_on_cluster
+
+    return start_on_cluster(config, hooks, total_steps)
 
 
 def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
@@ -86,7 +83,7 @@ def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
         sync = InProcessSync(engine, sampler)
     else:
         sampler = build.own_sampler(config, tokenizer, worker.platform)
-        sync = StreamedSync(engine, sampler, adapter=build.adapter_moves(config))
+        sync = StreamedSync(engine, sampler, adapter=build.moving_adapter(config) is not None)
     roles = roles_of(group, config)
     profiler = open_profiler(config, roles=(*roles, "rollout"), rank=0, device=worker.platform.name)
     return WorkerSet(roles, sampler, sync, facts["device"], profiler=profiler)

@@ -21,9 +21,10 @@ from verl.algorithms.objective import ActorObjective, LossDenominators
 from verl.config.schema.base import setting
 from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, MicroLoss, StepResult, TrainingEngine
 from verl.platform import Platform, detect, stacks
+from verl.platform.network import reserve
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
-from verl.tracking.timer import Profiled, spanned
+from verl.tracking.timer import Profiled
 from verl.trajectory import Segment, fill_flat
 from verl.weight_sync.base import SyncResult
 from verl.weight_sync.shared_memory import BucketSender, Channel, offer
@@ -34,6 +35,8 @@ _OPEN_FILES = 65536
 
 class Worker(Profiled):
     """`config` is the resolved configuration, typed or as the same keys in mappings; `rank` of `world`."""
+
+    free_port = staticmethod(reserve)
 
     def __init__(self, config: Any, rank: int = 0, world: int = 1):
         self.config = config
@@ -53,12 +56,6 @@ class Worker(Profiled):
         stacks.register()
         prepare_process(self.config)
         return os.getpid()
-
-    def free_port(self, address: str) -> int:
-        """A port at this address of this machine, kept free for rank 0 to meet the others at."""
-        from verl.platform.network import reserve
-
-        return reserve(address)
 
     def join(self, address: str, port: int) -> None:
         """Meet the other ranks. UserError if they do not come."""
@@ -176,7 +173,6 @@ class Worker(Profiled):
 
     # -- weights and state ------------------------------------------------------------------------------------
 
-    @spanned("update_weights")
     def send_weights(
         self,
         channel: str | None,
@@ -198,18 +194,18 @@ class Worker(Profiled):
 
         engine, sums = self.engine(), dict[str, str]()
         kind = None if dtype is None else named_dtype(dtype, "rollout.dtype")
-        weights = engine.adapter_weights() if build.adapter_moves(self.config) else engine.named_weights()
+        weights = engine.adapter_weights() if build.moving_adapter(self.config) else engine.named_weights()
         result = SyncResult(0, 0.0)
         self._release_cached_memory()
-        try:
-            if channel is not None or rendezvous is not None:
-                stream = digesting(weights, sums, verify, dtype=kind) if verify else weights
-                target = None if channel is None else Channel(channel, len(readers), readers)
-                result = self._deliver(stream, version, kind, target, on_device, rendezvous)
-        finally:
-            # The other ranks gather all of it, whatever happened to this one.
-            for _ in weights:
-                continue
+        with self.span("update_weights"):
+            try:
+                if channel is not None or rendezvous is not None:
+                    stream = digesting(weights, sums, verify, dtype=kind) if verify else weights
+                    result = self._deliver(stream, version, kind, channel, readers, on_device, rendezvous)
+            finally:
+                # The other ranks gather all of it, whatever happened to this one.
+                for _ in weights:
+                    continue
         self._release_cached_memory()
         return {"bytes": result.bytes, "seconds": result.seconds, "checksums": sums}
 
@@ -223,7 +219,8 @@ class Worker(Profiled):
         weights: Any,
         version: int,
         dtype: Any,
-        channel: Channel | None,
+        channel: str | None,
+        readers: Sequence[Identity],
         on_device: bool,
         rendezvous: Any,
     ) -> SyncResult:
@@ -235,13 +232,11 @@ class Worker(Profiled):
         if rendezvous is None:
             assert channel is not None
             device = self.platform.device() if on_device else None
-            readers, expected = channel.readers, channel.expected
-            sender = BucketSender(
-                channel.name, readers, bucket, dtype=dtype, expected=expected, device=device
-            )
-            return sender.send(weights, version)
+            of_this_node = {"dtype": dtype, "expected": readers, "device": device}
+            return BucketSender(channel, len(readers), bucket, **of_this_node).send(weights, version)
+        target = None if channel is None else Channel(channel, len(readers), expected=readers)
         with closing(Rendezvous(**rendezvous).join(0, settings.backend, self.platform)) as group:
-            return broadcast(group, weights, version, bucket_bytes=bucket, dtype=dtype, channel=channel)
+            return broadcast(group, weights, version, bucket_bytes=bucket, dtype=dtype, channel=target)
 
     def try_channel(
         self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float
@@ -252,11 +247,11 @@ class Worker(Profiled):
         device = self.platform.device() if on_device else None
         return offer(channel, len(readers), device, timeout, readers)
 
-    @spanned("save_checkpoint")
     def save(self, role: str, part: str, directory: str) -> None:
         """Write the `weights` (a Hugging Face directory) or the `optimizer` of a role, all ranks together."""
         engine = self.engine(role)
-        (engine.save_weights if part == "weights" else engine.save_optimizer)(Path(directory))
+        with self.span("save_checkpoint"):
+            (engine.save_weights if part == "weights" else engine.save_optimizer)(Path(directory))
 
     def load(self, role: str, part: str, directory: str) -> None:
         """Inverse of `save`."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from verl.algorithms.needs import needed_columns, teacher_roles
 from verl.config import Config
 from verl.config.fields import for_elsewhere
 from verl.config.layout import own_pools, sampler_devices
-from verl.config.weights import scores_by_model
 from verl.platform import platform_of, stacks
 from verl.tracking.hooks import SILENT, RunHooks
 from verl.tracking.profiler import nsight_options, plan_of
@@ -35,20 +32,12 @@ _RESTART_S, _PATIENCE = 180.0, 3.0
 """A sampler that is started again has so many seconds, or so many times as long as the first start took."""
 
 
-def start_on_cluster(config: Config, total_steps: int, hooks: RunHooks = SILENT) -> WorkerSet:
-    """Start or join Ray and place every role. UserError for a cluster or a model that cannot be used."""
-    return _built(config, hooks, lambda builder: builder.build(total_steps))
-
-
-def start_samplers_on_cluster(config: Config, hooks: RunHooks = SILENT) -> WorkerSet:
-    """The same with samplers alone, on the devices of `trainer.*`, with the weights of the model's files."""
-    return _built(config, hooks, lambda builder: builder.build_samplers())
-
-
-def _built(config: Config, hooks: RunHooks, build: Callable[[_Builder], WorkerSet]) -> WorkerSet:
+def start_on_cluster(config: Config, hooks: RunHooks = SILENT, total_steps: int | None = None) -> WorkerSet:
+    """Start or join Ray and place every role; without `total_steps` samplers alone, on the devices of `trainer.*`, with the
+    weights of the model's files. UserError for a cluster or a model that cannot be used."""
     builder = _Builder(config, hooks)
     try:
-        return build(builder)
+        return builder.build_samplers() if total_steps is None else builder.build(total_steps)
     except BaseException:
         builder.release()
         raise
@@ -76,8 +65,7 @@ class _Builder:
 
     def build(self, total_steps: int) -> WorkerSet:
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
-        self.kind = self.cluster.settle_kind()
-        self.plain["trainer"]["device"] = self.kind
+        self.kind = self.plain["trainer"]["device"] = self.cluster.settle_kind()
         trainer = self._pool("training", "trainer", config.trainer.nnodes, config.trainer.n_gpus_per_node)
         own = rollout.nnodes > 0
         apart = {
@@ -107,10 +95,7 @@ class _Builder:
             there = calls.wait(loading[name], f"loading the {name.replace('_', ' ')}")
             roles |= roles_of(self._worker_group(calls, there), config)
         ranks = [handle for _, handle in self.ranks]
-        self._record([*ranks, *engines.workers])
-        self._say("all workers are ready")
-        pool = ReplicaPool(replicas, event=self._of_sampler)
-        self.watch = Watch(RayCalls(ranks), lambda error: self._on_death(error, pool), self.hooks.phase)
+        pool = self._watched(replicas, ranks)
         words = f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}"
         words += "".join(f"; {_some(len(calls), 'rank')} of the {name}" for name, calls in others.items())
         limit = float(config.actor_rollout_ref.nccl_timeout)
@@ -136,14 +121,11 @@ class _Builder:
         replicas = self.replicas = self._samplers(pool, None)
         engines = self._group([replica.worker for replica in replicas])
         self._say(f"starting {_some(len(replicas), 'sampler')} on {_some(trainer.nnodes, 'node')}")
-        self._note_processes(engines)
+        self._note_processes(engines, "pid", "starting the samplers")
         starting, began = engines.start("start"), time.monotonic()
         self._note_started(engines.wait(starting, "starting the samplers"), began)
-        self._record(engines.workers)
-        self._say("all samplers are ready")
-        sampler = ReplicaPool(replicas, event=self._of_sampler)
-        self.watch = Watch(RayCalls([]), lambda error: self._on_death(error, sampler), self.hooks.phase)
         words = f"{_some(len(replicas), 'sampler')} on {_some(trainer.nnodes, 'node')}, each {self.kind}"
+        sampler = self._watched(replicas)
         return WorkerSet({}, sampler, None, words, devices=pool.devices, release=self.release)
 
     def _judge(self, pool: Pool) -> ReplicaPool:
@@ -157,10 +139,15 @@ class _Builder:
             replica.started(fact)
         return ReplicaPool(replicas, event=self._of_sampler)
 
-    def _record(self, workers: Sequence[WorkerHandle]) -> None:
-        """Which process is which, for the record."""
+    def _watched(self, replicas: list[Replica], ranks: Sequence[WorkerHandle] = ()) -> ReplicaPool:
+        """All workers are there: which process is which is recorded, and deaths are noticed from now on."""
+        workers = [*ranks, *(replica.worker for replica in replicas)]
         named = [{"name": worker.name, "node": worker.node, "pid": worker.pid} for worker in workers]
         self.hooks.event("workers", workers=named)
+        self._say("all workers are ready")
+        pool = ReplicaPool(replicas, event=self._of_sampler)
+        self.watch = Watch(RayCalls(ranks), lambda error: self._on_death(error, pool), self.hooks.phase)
+        return pool
 
     def _say(self, what: str) -> None:
         """What happens outside of the loop, on the terminal, with the seconds since the start."""
@@ -170,19 +157,7 @@ class _Builder:
         """Agents on the nodes of the pools; UserError where a node is not like the driver's."""
         ids = {pool.node_of(bundle) for pool in self.pools for bundle in range(pool.nodes)}
         self.agents = Agents([node for node in self.cluster.nodes() if node.id in ids])
-        saves = self.config.trainer.save_freq > 0
-        folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() if saves else None
-        arr = self.plain["actor_rollout_ref"]
-        models, needed = dict.fromkeys([arr["model"]["path"]]), needed_columns(self.config)
-        if "ref_log_probs" in needed and (other := arr["ref"]["model"].get("path")):
-            models[other] = None
-        models |= dict.fromkeys(one["model_path"] for one in teacher_roles(self.config).values())
-        if "values" in needed and (other := self.plain["critic"]["model"].get("path")):
-            models[other] = None
-        if scores_by_model(self.config):
-            models[self.plain["reward_model"]["model"]["path"]] = None
-        unsaid = self.agents.check(needs_of(self.config, *models), folder)
-        for text in unsaid:
+        for text in self.agents.check(needs_of(self.config)):
             self.hooks.notice(text)
 
     def _of_sampler(self, kind: str, **fields: Any) -> None:
@@ -226,17 +201,16 @@ class _Builder:
     def _load(self, group: RayCalls, engines: RayCalls, total_steps: int, own: bool) -> list[dict[str, Any]]:
         """Models into the trainers, engines into the samplers; what each training worker says of itself."""
         building = group.start("build", total_steps)
-        self._note_processes(engines)
+        self._note_processes(engines, "pid", "starting the samplers")
         facts = group.wait(building, "loading the model") if _take_turns(self.kind, own) else []
         starting, began = engines.start("start"), time.monotonic()
         facts = facts or group.wait(building, "loading the model")
         self._note_started(engines.wait(starting, "starting the samplers"), began)
         return facts
 
-    def _note_processes(self, engines: RayCalls) -> None:
-        """Before they load anything, so that one that hangs there can be asked where it stands."""
-        pids = engines.call("pid", doing="starting the samplers")
-        for worker, pid in zip(engines.workers, pids, strict=True):
+    def _note_processes(self, workers: RayCalls, method: str, doing: str) -> None:
+        """By a call that returns their ids, before they load anything: one that hangs there can be asked where it stands."""
+        for worker, pid in zip(workers.workers, workers.call(method, doing=doing), strict=True):
             worker.pid = pid
 
     def _note_started(self, facts: list[dict[str, Any]], began: float) -> None:
@@ -261,8 +235,7 @@ class _Builder:
         self.workers += workers
         self.ranks += zip(nodes, workers, strict=True)
         group, doing = self._group(workers), "starting the workers"
-        for worker, pid in zip(workers, group.call("prepare", doing=doing), strict=True):
-            worker.pid = pid
+        self._note_processes(group, "prepare", doing)
         address = LOOPBACK if len(set(nodes)) == 1 else addresses[nodes[0]]
         port = self._group(workers[:1]).call("free_port", address, doing=doing)[0]
         group.call("join", address, port, doing="joining the training ranks")
@@ -287,9 +260,38 @@ class _Builder:
                 visible = [device for rank in shared[first : first + size] for device in rank]
                 options = pool.guest_options(bundle, visible)
             node = pool.node_of(bundle)
-            starter = _Starter(self, number, options, pool, bundle, plain, what)
-            replicas.append(Replica(number, starter, starter.create(node), node))
+            create = partial(self._sampler, options, plain, number, what)
+            again = partial(self._sampler_again, pool, bundle, create)
+            replicas.append(Replica(number, again, create(node), node))
         return replicas
+
+    def _sampler(
+        self, options: dict[str, Any], plain: dict[str, Any], number: int, what: str, node: str
+    ) -> WorkerHandle:
+        """The process of a sampler; its engine is not there yet. It ends with the run."""
+        handle = RolloutActor.options(**options).remote(plain, number)
+        worker = WorkerHandle(handle, f"{what} {number}", self.cluster.addresses()[node])
+        self.workers.append(worker)
+        return worker
+
+    def _sampler_again(
+        self, pool: Pool, bundle: int, create: Callable[[str], WorkerHandle]
+    ) -> tuple[WorkerHandle, str, dict[str, Any]]:
+        """A sampler in the place of one that died: see `Replica.start`."""
+
+        def start(node: str) -> tuple[WorkerHandle, dict[str, Any]]:
+            worker = create(node)
+            group = RayCalls([worker])
+            try:
+                return worker, group.wait(
+                    group.start("start"), "starting a sampler again", self.restart_limit
+                )[0]
+            except BaseException:
+                end_workers([worker])  # it may live, and the next one needs its memory
+                raise
+
+        (worker, facts), node = pool.again(bundle, start)
+        return worker, node, facts
 
     def release(self) -> None:
         """End the workers, give the devices back, stop a Ray of our own."""
@@ -302,39 +304,6 @@ class _Builder:
         for pool in self.pools:
             pool.release()
         self.cluster.close()
-
-
-@dataclass(slots=True)
-class _Starter:
-    """Starts a sampler, the first time and again after its death."""
-
-    builder: Any
-    number: int
-    options: dict[str, Any]
-    pool: Pool
-    bundle: int
-    plain: dict[str, Any]
-    what: str
-
-    def create(self, node: str) -> WorkerHandle:
-        """The process; its engine is not there yet. It ends with the run."""
-        handle = RolloutActor.options(**self.options).remote(self.plain, self.number)
-        worker = WorkerHandle(handle, f"{self.what} {self.number}", self.builder.cluster.addresses()[node])
-        self.builder.workers.append(worker)
-        return worker
-
-    def __call__(self) -> tuple[WorkerHandle, str, dict[str, Any]]:
-        (worker, facts), node = self.pool.again(self.bundle, self._started)
-        return worker, node, facts
-
-    def _started(self, node: str) -> tuple[WorkerHandle, dict[str, Any]]:
-        worker = self.create(node)
-        group, limit = RayCalls([worker]), self.builder.restart_limit
-        try:
-            return worker, group.wait(group.start("start"), "starting a sampler again", limit)[0]
-        except BaseException:
-            end_workers([worker])  # it may live, and the next one needs its memory
-            raise
 
 
 def _take_turns(kind: str, own: bool) -> bool:

@@ -19,7 +19,7 @@ from verl.errors import UserError
 from verl.platform import KINDS, platform_of
 from verl.platform.host import DEFAULTS, usable
 from verl.platform.network import check_reachable
-from verl.versions import satisfies
+from verl.versions import refuse_holes
 from verl.workers.ray.calls import joined, within
 from verl.workers.resources import no_cluster
 
@@ -75,7 +75,7 @@ class Cluster:
         self._connect(address_of(config), dict(config.ray_kwargs.ray_init), processes)
 
     def _connect(self, address: str, given: dict[str, Any], processes: int) -> None:
-        _check_version()
+        refuse_holes("ray")
         joined()
         if ray.is_initialized():
             return
@@ -133,42 +133,31 @@ class Cluster:
         """Those of the living nodes, by id."""
         return {node.id: node.address for node in self.nodes()}
 
-    def wait(
-        self, complete: Callable[[list[Node]], bool], timeout: float, say: Callable[[list[Node]], None]
-    ) -> list[Node]:
-        """The living nodes, as soon as they are `complete` and at the latest after `timeout` seconds. `say` is called if
-        they have to be waited for: a cluster that was joined may still be starting, a Ray of our own is complete."""
-        end, nodes = time.monotonic() + timeout, self.nodes()
-        if self.own or complete(nodes):
-            return nodes
-        say(nodes)
-        while not complete(nodes) and time.monotonic() < end:
-            time.sleep(1.0)
-            nodes = self.nodes()
-        return nodes
-
     def wait_for_nodes(
         self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
     ) -> list[Node]:
-        """`count` nodes with `devices` each (processors: cores, a rank needs one). UserError when they do not come."""
-
-        def fit(nodes: list[Node]) -> list[Node]:
-            return [node for node in nodes if node.devices >= devices]
-
-        def say(nodes: list[Node]) -> None:
-            asked = f"{len(fit(nodes))} of {count} with {devices} {self.kind} devices are there"
-            notice(f"waiting for nodes: {asked}")
-
-        nodes = self.wait(lambda nodes: len(fit(nodes)) >= count, timeout, say)
-        if len(fit(nodes)) < count:
-            have = ", ".join(map(str, nodes)) or "none"
-            raise UserError(
-                f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices"
-                f"{'' if platform_of(self.kind).ray_resource else ', a rank needs a core'}; the cluster has: "
-                f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
-                f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
-            )
-        return fit(nodes)
+        """The nodes with `devices` each (processors: cores, a rank needs one), as soon as there are `count`; UserError when they
+        do not come. A cluster that was joined may still be starting, a Ray of our own is complete."""
+        end, told = time.monotonic() + timeout, False
+        while True:
+            nodes = self.nodes()
+            fit = [node for node in nodes if node.devices >= devices]
+            if len(fit) >= count:
+                return fit
+            if self.own or time.monotonic() >= end:
+                break
+            if not told:
+                asked = f"{len(fit)} of {count} with {devices} {self.kind} devices are there"
+                notice(f"waiting for nodes: {asked}")
+                told = True
+            time.sleep(1.0)
+        have = ", ".join(map(str, nodes)) or "none"
+        raise UserError(
+            f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices"
+            f"{'' if platform_of(self.kind).ray_resource else ', a rank needs a core'}; the cluster has: "
+            f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
+            f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
+        )
 
     def close(self) -> None:
         """Write the timeline if asked for, and stop a Ray that this run started."""
@@ -231,11 +220,3 @@ def worker_environment(threads: int) -> dict[str, str]:
             env[name] = value
     env.setdefault("OMP_NUM_THREADS", str(threads))
     return env
-
-
-def _check_version() -> None:
-    if not satisfies(ray.__version__, ">=2.54,<3"):
-        raise UserError(
-            f"ray {ray.__version__} is installed; this release runs on ray >= 2.54, < 3 (older ones have known security "
-            "holes): pip install 'ray>=2.54,<3'"
-        )

@@ -1,162 +1,70 @@
-"""Look at every node of a cluster: `verl doctor --cluster`. Facts, clocks, reach, and an all-reduce between the nodes.
+"""Look at every node of a cluster, for `verl doctor --cluster`: facts, clocks, who reaches whom, an all-reduce.
 
     connect ─▶ a probe on each node ─▶ facts · clock against ours · who reaches whom ─▶ ranks meet, sum, time it
 
-What the facts of the nodes mean is said by `verl.workers.compare_nodes` and `verl.cli.cluster`.
+What the facts of the nodes mean is said by `verl.workers.compare_nodes`.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 
 from verl.errors import UserError
 from verl.platform import platform_of
-from verl.workers.compare_nodes import NOTE, Facts, Finding, bad
-from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerFailed, WorkerHandle
+from verl.workers import node_facts
+from verl.workers.compare_nodes import Facts, Finding, bad, judge, large_enough, needs_of
+from verl.workers.ray.calls import kill
 from verl.workers.ray.cluster import Cluster
 from verl.workers.ray.nodes import ask_all, folder_is_shared, start_probe
-from verl.workers.resources import ResourceRequest, placeable
+from verl.workers.resources import resource_requests
+
+_AREAS = ("nodes", "versions", "limits", "room", "model", "network")
 
 
-@dataclass(slots=True)
-class Survey:
-    """What is asked of a cluster, and what `of` finds.
+def examine(config: Any, megabytes: int, timeout: float, say: Callable[[str], None]) -> list[Finding]:
+    """Findings about the cluster that a run with this configuration would start or join. UserError when there is none,
+    or its version is refused.
 
-    pools      what the run takes; nodes that hold it are waited for
-    models     a model's path or hub id, if any
-    folder     a run folder that all nodes should see, if any
-    megabytes  size of the all-reduce
-    timeout    seconds for each step
-    patience   seconds for nodes that are still starting
-
-    kind       of the devices
-    nodes      facts of each (see `verl.workers.node_facts`), with "name", "devices" (that Ray was told of), "object_store"
-               (bytes), "clock" (seconds ahead of ours) and "clock_error", or "problem" where none could be had
-    between    what was found out between the nodes: run folder, ports, all-reduce
+    megabytes: size of the all-reduce. timeout: seconds for each step, also for nodes that are still starting, which are
+    waited for no longer than a run would. say: told what is going on.
     """
-
-    pools: Sequence[ResourceRequest] = ()
-    models: Sequence[str] = ()
-    folder: Path | None = None
-    megabytes: int = 64
-    timeout: float = 120.0
-    patience: float = 120.0
-    say: Callable[[str], None] = print
-    kind: str = ""
-    nodes: list[Facts] = field(default_factory=list)
-    between: list[Finding] = field(default_factory=list)
-    probes: dict[str, Any] = field(default_factory=dict)
-
-    def of(self, config: Any) -> Survey:
-        """Start Ray here or join a cluster, as a run with this configuration would, and look at it. UserError when there
-        is no cluster, or its version is refused."""
-        cluster = Cluster(config, config.trainer.device)
-        try:
-            self.kind = cluster.settle_kind()
-            # Fewer nodes than asked for are a finding, not an error.
-            asked = f"waiting for {' and '.join(map(str, self.pools))} (at most {self.patience:g} s) …"
-            cluster.wait(
-                lambda nodes: placeable([node.devices for node in nodes], self.pools),
-                self.patience,
-                lambda nodes: self.say(asked),
-            )
-            self.nodes = _nodes(cluster)
-            self.say(f"asking {len(self.nodes)} nodes …")
-            self.probes = {node["name"]: start_probe(node["id"]) for node in self.nodes}
-            self._ask_facts()
-            if working := [node for node in self.nodes if "problem" not in node]:
-                self._look_between(working)
-            return self
-        finally:
-            cluster.close()
-            if not cluster.own and ray.is_initialized():
-                ray.shutdown()
-
-    def _look_between(self, working: list[Facts]) -> None:
-        """Only nodes that are large enough for a pool of the run see its folder and meet, or all where none is."""
-        least = min((pool.devices for pool in self.pools), default=0)
-        used = [node for node in working if node["devices"] >= least] or working
-        self.between += self._ports(working)
-        if self.folder is not None and len(working) > 1:
-            probes = {node["name"]: self.probes[node["name"]] for node in used}
-            self.between.append(folder_is_shared(self.folder, probes, self.timeout))
-        # One rank for each node, two on a single one.
-        self._all_reduce(used if len(used) > 1 else used * 2)
-
-    def _ask(self, nodes: list[Facts], call: Callable[[Any, Facts], Any]) -> list[tuple[Any, str | None]]:
-        """call(probe, node) for each node: (result, None) or (None, why there is none)."""
-        refs = {node["name"]: call(self.probes[node["name"]], node) for node in nodes}
-        return list(ask_all(refs, self.timeout).values())
-
-    def _ask_facts(self) -> None:
-        """Add what each node says of itself, and how far its clock is from ours: half of a round trip is the uncertainty."""
-        said = self._ask(
-            self.nodes, lambda p, n: p.everything.remote(self.models, n["address"], n["temporary"])
-        )
-        for node, (facts, problem) in zip(self.nodes, said, strict=True):
-            node |= facts or {"problem": problem}
-            before = time.time()
-            for clock, _ in self._ask([node], lambda probe, _: probe.now.remote()):
-                error = (time.time() - before) / 2
-                node |= {"clock": (clock or before) - before - error, "clock_error": error}
-
-    def _ports(self, nodes: list[Facts]) -> Iterator[Finding]:
-        """Every node listens on a free port of its own address, every node connects to all."""
-        opened = self._ask(nodes, lambda probe, node: probe.free_port.remote(node["address"]))
-        pairs = list(zip(nodes, opened, strict=True))
-        failed = [(n["name"], f"cannot listen on its address: {why}") for n, (_, why) in pairs if why]
-        listening = [(n["name"], (n["address"], port)) for n, (port, why) in pairs if not why]
-        reached = self._ask(nodes, lambda probe, _: probe.reach.remote([place for _, place in listening]))
-        for node, (answers, problem) in zip(nodes, reached, strict=True):
-            for (other, _), why in zip(listening, answers or [problem] * len(listening), strict=True):
-                failed += [(f"{node['name']} → {other}", why)] if why else []
-        for pair, why in failed:
-            todo = "open all ports between the nodes (firewall, security group, network policy)"
-            yield bad("network", pair, why, todo)
-        if not failed:
-            yield Finding("network", "ports", "every node reaches every other on a free port")
-
-    def _all_reduce(self, ranks: list[Facts]) -> None:
-        """What an all-reduce takes, on devices where the ranks' nodes have free ones, else in host memory."""
-        resource = platform_of(self.kind).ray_resource
-        if resource and all(ranks.count(node) <= node["devices"] for node in ranks):
-            self.say(f"all-reduce over {len(ranks)} ranks with a {self.kind} device each …")
-            options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
-            self.between += self._times(ranks, self.kind, options)
-            if self.between[-1].level != NOTE:
-                return
-        self.say(f"all-reduce over {len(ranks)} ranks in host memory …")
-        self.between += self._times(ranks, "cpu", {})
-
-    def _times(self, ranks: list[Facts], kind: str, options: dict[str, Any]) -> list[Finding]:
-        """What was measured, or what went wrong. A note if the ranks' devices are not free."""
-        name, world = f"all-reduce ({kind})", len(ranks)
-        probes = [start_probe(node["id"], **options) for node in ranks]
-        group = RayCalls([WorkerHandle(p, f"rank {i}", ranks[i]["name"]) for i, p in enumerate(probes)])
-        try:
-            started, _ = ray.wait(group.start("now"), num_returns=world, timeout=self.timeout)
-            if len(started) < world and options:
-                text = f"no free device on every node within {self.timeout:g} s: another job holds them"
-                return [Finding("network", name, text, NOTE)]
-            address = ranks[0]["address"]
-            where = (address, RayCalls(group.workers[:1]).call("free_port", address)[0])
-            size = (kind, self.timeout, self.megabytes << 20)
-            calls = group.start("all_reduce", each=[(rank, world, *where, *size) for rank in range(world)])
-            results = group.wait(calls, "the all-reduce", 2 * self.timeout + 30)[0]
-        except (UserError, WorkerDied, WorkerFailed) as error:
-            todo = "name the interface between the nodes (SOCKET_IFNAME of ray_start.sh; GLOO_, NCCL_, HCCL_SOCKET_IFNAME)"
-            return [bad("network", name, str(error), todo)]
-        finally:
-            group.kill()
-        return [_measured(result, world) for result in results]
+    try:
+        pools, needs = resource_requests(config), needs_of(config)
+    except ValueError as error:  # a name that nobody registered
+        raise UserError(str(error)) from error
+    cluster = Cluster(config, config.trainer.device)
+    try:
+        kind = cluster.settle_kind()
+        patience = min(timeout, config.trainer.ray_wait_register_center_timeout)
+        for pool in pools:
+            with suppress(UserError):  # fewer nodes than asked for are a finding
+                cluster.wait_for_nodes(pool.nodes, pool.devices, pool.keys, patience, say)
+        nodes = _nodes(cluster)
+        say(f"asking {len(nodes)} nodes …")
+        probes = {node["name"]: start_probe(node["id"]) for node in nodes}
+        _ask_facts(nodes, probes, needs.models, timeout)
+        findings = list(judge(nodes, node_facts.collect(needs.models), kind, pools, needs))
+        findings += _ports([node for node in nodes if "problem" not in node], probes, timeout)
+        used = large_enough(nodes, pools)
+        if needs.folder is not None and len(nodes) > 1:
+            seeing = {node["name"]: probes[node["name"]] for node in used}
+            findings.append(folder_is_shared(needs.folder, seeing, timeout))
+        if used:  # one rank for each node, two on a single one
+            ranks = used if len(used) > 1 else used * 2
+            findings += _all_reduce(ranks, kind, megabytes, timeout, say)
+        return sorted(findings, key=lambda finding: _AREAS.index(finding.area))
+    finally:
+        cluster.close()
+        if not cluster.own and ray.is_initialized():
+            ray.shutdown()
 
 
 def _nodes(cluster: Cluster) -> list[Facts]:
@@ -166,30 +74,85 @@ def _nodes(cluster: Cluster) -> list[Facts]:
     on_address = Counter(node.address for node in nodes)
     out: list[Facts] = []
     for node in nodes:
-        name, devices = node.address, node.devices
-        if on_address[name] > 1:
-            name += f"#{node.id[:6]}"
-        if cluster.own and platform_of(cluster.kind).on_host:
-            # A Ray of our own is told of as many cores as the run has processes.
-            devices = min(devices, os.cpu_count() or 1)
+        name = node.address if on_address[node.address] == 1 else f"{node.address}#{node.id[:6]}"
         out.append(
             {
                 "id": node.id,
                 "name": f"{name} (driver)" if not out else name,
                 "address": node.address,
-                "devices": devices,
+                "devices": node.devices,
                 "object_store": said[node.id]["Resources"].get("object_store_memory"),
-                "temporary": str(Path(said[node.id]["ObjectStoreSocketName"]).parent),
+                "temporary": str(Path(said[node.id]["ObjectStoreSocketName"]).parents[2]),
             }
         )
     return out
 
 
-def _measured(result: dict[str, Any], ranks: int) -> Finding:
-    """A line for one result of `NodeProbe.all_reduce`. A link carries each byte 2 (n - 1) / n times."""
-    rate = result["bytes"] * 2 * (ranks - 1) / ranks / result["seconds"] / 1e9
-    text = (
-        f"{result['bytes'] / 2**20:.0f} MiB over {ranks} ranks in {result['seconds'] * 1000:.1f} ms "
-        f"({rate:.2f} GB/s a link), one number in {result['latency'] * 1e6:.0f} µs"
-    )
-    return Finding("network", f"all-reduce ({result['over']})", text)
+def _ask_facts(nodes: list[Facts], probes: dict[str, Any], models: Sequence[str], timeout: float) -> None:
+    """Add what each node says of itself, or "problem", and "clock", how far it is ahead of ours; half of a round trip is
+    "clock_error"."""
+    asked = {n["name"]: probes[n["name"]].everything.remote(models, n["temporary"]) for n in nodes}
+    said = ask_all(asked, timeout)
+    for node in nodes:
+        name = node["name"]
+        facts, problem = said[name]
+        if problem is None:
+            before = time.time()
+            clock, problem = ask_all({name: probes[name].now.remote()}, timeout)[name]
+            error = (time.time() - before) / 2
+            node |= {**facts, "clock": (clock or before) - before - error, "clock_error": error}
+        if problem is not None:
+            node["problem"] = problem
+
+
+def _ports(nodes: list[Facts], probes: dict[str, Any], timeout: float) -> Iterator[Finding]:
+    """Every node listens on a free port of its own address, every node connects to all."""
+    opened = ask_all({n["name"]: probes[n["name"]].free_port.remote(n["address"]) for n in nodes}, timeout)
+    failed = {name: f"cannot listen on its address: {why}" for name, (_, why) in opened.items() if why}
+    ports = {n["name"]: (n["address"], opened[n["name"]][0]) for n in nodes if n["name"] not in failed}
+    asked = {n["name"]: probes[n["name"]].unreached.remote(ports) for n in nodes}
+    for name, (unreached, why) in ask_all(asked, timeout).items():
+        failed |= {name: why} if why else {f"{name} → {other}": text for other, text in unreached.items()}
+    for pair, why in failed.items():
+        todo = "open all ports between the nodes (firewall, security group, network policy)"
+        yield bad("network", pair, why, todo)
+    if not failed:
+        yield Finding("network", "ports", "every node reaches every other on a free port")
+
+
+def _all_reduce(
+    ranks: list[Facts], kind: str, megabytes: int, timeout: float, say: Callable[[str], None]
+) -> Iterator[Finding]:
+    """What an all-reduce takes, on devices where the ranks' nodes have free ones, else in host memory."""
+    world, address, resource = len(ranks), ranks[0]["address"], platform_of(kind).ray_resource
+    free, options = available_resources_per_node(), dict[str, Any]()
+    if resource and all(free[node["id"]].get(resource, 0) >= ranks.count(node) for node in ranks):
+        options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
+    kind = kind if options else "cpu"
+    say(f"all-reduce over {world} ranks ({kind}) …")
+    probes = [start_probe(node["id"], **options) for node in ranks]
+    try:
+        said = ask_all({"rank 0": probes[0].free_port.remote(address)}, timeout)
+        port, problem = said["rank 0"]
+        if problem is None:
+            size = (world, address, port, kind, timeout, megabytes << 18)
+            calls = {f"rank {i}": probe.all_reduce.remote(i, *size) for i, probe in enumerate(probes)}
+            said = ask_all(calls, 2 * timeout + 30)
+        yield from _measured(said, kind, megabytes)
+    finally:
+        for probe in probes:
+            kill(probe)
+
+
+def _measured(said: dict[str, tuple[Any, str | None]], kind: str, megabytes: int) -> Iterator[Finding]:
+    """A line for each library, from what the ranks said. A link carries each byte 2 (n - 1) / n times."""
+    ranks = len(said)
+    if failed := {rank: why for rank, (_, why) in said.items() if why}:
+        todo = "name the interface between the nodes (SOCKET_IFNAME of ray_start.sh; GLOO_, NCCL_, HCCL_SOCKET_IFNAME)"
+        text = "; ".join(f"{rank}: {why}" for rank, why in failed.items())
+        yield bad("network", f"all-reduce ({kind})", f"the ranks do not meet: {text}", todo)
+        return
+    for name, seconds in said["rank 0"][0].items():
+        rate = megabytes * 2**20 * 2 * (ranks - 1) / ranks / seconds / 1e9
+        text = f"{megabytes} MiB over {ranks} ranks in {seconds * 1000:.1f} ms ({rate:.2f} GB/s a link)"
+        yield Finding("network", f"all-reduce ({name})", text)

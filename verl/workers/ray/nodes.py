@@ -79,11 +79,8 @@ class Agents:
         self._works_here = self._nodes.pop(self._own, None) is not None
         self._probes = {node: start_probe(node, max_restarts=-1) for node in self._nodes}
 
-    def check(self, needs: NodeNeeds, run_folder: Path | None) -> list[str]:
-        """UserError that lists what does not fit the run; returns what could not be compared.
-
-        `run_folder`: one that all nodes must see, or None.
-        """
+    def check(self, needs: NodeNeeds) -> list[str]:
+        """UserError that lists what does not fit the run; returns what could not be compared."""
         if not self._probes:  # nothing to compare, but this machine may be too small
             needs = NodeNeeds(files=needs.files, room=needs.room)
         host.raise_open_files(needs.files)
@@ -98,8 +95,8 @@ class Agents:
             else:
                 nodes.append(facts | {"name": name})
         findings += compare(nodes, mine, needs)
-        if run_folder is not None and named:
-            findings.append(folder_is_shared(run_folder, named))
+        if needs.folder is not None and named:
+            findings.append(folder_is_shared(needs.folder, named))
         if wrong := [f"{f.name}: {f.found} ({f.todo})" for f in findings if f.level == BAD]:
             raise UserError(f"the nodes of the cluster do not fit the run: {'; '.join(wrong)}")
         return [f"{f.name}: {f.found}" for f in findings if f.level == NOTE]

@@ -19,25 +19,19 @@ class WorkerProfiler:
 
     def __init__(self, ranks: Sequence[WorkerHandle], pool: ReplicaPool, plan: ProfilePlan):
         self._ranks, self._pool, self._plan = list(ranks), pool, plan
-        self._running = False
 
     def start(self, step: int) -> None:
         """A step begins, on every rank and every sampler."""
         if step in self._plan.steps:
-            self._running = True
             self._on_all("start", step)
 
     def stop(self, step: int) -> list[str]:
         """A step has ended; returns the files that workers wrote, each on its own node."""
-        if step not in self._plan.steps:
-            return []
-        self._running = not self._plan.ends(step)
-        return self._on_all("stop", step)
+        return self._on_all("stop", step) if step in self._plan.steps else []
 
     def close(self) -> list[str]:
         """The run ends; workers that live and are not busy write what they have."""
-        running, self._running = self._running, False
-        return self._on_all("close", seconds=10) if running else []
+        return self._on_all("close", seconds=10)
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         """Nothing: the driver computes nothing."""
