@@ -63,7 +63,7 @@ class Limits(NamedTuple):
 
 def limits_of(known: Field, kind: type) -> Limits:
     """The range declared for a key, within that of any int (−1, which often means off, to 10^12) or float (±10^9)."""
-    low, high = (-1, 10**12) if kind is int else (-1e9, 1e9)
+    low, high = (-1, 10**12) if kind is int else (-(10**9), 10**9)
     about = known.about
     above = about.get("above", -math.inf)
     low = about.get("low", min(low, about["high"]) if "high" in about else low)

@@ -118,9 +118,9 @@ def _bounds(c: Check, path: str, value: Any, known: Field) -> bool:
 
 
 def _said(limits: Limits) -> str:
-    least = f"above {limits.above:g}" if limits.above >= limits.low else f"at least {limits.low:g}"
-    most = "" if limits.inf else f" and at most {limits.high:g}"
-    return least + most + (f", or {limits.also:g}" if limits.also is not None else "")
+    least = f"above {limits.above}" if limits.above >= limits.low else f"at least {limits.low}"
+    most = "" if limits.inf else f" and at most {limits.high}"
+    return least + most + (f", or {limits.also}" if limits.also is not None else "")
 
 
 def _outside(number: Any, known: Field) -> bool:

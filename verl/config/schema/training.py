@@ -152,7 +152,7 @@ class OptimConfig(Group):
         use_checkpoint_opt_param_scheduler: Megatron only: take the schedule from the checkpoint.
     """
 
-    lr: float = key(1e-6, low=0, high=1e4)
+    lr: float = key(1e-6, low=0, high=10**4)
     weight_decay: float = key(0.01, low=0)
     betas: list[float] = items(0.9, 0.999, low=0, high=1)
     lr_warmup_steps: int = -1
@@ -177,7 +177,7 @@ class OptimConfig(Group):
 class CriticOptimConfig(OptimConfig):
     """As the actor's, with a larger learning rate."""
 
-    lr: float = key(1e-5, low=0, high=1e4)
+    lr: float = key(1e-5, low=0, high=10**4)
 
 
 class SFTOptimConfig(OptimConfig):
@@ -187,7 +187,7 @@ class SFTOptimConfig(OptimConfig):
         grad_clip: Largest global gradient norm.
     """
 
-    lr: float = key(1e-5, low=0, high=1e4)
+    lr: float = key(1e-5, low=0, high=10**4)
     grad_clip: float = key(1.0, above=0, inf=True)
 
 
