@@ -13,7 +13,7 @@ from verl.config.files import read
 from verl.config.fill import fill
 from verl.config.grammar import GrammarError
 from verl.config.names import PROGRAMS
-from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, ConfigError, Problem, Report
+from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, ConfigError, Problem, Report, counted
 from verl.config.resolve import Resolver
 from verl.config.schema.base import Root
 
@@ -128,10 +128,9 @@ def _verdict(report: Report) -> str:
     ours, theirs = len(report.of("configuration")), len(report.of("machine"))
     verdict = "check: ok"
     if ours:
-        verdict = f"check: the configuration has {ours} problem{'s' if ours > 1 else ''}"
+        verdict = f"check: the configuration has {counted(ours, 'problem')}"
     elif theirs:
-        lacks = f"this machine lacks {theirs} thing{'s' if theirs > 1 else ''}"
-        verdict = f"check: the configuration is right; {lacks}"
+        verdict = f"check: the configuration is right; this machine lacks {counted(theirs, 'thing')}"
     plan = ["plan:", *(f"  {line}" for line in report.plan)] if report.plan and not ours else []
     return "\n".join([*plan, verdict])
 

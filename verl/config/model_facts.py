@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.config.problems import Kind
 from verl.errors import UserError
 from verl.versions import package_folder
 
@@ -118,7 +119,7 @@ class ModelFacts:
 class ModelTrouble(ValueError):
     """The model cannot be used. `kind` as in Problem; `download` if a run could fetch it."""
 
-    def __init__(self, message: str, kind: str = "configuration", download: bool = False):
+    def __init__(self, message: str, kind: Kind = "configuration", download: bool = False):
         super().__init__(message)
         self.kind = kind
         self.download = download

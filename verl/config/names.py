@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+Row = TypeVar("Row")
 PROGRAMS = {
     "ppo": "verl.trainer.main_ppo",
     "sft": "verl.trainer.sft_trainer",
@@ -94,23 +95,16 @@ RENAMES: dict[str, dict[str, str]] = {
 
 FSDP2_NAMES = ("veomni", "fsdp_turbo", "torchtitan", "automodel")
 """Training backends of the public system that are FSDP2 with other spellings."""
-_STRATEGIES = {"dp": "fsdp", **dict.fromkeys(FSDP2_NAMES, "fsdp2"), "mlite": "megatron"}
-_ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "engine")
-_RECOMPUTE = {"selective": "True", "full": "True", "none": "False"}
 
 VALUE_SYNONYMS: dict[str, dict[str, str]] = {
     "algorithm.adv_estimator": {"reinforce": "reinforce_plus_plus"},
-    "actor_rollout_ref.rollout.name": {"hf": "native"},
-    "rollout.name": {"hf": "native"},
-    "reward_model.rollout.name": {"hf": "native"},
+    "*.rollout.name": {"hf": "native"},
     "reward_model.reward_manager": {"limited": "rate_limited"},
     "actor_rollout_ref.rollout.multi_turn.format": {"qwen": "hermes"},
     "trainer.logger": {"tracking": "wandb"},
     "custom_reward_function.name": {"None": "compute_score", "null": "compute_score"},
-    **dict.fromkeys((f"{role}.strategy" for role in _ROLES), _STRATEGIES),
-    **{
-        f"{model}.enable_gradient_checkpointing": _RECOMPUTE for model in ("actor_rollout_ref.model", "model")
-    },
+    "*.strategy": {"dp": "fsdp", **dict.fromkeys(FSDP2_NAMES, "fsdp2"), "mlite": "megatron"},
+    "*.model.enable_gradient_checkpointing": {"selective": "True", "full": "True", "none": "False"},
 }
 MEGATRON_MODULES = {
     "linear_qkv": ["q_proj", "k_proj", "v_proj"],
@@ -372,9 +366,9 @@ def canonical(path: str, entry: str) -> str:
     return path
 
 
-def no_effect(path: str) -> str | None:
-    """Why a key changes nothing, or None."""
-    return next((reason for glob, reason in NO_EFFECT.items() if compiled(glob).match(path)), None)
+def lookup(table: Mapping[str, Row], path: str) -> Row | None:
+    """What the first glob of a table that covers a path stands for, or None."""
+    return next((row for glob, row in table.items() if compiled(glob).match(path)), None)
 
 
 def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0.5) -> str:

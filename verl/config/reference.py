@@ -101,7 +101,7 @@ def help_text(entry: str, key: str) -> str:
     mapped = [path for path, field in known.items() if field.is_map and name.startswith(path + ".")]
     if blocks := [path for path in known if path.endswith("." + name)] or mapped:
         return "\n".join(block(path, known[path]) for path in blocks)
-    if reason := names.no_effect(name):
+    if reason := names.lookup(names.NO_EFFECT, name):
         return f"{name}: accepted, no effect: {reason}"
     near = names.nearest(name, known, 3) or "; nearest: none"
     raise ConfigError([Problem(f"--help {key}", f"no such key{near}")])

@@ -13,7 +13,7 @@ from verl.config.coerce import coerce, free
 from verl.config.fields import Place, fields_of, leaves, locate
 from verl.config.files import Layer
 from verl.config.grammar import NULLS, GrammarError, Value, parse
-from verl.config.names import ACCEPTED, canonical, no_effect
+from verl.config.names import ACCEPTED, NO_EFFECT, canonical, lookup
 from verl.config.problems import Problem
 from verl.config.schema.base import Group, Map, Root, select
 from verl.config.schema.entries import ROOTS
@@ -104,7 +104,7 @@ class Resolver:
                 self._assign_parts(name, value, op, source, spelled)
             elif isinstance(value.data, str) and value.data in names.GROUP_CHOICES.get(name, ()):
                 self.choose(name, value.data, source)
-            elif isinstance(value.data, bool) and (reason := no_effect(name)):
+            elif isinstance(value.data, bool) and (reason := lookup(NO_EFFECT, name)):
                 self._has_no_effect(name, reason)
             elif value.data is not None:
                 keys = ", ".join(fields_of(place.field.group))
@@ -116,7 +116,7 @@ class Resolver:
             self.assign(f"{name}.{child}", part, op, source, f"{spelled}.{child}")
 
     def _assign_leaf(self, place: Place, name: str, value: Value, source: str, spelled: str) -> None:
-        if place.inside and (reason := no_effect(name)):
+        if place.inside and (reason := lookup(NO_EFFECT, name)):
             self._has_no_effect(name, reason)
             return
         other, earlier = self._spelled.get(name, (spelled, value.data))
@@ -133,7 +133,7 @@ class Resolver:
 
     def set_leaf(self, place: Place, name: str, value: Value, source: str) -> None:
         """Convert and store; a value that does not fit is a problem."""
-        meant = names.VALUE_SYNONYMS.get(name, {}).get(str(value.data))
+        meant = (lookup(names.VALUE_SYNONYMS, name) or {}).get(str(value.data))
         if meant == "fsdp2":
             self.notice(f"{value.data} is FSDP2 here: its sizes and offloading count, its kernels do not")
         try:
@@ -171,7 +171,7 @@ class Resolver:
             self._has_no_effect(name, ACCEPTED[name])
         elif self.entry == "ppo" and name in asynchronous.KEYS:
             self.old[name] = value
-        elif reason := no_effect(name):
+        elif reason := lookup(NO_EFFECT, name):
             self._has_no_effect(name, reason)
             self.written[name] = value.data
         elif open_here:
@@ -200,8 +200,7 @@ class Resolver:
 
     def _refused(self, name: str, value: Value) -> bool:
         """True if the key switches a feature outside the schema; a problem if it is switched on."""
-        found = (absent for glob, absent in names.REFUSED.items() if names.compiled(glob).match(name))
-        absent = next(found, None)
+        absent = lookup(names.REFUSED, name)
         if absent is not None and str(value.data).lower() not in absent.off:
             where = f"{name}={value.data}"
             self.refuse(where, f"{absent.what} is not in this release; closest: {absent.instead}")
@@ -216,8 +215,8 @@ class Resolver:
         parent, _, last = name.rpartition(".")
         node = select(self.root, parent) if parent else self.root
         if place is None:
-            extra = isinstance(node, Group) and node._extra.pop(last, node) is not node
-            if not (extra or no_effect(name) or (isinstance(node, Group) and node.open_keys)):
+            extra = isinstance(node, Group) and (node._extra.pop(last, node) is not node or node.open_keys)
+            if not extra and lookup(NO_EFFECT, name) is None:
                 self._unknown.append((name, None, source))
             return
         for key in [k for k in self.root._set if k == name or k.startswith(name + ".")]:
@@ -290,7 +289,7 @@ class Resolver:
 
 def _synonyms(name: str, value: Any) -> Any:
     """The value; in a list, names of another system as they are here."""
-    table = names.VALUE_SYNONYMS.get(name, {})
+    table = lookup(names.VALUE_SYNONYMS, name) or {}
     if not isinstance(value, list):
         return value
     if name.endswith(("target_modules", "exclude_modules")):
