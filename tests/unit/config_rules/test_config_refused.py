@@ -37,7 +37,7 @@ REFUSED = [
     (["trainer.seed=99999999999999999999"], ["at most 9223372036854775807"]),
     (["data.train_max_samples=0"], ["at least 1", "or -1"]),
     (["data.train_files=[]"], ["names no file"]),
-    (["data.reward_fn_key=prompt", "data.val_files=null"], ["'prompt' holds no names"]),
+    (["data.reward_fn_key=prompt", "data.val_files=null"], ["a name is needed"]),
     ([f"{ARR}.model.tokenizer_path=/nowhere/tokenizer"], ["no such directory"]),
     ([f"{ARR}.model.external_lib=no_such_module"], ["no module no_such_module"]),
     ([f"{ARR}.model.custom_chat_template='{{% if %}}'"], ["is no Jinja template", "line 1"]),

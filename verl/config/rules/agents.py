@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl.config.rules.context import Check
-from verl.errors import UserError
 
 _WITHOUT_TOOLS = {"single_turn_agent", "environment_agent"}
 
@@ -18,20 +17,16 @@ def check(c: Check) -> None:
     if environment.name and not environment.path:
         c.refuse(f"{key}.agent.environment.path", f"environment.name={environment.name} needs it")
     elif environment.name and c.plugins:
-        try:
+        with c.refusing(f"{key}.agent.environment"):
             _environment(c)
-        except UserError as error:
-            c.refuse(f"{key}.agent.environment", str(error))
     files = ("tool_config_path", "function_tool_path", "interaction_config_path")
     if given := [name for name in files if turns[name]]:
         if {c.rollout.agent.default_agent_loop, *c.agent_names} <= _WITHOUT_TOOLS:
             why = "no row is of tool_agent (multi_turn.enable=True, or agent_name in a row)"
             c.notice(f"no effect: {key}.multi_turn.{', '.join(given)}: {why}")
-        try:
-            if c.plugins:
+        if c.plugins:
+            with c.refusing(f"{key}.multi_turn"):
                 _tools(c)
-        except UserError as error:
-            c.refuse(f"{key}.multi_turn", str(error))
 
 
 def _environment(c: Check) -> None:

@@ -106,6 +106,11 @@ class Check:
             self._add(key, str(trouble), trouble.kind, trouble.download)
             return None
 
+    def rows_used(self, kind: str) -> int | None:
+        """Rows of the training ("train") or validation ("val") files that a run uses, as far as they are known."""
+        rows, most = self.rows.get(f"data.{kind}_files"), self.cfg.data[f"{kind}_max_samples"]
+        return min(rows, most) if rows and most >= 0 else rows
+
     @property
     def world(self) -> int:
         """`devices.ranks` of the run."""

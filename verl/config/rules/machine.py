@@ -47,10 +47,9 @@ def _devices(c: Check) -> None:
         return
     if not cluster:
         _one_machine(c, sizes, kind, here)
-    several = c.world > 1 or c.rollout.nnodes > 0 or bool(c.ppo and own_pools(c.cfg))
-    if (several or cluster) and not _installed("ray"):
+    if (c.several or cluster) and not _installed("ray"):
         c.lacks(sizes, "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
-    if several:
+    if c.several:
         _open_files(c, sizes)
     folder = Path(c.trainer.default_local_dir).expanduser()
     if not folder.is_absolute() and "working_dir_files" in Path.cwd().parts:

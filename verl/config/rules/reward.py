@@ -32,11 +32,7 @@ def check(c: Check) -> None:
         problem = f"a sequence classifier beside a function: set {_KEY}.weights={{function: 1, model: 1}}"
     elif not (scores or c.cfg.custom_reward_function.path):
         problem = f"nothing asks this model; to ask it as a judge set {_JUDGE}"
-    elif (
-        not scores
-        and "judge" not in own_pools(c.cfg)
-        and (c.world > 1 or c.rollout.nnodes or own_pools(c.cfg))
-    ):
+    elif not scores and "judge" not in own_pools(c.cfg) and c.several:
         problem = (
             f"beside several devices a judge has a pool of its own: set {_KEY}.enable_resource_pool=True, {_KEY}.nnodes and "
             f"{_KEY}.n_gpus_per_node; or start a server and set reward_kwargs.reward_router_address"

@@ -182,7 +182,5 @@ def _reward_arguments(c: Check) -> None:
     if not c.cfg.custom_reward_function.path:
         from verl.reward.rules import check_kwargs
 
-        try:
+        with c.refusing("custom_reward_function.reward_kwargs"):
             check_kwargs(c.cfg.custom_reward_function.reward_kwargs)
-        except UserError as error:
-            c.refuse("custom_reward_function.reward_kwargs", str(error))

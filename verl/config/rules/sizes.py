@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, own_pools, rank_problems
+from verl.config.problems import counted
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
 from verl.config.schema.trainer import EACH_EPOCH
@@ -205,12 +206,12 @@ def plan(c: Check) -> list[str]:
         _steps(c),
         f"each step: {size} prompts × {n} responses = {size * n} trajectories "
         f"(≤ {data.max_prompt_length} + {data.max_response_length} tokens)",
-        f"→ {_count(parts * epochs, 'update')} ({parts} mini-batches of {_each(size, parts, n)} responses × {_count(epochs, 'epoch')})",
-        f"→ micro-batches on each of {_count(ranks, 'rank')}: {_micro(actor, large, ranks)}",
+        f"→ {counted(parts * epochs, 'update')} ({parts} mini-batches of {_each(size, parts, n)} responses × {counted(epochs, 'epoch')})",
+        f"→ micro-batches on each of {counted(ranks, 'rank')}: {_micro(actor, large, ranks)}",
     ]
     only = c.trainer.val_only
     if data.val_files and (c.trainer.test_freq > 0 or c.trainer.val_before_train or only):
-        rows = _rows(c, "val")
+        rows = c.rows_used("val")
         prompts = f"{rows} prompts" if rows else "validation prompts"
         lines.append(f"validation: {prompts} × {c.rollout.val_kwargs.n}")
     return lines[-1:] if only else lines
@@ -222,25 +223,15 @@ def _each(size: int, parts: int, n: int = 1) -> str:
     return f"{large}" if small == large else f"{small} to {large}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _rows(c: Check, kind: str) -> int | None:
-    """Rows of the training ("train") or validation ("val") files that a run uses, as far as they are known."""
-    rows, most = c.rows.get(f"data.{kind}_files"), c.cfg.data[f"{kind}_max_samples"]
-    return min(rows, most) if rows and most >= 0 else rows
-
-
 def _steps(c: Check) -> str:
-    rows, size = _rows(c, "train"), c.cfg.data.train_batch_size
+    rows, size = c.rows_used("train"), c.cfg.data.train_batch_size
     total, epochs = c.trainer.total_training_steps, c.trainer.total_epochs
     if total is not None:
         return f"{total} steps" + (f" over {rows} rows" if rows else "")
     if not rows:
         return f"{epochs} epochs"
-    each = f"{rows} rows, {_count(rows // size, 'step')} an epoch × {_count(epochs, 'epoch')}"
-    return f"{each} = {_count(rows // size * epochs, 'step')}"
+    each = f"{rows} rows, {counted(rows // size, 'step')} an epoch × {counted(epochs, 'epoch')}"
+    return f"{each} = {counted(rows // size * epochs, 'step')}"
 
 
 def _micro(actor: Any, responses: int, ranks: int) -> str:
@@ -256,7 +247,7 @@ def _other_plan(c: Check) -> list[str]:
     data = c.cfg.data
     if c.cfg.entry == "sft":
         if c.trainer.val_only:
-            return [f"validation: {_rows(c, 'val') or 'all'} rows"]
+            return [f"validation: {c.rows_used('val') or 'all'} rows"]
         each = f"{data.train_batch_size} sequences of at most {data.max_length} tokens"
         return [_steps(c), f"each step: {each}"]
     if c.cfg.entry == "generation":
