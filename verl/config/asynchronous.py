@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from verl.config.schema.base import put
+
 if TYPE_CHECKING:
     from verl.config.resolve import Resolver
 
@@ -81,9 +83,8 @@ def _mean(resolver: Resolver, said: str, meant: dict[str, Any]) -> None:
     """Set these keys where the user did not, and say it."""
     root, set_here = resolver.root, []
     for key, value in meant.items():
-        group, _, name = key.rpartition(".")
         if not root.was_set(key):
-            root.select(group)[name] = value
+            put(root, key, value)
             root._set[key] = 0
             set_here.append(f"{key}={value}")
         elif root.select(key) != value:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.layout import own_pools
+from verl.config.layout import Sizes, own_pools
 from verl.config.model_facts import ModelFacts
 from verl.config.names import nearest
 from verl.config.rules.context import ACTOR, Check
-from verl.config.rules.sizes import sizes_of
 from verl.config.schema.distillation import TEACHER_KEYS
 
 _LOSS, _TEACHERS = "distillation.distillation_loss", "distillation.teacher_models"
@@ -50,7 +49,7 @@ def _model(c: Check, at: str, teacher: Any) -> None:
     """Its model is there, and its parallel size fits the ranks: those of the policy, whose rows it gets, or the teachers' own."""
     inference, arr = teacher.get("inference") or {}, c.cfg.actor_rollout_ref
     size = inference.get("tensor_model_parallel_size") or 1
-    ours, split = sizes_of(arr.actor, "").together, arr.ref.ulysses_sequence_parallel_size
+    ours, split = Sizes.of(arr.actor).together, arr.ref.ulysses_sequence_parallel_size
     message = f"a teacher's rows are the policy's, which {ours} of its devices share; set 1"
     if pool := own_pools(c.cfg).get("teacher"):
         ours, split = pool.devices, 1

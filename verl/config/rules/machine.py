@@ -74,10 +74,8 @@ def _one_machine(c: Check, sizes: str, kind: str, here: int) -> None:
     if c.rollout.nnodes:
         own.insert(0, OwnPool(c.rollout_key, c.rollout.nnodes, c.rollout.n_gpus_per_node))
     sizes = ", ".join([sizes, *map(str, own)])
-    wanted, nodes = (
-        c.world + sum(pool.devices for pool in own),
-        c.trainer.nnodes + sum(pool.nodes for pool in own),
-    )
+    wanted = c.world + sum(pool.devices for pool in own)
+    nodes = c.trainer.nnodes + sum(pool.nodes for pool in own)
     if nodes > 1 + len(own):
         c.lacks(
             sizes,
