@@ -74,7 +74,7 @@ def _interpolate(resolver: Resolver) -> None:
     complete(preview)
     tree = OmegaConf.create(preview.to_dict())
     broken: dict[str, OmegaConfBaseException] = {}
-    for path, data in resolver.written.items():
+    for path, (_, data) in resolver.written.items():
         place = locate(type(preview), path)
         if isinstance(data, str) and place is not None and place.field.is_path:
             data = _environment(data, tree)

@@ -23,7 +23,7 @@ class Resolver:
     """Collects assignments on one configuration tree, with problems and notices.
 
     `interpolated` are values with `${…}` in them, `old` those of keys that stand for others by a computation, `written`
-    all values as they were given: `verl.config.fill` settles them.
+    all values as they were given, with the user's name of each: `verl.config.fill` settles them.
     """
 
     def __init__(self, entry: str):
@@ -32,11 +32,9 @@ class Resolver:
         self.problems: list[Problem] = []
         self.interpolated: dict[str, Value] = {}
         self.old: dict[str, Value] = {}
-        self.written: dict[str, Any] = {}
-        self._spelled: dict[str, tuple[str, Any]] = {}
+        self.written: dict[str, tuple[str, Any]] = {}
         self._unknown: list[tuple[str, Value | None, str]] = []
         self._without_effect: dict[str, list[str]] = {}
-        self._unread: list[str] = []
         self._count = 0
 
     # ---- layers and overrides ----
@@ -119,13 +117,12 @@ class Resolver:
         if place.inside and (reason := lookup(NO_EFFECT, name)):
             self._has_no_effect(name, reason)
             return
-        other, earlier = self._spelled.get(name, (spelled, value.data))
+        other, earlier = self.written.get(name, (spelled, value.data))
         if other != spelled and earlier != value.data:
             self.notice(f"{other}={earlier} and {spelled}={value.text} are one key; the later one counts")
-        self._spelled[name] = (spelled, value.data)
+        self.written[name] = (spelled, value.data)
         self._was_set(name)
         self.interpolated.pop(name, None)
-        self.written[name] = value.data
         if "${" in str(value.data):
             self.interpolated[name] = value
         else:
@@ -166,20 +163,20 @@ class Resolver:
         if isinstance(value.data, dict) and not open_here:
             self._assign_parts(name, value, op, source, name)
         elif self._refused(name, value):
-            self.written[name] = value.data
+            self.written[name] = (name, value.data)
         elif name in ACCEPTED and str(value.data).lower() not in names.OFF:
             self._has_no_effect(name, ACCEPTED[name])
         elif self.entry == "ppo" and name in asynchronous.KEYS:
             self.old[name] = value
         elif reason := lookup(NO_EFFECT, name):
             self._has_no_effect(name, reason)
-            self.written[name] = value.data
+            self.written[name] = (name, value.data)
         elif open_here:
             self._add(name, value)
         elif self.entry == "ppo" and name.split(".")[:2] == ["trainer", "v1"]:
             self._has_no_effect(name, "one loop serves every mode")
         elif op == "++":
-            self._unread.append(name)
+            self._has_no_effect(name, "added by ++, read by nobody")
             self._add(name, value)
         else:
             self._unknown.append((name, value, source))
@@ -261,8 +258,6 @@ class Resolver:
             else:
                 [(name, shown)] = found.items()
                 self.refuse(shown, self._nearest(name))
-        if self._unread:
-            self.notice(f"added by ++, read by nobody: {', '.join(self._unread)}")
         for reason, keys in self._without_effect.items():
             if reason not in names.SILENT:
                 self.notice(f"no effect: {', '.join(keys)}: {reason}")
