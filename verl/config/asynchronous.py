@@ -41,10 +41,8 @@ def _fully_async(resolver: Resolver, given: dict[str, Any]) -> None:
     if share != math.ceil(share):
         meant["trainer.max_steps_per_version"] = math.ceil((1 + share) * every)
     if not (root.was_set("data.train_batch_size") and root.data.train_batch_size):
-        root.data.train_batch_size = batches * root.actor_rollout_ref.actor.ppo_mini_batch_size
-        resolver.notice(
-            f"data.train_batch_size={root.data.train_batch_size}: {BATCHES} × ppo_mini_batch_size"
-        )
+        size = root.data.train_batch_size = batches * root.actor_rollout_ref.actor.ppo_mini_batch_size
+        resolver.notice(f"data.train_batch_size={size}: {BATCHES} × ppo_mini_batch_size")
     if PROMPTS in given:
         prompts = int(_number(resolver, given, PROMPTS, 1))
         meant["trainer.total_training_steps"] = max(1, prompts // max(1, root.data.train_batch_size))

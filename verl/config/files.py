@@ -78,9 +78,7 @@ def _built_in(name: str, folders: list[Path], entry: str) -> Iterator[Layer]:
     if known is None:
         looked = ", ".join(str(f) for f in folders) or "no --config-path given"
         names = ", ".join(n for n, (e, _) in BUILT_IN.items() if e == entry)
-        raise _error(
-            f"--config-name={name}: no file {name}.yaml ({looked}) and no built-in of that name ({names})"
-        )
+        raise _error(f"--config-name={name}: no file {name}.yaml ({looked}) and no built-in one ({names})")
     if known[0] != entry:
         raise _error(f"--config-name={name} belongs to another program ({known[0]}); this one is {entry}")
     if known[1]:

@@ -122,9 +122,7 @@ NO_EFFECT: dict[str, str] = {
     "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding}": (
         "sequences are packed without padding; results are the same"
     ),
-    "trainer.master_{addr, port}": (
-        "ranks find each other through Ray or torchrun; for many nodes start Ray on each"
-    ),
+    "trainer.master_{addr, port}": "ranks meet through Ray or torchrun; for many nodes start Ray on each",
     "{actor_rollout_ref.actor, critic}.sync_gradients": "gradients are always synchronised",
     "{trainer.use_legacy_worker_impl, trainer.use_v1, reward_model.use_reward_loop, reward_model.launch_reward_fn_async}": (
         "one implementation; rewards always overlap sampling"
@@ -252,12 +250,8 @@ REFUSED = {
     "*.model.lora.type": Absent("an adapter of another kind", "type=lora", (*OFF, "lora")),
     "*.model.lora.dropout": Absent("dropout in adapters", "set it to 0"),
     "trainer.checkpoint_callback_class": Absent("a callback for checkpoints", "trainer.default_hdfs_dir"),
-    "global_profiler.{relocate_results, finish_hook_cmd}": Absent(
-        "work on profiles", "a command after the run"
-    ),
-    "async_training.use_dynamic_resource_scheduling": Absent(
-        "sampling on devices of the trainer", "rollout.nnodes"
-    ),
+    "global_profiler.{relocate_results, finish_hook_cmd}": Absent("work on profiles", "a later command"),
+    "async_training.use_dynamic_resource_scheduling": Absent("trainers that sample", "rollout.nnodes"),
     "async_training.hybrid_res_pool": Absent("a pool on a part of a node", "pools of whole nodes"),
     "actor_rollout_ref.rollout.disaggregation.enabled": Absent(
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
@@ -266,21 +260,13 @@ REFUSED = {
     "actor_rollout_ref.rollout.agent.custom_async_server.path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
     ),
-    "actor_rollout_ref.rollout.over_sample_rate": Absent(
-        "over-sampling of prompts", "algorithm.filter_groups.enable"
-    ),
+    "actor_rollout_ref.rollout.over_sample_rate": Absent("over-sampling", "algorithm.filter_groups.enable"),
 }
 """Keys outside the schema that switch something on."""
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "name": {"trtllm": Absent("TensorRT-LLM as sampling engine", "rollout.name=vllm or native")},
-    "strategy": {
-        "mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2"),
-    },
-    "loss_mode": {
-        "reverse_kl_topk": Absent(
-            "reverse KL over the policy's most likely tokens", "k1 with use_policy_gradient=True"
-        ),
-    },
+    "strategy": {"mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2")},
+    "loss_mode": {"reverse_kl_topk": Absent("reverse KL of few tokens", "k1 with use_policy_gradient=True")},
     "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
 }
 """By the last part of the key: values of other systems."""
@@ -317,10 +303,7 @@ GROUP_CHOICES: dict[str, dict[str, str | None]] = {
     "optim": dict.fromkeys(("fsdp", "megatron", *FSDP2_NAMES)),
 }
 """`group@package=choice`: what `strategy` becomes; None: nothing, there is one implementation of the group."""
-_MEGATRON = {
-    "actor_rollout_ref.actor.strategy": "megatron",
-    "critic.strategy": "megatron",
-}
+_MEGATRON = {"actor_rollout_ref.actor.strategy": "megatron", "critic.strategy": "megatron"}
 _POOL: dict[str, Any] = {
     "actor_rollout_ref.hybrid_engine": False,
     "actor_rollout_ref.rollout.nnodes": 1,

@@ -271,12 +271,11 @@ class Resolver:
     def _nearest(self, name: str) -> str:
         known = list(leaves(type(self.root)))
         parent, _, last = name.rpartition(".")
-        same = [k for k in known if k.rpartition(".")[2] == last]
-        same.sort(key=lambda k: -difflib.SequenceMatcher(None, k, name).ratio())
+        same = difflib.get_close_matches(name, [k for k in known if k.rpartition(".")[2] == last], 3, 0)
         siblings = [k for k in known if k.rpartition(".")[0] == parent]
         near = difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.75)
-        if found := list(dict.fromkeys([*same[:3], *near, *close]))[:3]:
+        if found := list(dict.fromkeys([*same, *near, *close]))[:3]:
             return f"no key {name}; nearest: {', '.join(found)}"
         group = parent if any(k.startswith(parent + ".") for k in known) else "all"
         return f"no key {name}, and none like it; --help {group} lists them (for your own code: ++{name}=…)"

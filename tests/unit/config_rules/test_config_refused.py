@@ -182,8 +182,8 @@ REFUSED = [
     (["trainer.resume_mode=resume_path"], ["needs trainer.resume_from_path"]),
     (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"], ["no such directory"]),
     # 25
-    (["data.train_batch_size=17"], ["more than the 16 rows", "lower it to 16"]),
-    (["data.train_max_samples=4"], ["more than the 4 rows"]),
+    (["data.train_batch_size=17"], ["more than 16 rows", "lower it to 16"]),
+    (["data.train_max_samples=4"], ["more than 4 rows"]),
     # recognised values
     ([f"{ARR}.rollout.name=trtllm"], ["TensorRT-LLM", "closest"]),
     ([f"{ARR}.rollout.checkpoint_engine.backend=nixl"], ["NIXL"]),
@@ -198,7 +198,7 @@ REFUSED = [
     ([f"{ARR}.rollout.n=1000000000000"], ["at most 65536"]),
     ([f"+{ARR}.model.override_config.rms_norm_epz=1"], ["no such field; nearest: rms_norm_eps"]),
     ([f"+{ARR}.model.override_config.model_config.use_cach=1"], ["override_config.use_cach", "use_cache"]),
-    (["trainer.weight_sync_every=4"], ["for it keeps older weights", f"{ARR}.rollout.nnodes=1"]),
+    (["trainer.weight_sync_every=4"], ["keeps older weights", f"{ARR}.rollout.nnodes=1"]),
     # not in this release
     ([f"{ARR}.rollout.multi_turn.tool_config_path=no.yaml"], ["multi_turn", "no.yaml: cannot be read"]),
     (

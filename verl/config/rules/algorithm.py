@@ -27,9 +27,7 @@ def _generation(c: Check) -> None:
     if rollout.n > 1 and (rollout.temperature == 0 or not rollout.do_sample):
         c.notice(f"{c.at('rollout.n')} and greedy: all responses to a prompt will be the same")
     if rollout.nnodes:
-        message = (
-            "no pool of its own here: trainer.nnodes and trainer.n_gpus_per_node are the sampling devices"
-        )
+        message = "no pool of its own: trainer.nnodes and trainer.n_gpus_per_node are the sampling devices"
         c.refuse(c.at("rollout.nnodes"), message)
 
 
@@ -56,16 +54,13 @@ def _estimator(c: Check) -> None:
     if algorithm.use_pf_ppo and name != "gae":
         keys = c.at("algorithm.use_pf_ppo", "algorithm.adv_estimator")
         c.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")
-    if n < 2 and (name == "grpo_passk" or algorithm.filter_groups.enable):
+    groups = algorithm.filter_groups
+    if n < 2 and (name == "grpo_passk" or groups.enable):
         what = "grpo_passk" if name == "grpo_passk" else "filter_groups"
         c.refuse(f"{ROLLOUT}.n", f"{what} compares responses to one prompt; set {ROLLOUT}.n=2 or more")
     elif n == 1 and name in GROUP_ESTIMATORS:
         c.notice(f"{ROLLOUT}.n=1 with {name}: a group of one has no baseline, the score is the advantage")
-    if (
-        algorithm.filter_groups.enable
-        and algorithm.use_kl_in_reward
-        and algorithm.filter_groups.metric == "seq_final_reward"
-    ):
+    if groups.enable and algorithm.use_kl_in_reward and groups.metric == "seq_final_reward":
         message = "the KL penalty is not known while groups are sampled; use metric=reward"
         c.refuse("algorithm.filter_groups.metric=seq_final_reward", message)
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
@@ -74,9 +69,7 @@ def _estimator(c: Check) -> None:
     if keys and weights and len(keys) != len(weights):
         c.refuse("algorithm.gdpo_reward_weights", f"{len(weights)} weights for {len(keys)} keys")
     if name == "gdpo" and algorithm.use_kl_in_reward:
-        c.notice(
-            "algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys, which the KL is not in"
-        )
+        c.notice("algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys alone")
 
 
 def _same_tokens(c: Check, key: str) -> None:
@@ -87,9 +80,7 @@ def _same_tokens(c: Check, key: str) -> None:
         return
     own, theirs = (one.text.get("vocab_size") for one in (facts, c.facts))
     if own and theirs and own != theirs:
-        c.refuse(
-            key, f"its vocabulary has {own} tokens, the policy's {theirs}; use a model of the same family"
-        )
+        c.refuse(key, f"its vocabulary has {own} tokens, the policy's {theirs}; use one of the same family")
 
 
 def _sampling(c: Check) -> None:
@@ -186,9 +177,7 @@ def _staleness(c: Check) -> None:
     lag, correction = c.cfg.trainer.max_staleness, c.cfg.algorithm.rollout_correction
     every, steps = c.trainer.weight_sync_every, c.trainer.max_steps_per_version
     if every > 1 and not c.rollout.nnodes:
-        own = (
-            f"give the sampler devices of its own ({ROLLOUT}.nnodes=1), for it keeps older weights; or set 1"
-        )
+        own = f"the sampler keeps older weights: give it devices of its own ({ROLLOUT}.nnodes=1), or set 1"
         c.refuse("trainer.weight_sync_every", own)
     if steps and not every <= steps <= every * (1 + lag):
         bounds = f"between weight_sync_every={every} and {every * (1 + lag)}, 1 + max_staleness times as many"
@@ -210,9 +199,7 @@ def _staleness(c: Check) -> None:
             f"devices of its own ({own}=1 {ROLLOUT}.n_gpus_per_node=1), or set trainer.max_staleness=0",
         )
     else:
-        c.notice(
-            f"{key} on shared devices: sampler and trainer compete for them; {own} gives sampling its own"
-        )
+        c.notice(f"{key} on shared devices: sampler and trainer compete; {own} gives sampling its own")
 
 
 def _notices(c: Check) -> None:

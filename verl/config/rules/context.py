@@ -91,12 +91,10 @@ class Check:
         """True if the plug-in modules import, which they are asked once; if one does not, it is reported."""
         from verl.plugins import import_modules
 
-        try:
+        with self.refusing(f"{self.model_key}.external_lib"):
             import_modules(self.model.external_lib if self.model is not None else None)
-        except UserError as error:
-            self.refuse(f"{self.model_key}.external_lib", str(error))
-            return False
-        return True
+            return True
+        return False
 
     def look(self, key: str, *what: Any) -> ModelFacts | None:
         """The facts of a model that `key` names (arguments of `model_facts.look`); None, and reported, if they are not to be had."""

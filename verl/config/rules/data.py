@@ -232,13 +232,7 @@ def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
 def _enough_rows(c: Check) -> None:
     most, size = c.rows_used("train"), c.cfg.data.train_batch_size
     if most is not None and most < size:
-        c.refuse(
-            "data.train_batch_size", f"more than the {most} rows of data.train_files; lower it to {most}"
-        )
-
-
-def _absent(column: str, file: Any) -> str:
-    return f"{nearest(column, file.columns)} (columns: {', '.join(file.columns)})"
+        c.refuse("data.train_batch_size", f"more than {most} rows of data.train_files; lower it to {most}")
 
 
 def _table(c: Check) -> None:
@@ -254,9 +248,11 @@ def _table(c: Check) -> None:
 
 
 def _has_columns(c: Check, file: Any, *keys: str) -> bool:
+    from verl.data.files import absent_column
+
     for key in keys:
         if (name := c.cfg.data[key]) not in file.columns:
-            c.refuse(f"data.{key}", f"{file.path} has no such column{_absent(name, file)}")
+            c.refuse(f"data.{key}", absent_column(name, f"data.{key}", file.path, file.columns))
     return all(c.cfg.data[key] in file.columns for key in keys)
 
 
@@ -282,8 +278,8 @@ def _text_metrics(c: Check, file: Any) -> None:
             c.lacks(f"metrics.text={name}", f"needs {package}, which is not installed: {install}")
     reference = c.cfg.metrics.reference
     if reference and reference.split(".")[0] not in file.columns:
-        absent = _absent(reference.split(".")[0], file)
-        c.refuse("metrics.reference", f"{file.path} has no such column{absent}")
+        known = f"{nearest(reference, file.columns)} (columns: {', '.join(file.columns)})"
+        c.refuse("metrics.reference", f"{file.path} has no such column{known}")
 
 
 # ---- code of the user's own ----

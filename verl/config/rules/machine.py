@@ -131,9 +131,7 @@ def _vllm(c: Check) -> None:
     for text in translated.notices:
         c.notice(text)
     if c.rollout.data_parallel_size > 1:
-        c.refuse(
-            f"{key}.data_parallel_size", "one engine is one copy here; set 1: more devices make more engines"
-        )
+        c.refuse(f"{key}.data_parallel_size", "an engine is one copy; set 1: more devices make more engines")
 
 
 def _model(c: Check) -> None:
