@@ -34,7 +34,7 @@ class Resolver:
         self.old: dict[str, Value] = {}
         self.written: dict[str, tuple[str, Any]] = {}
         self._unknown: list[tuple[str, Value | None, str]] = []
-        self._without_effect: dict[str, list[str]] = {}
+        self._without_effect: dict[str, dict[str, None]] = {}
         self._count = 0
 
     # ---- layers and overrides ----
@@ -236,9 +236,7 @@ class Resolver:
             self.root._notices.append(text)
 
     def _has_no_effect(self, name: str, reason: str) -> None:
-        keys = self._without_effect.setdefault(reason, [])
-        if name not in keys:
-            keys.append(name)
+        self._without_effect.setdefault(reason, {})[name] = None
 
     def finish(self) -> None:
         """Settle the keys nobody knows, and say what has no effect."""

@@ -38,7 +38,7 @@ NOTICES = [
     ([f"{ARR}.rollout.val_kwargs.n=2"], "all responses to a prompt will be the same"),
     (["trainer.test_freq=5", "data.val_files=null"], "nothing to validate on"),
     ([f"{ARR}.model.exclude_modules=[x]"], "LoRA only"),
-    ([f"{ARR}.actor.freeze_vision_tower=True"], "no vision tower"),
+    ([f"{ARR}.actor.freeze_vision_tower=True"], "sees no images"),
     (["data.augmentation.rotate=5"], "data.augmentation.rotate=5.0: this model sees no images"),
     (["reward_model.images=True"], "sees no images"),
     ([f"{ARR}.rollout.top_p=0.9"], "not truncated"),

@@ -16,7 +16,7 @@ _CORRECTION = "algorithm.rollout_correction"
 def check(c: Check) -> None:
     """All rules on algorithms (config.md §16, 1, 3 to 6, 14, 15, and their notices)."""
     if c.ppo:
-        for rules in (_kl, _estimator, _sampling, _loss, _correction, _routes, _staleness, _notices):
+        for rules in (_kl, _estimator, _sampling, _loss, _correction, _routes, _staleness, _images, _notices):
             rules(c)
     elif c.cfg.entry == "generation":
         _generation(c)
@@ -134,18 +134,13 @@ def _correction(c: Check) -> None:
 
 
 def _thresholds(c: Check, correction: Any) -> None:
-    """Weights and rejection rules have thresholds that parse, one for each rule or one for all."""
-    from verl.algorithms.correction import parse_rule, parse_rules, parse_weighting
+    """Weights and rejection rules have thresholds that parse."""
+    from verl.algorithms.correction import parse_rules, parse_weighting
 
     if correction.rollout_is in ("token", "sequence"):
         _attempt(c, parse_weighting, correction.rollout_is, correction.rollout_is_threshold)
-    rules = [name.strip() for name in (correction.rollout_rs or "").split(",") if name.strip()]
-    thresholds = [text.strip() for text in str(correction.rollout_rs_threshold).split(",")]
-    if rules and (correction.rollout_rs_threshold is None or len(thresholds) not in (1, len(rules))):
+    if correction.rollout_rs:
         _attempt(c, parse_rules, correction.rollout_rs, correction.rollout_rs_threshold)
-        thresholds = ["2"]
-    for rule, threshold in zip(rules, thresholds * (len(rules) // len(thresholds)), strict=True):
-        _attempt(c, parse_rule, rule, threshold)
 
 
 def _attempt(c: Check, parse: Callable[..., Any], *arguments: Any) -> None:
@@ -202,6 +197,16 @@ def _staleness(c: Check) -> None:
         c.notice(f"{key} on shared devices: sampler and trainer compete; {own} gives sampling its own")
 
 
+def _images(c: Check) -> None:
+    """What has no effect on a text model."""
+    if c.facts is None or c.facts.vision:
+        return
+    names = [f"data.augmentation.{name}" for name in ("rotate", "crop", "color_jitter", "path")]
+    names += [f"{ACTOR}.freeze_vision_tower", "data.mm_processor_kwargs", "reward_model.images"]
+    for key in [name for name in names if c.was_set(name) and c.cfg.select(name)]:
+        c.notice(f"no effect: {c.at(key)}: this model sees no images")
+
+
 def _notices(c: Check) -> None:
     actor = c.cfg.actor_rollout_ref.actor
     if c.trainer.critic_warmup > 0 and not c.cfg.critic.enable:
@@ -210,9 +215,5 @@ def _notices(c: Check) -> None:
         c.notice(f"no effect: {c.at('critic.nnodes')}: there is no critic (critic.enable)")
     if not c.model.use_remove_padding:
         c.notice(f"no effect: {c.model_key}.use_remove_padding=False: sequences are packed without padding")
-    if actor.freeze_vision_tower and c.facts is not None and not c.facts.vision:
-        c.notice(f"{ACTOR}.freeze_vision_tower=True: this model has no vision tower")
-    if c.cfg.data.mm_processor_kwargs and c.facts is not None and not c.facts.vision:
-        c.notice("no effect: data.mm_processor_kwargs: this model sees no images")
     if "hf_model" in actor.checkpoint.save_contents:
         c.notice("checkpoint.save_contents: hf_model has no effect, weights are Hugging Face files always")

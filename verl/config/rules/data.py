@@ -43,7 +43,6 @@ def check(c: Check) -> None:
                         _first_rows(c, key, file)
         if c.ppo:
             _sources(c, sources)
-            _without_images(c)
         _enough_rows(c)
 
 
@@ -142,15 +141,6 @@ def _no_video(c: Check, model: str) -> str:
     if importlib.util.find_spec("torchvision") is None:
         return f"need {NO_TORCHVISION}"
     return ""
-
-
-def _without_images(c: Check) -> None:
-    """What has no effect on a text model."""
-    if c.facts is None or c.facts.vision:
-        return
-    names = [f"data.augmentation.{name}" for name in ("rotate", "crop", "color_jitter", "path")]
-    for key in [key for key in (*names, "reward_model.images") if c.was_set(key)]:
-        c.notice(f"{c.at(key)}: this model sees no images; it has no effect")
 
 
 def chat_template(c: Check) -> str:

@@ -141,8 +141,11 @@ def _agents(c: Check) -> None:
     if environment.name and not environment.path:
         c.refuse(f"{key}.agent.environment.path", f"environment.name={environment.name} needs it")
     elif environment.name and c.plugins:
+        from verl.rollout import environments
+
         with c.refusing(f"{key}.agent.environment"):
-            _environment(c)
+            tokenizer = c.cfg.select("data.tokenizer") or c.model.tokenizer_path or c.model.path
+            environments.check(environment, tokenizer)
     files = ("tool_config_path", "function_tool_path", "interaction_config_path")
     if given := [name for name in files if turns[name]]:
         if {c.rollout.agent.default_agent_loop, *c.agent_names} <= _WITHOUT_TOOLS:
@@ -151,13 +154,6 @@ def _agents(c: Check) -> None:
         if c.plugins:
             with c.refusing(f"{key}.multi_turn"):
                 _tools(c)
-
-
-def _environment(c: Check) -> None:
-    from verl.rollout import environments
-
-    tokenizer = c.cfg.select("data.tokenizer") or c.model.tokenizer_path or c.model.path
-    environments.check(c.rollout.agent.environment, tokenizer)
 
 
 def _tools(c: Check) -> None:

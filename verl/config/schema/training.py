@@ -205,6 +205,9 @@ class LogProbConfig(Group):
     log_prob_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", low=1)
 
 
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
 class CheckpointConfig(Group):
     """What a checkpoint of this role holds and how it is written.
 
@@ -218,10 +221,8 @@ class CheckpointConfig(Group):
         strict: Refuse missing or extra tensors.
     """
 
-    save_contents: list[str] = items(
-        "model", "optimizer", "extra", options=("model", "optimizer", "extra", "hf_model")
-    )
-    load_contents: list[str] = same_as(".save_contents", options=("model", "optimizer", "extra", "hf_model"))
+    save_contents: list[str] = items("model", "optimizer", "extra", options=CONTENTS)
+    load_contents: list[str] = same_as(".save_contents", options=CONTENTS)
     async_save: bool = False
     save_lora_only: bool = False
     strict: bool = True
