@@ -47,8 +47,8 @@ class Rank:
             raise RuntimeError("connection closed by peer")
         return what
 
-    def receive_rows(self, payload: Any) -> None:
-        self.rows = codec.decode(payload)
+    def receive_rows(self, payload: Any, *inputs: Any) -> None:
+        self.rows = codec.decode(payload, inputs)
 
     def forward(self, phase: str, role: str, outputs: Mapping[str, str]) -> dict[str, np.ndarray]:
         return {column: flat(self.rows, "response_ids").astype(np.float32) for column in outputs.values()}
@@ -69,8 +69,8 @@ class Sampler:
     async def alive(self) -> None:
         pass
 
-    async def submit(self, payload: Any, ended: list[str]) -> None:
-        for ask in codec.decode_requests(payload):
+    async def submit(self, payload: Any, ended: list[str], *inputs: Any) -> None:
+        for ask in codec.decode_requests(payload, inputs):
             self.open[ask.id] = asyncio.create_task(self._serve(ask))
 
     async def _serve(self, ask: codec.GenerateRequest) -> None:

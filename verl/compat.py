@@ -73,6 +73,9 @@ _TABLE = {
     "verl.tools.tool_registry": _TOOLBOX,
     "verl.tools.utils.tool_registry": _TOOLBOX,
     "verl.interactions.base": "verl.rollout.tools.interactions: BaseInteraction",
+    "verl.interactions.utils.interaction_registry": (
+        "verl.rollout.tools.interactions: initialize_interactions_from_config=load_interactions"
+    ),
     "verl.utils.import_utils": "verl.data.load_object: load_extern_object",
     "verl.utils.metric": "verl.tracking.public_metrics: AggregationType Metric reduce_metrics",
     "verl.utils.metric.utils": "verl.tracking.public_metrics",

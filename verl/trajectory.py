@@ -106,6 +106,7 @@ class Media:
     small   the images scaled down, as encoded files, for the report
     files   the images as JPEG files for what scores the responses; empty unless `reward_model.images`
     key     of its own, by which another process knows it again
+    stored  where other processes find `inputs`, once they were sent there: a reference into an object store
     """
 
     inputs: dict[str, np.ndarray]
@@ -113,6 +114,7 @@ class Media:
     small: tuple[bytes, ...] = ()
     files: tuple[bytes, ...] = ()
     key: str = field(default_factory=lambda: uuid4().hex)
+    stored: Any = field(default=None, repr=False)
 
     @classmethod
     def joined(cls, parts: Sequence[Media]) -> Media:
@@ -146,7 +148,7 @@ class Media:
 
     def drop_pixels(self) -> None:
         """Nobody computes with the images any more: only what is counted and shown of them stays."""
-        self.inputs = {"image_grid_thw": self.inputs["image_grid_thw"]}
+        self.inputs, self.stored = {"image_grid_thw": self.inputs["image_grid_thw"]}, None
 
     def blanked(self) -> Media:
         """The same places with nothing to see in them."""

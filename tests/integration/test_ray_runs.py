@@ -305,3 +305,6 @@ def test_two_ranks_see_images_as_one_process(fork_server, ray_address, tmp_path)
         found[name] = records(tmp_path / name)
     assert_close(found["one"], found["two"], [1, 2])
     assert found["two"][2]["training/rollout_logprob_abs_diff/max"] < 1e-4
+    lines = map(json.loads, (tmp_path / "two" / "metrics.jsonl").read_text().splitlines())
+    sent = [line["perf/images/sent_per_node"] for line in lines if "perf/images/count" in line]
+    assert sent == [1, 1], "to samplers and ranks of the node together, for all passes"

@@ -90,7 +90,7 @@ def test_a_run_sees_its_images_and_resumes_exactly(tiny: VisionRun, fork_server:
         assert step["training/rollout_logprob_abs_diff/max"] < 1e-4
         for name in ("decoded_per_image", "processed_per_image", "encoded_per_image/trainer"):
             assert step[f"perf/images/{name}"] == 1, name
-        assert step["perf/images/encoded_per_image/sampler"] == 1
+        assert step["perf/images/encoded_per_image/sampler"] == 1 and step["perf/images/sent_per_node"] == 0
     assert "data:image/jpeg;base64," in (whole / "report.html").read_text()
     actor = whole / "global_step_3" / "actor"
     model = AutoModelForImageTextToText.from_pretrained(actor)

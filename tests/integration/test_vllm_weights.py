@@ -85,10 +85,13 @@ def test_sampler_and_trainer_agree(tmp_path: Path, arch: str, tied: bool) -> Non
         assert {c.versions for c in after} == {(1,)}
         assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(before, after, strict=True))
         processes = {p for p in sampler._processes if p[0] != os.getpid()}
+        folder = Path(sampler._folder.name)
+        assert any(path.is_socket() for path in folder.iterdir()), "vLLM's sockets are there"
         assert processes and all(start_time(pid) == started for pid, started in processes)
     finally:
         sampler.close()
     assert not [pid for pid, started in processes if start_time(pid) == started], "close ends them"
+    assert not folder.exists()
 
 
 def test_a_model_that_would_keep_old_weights_is_refused(tmp_path: Path) -> None:
@@ -120,6 +123,7 @@ def main() -> None:
         actor.step(rows(done, 2), simple_loss(len(done) * 24), temperature=TEMPERATURE)
     shared = [str(path) for path in Path("/dev/shm").glob(f"{sampler._shared}*")]
     facts = {"differences": found, "processes": sorted(sampler._processes), "shared": shared}
+    facts["folder"] = sampler._folder.name
     Path(sys.argv[1], "facts").write_text(json.dumps(facts))
     Path(sys.argv[1], "ready").touch()
     time.sleep(600)
@@ -141,4 +145,4 @@ def test_two_devices_agree_and_no_process_outlives_a_killed_driver(
     until(lambda: not [pid for pid, started in processes if start_time(pid) == started], timeout=20)
     if torch.cpu._is_avx512_supported():
         assert found["shared"], "vLLM's build for AVX512 shares memory between its processes"
-    assert not [path for path in found["shared"] if Path(path).exists()]
+    assert not [path for path in [*found["shared"], found["folder"]] if Path(path).exists()]

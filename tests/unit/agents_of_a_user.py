@@ -118,7 +118,7 @@ class PublicLoop(AgentLoopBase):
             if turn == 0:
                 text = await self.loop.run_in_executor(None, self.tokenizer.decode, done.token_ids)
                 said = [*messages, {"role": "assistant", "content": text}]
-                merged, mask, log_probs = await self.ct_merge_non_assistant_msg(
+                merged, mask, log_probs = await self.ct_merge_context_msg(
                     said, [*said, {"role": "user", "content": self.greeting}], ids, mask, log_probs
                 )
                 ids = merged.token_ids

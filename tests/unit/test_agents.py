@@ -19,6 +19,7 @@ from tests.unit.test_session import _QWEN, session_of
 from verl.config import load
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.reward.runner import RewardRunner
+from verl.rollout import agent_loop
 from verl.rollout.loop_processes import LoopProcesses
 from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings
 from verl.trajectory import Batch, Prompt, Trajectory
@@ -150,6 +151,9 @@ def test_an_interaction_answers_where_no_tool_is_called(tmp_path: Path) -> None:
     (tmp_path / "i.yaml").write_text(
         f"interaction: [{{name: nags, class_name: '{USER}:Nags', config: {{}}}}]"
     )
+    from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
+
+    assert list(initialize_interactions_from_config(str(tmp_path / "i.yaml"))) == ["nags"]
     row = {"extra_info": {"interaction_kwargs": {"name": "nags", "word": "No.", "unused": None}}}
     (t,), _ = play(
         ["12", "13"],
@@ -342,6 +346,24 @@ def test_a_loop_of_the_public_system(tmp_path: Path) -> None:
     ].any()
     (t,), _ = play(["12", "Yes."], "agent.default_agent_loop=public_loop", row={"extra_info": {"adds": True}})
     assert t.extra["unrecorded_tokens"] == 1 and not t.response_mask[-1] and t.rollout_log_probs[-1] == 0
+
+
+def test_a_users_own_test_of_a_loop_brings_its_server_manager() -> None:
+    tokenizer, config = tiny_tokenizer(template=_QWEN.replace("%THINK%", "")), load([])
+
+    class Sampler:
+        async def generate(self, request_id, *, prompt_ids, sampling_params):
+            return agent_loop.TokenOutput(tokenizer("Yes<|im_end|>")["input_ids"], [-0.5] * 4)
+
+    loop = agents_of_a_user.PublicLoop(
+        agent_loop.DictConfigWrap(config), Sampler(), tokenizer, tools=agent_loop.ToolListWrap([])
+    )
+    said = [{"role": "user", "content": "Well?"}]
+    found = asyncio.run(loop.run({}, raw_prompt=said, extra_info={}))
+    assert tokenizer.decode(found.prompt_ids) == "<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\n"
+    between = "\n<|im_start|>user\nGo on<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(found.response_ids) == f"Yes<|im_end|>{between}Yes<|im_end|>"
+    assert tokenizer.decode(np.array(found.response_ids)[np.array(found.response_mask) == 0]) == between
 
 
 def test_the_reward_function_sees_the_dialogue_and_the_environments_reward_is_added(tmp_path: Path) -> None:

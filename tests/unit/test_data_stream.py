@@ -234,6 +234,9 @@ def test_load_extern_object(tmp_path: Path) -> None:
     for path, name, words in (*missing, (f"{tmp_path}/mod.py", "compte", "'compute'")):
         with pytest.raises(DataError, match=words):
             load_extern_object(path, name)
+    for path, kind in ((f"{tmp_path}/none.py", FileNotFoundError), (f"{tmp_path}/mod.py", AttributeError)):
+        with pytest.raises(kind):
+            load_extern_object(path, "compte")
 
 
 def test_collate_fn() -> None:

@@ -108,8 +108,9 @@ def test_rope_scaling_keeps_theta_and_lasts(tmp_path) -> None:
 
 def test_overrides_that_cannot_take_effect_are_refused(tmp_path) -> None:
     path = tiny_model(tmp_path / "m")
-    with pytest.raises(UserError, match="Qwen3Config has no such field"):
-        _rotations(path, rope_thetaa=1.0)
+    for name in ("rope_thetaa", "to_dict"):
+        with pytest.raises(UserError, match="Qwen3Config has no such field"):
+            _rotations(path, **{name: 1.0})
     with pytest.raises(UserError, match=r"rope_scaling='yarn'.*give a mapping"):
         _rotations(path, rope_scaling="yarn")
     with pytest.raises(UserError, match=r"rope_scaling.*factor"):

@@ -94,7 +94,7 @@ def test_vllm_starts_as_many_threads_and_binds_none(
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
 
     def inside(cpu: bool, ranks: int) -> tuple[str | None, str | None]:
-        with launch.environment(cpu, ranks):
+        with launch.environment(cpu, ranks, "folder"):
             found = os.environ.get("OMP_NUM_THREADS"), os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
         assert "OMP_NUM_THREADS" not in os.environ
         return found

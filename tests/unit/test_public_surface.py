@@ -91,6 +91,10 @@ def test_metrics_of_a_padded_batch() -> None:
     assert found["critic/vf_explained_var"] == pytest.approx(1) and found["response_length/mean"] == 2
     assert found["prompt_length/clip_ratio"] == found["response_length/clip_ratio"] == 0.5
     assert found["response/aborted_ratio"] == 0
+    empty = padded(response_mask=torch.tensor([[1, 1, 1], [0, 0, 0]]))
+    written = module.compute_data_metrics(empty)
+    names = ("response/aborted_ratio", "response_length/min", "response_length_non_aborted/min")
+    assert [written[name] for name in names] == [0.5, 1, 3]
     assert "critic/values/mean" not in module.compute_data_metrics(padded(), use_critic=False)
     times = module.compute_timing_metrics(padded(), {"gen": 0.4, "ref": 0.7, "other": 1.0})
     assert times["timing_s/other"] == 1 and "timing_per_token_ms/other" not in times
@@ -313,8 +317,12 @@ def test_what_function_tools_return(returned, expected) -> None:
 
 
 def test_parsers_by_format_and_by_class() -> None:
+    from verl.experimental.agent_loop import tool_parser
     from verl.experimental.agent_loop.tool_parser import FunctionCall, KimiToolParser, ToolParser
 
+    of_class = {"gemma4": "Gemma4", "gpt-oss": "GptOss", "hermes": "Hermes", "qwen3_coder": "Qwen3XML"}
+    for name, cls in of_class.items():
+        assert type(ToolParser.get_tool_parser(name, None)) is getattr(tool_parser, f"{cls}ToolParser")
     text = 'Look.<|tool_call_begin|>call-find-0<|tool_call_argument_begin|>{"n":1}<|tool_call_end|>'
     tools = [{"function": {"name": "find"}}]
     parser = ToolParser.get_tool_parser("kimi", Space(decode=lambda ids, skip_special_tokens: text))

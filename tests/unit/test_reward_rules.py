@@ -52,6 +52,7 @@ GSM8K = Path(__file__).parents[2].parent / "shared/data/gsm8k/test.jsonl"
 def test_gsm8k_table(answer: str, truth: object, strict: float, flexible: float) -> None:
     assert default_compute_score("openai/gsm8k", answer, truth) == strict
     assert default_compute_score("openai/gsm8k", answer, truth, method="flexible") == flexible
+    assert flexible == 0 or gsm8k.extract_solution(answer, method="flexible") is not None
 
 
 def test_gsm8k_format_score_and_score_are_told_apart() -> None:

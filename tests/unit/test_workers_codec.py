@@ -114,13 +114,18 @@ def test_images_go_once_and_stay_one_object() -> None:
     rows = [row("a", 0, 4), row("a", 1, 3), row("b", 0, 2)]
     rows[0].media = rows[1].media = media
     payload = codec.encode(rows)
-    found = codec.decode(payload)
-    assert len(payload["media"]) == 1 and found[0].media is found[1].media and found[2].media is None
+    inputs = [one.inputs for one in codec.distinct_media(row.media for row in rows)]
+    found = codec.decode(payload, inputs)
+    assert (
+        len(payload["media"]) == len(inputs) == 1
+        and found[0].media is found[1].media
+        and found[2].media is None
+    )
     assert found[0].media.key == media.key and found[0].media.tokens == media.images == 1
     asks = [
         codec.GenerateRequest(name, np.arange(3), SamplingParams(max_tokens=1), "g", media) for name in "xy"
     ]
-    again = [codec.decode_requests(codec.encode_requests([ask]))[0].media for ask in asks]
+    again = [codec.decode_requests(codec.encode_requests([ask]), inputs)[0].media for ask in asks]
     assert again[0] is again[1] is found[0].media
 
 

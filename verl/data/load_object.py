@@ -14,6 +14,14 @@ from typing import Any
 from verl.data.files import DataError, files_beside, nearest
 
 
+class NoSuchFile(DataError, FileNotFoundError):
+    """The user's file is not there; a FileNotFoundError for plug-ins that catch one."""
+
+
+class NoSuchName(DataError, AttributeError):
+    """The user's module defines no such name; an AttributeError for plug-ins that catch one."""
+
+
 def load_module(module_path: str) -> ModuleType:
     """Import `module_path`: a Python file (its directory becomes importable) or `pkg://module`.
 
@@ -30,7 +38,7 @@ def load_module(module_path: str) -> ModuleType:
         raise DataError(f"{module_path}: a directory; name the file in it")
     if not path.is_file():
         beside = files_beside(path, (".py",))
-        raise DataError(f"{module_path}: no such file (looked at {path.absolute()}){beside}")
+        raise NoSuchFile(f"{module_path}: no such file (looked at {path.absolute()}){beside}")
     path = path.resolve()
     name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -67,5 +75,5 @@ def load_extern_object(module_path: str, object_name: str) -> Any:
         guess = nearest(object_name, public)
         hint = f"; the nearest is {guess!r}" if guess else ""
         found = ", ".join(public[:20])
-        raise DataError(f"{module_path}: it defines no {object_name!r}{hint} (found: {found})")
+        raise NoSuchName(f"{module_path}: it defines no {object_name!r}{hint} (found: {found})")
     return getattr(module, object_name)

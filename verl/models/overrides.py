@@ -40,7 +40,8 @@ def apply(config: Any, overrides: Mapping[str, Any]) -> None:
 def _holder(config: Any, name: str) -> Any:
     """The configuration that has the field: the model's own, else its text part's."""
     for candidate in (config, config.get_text_config()):
-        if hasattr(candidate, name) or (name in _ROPE and hasattr(candidate, "rope_parameters")):
+        there = hasattr(candidate, name) and not callable(getattr(candidate, name))
+        if there or (name in _ROPE and hasattr(candidate, "rope_parameters")):
             return candidate
     raise UserError(f"model.override_config.{name}: a {type(config).__name__} has no such field")
 

@@ -13,6 +13,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
+from verl.rollout.boundary import Boundaries
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN
 
 if TYPE_CHECKING:
@@ -90,6 +92,13 @@ class DictConfigWrap:
         self.config = config
 
 
+class ToolListWrap:
+    """Tools as the constructor of a loop gets them, for users' own tests of it: their list, `tools`."""
+
+    def __init__(self, tools: list[Any]):
+        self.tools = tools
+
+
 @dataclass(slots=True)
 class TokenOutput:
     """What the public system's `server_manager.generate` gives."""
@@ -147,11 +156,18 @@ class AgentLoopBase(ABC):
         self.data_config = getattr(data_config, "config", data_config)
         self.rollout_config = self.config and self.config.actor_rollout_ref.get("rollout")
         self.server_manager = server_manager
-        self.session: Session = server_manager.session
-        self.generate = self.session.generate
+        # A user's own test of a loop gives a server manager that has `generate` alone.
+        self.session: Session = getattr(server_manager, "session", None)  # type: ignore[assignment]
+        self.generate: Any = getattr(self.session, "generate", None)
         self.tokenizer, self.processor = tokenizer, processor
         self.dataset_cls, self.hf_model_type = dataset_cls, hf_model_type
         self.apply_chat_template_kwargs = (self.data_config or {}).get("apply_chat_template_kwargs", {})
+
+    @cached_property
+    def _boundaries(self) -> Boundaries:
+        if self.session is not None:
+            return self.session.boundaries
+        return Boundaries(self.tokenizer, self.apply_chat_template_kwargs)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -170,7 +186,7 @@ class AgentLoopBase(ABC):
         self, messages: list[dict[str, Any]], tools: Any = None, **media: Any
     ) -> list[int]:
         """Ids of a whole dialogue with the generation prompt."""
-        return [int(i) for i in self.session.boundaries.whole(messages, tools)[0]]
+        return [int(i) for i in self._boundaries.whole(messages, tools)[0]]
 
     ct_build_initial_tokens = apply_chat_template
 
@@ -188,7 +204,7 @@ class AgentLoopBase(ABC):
         `previous_messages`, whose last is that turn. UserError where the template has no boundary there."""
         ids = list(runtime_token_ids)
         following = updated_messages[len(previous_messages) :]
-        between = self.session.boundaries.between(previous_messages[-1], following, tools, ids[-1])
+        between = self._boundaries.between(previous_messages[-1], following, tools, ids[-1])
         if between is None:
             raise UserError(
                 "the chat template rewrites earlier turns: return the next turn as an output of its own"
@@ -196,6 +212,8 @@ class AgentLoopBase(ABC):
         added = [int(i) for i in between[0]]
         log_probs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(added)]
         return SimpleNamespace(token_ids=ids + added), [*response_mask, *[0] * len(added)], log_probs
+
+    ct_merge_context_msg = ct_merge_non_assistant_msg  # its later public name
 
     async def ct_merge_assistant_token(
         self,

@@ -14,7 +14,7 @@ import numpy as np
 
 from verl.algorithms.value_loss import explained_variance
 from verl.tracking.names import merge_metrics, rule, spread
-from verl.tracking.step_metrics import PER_TOKEN
+from verl.tracking.step_metrics import PER_TOKEN, lengths_at
 from verl.tracking.validation_metrics import prompt_metrics
 
 
@@ -97,8 +97,8 @@ def compute_data_metrics(batch: Any, use_critic: bool = True) -> dict[str, Any]:
         out |= spread(f"critic/{name}", tensors[name][mask].numpy())
     for name in ("prompt", "response"):
         lengths, width = info[f"{name}_length"].numpy(), tensors[f"{name}s"].shape[-1]
-        out |= spread(f"{name}_length", lengths)
-        out[f"{name}_length/clip_ratio"] = float(np.mean(lengths == width))
+        out |= lengths_at(f"{name}_length", lengths, width)
+    out |= lengths_at("response_length_non_aborted", lengths[mask.any(-1).numpy()], width)
     if use_critic:
         returns, values = (tensors[name][mask].double().numpy() for name in ("returns", "values"))
         out["critic/vf_explained_var"] = explained_variance(returns, values)

@@ -138,16 +138,17 @@ def length_metrics(batch: Batch, max_prompt_length: int, max_response_length: in
     seen = [t.prompt.media.tokens for t in batch if t.prompt.media is not None]
     images = spread("prompt_length/image_tokens", seen, ("mean", "max")) if seen else {}
     return images | {
-        **_lengths("response_length", lengths, max_response_length),
-        **_lengths("response_length_non_aborted", lengths[~empty], max_response_length),
+        **lengths_at("response_length", lengths, max_response_length),
+        **lengths_at("response_length_non_aborted", lengths[~empty], max_response_length),
         "response/aborted_ratio": _mean(empty),
-        **_lengths("prompt_length", prompts, max_prompt_length),
+        **lengths_at("prompt_length", prompts, max_prompt_length),
         **spread("num_turns", turns),
         **spread("training/num_turns", turns),
     }
 
 
-def _lengths(name: str, lengths: np.ndarray, limit: int) -> dict[str, Number]:
+def lengths_at(name: str, lengths: np.ndarray, limit: int) -> dict[str, Number]:
+    """{name}/{mean,max,min}, and {name}/clip_ratio: the share at the limit; nan of no length."""
     return spread(name, lengths) | {f"{name}/clip_ratio": _mean(lengths >= limit)}
 
 

@@ -67,6 +67,7 @@ class ImageRecord:
             f"perf/images/{name}_per_image": total / count for name, total in since.items()
         }
         out["perf/images/count"] = count
+        out["perf/images/sent_per_node"] = sum(one.images for one in media if one.stored is not None) / count
         if "images" in sampler:
             out["perf/images/encoded_per_image/sampler"] = sampler["images"] / count
         trained = self._parts.workers.policy.images()

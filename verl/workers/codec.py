@@ -5,7 +5,8 @@
     requests  ──encode_requests──▶ decode_requests      results ──encode_results──▶ decode_results
 
 Of the columns only those a call needs travel, each as one array, so that the cost is that of copying memory and not of visiting
-tokens. A context goes once for all segments that share it. Which columns there are is `verl.trajectory.COLUMNS`' business.
+tokens. A context goes once for all segments that share it. The inputs of images go beside a payload, in the order of
+`distinct_media`, so that whoever sends it can send them once for several payloads. Which columns there are is `verl.trajectory.COLUMNS`' business.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ _MEDIA: WeakValueDictionary[str, Media] = WeakValueDictionary()
 def encode(rows: Sequence[Segment], columns: Sequence[str] = ()) -> Payload:
     """Contexts, response ids, `response_mask`, and of `columns` what the rows have.
 
-    ValueError for an unknown column, and for a column whose length is not the row's. Images go once for all contexts that share
-    them.
+    ValueError for an unknown column, and for a column whose length is not the row's.
     """
     places: dict[tuple[str, int, int], int] = {}
     distinct: list[Segment] = []
@@ -62,8 +62,9 @@ def encode(rows: Sequence[Segment], columns: Sequence[str] = ()) -> Payload:
     }
 
 
-def decode(payload: Mapping[str, Any]) -> list[Segment]:
+def decode(payload: Mapping[str, Any], inputs: Sequence[Mapping[str, np.ndarray]] = ()) -> list[Segment]:
     """The segments again; those with the same context share its array. Float columns and masks are views of the payload.
+    inputs: those of `distinct_media(rows)`.
 
     Only what `encode` was given comes back: texts, scores and timings stay with the driver.
     """
@@ -72,7 +73,7 @@ def decode(payload: Mapping[str, Any]) -> list[Segment]:
     lengths = payload["lengths"].tolist()
     ids = _cut(columns.pop("response_ids").astype(np.int64), lengths)
     masks = _cut(columns.pop("response_mask"), lengths)
-    uids, media = payload["uids"], _decode_media(payload, len(contexts))
+    uids, media = payload["uids"], _decode_media(payload, len(contexts), inputs)
     rows = [
         Segment(contexts[place], own_ids, mask, media=media[place], uid=uids[place], index=index)
         for place, index, own_ids, mask in zip(
@@ -83,23 +84,28 @@ def decode(payload: Mapping[str, Any]) -> list[Segment]:
     return rows
 
 
+def distinct_media(media: Iterable[Media | None]) -> list[Media]:
+    """Each once, in the order of their first use."""
+    return list({one.key: one for one in media if one is not None}.values())
+
+
 def _encode_media(media: Sequence[Media | None]) -> Payload:
     """Of contexts or prompts: their images, each once, and whose each is; {} where none has any."""
-    distinct = {one.key: one for one in media if one is not None}
+    distinct = [(one.key, one.tokens) for one in distinct_media(media)]
     if not distinct:
         return {}
-    facts = [{"key": one.key, "tokens": one.tokens, "inputs": one.inputs} for one in distinct.values()]
-    return {"media": facts, "media_of": [None if one is None else one.key for one in media]}
+    return {"media": distinct, "media_of": [None if one is None else one.key for one in media]}
 
 
-def _decode_media(payload: Mapping[str, Any], count: int) -> list[Media | None]:
+def _decode_media(
+    payload: Mapping[str, Any], count: int, inputs: Sequence[Mapping[str, np.ndarray]]
+) -> list[Media | None]:
     """Inverse of `_encode_media`: what has the same key is the same object, also as an earlier payload's that is still in use."""
     if "media" not in payload:
         return [None] * count
     held = {}
-    for facts in payload["media"]:
-        known = _MEDIA.get(facts["key"])
-        held[facts["key"]] = known or Media(dict(facts["inputs"]), facts["tokens"], key=facts["key"])
+    for (key, tokens), given in zip(payload["media"], inputs, strict=True):
+        held[key] = _MEDIA.get(key) or Media(dict(given), tokens, key=key)
     _MEDIA.update(held)
     return [None if key is None else held[key] for key in payload["media_of"]]
 
@@ -198,10 +204,12 @@ def encode_requests(requests: Sequence[GenerateRequest]) -> Payload:
     return {"entries": entries, **ids_of, **_encode_media(media)}
 
 
-def decode_requests(payload: Mapping[str, Any]) -> list[GenerateRequest]:
-    """Inverse of `encode_requests`."""
+def decode_requests(
+    payload: Mapping[str, Any], inputs: Sequence[Mapping[str, np.ndarray]] = ()
+) -> list[GenerateRequest]:
+    """Inverse of `encode_requests`. inputs: those of `distinct_media` of the requests."""
     prompts = _cut(payload["prompt_ids"].astype(np.int64), payload["lengths"].tolist())
-    media = _decode_media(payload, len(prompts))
+    media = _decode_media(payload, len(prompts), inputs)
     return [
         GenerateRequest(name, prompts[place], SamplingParams(*sampling), group, media[place], session)
         for name, group, session, place, sampling in payload["entries"]

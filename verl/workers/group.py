@@ -8,13 +8,13 @@ segments, and nothing travels.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from verl.trajectory import Batch, Segment, segments_of
+from verl.trajectory import Batch, Media, Segment, segments_of
 from verl.workers import codec
 from verl.workers.plan import UpdatePlan, partition
 from verl.workers.worker import Worker
@@ -34,8 +34,8 @@ class Calls(Protocol):
         """method(*args) on every worker, or method(*each[i]) on worker i; results in the workers' order."""
         ...
 
-    def share(self, value: Any) -> Any:
-        """What to pass for a large argument that several workers get."""
+    def share(self, value: Any, media: Iterable[Media | None] = ()) -> Sequence[Any]:
+        """Arguments to pass for a large value that several workers get, and for the inputs of these images."""
         ...
 
 
@@ -51,9 +51,9 @@ class DirectCalls:
         """See `Calls.call`."""
         return [getattr(self.workers[0], method)(*(args if each is None else each[0]))]
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: Any, media: Iterable[Media | None] = ()) -> Sequence[Any]:
         """See `Calls.share`."""
-        return value
+        return [value, *(one.inputs for one in codec.distinct_media(media))]
 
 
 @dataclass(slots=True)
@@ -132,16 +132,20 @@ class WorkerGroup:
         if self.calls.shares_rows:
             self.call("take_rows", parts[0], doing=doing)
         else:
-            each = self._shared([codec.encode(part, columns) for part in parts])
+            payloads = [codec.encode(part, columns) for part in parts]
+            each = self._shared(payloads, [[row.media for row in part] for part in parts])
             self.call("receive_rows", each=each, doing=doing)
         return placed
 
-    def _shared(self, payloads: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Arguments by worker: one object for each data-parallel rank, shared by its neighbours."""
-        shared = [self.calls.share(payload) for payload in payloads]
-        return [(shared[rank],) for rank in self.dp_ranks]
+    def _shared(
+        self, payloads: Sequence[Any], media: Sequence[Sequence[Media | None]] | None = None
+    ) -> list[Sequence[Any]]:
+        """Arguments by worker: one payload, with its images, for each data-parallel rank, shared by its neighbours."""
+        images = media or [[]] * len(payloads)
+        shared = [self.calls.share(payload, own) for payload, own in zip(payloads, images, strict=True)]
+        return [shared[rank] for rank in self.dp_ranks]
 
-    def news(self, placed: Placed, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+    def news(self, placed: Placed, columns: Sequence[str]) -> list[Sequence[Any]]:
         """Arguments by worker: those of `columns` that the ranks do not have yet."""
         wanted = [name for name in columns if name not in placed.known]
         placed.known |= set(wanted)

@@ -75,12 +75,15 @@ class RolloutWorker(Profiled):
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         }
 
-    async def submit(self, payload: Mapping[str, np.ndarray], ended: Sequence[str] = ()) -> None:
-        """Begin requests, after these sessions have ended; returns at once. A request id that is under way is left as it is."""
+    async def submit(
+        self, payload: Payload, ended: Sequence[str] = (), *inputs: Mapping[str, np.ndarray]
+    ) -> None:
+        """Begin requests, after these sessions have ended; returns at once. A request id that is under way is left as it is.
+        inputs: of the requests' images."""
         for session in ended:
             self.engine.end_session(session)
         known = {task.get_name() for task in self._running}
-        for request in codec.decode_requests(payload):
+        for request in codec.decode_requests(payload, inputs):
             if request.id not in known:
                 task = asyncio.create_task(self._serve(request), name=request.id)
                 self._running.add(task)

@@ -97,9 +97,9 @@ class Worker(Profiled):
         """This rank's segments of the step; the calls that follow are about them."""
         self._rows = list(rows)
 
-    def receive_rows(self, payload: Mapping[str, Any]) -> None:
-        """`take_rows` of what `codec.encode` made."""
-        self._rows, self._remote = codec.decode(payload), True
+    def receive_rows(self, payload: Mapping[str, Any], *inputs: Mapping[str, np.ndarray]) -> None:
+        """`take_rows` of what `codec.encode` made, and the inputs of the rows' images."""
+        self._rows, self._remote = codec.decode(payload, inputs), True
 
     def forward(
         self, phase: str, role: str, outputs: Mapping[str, str], positions: Sequence[int] | None = None

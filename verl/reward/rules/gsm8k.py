@@ -26,6 +26,9 @@ def extract(solution: str, method: str = "strict") -> str | None:
     return clean_number(found[-1]) if found else None
 
 
+extract_solution = extract  # by the public name
+
+
 def clean_number(text: str) -> str:
     """Without commas, `$`, blanks around and a full stop at the end."""
     return text.replace(",", "").replace("$", "").strip().rstrip(".")

@@ -110,6 +110,12 @@ class KimiToolParser(ToolParser):
     tool_format = "kimi"
 
 
+class Gemma4ToolParser(ToolParser):
+    """<|tool_call>call:name{…}<tool_call|>."""
+
+    tool_format = "gemma4"
+
+
 class GptOssToolParser(ToolParser):
     """Messages to functions.name on the commentary channel."""
 

@@ -6,7 +6,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from ray import exceptions as faults
 
 from verl.engine.rollout.base import EngineDead
 from verl.errors import UserError
+from verl.trajectory import Media
+from verl.workers.codec import distinct_media
 from verl.workers.group import Each
 
 STORE_FULL = (faults.ObjectStoreFullError, faults.OutOfDiskError)
@@ -73,6 +75,16 @@ def kill(handle: Any) -> None:
     within(lambda: ray.kill(handle))
 
 
+def share_media(media: Iterable[Media | None]) -> list[Any]:
+    """References to the inputs of images, each once: an image is put into the object store once, and goes to a node once, whoever
+    asks for it there. One of STORE_FULL if there is no room."""
+    distinct = distinct_media(media)
+    for one in distinct:
+        if one.stored is None:
+            one.stored = ray.put(one.inputs)
+    return [one.stored for one in distinct]
+
+
 class WorkerFailed(RuntimeError):
     """A worker raised an error that is not the user's."""
 
@@ -114,10 +126,10 @@ class RayCalls:
         """
         return self.wait(self.start(method, *args, each=each), doing or method)
 
-    def share(self, value: Any) -> Any:
-        """A reference to a value in the object store, to pass to several workers. UserError if it is full."""
+    def share(self, value: Any, media: Iterable[Media | None] = ()) -> list[Any]:
+        """References into the object store, to pass to several workers. UserError if it is full."""
         try:
-            return ray.put(value)
+            return [ray.put(value), *share_media(media)]
         except STORE_FULL as error:
             raise UserError(store_full(error)) from error
 

@@ -208,7 +208,8 @@ class ReplicaPool(RolloutEngine):
             ended, replica.ended = replica.ended, []
             try:
                 payload = codec.encode_requests(queue)
-                replica.submitted.append(replica.worker.handle.submit.remote(payload, ended))
+                inputs = calls.share_media(request.media for request in queue)
+                replica.submitted.append(replica.worker.handle.submit.remote(payload, ended, *inputs))
             except calls.STORE_FULL as error:
                 self._ended = SamplerLost(calls.store_full(error))
                 for each in self.replicas:

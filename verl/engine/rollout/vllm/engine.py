@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -78,13 +79,15 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._settings = s = EngineSettings(str(model_path), **settings)
         cpu, sleeps = launch.platform()
         launch.check_main_script()
-        model_config, self._config_folder = launch.model_config(s)
+        # vLLM's sockets and the configuration it reads. It leaves the sockets behind, however it ends.
+        self._folder = TemporaryDirectory(prefix="verl-vllm-")
+        model_config = launch.model_config(s, self._folder.name)
         options: dict[str, Any] = {"cpu": cpu, "sleeps": sleeps, "vision": sees_images(model_config)}
         arguments = engine_arguments(s, vllm_arguments(), **options, notice=notice)
         if options["vision"]:
             check_vllm_images()
-        if self._config_folder is not None:
-            arguments["hf_config_path"] = self._config_folder.name
+        if s.override_config:
+            arguments["hf_config_path"] = self._folder.name
         launch.check_model(model_config, s.tensor_parallel_size, cpu=cpu)
         if cpu:  # vLLM would size its cache by the whole machine
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
@@ -103,7 +106,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._host = LoopThread("vllm-engine")
         _OPEN.add(self)
         try:
-            with launch.environment(cpu, s.tensor_parallel_size):
+            with launch.environment(cpu, s.tensor_parallel_size, self._folder.name):
                 self._engine = self._host.call(_in_loop(launch.start, arguments))
             devices = self._host.call(self._begin())
             sees = options["vision"]
@@ -123,7 +126,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
 
     async def _begin(self) -> list[str]:
         """Tell the workers which process to end with; learn what there is to clean up, and on which devices they are."""
-        this = os.getpid(), process_start_time(os.getpid())
+        this = os.getpid(), process_start_time(os.getpid()), self._folder.name
         found = await self._engine.collective_rpc("verl_begin", args=this)
         self._processes = {(pid, start) for row in found for pid, start in row["processes"]}
         self._shared = str(found[0]["shared"])
@@ -401,8 +404,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._host.stop()
         launch.end(self._processes)
         remove_shared(self._shared)
-        if self._config_folder is not None:
-            self._config_folder.cleanup()
+        self._folder.cleanup()
         if self._adapter is not None:
             self._adapter.remove()
 

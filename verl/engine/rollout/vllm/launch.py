@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
@@ -105,18 +104,16 @@ def check_main_script() -> None:
         )
 
 
-def model_config(settings: EngineSettings) -> tuple[Any, tempfile.TemporaryDirectory[str] | None]:
-    """The model's configuration as the trainer sees it. With overrides vLLM gets it as a file, in a folder that has to
-    live as long as the engine. UserError for a configuration that cannot be read or overridden so."""
+def model_config(settings: EngineSettings, folder: str) -> Any:
+    """The model's configuration as the trainer sees it. With overrides vLLM gets it as a file in `folder`. UserError for a
+    configuration that cannot be read or overridden so."""
     from verl.models.load import load_config
 
     names = ("override_config", "hf_config_path", "trust_remote_code")
     config = load_config(settings.model_path, {name: getattr(settings, name) for name in names})
-    if not settings.override_config:
-        return config, None
-    folder = tempfile.TemporaryDirectory(prefix="verl-vllm-config-")
-    config.save_pretrained(folder.name)
-    return config, folder
+    if settings.override_config:
+        config.save_pretrained(folder)
+    return config
 
 
 def end_token_ids(model_config: Any, path: str, tokenizer: Any) -> list[int]:
@@ -180,16 +177,16 @@ def cpu_binding(ranks: int, allowed: Sequence[int]) -> str:
 
 
 @contextlib.contextmanager
-def environment(cpu: bool, ranks: int) -> Iterator[None]:
-    """Variables that vLLM's processes must start with; removed afterwards."""
-    wanted: dict[str, str] = {}
+def environment(cpu: bool, ranks: int, folder: str) -> Iterator[None]:
+    """Variables that vLLM's processes must start with; removed afterwards. folder: for their sockets."""
+    wanted = {"VLLM_RPC_BASE_PATH": folder}
     bind = "VLLM_CPU_OMP_THREADS_BIND"
     limit = thread_limit() if cpu and bind not in os.environ else None
     if limit is not None:
         # A quota is of time, not of certain cores: vLLM would start a thread on each core that it sees.
-        wanted = {"OMP_NUM_THREADS": str(max(1, limit // ranks)), bind: "nobind"}
+        wanted |= {"OMP_NUM_THREADS": str(max(1, limit // ranks)), bind: "nobind"}
     elif cpu and ranks > 1:
-        wanted = {bind: cpu_binding(ranks, sorted(os.sched_getaffinity(0)))}
+        wanted[bind] = cpu_binding(ranks, sorted(os.sched_getaffinity(0)))
     added = wanted.keys() - os.environ.keys()
     os.environ.update({name: wanted[name] for name in added})
     try:

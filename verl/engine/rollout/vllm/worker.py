@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import threading
 import time
@@ -38,12 +39,13 @@ _SHARED = "VLLM_DIST_IDENT"
 class WorkerWeights:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
-    def verl_begin(self, driver: int, started: int) -> dict[str, Any]:
-        """End with the process `driver` (that started at `started`), however it ends. Returns "processes": this one and
-        its parent, each as (pid, start time); "device": the id of this worker's; "shared": see `remove_shared`."""
+    def verl_begin(self, driver: int, started: int, folder: str) -> dict[str, Any]:
+        """End with the process `driver` (that started at `started`), however it ends, and remove its `folder` then. Returns
+        "processes": this one and its parent, each as (pid, start time); "device": the id of this worker's; "shared": see
+        `remove_shared`."""
         worker: Any = self
         threading.Thread(
-            target=_end_with, args=(driver, started), name="verl-driver-watch", daemon=True
+            target=_end_with, args=(driver, started, folder), name="verl-driver-watch", daemon=True
         ).start()
         return {
             "processes": [(pid, process_start_time(pid)) for pid in (os.getpid(), os.getppid())],
@@ -180,8 +182,9 @@ def remove_shared(prefix: str) -> None:
         left.unlink(missing_ok=True)
 
 
-def _end_with(driver: int, started: int) -> None:
+def _end_with(driver: int, started: int, folder: str) -> None:
     while alive(driver, started):
         time.sleep(1.0)
+    shutil.rmtree(folder, ignore_errors=True)
     remove_shared(os.environ.get(_SHARED, ""))
     os.kill(os.getpid(), signal.SIGKILL)
