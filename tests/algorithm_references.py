@@ -371,6 +371,17 @@ LOSSES = {
 Found = tuple[float, list[list[float]], dict[str, float]]
 
 
+def share_of(mode: str, tokens: int, carrying: int, own: int, horizon: float) -> float:
+    """What a token's term is multiplied by: T, B, T_i and H are given."""
+    return {
+        "token-mean": 1 / tokens,
+        "token-sum": 1.0,
+        "seq-mean-token-sum": 1 / carrying,
+        "seq-mean-token-mean": 1 / carrying / own,
+        "seq-mean-token-sum-norm": 1 / carrying / horizon,
+    }[mode]
+
+
 def loss(name: str, batch: list[Response], c: Any, mode: str, horizon: float) -> Found:
     """Value, gradient per token and metrics of a whole mini-batch."""
     if name == "geo_mean":
@@ -382,13 +393,7 @@ def loss(name: str, batch: list[Response], c: Any, mode: str, horizon: float) ->
     for i, r in enumerate(batch):
         for t in r.kept:
             term = LOSSES[name](r, t, c, batch)
-            share = {
-                "token-mean": 1 / tokens,
-                "token-sum": 1.0,
-                "seq-mean-token-sum": 1 / carrying,
-                "seq-mean-token-mean": 1 / carrying / len(r.kept),
-                "seq-mean-token-sum-norm": 1 / carrying / horizon,
-            }[mode] * (1.0 if r.w is None else r.w[t])
+            share = share_of(mode, tokens, carrying, len(r.kept), horizon) * (1.0 if r.w is None else r.w[t])
             value += share * term.x
             slopes[i][t] = share * term.slope
             for key, number in {"ppo_kl": -r.d(t), **term.told}.items():
@@ -470,13 +475,7 @@ def distillation(
                 term, own = clip(term, -c.limit, c.limit), [0.0] * len(own)
             told["abs_loss"] += abs(term) / tokens
             told |= {"loss_min": min(told["loss_min"], term), "loss_max": max(told["loss_max"], term)}
-            share = {
-                "token-mean": 1 / tokens,
-                "token-sum": 1.0,
-                "seq-mean-token-sum": 1 / carrying,
-                "seq-mean-token-mean": 1 / carrying / len(r.kept),
-                "seq-mean-token-sum-norm": 1 / carrying / horizon,
-            }[mode]
+            share = share_of(mode, tokens, carrying, len(r.kept), horizon)
             if c.gradient:
                 found = vanilla(Response(r.new, r.old, [-term] * len(r.new), r.m), t, c, batch)
                 term, own = found.x, [found.slope]

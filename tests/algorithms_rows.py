@@ -6,8 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+from hypothesis import strategies as st
 
-from verl.trajectory import Prompt, Trajectory
+from verl.algorithms.objective import ActorObjective, count_denominators, trajectory_tokens
+from verl.engine.training.base import MicroBatch, StepAccumulator
+from verl.trajectory import Prompt, Segment, Trajectory
 
 
 def response(
@@ -59,3 +63,38 @@ def algorithm(**settings: Any) -> SimpleNamespace:
         "kl_penalty": "kl",
     }
     return SimpleNamespace(**(defaults | settings))
+
+
+def run_objective(
+    cfg: Any,
+    rows: list[Segment],
+    flat: torch.Tensor,
+    entropy: torch.Tensor,
+    parts: list[int],
+    horizon: float = 9.0,
+    correction: Any = None,
+) -> tuple[float, torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Loss, gradients by log-probs and by entropy, and the step's metrics when row i goes into micro-batch parts[i]."""
+    lengths = [row.length for row in rows]
+    leaf, bonus = flat.clone().requires_grad_(), entropy.clone().requires_grad_()
+    pieces, bonuses = torch.split(leaf, lengths), torch.split(bonus, lengths)
+    counts = trajectory_tokens(rows)
+    tokens_of = None if counts is None else dict(zip(map(id, rows), counts, strict=True))
+    objective = ActorObjective(cfg, count_denominators(rows, horizon), correction, tokens_of)
+    total, sums = torch.zeros((), dtype=flat.dtype), StepAccumulator()
+    for part in sorted(set(parts)):
+        chosen = [i for i, own in enumerate(parts) if own == part]
+        given = (torch.cat([values[i] for i in chosen]) for values in (pieces, bonuses))
+        loss, metrics = objective(MicroBatch([rows[i] for i in chosen], *given))
+        total = total + loss
+        sums.add(metrics)
+    found = torch.autograd.grad(total, (leaf, bonus), allow_unused=True, materialize_grads=True)
+    return total.item(), *found, sums.metrics()
+
+
+@st.composite
+def matrices(draw: st.DrawFn, *elements: st.SearchStrategy[float]) -> tuple[list[list[Any]], ...]:
+    """A small matrix of each kind of element and a mask, lists of rows, all of one shape."""
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    row = [st.lists(of, min_size=width, max_size=width) for of in (*elements, st.integers(0, 1))]
+    return tuple([draw(one) for _ in range(rows)] for one in row)

@@ -6,7 +6,7 @@ when a plug-in asks and never travels; nothing written to it goes back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -120,47 +120,36 @@ def _objects(values: Any) -> np.ndarray:
 
 
 def _tensors(rows: Batch) -> dict[str, torch.Tensor]:
-    prompts, seen = _left_padded([t.prompt.ids for t in rows])
-    lengths = torch.from_numpy(rows.lengths)
-    width = int(lengths.max()) if len(rows) else 0
-    responses = torch.from_numpy(rows.padded("response_ids", dtype=np.int64, width=width))
-    attention = torch.cat([seen, (torch.arange(width) < lengths.unsqueeze(-1)).long()], dim=1)
+    prompt_width = int(rows.prompt_lengths.max(initial=0))
+    width = int(rows.lengths.max(initial=0))
+    seen = np.arange(prompt_width) >= prompt_width - rows.prompt_lengths[:, None]
+    prompts = np.zeros(seen.shape, np.int64)
+    prompts[seen] = np.concatenate([np.zeros(0, np.int64), *(t.prompt.ids for t in rows)])
+    responses = rows.padded("response_ids", dtype=np.int64, width=width)
+    written = np.arange(width) < rows.lengths[:, None]
+    attention = np.concatenate([seen, written], axis=1).astype(np.int64)
     found = {
         "prompts": prompts,
         "responses": responses,
-        "input_ids": torch.cat([prompts, responses], dim=1),
+        "input_ids": np.concatenate([prompts, responses], axis=1),
         "attention_mask": attention,
-        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-        "response_mask": torch.from_numpy(rows.padded("response_mask", width=width)),
+        "position_ids": (attention.cumsum(1) - 1).clip(min=0),
+        "response_mask": rows.padded("response_mask", width=width),
     }
     if len(rows) and all(t.scored for t in rows):
         found["token_level_scores"] = _scores_on_last(rows, width)
     for name, column in _COLUMNS.items():
         if len(rows) and rows.has(column):
-            found[name] = torch.from_numpy(rows.padded(column, width=width))
-    return found
+            found[name] = rows.padded(column, width=width)
+    return {name: torch.from_numpy(values) for name, values in found.items()}
 
 
-def _scores_on_last(rows: Batch, width: int) -> torch.Tensor:
+def _scores_on_last(rows: Batch, width: int) -> np.ndarray:
     """The score of each answer on its last policy token, float32 [N, width]."""
-    scores = torch.zeros(len(rows), width)
+    scores = np.zeros((len(rows), width), np.float32)
     for row, t in zip(scores, rows, strict=True):
-        written = np.flatnonzero(t.response_mask)
-        if len(written):
-            row[int(written[-1])] = t.score
+        row[np.flatnonzero(t.response_mask)[-1:]] = t.score
     return scores
-
-
-def _left_padded(sequences: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask), int64 [N, longest], sequences at the right end."""
-    width = max((len(s) for s in sequences), default=0)
-    ids = torch.zeros(len(sequences), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for i, sequence in enumerate(sequences):
-        if len(sequence):
-            ids[i, -len(sequence) :] = torch.as_tensor(np.asarray(sequence), dtype=torch.long)
-            mask[i, -len(sequence) :] = 1
-    return ids, mask
 
 
 def _objects_of(rows: Batch) -> dict[str, np.ndarray]:

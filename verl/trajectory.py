@@ -10,9 +10,11 @@ response tokens of all its segments, in order; one written to it is split among 
 
 from __future__ import annotations
 
+import math
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -195,17 +197,6 @@ class Segment:
     trajectory   the trajectory that it is part of; None on a worker, which gets segments alone
     """
 
-    __slots__ = (
-        "columns",
-        "context_columns",
-        "context_ids",
-        "index",
-        "media",
-        "trajectory",
-        "uid",
-        "versions",
-    )
-
     def __init__(
         self,
         context_ids: np.ndarray,
@@ -269,30 +260,12 @@ class Trajectory:
     Columns are attributes: those of all segments joined, None unless every segment has them.
     """
 
-    __slots__ = (
-        "baseline",
-        "extra",
-        "fields",
-        "finish_reason",
-        "index",
-        "num_turns",
-        "prompt",
-        "score",
-        "score_error",
-        "score_parts",
-        "segments",
-        "status",
-        "text",
-        "timing",
-    )
-
     def __init__(
         self,
         prompt: Prompt,
         index: int,
         response_ids: np.ndarray | None = None,
         response_mask: np.ndarray | None = None,
-        rollout_log_probs: np.ndarray | None = None,
         *,
         segments: Sequence[Segment] | None = None,
         finish_reason: str = "stop",
@@ -311,10 +284,10 @@ class Trajectory:
         if segments is None:
             if response_ids is None or response_mask is None:
                 raise TypeError("a trajectory needs segments, or response_ids and response_mask")
-            single = Segment(prompt.ids, response_ids, response_mask, versions=versions, media=prompt.media)
-            for name, values in {"rollout_log_probs": rollout_log_probs, **columns}.items():
-                single.put(name, values)
-            segments = [single]
+            whole = Segment(prompt.ids, response_ids, response_mask, versions=versions, media=prompt.media)
+            for name, values in columns.items():
+                whole.put(name, values)
+            segments = [whole]
         self.prompt, self.index = prompt, index
         self.segments = list(segments)
         for segment in self.segments:
@@ -360,14 +333,12 @@ class Trajectory:
     @property
     def versions(self) -> tuple[int, ...]:
         """Weight versions that wrote tokens, oldest first, without repeats."""
-        if len(self.segments) == 1:
-            return self.segments[0].versions
         return tuple(sorted({version for segment in self.segments for version in segment.versions}))
 
     @property
     def scored(self) -> bool:
-        """True once a valid score is there; a failed score never becomes a number."""
-        return self.score is not None
+        """True once a finite score is there; a failed score never becomes a number."""
+        return self.score is not None and math.isfinite(self.score)
 
     def column(self, name: str) -> np.ndarray | None:
         """The column of all segments joined, [L, …]; None unless every segment has it."""
@@ -476,18 +447,9 @@ def segments_of(trajectories: Iterable[Trajectory]) -> list[Segment]:
     """Segments of trajectories whose groups are adjacent. In a group first all first segments, then all second ones, …:
     those that may share their context are neighbours."""
     out: list[Segment] = []
-    group: list[Trajectory] = []
-
-    def close() -> None:
-        for number in range(max((len(t.segments) for t in group), default=0)):
-            out.extend(t.segments[number] for t in group if number < len(t.segments))
-        group.clear()
-
-    for t in trajectories:
-        if group and group[0].uid != t.uid:
-            close()
-        group.append(t)
-    close()
+    for _, group in groupby(trajectories, key=lambda t: t.uid):
+        for at_one_place in zip_longest(*(t.segments for t in group)):
+            out.extend(segment for segment in at_one_place if segment is not None)
     return out
 
 
@@ -500,7 +462,8 @@ def flat(rows: Sequence[Row], column: str) -> np.ndarray:
     for row in rows:
         values = getattr(row, column)
         if values is None:
-            raise ValueError(f"column {column!r} is missing on response {row.index} of {row.uid}")
+            hint = "; its agent loop must return response_logprobs" if column == "rollout_log_probs" else ""
+            raise ValueError(f"response {row.index} of {row.uid} has no {column}{hint}")
         parts.append(values)
     return np.concatenate(parts) if parts else np.zeros(0, COLUMNS[column].dtype)
 
@@ -520,9 +483,5 @@ def split_groups(groups: Sequence[list[Trajectory]], parts: int) -> list[list[li
     """Split groups, in order, into `parts` runs whose sizes differ by at most one group; none is cut."""
     parts = max(1, min(parts, len(groups)))
     size, extra = divmod(len(groups), parts)
-    out, start = [], 0
-    for i in range(parts):
-        end = start + size + (1 if i < extra else 0)
-        out.append(list(groups[start:end]))
-        start = end
-    return out
+    starts = [number * size + min(number, extra) for number in range(parts + 1)]
+    return [list(groups[start:end]) for start, end in pairwise(starts)]

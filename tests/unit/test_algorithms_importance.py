@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms_rows import actor, algorithm, response
+from tests.algorithms_rows import actor, algorithm, matrices, response, run_objective
 from verl.algorithms.correction import (
     correct,
     parse_correction,
@@ -21,14 +21,12 @@ from verl.algorithms.correction import (
     weights_of_the_update,
 )
 from verl.algorithms.driver import compute_advantages
-from verl.algorithms.objective import ActorObjective, count_denominators
 from verl.algorithms.policy_loss import compute_policy_loss_bypass_mode, compute_policy_loss_reinforce
 from verl.algorithms.rollout_corr_helper import (
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
-from verl.engine.training.base import MicroBatch
 from verl.trajectory import Batch, flat, segments_of
 from verl.workers.plan import UpdatePlan
 
@@ -153,21 +151,14 @@ def ragged(masks: list[list[int]], values: list[list[float]]) -> list[list[float
     return [[v for v, m in zip(row, mask, strict=True) if m] for row, mask in zip(values, masks, strict=True)]
 
 
-@st.composite
-def ratios(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]]]:
-    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    scale = draw(st.sampled_from([0.3, 2.0, 30.0]))
-    errors = [
-        draw(st.lists(st.floats(-scale, scale, allow_subnormal=False), min_size=width, max_size=width))
-        for _ in range(rows)
-    ]
-    masks = [draw(st.lists(st.integers(0, 1), min_size=width, max_size=width)) for _ in range(rows)]
-    return errors, masks
+RATIOS = st.sampled_from([0.3, 2.0, 30.0]).flatmap(
+    lambda scale: matrices(st.floats(-scale, scale, allow_subnormal=False))
+)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    ratios(),
+    RATIOS,
     st.sampled_from(["token", "sequence"]),
     st.sampled_from(["2.0", "1.1", "0.5_5.0"]),
     st.booleans(),
@@ -184,7 +175,7 @@ def test_weights_equal_the_loop(case, kind: str, threshold: str, normalize: bool
 
 
 @settings(max_examples=150, deadline=None)
-@given(ratios(), st.lists(st.sampled_from(RULES), min_size=1, max_size=3, unique=True), st.booleans())
+@given(RATIOS, st.lists(st.sampled_from(RULES), min_size=1, max_size=3, unique=True), st.booleans())
 def test_rejection_equals_the_loop(case, names: list[str], narrow: bool) -> None:
     errors, masks = case
     thresholds = [
@@ -203,7 +194,7 @@ def test_rejection_equals_the_loop(case, names: list[str], narrow: bool) -> None
 def test_one_threshold_serves_all_and_a_single_bound_of_k1_is_two_sided() -> None:
     rules = parse_rules("token_k1, seq_mean_k1", 2.0)
     assert [(r.low, r.high) for r in rules] == [(-math.log(2), math.log(2))] * 2
-    assert parse_rules("seq_sum_k2,token_k1", "3,0.5_2")[0].low is None
+    assert parse_rules("seq_sum_k2,token_k1", "3,0.5_2")[0].low == -math.inf
 
 
 @pytest.mark.parametrize(
@@ -302,19 +293,8 @@ def test_a_missing_column_is_named() -> None:
 
 def loss_of(rows, how, flat: torch.Tensor, parts: list[int], **settings_):
     """Loss and gradient with row i in micro-batch parts[i]."""
-    rows = [row.segments[0] for row in rows]
-    leaf = flat.clone().requires_grad_()
-    pieces = torch.split(leaf, [r.length for r in rows])
-    objective = ActorObjective(actor(**settings_), count_denominators(rows, 9.0), how)
-    total = torch.zeros((), dtype=flat.dtype)
-    for part in sorted(set(parts)):
-        chosen = [i for i, p in enumerate(parts) if p == part]
-        loss, _ = objective(
-            MicroBatch([rows[i] for i in chosen], torch.cat([pieces[i] for i in chosen]), None)
-        )
-        total = total + loss
-    total.backward()
-    return total.item(), leaf.grad
+    segments = [row.segments[0] for row in rows]
+    return run_objective(actor(**settings_), segments, flat, flat, parts, correction=how)[:2]
 
 
 @pytest.mark.parametrize("parts", [[0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 2, 3]])
@@ -367,7 +347,7 @@ def test_ppo_clip_in_bypass_mode_takes_the_sampler_for_the_old_policy_and_no_wei
     assert found[0] == pytest.approx(plain[0]) and found[1].tolist() == pytest.approx(plain[1].tolist())
     for row in rows:
         row.rollout_log_probs = None
-    with pytest.raises(ValueError, match="bypass_mode: response 0 of g has no rollout_log_probs"):
+    with pytest.raises(ValueError, match="response 0 of g has no rollout_log_probs"):
         loss_of(rows, how, flat, [0, 1])
 
 
@@ -418,7 +398,6 @@ def test_a_mini_batch_is_corrected_with_its_own_current_log_probs_each_time() ->
     )  # fmt: skip
     batch = batch_of(unscored=False)
     compute_advantages(batch, algorithm(rollout_correction=how), rollout_n=3)
-    moved = {id(row): 0.0 for row in batch}
     minis = plan(how, epochs=2).mini_batches(batch, step=1)
     seen = []
     for number, mini in enumerate(minis):
@@ -442,7 +421,7 @@ def test_a_mini_batch_is_corrected_with_its_own_current_log_probs_each_time() ->
         assert corrected.denominators.tokens == count and len(corrected.usable) == sum(any(k) for k in kept)
         for name, value in told.items():
             assert metrics[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-4)
-    assert moved and len(minis) == 4
+    assert len(minis) == 4
 
 
 @pytest.mark.parametrize(

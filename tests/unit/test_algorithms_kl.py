@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms_rows import algorithm
+from tests.algorithms_rows import algorithm, matrices
 from verl.algorithms.kl import (
     AdaptiveKLController,
     FixedKLController,
@@ -70,26 +70,11 @@ def test_other_names_are_refused_with_the_list(name: str) -> None:
     assert ("vocabulary" in str(error.value)) == name.startswith("full")
 
 
-@st.composite
-def penalties(
-    draw: st.DrawFn,
-) -> tuple[list[list[float]], list[list[float]], list[list[float]], list[list[int]]]:
-    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-
-    def matrix(element: st.SearchStrategy[float]) -> list[list[float]]:
-        return [draw(st.lists(element, min_size=width, max_size=width)) for _ in range(rows)]
-
-    masks = [draw(st.lists(st.integers(0, 1), min_size=width, max_size=width)) for _ in range(rows)]
-    return matrix(st.floats(-1, 1)), matrix(st.floats(-4, 0)), matrix(st.floats(-4, 0)), masks
-
-
 @settings(max_examples=100, deadline=None)
-@given(penalties(), st.sampled_from(NAMES), st.floats(0, 1))
-def test_reward_penalty_equals_the_loop(
-    batch: tuple[list[list[float]], list[list[float]], list[list[float]], list[list[int]]],
-    name: str,
-    beta: float,
-) -> None:
+@given(
+    matrices(st.floats(-1, 1), st.floats(-4, 0), st.floats(-4, 0)), st.sampled_from(NAMES), st.floats(0, 1)
+)
+def test_reward_penalty_equals_the_loop(batch: tuple[list[list[float]], ...], name: str, beta: float) -> None:
     rewards, old, ref, masks = batch
     tensors = [torch.tensor(x, dtype=torch.float64) for x in (rewards, old, ref, masks)]
     found, metrics = apply_kl_penalty(*tensors, beta, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms_rows import actor, response
+from tests import algorithm_references as slow
+from tests.algorithms_rows import actor, response, run_objective
 from verl.algorithms.objective import ActorObjective, LossConfig, LossDenominators, count_denominators
 from verl.algorithms.policy_loss import MODES
 from verl.algorithms.registry import LOSSES
@@ -52,85 +52,32 @@ def tokens(rows: list[Segment], seed: int) -> torch.Tensor:
     return torch.tensor(flat + rng.normal(0, 0.4, len(flat)), dtype=torch.float64)
 
 
-def run(
-    cfg: Any,
-    rows: list[Segment],
-    flat: torch.Tensor,
-    entropy: torch.Tensor,
-    parts: list[int],
-    max_response_length: float = 9.0,
-) -> tuple[float, torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Loss, both gradients and reduced metrics when row i goes into micro-batch parts[i]."""
-    leaf, bonus = flat.clone().requires_grad_(), entropy.clone().requires_grad_()
-    objective = ActorObjective(cfg, count_denominators(rows, max_response_length))
-    pieces = list(torch.split(leaf, [r.length for r in rows]))
-    bonuses = list(torch.split(bonus, [r.length for r in rows]))
-    total, sums, weights = 0.0, {}, {}
-    for k in sorted(set(parts)):
-        chosen = [i for i, part in enumerate(parts) if part == k]
-        micro = MicroBatch(
-            [rows[i] for i in chosen],
-            torch.cat([pieces[i] for i in chosen]),
-            torch.cat([bonuses[i] for i in chosen]),
-        )
-        loss, metrics = objective(micro)
-        if loss.requires_grad:
-            loss.backward(retain_graph=True)
-        total += loss.item()
-        for name, (value, weight) in metrics.items():
-            sums[name] = sums.get(name, 0.0) + value
-            weights[name] = weights.get(name, 0.0) + weight
-    reduced = {name: sums[name] / weights[name] if weights[name] else sums[name] for name in sums}
-    gradient = torch.zeros_like(flat) if leaf.grad is None else leaf.grad
-    entropy_gradient = torch.zeros_like(flat) if bonus.grad is None else bonus.grad
-    return total, gradient, entropy_gradient, reduced
-
-
-def token_oracle(d: float, a: float, w: float) -> tuple[float, float]:
-    """Clipped, dually clipped term with default constants, and its derivative."""
-    ratio = math.exp(d)
-    plain, clipped = -a * ratio, -a * min(max(ratio, 0.8), 1.2)
-    x, slope = (clipped, 0.0) if clipped > plain else (plain, plain)
-    if a < 0 and x > -3 * a:
-        x, slope = -3 * a, 0.0
-    return w * x, w * slope
-
-
 def loop_oracle(
-    cfg: Any, rows: list[Segment], flat: list[float], entropy: list[float], max_response_length: float
+    cfg: Any, rows: list[Segment], flat: torch.Tensor, entropy: torch.Tensor, horizon: float
 ) -> Any:
-    """Loss, gradients and metrics, one token at a time."""
-    count = sum(int(r.loss_mask.sum()) for r in rows)
-    responses = sum(bool(r.loss_mask.any()) for r in rows)
-    sums = dict.fromkeys(("pg", "kl", "entropy", "old_kl", "k3clip"), 0.0)
-    gradient, bonus, position = [], [], 0
-    for row in rows:
-        own = int(row.loss_mask.sum())
-        share = {
-            "token-mean": 1 / count,
-            "token-sum": 1.0,
-            "seq-mean-token-sum": 1 / responses,
-            "seq-mean-token-mean": 1 / (responses * max(own, 1)),
-            "seq-mean-token-sum-norm": 1 / (responses * max_response_length),
-        }[cfg.loss_agg_mode]
-        for t in range(row.length):
-            logp, h = flat[position], entropy[position]
-            position += 1
-            if not row.loss_mask[t]:
-                gradient.append(0.0)
-                bonus.append(0.0)
-                continue
-            d = logp - float(row.old_log_probs[t])
-            x, slope = token_oracle(d, float(row.advantages[t]), float(row.is_weights[t]))
-            u = logp - float(row.ref_log_probs[t])
-            sums["pg"] += share * x
+    """Loss, gradients and metrics: the policy term by its slow reference, KL and entropy one token at a time."""
+    new, bonuses = (torch.split(values, [row.length for row in rows]) for values in (flat, entropy))
+    batch = [
+        slow.Response(
+            *(np.asarray(v).tolist() for v in (own, r.old_log_probs, r.advantages, r.loss_mask, r.is_weights))
+        )
+        for own, r in zip(new, rows, strict=True)
+    ]
+    constants = SimpleNamespace(low=0.2, high=0.2, cap=3.0)
+    pg, slopes, told = slow.loss("vanilla", batch, constants, cfg.loss_agg_mode, horizon)
+    counts = sum(len(r.kept) for r in batch), sum(bool(r.kept) for r in batch)
+    sums = {"pg": pg, "kl": 0.0, "entropy": 0.0, "old_kl": told["ppo_kl"]}
+    bonus = [[0.0] * row.length for row in rows]
+    for i, (r, row) in enumerate(zip(batch, rows, strict=True)):
+        for t in r.kept:
+            share = slow.share_of(cfg.loss_agg_mode, *counts, len(r.kept), horizon)
+            u = r.new[t] - float(row.ref_log_probs[t])
             sums["kl"] += share * u * u / 2
-            sums["entropy"] += share * h
-            sums["old_kl"] -= d / count
-            gradient.append(share * (slope + cfg.kl_loss_coef * u))
-            bonus.append(-share * cfg.entropy_coeff)
+            sums["entropy"] += share * float(bonuses[i][t])
+            slopes[i][t] += share * cfg.kl_loss_coef * u
+            bonus[i][t] = -share * cfg.entropy_coeff
     loss = sums["pg"] - cfg.entropy_coeff * sums["entropy"] + cfg.kl_loss_coef * sums["kl"]
-    return loss, gradient, bonus, sums
+    return loss, np.concatenate(slopes), np.concatenate(bonus), sums
 
 
 MASKS = [[1, 1, 0, 1], [1, 1], [], [1], [0, 1, 1, 1, 1, 1, 0], [1, 1, 1]]
@@ -141,8 +88,8 @@ def test_equals_the_loop(mode: str) -> None:
     cfg = actor(loss_agg_mode=mode, entropy_coeff=0.03, use_kl_loss=True, kl_loss_coef=0.7, kl_loss_type="k2")
     rows = rows_of(1, MASKS)
     flat, entropy = tokens(rows, 2), tokens(rows, 3).abs()
-    loss, gradient, bonus, metrics = run(cfg, rows, flat, entropy, [0] * len(rows))
-    expected = loop_oracle(cfg, rows, flat.tolist(), entropy.tolist(), 9.0)
+    loss, gradient, bonus, metrics = run_objective(cfg, rows, flat, entropy, [0] * len(rows))
+    expected = loop_oracle(cfg, rows, flat, entropy, 9.0)
     assert loss == pytest.approx(expected[0], rel=1e-12)
     assert gradient.tolist() == pytest.approx(expected[1], rel=1e-9, abs=1e-14)
     assert bonus.tolist() == pytest.approx(expected[2], rel=1e-12, abs=1e-14)
@@ -172,9 +119,9 @@ def test_micro_batches_never_change_the_response(
     cfg = actor(loss_agg_mode=mode, entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.2, kl_loss_type=kind)
     rows = rows_of(seed, masks)
     flat, entropy = tokens(rows, seed + 1), tokens(rows, seed + 2)
-    whole = run(cfg, rows, flat, entropy, [0] * len(rows))
-    single = run(cfg, rows, flat, entropy, list(range(len(rows))))
-    pieces = run(cfg, rows, flat, entropy, parts)
+    whole = run_objective(cfg, rows, flat, entropy, [0] * len(rows))
+    single = run_objective(cfg, rows, flat, entropy, list(range(len(rows))))
+    pieces = run_objective(cfg, rows, flat, entropy, parts)
     for other in (single, pieces):
         assert other[0] == pytest.approx(whole[0], rel=1e-10, abs=1e-12)
         torch.testing.assert_close(other[1], whole[1], rtol=1e-10, atol=1e-13)
@@ -198,14 +145,14 @@ def test_dr_grpo_gradient_does_not_depend_on_length() -> None:
     for length in (2, 5):
         rows = segments_of(response("a", [1] * size, advantages=[1.0] * size) for size in (length, 3))
         flat = torch.full((length + 3,), -1.0, dtype=torch.float64)
-        gradients[length] = run(cfg, rows, flat, flat, [0, 1], max_response_length=8.0)[1]
+        gradients[length] = run_objective(cfg, rows, flat, flat, [0, 1], horizon=8.0)[1]
     assert gradients[2][:2].tolist() == gradients[5][:2].tolist() == pytest.approx([-1 / 16] * 2)
 
 
 def test_without_old_log_probs_the_policy_is_its_own_old() -> None:
     rows = rows_of(4, MASKS, old_log_probs=None, is_weights=None)
     flat = tokens(rows, 5)
-    loss, gradient, _, metrics = run(actor(), rows, flat, flat, [0] * len(rows))
+    loss, gradient, _, metrics = run_objective(actor(), rows, flat, flat, [0] * len(rows))
     mask = np.concatenate([r.loss_mask for r in rows])
     advantages = np.concatenate([r.advantages for r in rows])
     assert loss == pytest.approx(-(advantages * mask).sum() / mask.sum())
@@ -219,8 +166,8 @@ def test_rows_with_and_without_old_log_probs_mix() -> None:
     rows[0].old_log_probs = None
     explicit = rows_of(4, MASKS)
     explicit[0].old_log_probs = flat[: rows[0].length].numpy()
-    mixed = run(actor(), rows, flat, flat, [0] * len(rows))
-    full = run(actor(), explicit, flat, flat, [0] * len(rows))
+    mixed = run_objective(actor(), rows, flat, flat, [0] * len(rows))
+    full = run_objective(actor(), explicit, flat, flat, [0] * len(rows))
     assert mixed[0] == full[0]
     assert torch.equal(mixed[1], full[1])
 
@@ -242,7 +189,7 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match=r"entropy_coeff=0\.5 needs the engine's entropy"):
         ActorObjective(actor(entropy_coeff=0.5), denominators)(MicroBatch(rows, flat))
     rows[2].ref_log_probs = None
-    with pytest.raises(ValueError, match="use_kl_loss: response 2 of g1 has no ref_log_probs"):
+    with pytest.raises(ValueError, match="response 2 of g1 has no ref_log_probs"):
         ActorObjective(actor(use_kl_loss=True), denominators)(MicroBatch(rows, flat))
     rows[3].advantages = None
     with pytest.raises(ValueError, match="response 3 of g1 has no advantages"):
@@ -270,8 +217,8 @@ def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.
     cfg = actor(loss_mode="mine", my_scale=2.0, loss_agg_mode="seq-mean-token-mean")
     rows = rows_of(4, MASKS, is_weights=None)
     flat = tokens(rows, 5)
-    whole = run(cfg, rows, flat, flat, [0] * len(rows))
-    split = run(cfg, rows, flat, flat, [0, 1, 2, 0, 1, 2])
+    whole = run_objective(cfg, rows, flat, flat, [0] * len(rows))
+    split = run_objective(cfg, rows, flat, flat, [0, 1, 2, 0, 1, 2])
     assert split[0] == pytest.approx(whole[0])
     assert split[3]["actor/mine"] == pytest.approx(whole[3]["actor/mine"])
     config, mask, weights = seen[0]

@@ -67,14 +67,6 @@ def test_unknown_names_list_what_is_there() -> None:
         core_algos.get_policy_loss_fn("ppo")
 
 
-def test_registrations_reach_the_trainer() -> None:
-    core_algos.register_adv_est("test_reaches_the_trainer")(double)
-    try:
-        assert ESTIMATORS.get("test_reaches_the_trainer") is double
-    finally:
-        del ESTIMATORS.functions["test_reaches_the_trainer"]
-
-
 def test_every_public_name_can_be_imported() -> None:
     losses = "vanilla gspo sapo gpg clip_cov kl_cov geo_mean cispo dppo_tv dppo_kl dro bypass_mode reinforce"
     estimators = "grpo grpo_vectorized grpo_passk gdpo reinforce_plus_plus reinforce_plus_plus_baseline"

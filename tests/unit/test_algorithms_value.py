@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.algorithm_references import share_of
 from tests.algorithms_rows import response
 from verl.algorithms.core_algos import compute_value_loss
-from verl.algorithms.pf_ppo import resample, resampling_weights
+from verl.algorithms.driver import resampling_weights, rows_of_update
 from verl.algorithms.policy_loss import MODES
 from verl.algorithms.value_loss import explained_variance
 from verl.algorithms.variance import variance_proxies
@@ -36,13 +37,7 @@ def test_value_loss_equals_the_loop(mode: str, seed: int) -> None:
         if not mask[i, t]:
             assert vpreds.grad[i, t] == 0
             continue
-        share = {
-            "token-mean": 1 / tokens,
-            "token-sum": 1.0,
-            "seq-mean-token-sum": 1 / carrying,
-            "seq-mean-token-mean": 1 / carrying / mask[i].sum(),
-            "seq-mean-token-sum-norm": 1 / carrying / 7.0,
-        }[mode]
+        share = share_of(mode, tokens, carrying, mask[i].sum(), 7.0)
         limited = min(max(new[i, t], old[i, t] - 0.3), old[i, t] + 0.3)
         plain, other = (new[i, t] - returns[i, t]) ** 2, (limited - returns[i, t]) ** 2
         value += share * max(plain, other) / 2
@@ -51,18 +46,6 @@ def test_value_loss_equals_the_loop(mode: str, seed: int) -> None:
         assert vpreds.grad[i, t].item() == pytest.approx(slope, rel=1e-9, abs=1e-12)
     assert loss.item() == pytest.approx(value, rel=1e-9)
     assert clipfrac.item() == pytest.approx(clipped, rel=1e-9)
-
-
-def test_micro_batches_of_values_add_up() -> None:
-    new, old, returns = (torch.randn(4, 3, dtype=torch.float64) for _ in range(3))
-    mask = torch.ones(4, 3)
-    counts = {"batch_num_tokens": 12, "global_batch_size": 4}
-    whole, _ = compute_value_loss(new, returns, old, mask, 0.5, "seq-mean-token-mean")
-    parts = [
-        compute_value_loss(new[i], returns[i], old[i], mask[i], 0.5, "seq-mean-token-mean", **counts)[0]
-        for i in (slice(0, 1), slice(1, 4))
-    ]
-    torch.testing.assert_close(sum(parts), whole)
 
 
 def test_explained_variance() -> None:
@@ -86,11 +69,11 @@ def test_responses_are_drawn_by_weight_and_stand_alone() -> None:
         response(f"g{i // 2}", [1, 1], score, i, advantages=[i, i])
         for i, score in enumerate([0.0, 0.0, 1.0, None, 3.0])
     ]
-    how = SimpleNamespace(pf_ppo=SimpleNamespace(reweight_method="pow", weight_pow=1.0))
+    how = SimpleNamespace(use_pf_ppo=True, pf_ppo=SimpleNamespace(reweight_method="pow", weight_pow=1.0))
     counts = np.zeros(5)
     for seed in range(400):
-        drawn, metrics = resample(Batch(rows), how, seed)
-        again, _ = resample(Batch(rows), how, seed)
+        drawn, metrics = rows_of_update(Batch(rows), how, seed)
+        again, _ = rows_of_update(Batch(rows), how, seed)
         indices = [t.index for t in drawn]
         assert indices == [t.index for t in again] == sorted(indices) and len(drawn) == 4
         assert metrics["training/pf_ppo/unique_ratio"] == len(set(indices)) / 4
@@ -102,7 +85,7 @@ def test_responses_are_drawn_by_weight_and_stand_alone() -> None:
     assert all(s.trajectory is t for t in drawn for s in t.segments)
     drawn[0].loss_mask = np.zeros(2, bool)
     assert all(t.loss_mask is None for t in [*drawn.trajectories[1:], *rows])
-    nothing, metrics = resample(Batch([rows[3]]), how, 0)
+    nothing, metrics = rows_of_update(Batch([rows[3]]), how, 0)
     assert len(nothing) == 1 and math.isnan(metrics["training/pf_ppo/unique_ratio"])
 
 

@@ -42,7 +42,7 @@ def test_version_help_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_commands_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run("reprot", "x", capsys=capsys)
-    assert status == 2 and "did you mean report?" in err
+    assert status == 2 and "nearest: report" in err
     status, _, err = run("reward", "chek", capsys=capsys)
     assert status == 2 and "the only one is check" in err
     assert run("plan", capsys=capsys)[0] == 2

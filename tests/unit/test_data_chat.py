@@ -49,11 +49,11 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 def test_rendering_adds_no_special_tokens_of_its_own() -> None:
     tokenizer: Any = tiny_tokenizer()
     renderer = ChatRenderer(tokenizer, {})
-    text = renderer.prompt_text("a")
+    text = renderer.text(as_messages("a"))
     assert tokenizer.decode(renderer.ids(text)) == text
     both = [ids.tolist() for ids in renderer.batch_ids([text, "b"])]
     assert both == [renderer.ids(text).tolist(), [ord("b") - 33]] and renderer.batch_ids([]) == []
-    off = ChatRenderer(tokenizer, {"enable_thinking": False}).prompt_text("a")
+    off = ChatRenderer(tokenizer, {"enable_thinking": False}).text(as_messages("a"))
     assert off == text + "<think>\n\n</think>\n\n"
 
 
@@ -69,7 +69,7 @@ def test_system_keys_and_failing_templates() -> None:
     with pytest.raises(DataError, match="tokenize is set by the system"):
         ChatRenderer(tokenizer, {"tokenize": True})
     with pytest.raises(BadRow, match="no"):
-        ChatRenderer(tokenizer).prompt_text("a")
+        ChatRenderer(tokenizer).text(as_messages("a"))
 
 
 def test_messages_keep_other_keys_and_drop_nulls() -> None:

@@ -119,9 +119,9 @@ def test_parquet_without_rows_and_directories_are_refused(tmp_path: Path) -> Non
 
 
 def test_nearest_column_is_blind_to_case() -> None:
-    assert nearest("reward", ["prompt", "Reward"]) == "Reward"
-    assert nearest("prompt", ["promt", "answer"]) == "promt"
-    assert nearest("data_source", ["x", "y"]) is None
+    assert nearest("reward", ["prompt", "Reward"]) == "; the nearest is 'Reward'"
+    assert nearest("prompt", ["promt", "answer"]) == "; the nearest is 'promt'"
+    assert nearest("data_source", ["x", "y"]) == ""
 
 
 def test_copies_in_shared_memory_are_in_a_folder_of_the_users_own(tmp_path: Path) -> None:

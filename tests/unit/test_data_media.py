@@ -290,7 +290,7 @@ def test_a_function_of_the_users_changes_images_and_lengths_are_looked_at_again(
     short = open_rows(model, [GOOD], tmp_path, own, f"data.max_prompt_length={longer.lengths[0]}")
     with pytest.raises(BadRow, match=r"prompt too long: .*x.parquet row 0: .*or augment less"):
         short.prompt(0)
-    with pytest.raises(BadRow, match="returned a NoneType, not a Pillow image"):
+    with pytest.raises(BadRow, match="returned NoneType, not a Pillow image"):
         open_rows(model, [GOOD], tmp_path, own, "data.augmentation.name=broken").prompt(0)
 
 

@@ -15,7 +15,7 @@ from verl.config import load
 from verl.config.check import check
 from verl.reward.answers import final_answer, has_answers, predicted
 from verl.trainer import main_eval
-from verl.trainer.evaluation import evaluation_metrics, read_table
+from verl.trainer.evaluation import Responses, evaluation_metrics
 
 GSM8K, DAPO = "openai/gsm8k", "math_dapo"
 
@@ -128,45 +128,45 @@ def test_missing_packages_are_named_before_anything_is_scored(tmp_path, capfd, m
 
 
 def test_a_lost_response_is_not_right_and_a_single_text_is_one_response(tmp_path) -> None:
-    table = read_table(config_of(write(tmp_path, row(["#### 1", None]))))
-    assert [t.finish_reason for t in table.responses] == ["", "lost"]
-    table.responses[0].score = 1.0
-    found, _ = evaluation_metrics(table, config_of(table.path))
+    table = Responses(config_of(write(tmp_path, row(["#### 1", None]))))
+    assert [t.finish_reason for t in table.all] == ["", "lost"]
+    table.all[0].score = 1.0
+    found, *_ = evaluation_metrics(table, config_of(table.names))
     assert found["eval/openai/gsm8k/accuracy"] == 0.5 and found["eval/openai/gsm8k/errors"] == 1
-    (only,) = read_table(config_of(write(tmp_path, row("#### 1")))).responses
+    (only,) = Responses(config_of(write(tmp_path, row("#### 1")))).all
     assert (only.text, only.uid, only.index) == ("#### 1", "0:0@0", 0)
 
 
 def test_other_columns_and_the_plain_format(tmp_path) -> None:
     path = write(tmp_path, {"kind": GSM8K, "truth": "7", "answers": ["#### 7"]})
     keys = ["data.data_source_key=kind", "data.reward_model_key=truth", "data.response_key=answers"]
-    (only,) = read_table(config_of(path, *keys)).responses
+    (only,) = Responses(config_of(path, *keys)).all
     assert only.prompt.ground_truth == "7" and only.prompt.data_source == GSM8K
     path = write(tmp_path, {"prompt": "How many?", "response": "so #### 7", "responses": ["7", "#### 8"]})
     assert check(config_of(path)).problems == []
-    (first, _) = read_table(config_of(path)).responses
+    (first, _) = Responses(config_of(path)).all
     assert first.prompt.ground_truth == "7"
     assert first.prompt.columns["reward_kwargs"] == {"method": "flexible"}
 
 
 def test_references_of_texts(tmp_path) -> None:
     rows = [row(["x"], extra_info={"answer": "long text"}), row(["x"], extra_info={"answer": None})]
-    table = read_table(config_of(write(tmp_path, *rows), "metrics.reference=extra_info.answer"))
+    table = Responses(config_of(write(tmp_path, *rows), "metrics.reference=extra_info.answer"))
     assert table.references == {"0:0@0": ["long text"], "0:1@0": []}
     targets = row(["x"], {"target": ["a", "b"]}, "searchR1_nq")
-    assert read_table(config_of(write(tmp_path, targets))).references == {"0:0@0": ["a", "b"]}
+    assert Responses(config_of(write(tmp_path, targets))).references == {"0:0@0": ["a", "b"]}
 
 
 def test_right_is_what_reaches_the_pass_score(tmp_path) -> None:
-    table = read_table(config_of(write(tmp_path, row(["a", "b", "c"]))))
+    table = Responses(config_of(write(tmp_path, row(["a", "b", "c"]))))
 
-    for t, score in zip(table.responses, (0.4, 0.6, 1.0), strict=True):
+    for t, score in zip(table.all, (0.4, 0.6, 1.0), strict=True):
         t.score, t.score_parts = score, {}
     accuracy = "eval/openai/gsm8k/accuracy"
-    assert evaluation_metrics(table, config_of(table.path))[0][accuracy] == pytest.approx(1 / 3)
-    half = config_of(table.path, "metrics.pass_score=0.5")
+    assert evaluation_metrics(table, config_of(table.names))[0][accuracy] == pytest.approx(1 / 3)
+    half = config_of(table.names, "metrics.pass_score=0.5")
     assert evaluation_metrics(table, half)[0][accuracy] == pytest.approx(2 / 3)
-    table.responses[2].score_parts = {"acc": False}
+    table.all[2].score_parts = {"acc": False}
     assert evaluation_metrics(table, half)[0][accuracy] == pytest.approx(1 / 3)
 
 

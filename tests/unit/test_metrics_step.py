@@ -19,7 +19,13 @@ from verl.trajectory import Batch, Prompt, Trajectory
 def response(uid: str, index: int, length: int, rng: np.random.Generator, **kwargs) -> Trajectory:
     prompt = Prompt(uid, np.arange(int(uid[1:]) + 3), [{"role": "user", "content": uid}], "src")
     mask = rng.random(length) < 0.8 if length else np.zeros(0, bool)
-    t = Trajectory(prompt, index, np.arange(length), mask, rng.normal(size=length).astype(np.float32) - 1)
+    t = Trajectory(
+        prompt,
+        index,
+        np.arange(length),
+        mask,
+        rollout_log_probs=rng.normal(size=length).astype(np.float32) - 1,
+    )
     t.score = float(index)
     t.loss_mask = mask.copy()
     t.advantages, t.returns, t.entropy, t.old_log_probs = (

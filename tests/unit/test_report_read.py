@@ -60,13 +60,13 @@ def test_events_keep_the_newest_and_count_all(tmp_path: Path) -> None:
     events = read_events(file, Counter())
     assert len(events.shown) == EVENTS_SHOWN and events.shown[-1]["n"] == EVENTS_SHOWN + 9
     assert events.counts == {"run_start": 1, "notice": EVENTS_SHOWN + 10}
-    assert events.total == EVENTS_SHOWN + 11
+    assert events.counts.total() == EVENTS_SHOWN + 11
     assert events.marks[0]["total_steps"] == 5, "the start is remembered even when it is too old to be shown"
 
 
 def test_folder_without_files_and_no_folder(tmp_path: Path) -> None:
     run = read_run(tmp_path)
-    assert (run.metrics.steps, run.events.total, run.config, run.response_files) == ([], 0, {}, {})
+    assert (run.metrics.steps, run.events.counts.total(), run.config, run.response_files) == ([], 0, {}, {})
     with pytest.raises(FileNotFoundError, match="no run folder at"):
         read_run(tmp_path / "absent")
 

@@ -215,14 +215,14 @@ def settings(*words: str) -> RewardSettings:
 
 def test_settings() -> None:
     plain = settings()
-    assert plain.function.path is None and plain.gate() is None and plain.overlong is None
+    assert plain.function.path is None and plain.rate is None and plain.overlong is None
     custom, manager = "custom_reward_function.path=x.py", "reward_model.reward_manager="
-    assert settings(manager + "batch").manager == "naive"
+    assert not settings(manager + "batch").function.batch
     assert settings(manager + "batch", custom).function.batch
     assert settings(manager + "prime", custom).function.positional
     gdpo = settings(manager + "gdpo", "algorithm.gdpo_reward_keys=[format]")
     assert gdpo.required_parts == ("format",)
-    assert settings(manager + "limited").gate() is not None
+    assert settings(manager + "limited").rate is not None
     with pytest.raises(RewardLoadError, match=r"importlib needs reward_manager\.module\.path=FILE\.py"):
         settings("reward_manager.source=importlib")
 

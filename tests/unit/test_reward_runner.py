@@ -287,7 +287,7 @@ def test_only_the_guilty_of_several_concurrent_calls_fails(make, text, message, 
 
 
 def test_batch_manager(make: Any) -> None:
-    runner = make("batch", manager="batch", batch=True)
+    runner = make("batch", batch=True)
     assert not runner.per_response
     found = [answer(t, i) for i, t in enumerate(["a", "bb", "nan", "dddd"])]
     for t in found:
@@ -304,13 +304,13 @@ def test_batch_manager(make: Any) -> None:
 
 
 def test_positional_functions_with_prime_only(make: Any) -> None:
-    assert run(make("positional", manager="prime", positional=True), ["72"])[0].score == 1.0
+    assert run(make("positional", positional=True), ["72"])[0].score == 1.0
     (bad,) = run(make("positional"), ["72"])
     assert "cannot be called as positional(data_source" in str(bad.score_error)
 
 
 def test_rate_limited_calls_run_one_at_a_time(make: Any) -> None:
-    runner = make("later", manager="rate_limited", rate=(2, None, None, 2000))
+    runner = make("later", rate=(2, None, None, 2000))
     run(runner, ["warm"])
     started = time.monotonic()
     assert all(t.score == 1.0 for t in run(runner, ["x"] * 6))
@@ -318,8 +318,11 @@ def test_rate_limited_calls_run_one_at_a_time(make: Any) -> None:
 
 
 def test_required_parts(make: Any) -> None:
-    good, bad = run(make(manager="gdpo", required_parts=("format",)), ["dict", "72"])
+    good, bad = run(make(required_parts=("format",)), ["dict", "72"])
     assert good.score == 0.5 and "lacks format" in str(bad.score_error)
+    runner = make(required_parts=("acc",))  # a number alone is the accuracy, for the check and for the run
+    asyncio.run(precheck(runner, [answer("").prompt]))
+    assert run(runner, ["72"])[0].score_parts == {"acc": 1.0}
 
 
 def test_overlong_penalty_is_part_of_the_score_and_acc_is_not(make: Any) -> None:

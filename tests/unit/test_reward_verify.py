@@ -83,7 +83,7 @@ def test_a_broken_parser_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPa
     import math_verify
 
     monkeypatch.setattr(worker, "_announce", lambda seconds, what: None)
-    monkeypatch.setattr(verify, "_ready", False)
+    verify._prepare.cache_clear()
     monkeypatch.setattr(math_verify, "parse", lambda *a, **k: [])
     with pytest.raises(VerifyFailed, match="does not work in this environment"):
         verify.equal("0.5", r"\frac12")

@@ -437,9 +437,9 @@ def test_a_step_whose_rewards_are_all_the_same_is_said_once_and_counted(tmp_path
             trajectory.score = 1.0
 
     run, told = Flat(tmp_path, 0, TimedEngine(lengths), steps=3), []
-    run.quiet.event = lambda kind, **fields: told.append((kind, fields.get("scores")))  # type: ignore[attr-defined]
-    run.quiet.notice = lambda text: told.append(("notice", text))  # type: ignore[attr-defined]
+    run.quiet.event = lambda kind, **fields: told.append((kind, fields))  # type: ignore[attr-defined]
     run.go()
-    assert told.count(("no_signal", [1.0])) == 3
-    (notice,) = [text for kind, text in told if kind == "notice" and "every advantage is 0" in text]
-    assert "scores: 1.0" in notice and "verl reward check" in notice
+    flat = [fields for kind, fields in told if kind == "no_signal"]
+    assert [fields["scores"] for fields in flat] == [[1.0]] * 3
+    (said,) = [fields["message"] for fields in flat if fields["message"]]
+    assert "every advantage is 0" in said and "scores: 1.0" in said and "verl reward check" in said

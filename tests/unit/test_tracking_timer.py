@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.fork_server import until
-from verl.tracking.timer import Phases, Timeline, Watchdog, step_times
+from verl.tracking.timer import Phases, StepTimes, Timeline, Watchdog
 
 
 def test_phases_add_up_and_nest():
@@ -22,19 +22,19 @@ def test_phases_add_up_and_nest():
         for _ in range(2):
             with phases("gen", waits_for="8 answers"):
                 assert [p.name for p in phases.stack] == ["step", "gen"]
-                assert phases.current.waits_for == "8 answers"
+                assert phases.stack[-1].waits_for == "8 answers"
                 time.sleep(0.02)
         with pytest.raises(RuntimeError), phases("adv"):
             raise RuntimeError
     found = phases.timings()
     assert set(found) == {"step", "gen", "adv"}
     assert 0.04 <= found["gen"] <= found["step"]
-    assert phases.current is None
-    spans = phases.spans()
+    assert phases.stack == ()
+    spans = phases.spans
     assert [name for name, _, _ in spans] == ["gen", "gen", "adv", "step"]
     assert spans[3][1] <= spans[0][1] <= spans[0][2] <= spans[1][1] and spans[2][2] <= spans[3][2]
     phases.start_step()
-    assert phases.timings() == {} and phases.spans() == [] and found["gen"] > 0
+    assert phases.timings() == {} and phases.spans == [] and found["gen"] > 0
 
 
 def test_watchdog_names_phase_and_stacks_and_grows_its_pauses(capsys):
@@ -54,11 +54,11 @@ def test_watchdog_names_phase_and_stacks_and_grows_its_pauses(capsys):
                 0.1,
                 lambda *kind, **fields: events.append((kind, fields)),
                 extra=lambda: "worker 3: busy",
-            ) as dog,
+            ),
             phases("step"),
             phases("gen", waits_for="3 of 8 answers"),
         ):
-            until(lambda: dog.reports >= 3)
+            until(lambda: len(events) >= 3)
             phases.beat()
             until(lambda: len(events) >= 4)
     finally:
@@ -92,12 +92,13 @@ def test_watchdog_goes_on_when_the_workers_cannot_be_asked():
 
 def test_watchdog_is_silent_while_things_move(capsys):
     phases = Phases()
-    with Watchdog(phases, 0.5, lambda *a, **k: None) as dog:
+    events = []
+    with Watchdog(phases, 0.5, lambda *a, **k: events.append(a)):
         end = time.monotonic() + 0.8
         while time.monotonic() < end:
             phases.beat()
             time.sleep(0.01)
-    assert dog.reports == 0 and capsys.readouterr().err == ""
+    assert not events and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("timeout", [0, -1, None])
@@ -126,14 +127,16 @@ def test_stacks_come_even_when_the_interpreter_is_stuck():
 
 def test_shares_of_a_step() -> None:
     phases = [("gen", 10.0, 12.0), ("reward", 12.0, 13.0), ("update_actor", 13.0, 19.0), ("step", 10.0, 20.0)]
-    times = step_times(phases, [(8.0, 11.0), (13.0, 17.0), (19.0, 25.0)])
-    assert times.trainer_idle_ratio == pytest.approx(0.3)
-    assert times.sampler_idle_ratio == pytest.approx((10 - 1 - 4 - 1) / 10), "only what is in the step"
+    times = StepTimes(phases, [(8.0, 11.0), (13.0, 17.0), (19.0, 25.0)])
     found = times.metrics(samplers=3, trainers=1)
+    assert found["perf/trainer_idle_ratio"] == pytest.approx(0.3)
+    assert found["perf/sampler_idle_ratio"] == pytest.approx((10 - 1 - 4 - 1) / 10), (
+        "only what is in the step"
+    )
     assert found["perf/device_busy_ratio"] == pytest.approx(1 - (3 * 0.4 + 0.3) / 4)
     assert "perf/device_busy_ratio" not in times.metrics(samplers=0, trainers=4)
     with pytest.raises(ValueError, match="expected 1"):
-        step_times(phases[:-1], [])
+        StepTimes(phases[:-1], [])
 
 
 def test_one_line_a_step_on_the_wall_clock(tmp_path: Path) -> None:
@@ -142,7 +145,7 @@ def test_one_line_a_step_on_the_wall_clock(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.jsonl", told.append)
     now = time.monotonic()
     for step in (1, 2):
-        timeline.write(step, step_times([("gen", now, now + 1), ("step", now, now + 2)], [(now, now + 0.5)]))
+        timeline.write(step, StepTimes([("gen", now, now + 1), ("step", now, now + 2)], [(now, now + 0.5)]))
     lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2] and told == []
     assert abs(lines[0]["begin"] - time.time()) < 60
@@ -154,5 +157,5 @@ def test_a_write_that_fails_is_told_once(tmp_path: Path) -> None:
     told: list[str] = []
     timeline = Timeline(tmp_path / "absent" / "timeline.jsonl", told.append)
     for step in (1, 2):
-        timeline.write(step, step_times([("step", 0.0, 1.0)], []))
+        timeline.write(step, StepTimes([("step", 0.0, 1.0)], []))
     assert len(told) == 1 and "the run goes on" in told[0]

@@ -45,7 +45,13 @@ def answers(groups: int = 3, n: int = 4, length: int = 3) -> Batch:
             messages = [{"role": "user", "content": f"q{g}"}]
             prompt = Prompt(f"0:{g}@0", np.array([g, g]), messages, "src", f"gt{g}")
             mask = np.array([True] * (length - 1) + [False])
-            t = Trajectory(prompt, i, np.arange(length) + 5, mask, np.full(length, -0.1234567, np.float32))
+            t = Trajectory(
+                prompt,
+                i,
+                np.arange(length) + 5,
+                mask,
+                rollout_log_probs=np.full(length, -0.1234567, np.float32),
+            )
             t.text, t.score, t.score_parts = f"a{g}.{i}", float(i), {"acc": i % 2 == 0, "input": "not ours"}
             t.advantages = np.full(length, 0.5, np.float32)
             t.loss_mask = t.response_mask.copy()

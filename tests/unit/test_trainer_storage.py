@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from verl.checkpoint import CheckpointError, newest
 from verl.checkpoint.remote import RemoteCopies
 from verl.checkpoint.write import CheckpointWriter
 from verl.tracking.step_metrics import Counters
-from verl.trainer.resume import Storage, has_nonfinite_log_probs
+from verl.trainer.resume import Storage
 from verl.trainer.step_record import RefusedSteps, TooManyRefused
 from verl.trajectory import Prompt, Trajectory
 from verl.workers.plan import Refusal, UpdateResult
@@ -54,8 +55,9 @@ def storage(root: Path, *, narrowed: bool = False, contents: dict | None = None,
     trainer |= {"resume_mode": "auto", "del_local_ckpt_after_load": False}
     whole = ["model", "optimizer", "extra"]
     held = {"save_contents": whole, "load_contents": whole, "async_save": False} | (contents or {})
-    groups = SimpleNamespace(**trainer | settings), SimpleNamespace(**held)
-    return Storage(root, *groups, Records(root), narrowed=narrowed)  # type: ignore[arg-type]
+    groups = {"trainer": SimpleNamespace(**trainer | settings), "select": lambda key: SimpleNamespace(**held)}
+    config = SimpleNamespace(**groups, was_set=lambda key: narrowed)
+    return Storage(config, "checkpoint", Records(root))  # type: ignore[arg-type]
 
 
 def records(of: Storage) -> Any:
@@ -128,11 +130,12 @@ def test_a_failure_is_said_when_it_happens_and_at_the_end(tmp_path, background) 
 def test_a_refused_save_leaves_the_older_one_newest(tmp_path) -> None:
     one = storage(tmp_path)
     save(one, 1)
-    one.refuse(2, "its weights are not finite")
+    assert one.refuses(2, [row("a", 5)], log_probs_of([]), "actor.optim.lr")
     one.finish()
     assert newest(tmp_path).step == 1
     kind, fields = records(one).events[-1]
     assert kind == "checkpoint_refused" and "step 2 is not saved: its weights" in fields["message"]
+    assert "lower actor.optim.lr" in fields["message"]
     assert "step 2 was NOT written" in records(one).unsaved
 
 
@@ -195,18 +198,23 @@ def row(uid: str, length: int) -> Trajectory:
     return Trajectory(Prompt(uid, np.arange(3), "q"), 0, np.arange(length), mask, loss_mask=mask.copy())
 
 
-def test_weights_are_asked_about_the_longest_row() -> None:
-    asked: list[int] = []
+def log_probs_of(asked: list[int]) -> Callable[[Trajectory], np.ndarray]:
+    """Log-probs of which that of a fifth token is not finite; notes the lengths that it is asked for."""
 
     def log_probs(t: Trajectory) -> np.ndarray:
         asked.append(t.length)
         return np.where(np.arange(t.length) == 4, np.nan, -1.0)
 
-    rows = [row("a", 0), row("b", 2), row("c", 5)]
-    assert "optim.lr" in has_nonfinite_log_probs(log_probs, rows, "actor.optim.lr")
-    assert has_nonfinite_log_probs(log_probs, rows[:2], "lr") == ""
-    assert has_nonfinite_log_probs(log_probs, rows[:1], "lr") == ""
+    return log_probs
+
+
+def test_weights_are_asked_about_the_longest_row(tmp_path) -> None:
+    one, asked, rows = storage(tmp_path), [], [row("a", 0), row("b", 2), row("c", 5)]
+    assert [one.refuses(1, rows[:n], log_probs_of(asked), "lr") for n in (3, 2, 1)] == [True, False, False]
     assert asked == [5, 2]
+    assert not storage(tmp_path, contents={"save_contents": ["extra"]}).refuses(
+        1, rows, log_probs_of([]), "lr"
+    )
 
 
 def test_refused_steps_in_a_row_are_counted_over_a_resume(tmp_path) -> None:

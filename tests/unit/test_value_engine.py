@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from tests import ranks
+from tests.algorithm_references import share_of
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine_cases import assert_close, rows_of
 from verl.algorithms.objective import count_denominators
@@ -110,11 +111,7 @@ def test_the_update_is_that_of_plain_torch_in_any_cut(tmp_path: Path, mode: str)
         goal, old = torch.from_numpy(row.returns), torch.from_numpy(row.values)
         limited = old + torch.clamp(value - old, -0.5, 0.5)
         terms = torch.maximum((value - goal) ** 2, (limited - goal) ** 2)[torch.from_numpy(row.loss_mask)]
-        weight = {
-            "token-mean": 1 / count.tokens,
-            "seq-mean-token-mean": 1 / (count.trajectories * len(terms)),
-            "seq-mean-token-sum-norm": 1 / (count.trajectories * 12.0),
-        }[mode]
+        weight = share_of(mode, count.tokens, count.trajectories, len(terms), 12.0)
         loss = loss + terms.sum() * weight / 2
     loss.backward()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0)

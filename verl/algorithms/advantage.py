@@ -8,6 +8,7 @@ policy tokens, a list of arrays [K_i] each. So no rectangle of tokens is made wh
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from verl.algorithms.registry import ESTIMATORS
 from verl.config.schema.base import setting
+from verl.trajectory import COLUMNS
 
 EPSILON = 1e-6
 Arrays = list[np.ndarray]
@@ -144,41 +146,59 @@ def whiten_tokens(values: Arrays, inputs: EstimatorInputs) -> Arrays:
     return [(v - mean) * scale for v in values]
 
 
-# -- from and to tensors -----------------------------------------------------------------------------------------
+# -- the public form, on tensors -----------------------------------------------------------------------------------------
 
 
-def on_tensors(
-    estimator: Estimator,
-    rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    columns: Mapping[str, torch.Tensor | None] | None = None,
-    *,
-    index: Iterable[Any] = (),
-    part: Callable[[str], Sequence[Any]] | None = None,
-    **settings: Any,
-) -> Tensors:
-    """Call an estimator on padded tensors [N, L]; advantages and returns [N, L] in the dtype of the rewards.
+def public_form(*required: str, **optional: Any) -> Callable[[Estimator], Callable[..., Tensors]]:
+    """Decorator: an estimator under a signature of the public interface, of these parameters in this order; more are ignored.
 
-    columns: further columns by name; a loss_mask of None is the response mask.
+    token_level_rewards, response_mask, loss_mask (None: the response mask), and columns under their public names: padded tensors
+    [N, L]. index: group keys [N]. reward_baselines [N]. non_tensor_batch: what the reward function returned, by key. Returns
+    advantages and returns [N, L] in the dtype of the rewards. The loop calls the estimator itself, `on_inputs`, without tensors.
     """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in required]
+    parameters += [inspect.Parameter(name, kind, default=value) for name, value in optional.items()]
+    signature = inspect.Signature([*parameters, inspect.Parameter("_", inspect.Parameter.VAR_KEYWORD)])
+
+    def decorate(estimator: Estimator) -> Callable[..., Tensors]:
+        @functools.wraps(estimator)
+        def call(*args: Any, **kwargs: Any) -> Tensors:
+            return _on_tensors(estimator, signature.bind(*args, **kwargs).arguments)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.on_inputs = estimator  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _on_tensors(estimator: Estimator, given: Mapping[str, Any]) -> Tensors:
+    """Call an estimator with arguments of its public form."""
+    rewards, response_mask = given["token_level_rewards"], given["response_mask"]
     mask = response_mask.bool().cpu().numpy()
-    given = {"token_rewards": rewards, **(columns or {})}
-    if given.get("loss_mask") is None:
-        given["loss_mask"] = response_mask
+    config, baselines = given.get("config"), given.get("reward_baselines")
 
     def column(name: str) -> Arrays:
-        tensor = given.get(name)
+        tensor = given.get(COLUMNS[name].public)
+        if tensor is None and name == "loss_mask":
+            tensor = response_mask
         if tensor is None:
             raise ValueError(f"this estimator needs {name}")
         return [row[chosen] for row, chosen in zip(_float64(tensor), mask, strict=True)]
 
     inputs = EstimatorInputs(
         scores=_float64(rewards).sum(-1),
-        index=index,
+        index=given.get("index", ()),
         lengths=mask.sum(-1),
         column=column,
-        part=part or (lambda key: ()),
-        **settings,
+        part=(given.get("non_tensor_batch") or {}).__getitem__,
+        baselines=None if baselines is None else _float64(baselines),
+        config=config,
+        epsilon=given.get("epsilon", EPSILON),
+        divide=given.get("norm_adv_by_std_in_grpo", True),
+        gamma=given.get("gamma", setting(config, "gamma", 1.0)),
+        lam=given.get("lam", 1.0),
     )
     result = estimator(inputs)
     pair = result if isinstance(result, tuple) else (result, result)
@@ -197,57 +217,24 @@ def _on_tokens(values: np.ndarray | Arrays, mask: np.ndarray, like: torch.Tensor
     return torch.from_numpy(out).to(like.device, like.dtype)
 
 
-def written_on(estimator: Estimator) -> Callable[[Callable[..., Tensors]], Callable[..., Tensors]]:
-    """Decorator of a public form: the loop calls `estimator` instead, without tensors."""
-
-    def mark(public: Callable[..., Tensors]) -> Callable[..., Tensors]:
-        public.on_inputs = estimator  # type: ignore[attr-defined]
-        return public
-
-    return mark
-
-
-def public_form(estimator: Estimator) -> Callable[..., Tensors]:
-    """An estimator that compares the members of groups, under the signature of the public interface.
-
-    token_level_rewards, response_mask, loss_mask [N, L]; index [N] group keys; non_tensor_batch: what the reward function
-    returned, by key. Both results [N, L] in the dtype of the rewards.
-    """
-
-    @functools.wraps(estimator)
-    def call(
-        token_level_rewards: torch.Tensor,
-        response_mask: torch.Tensor,
-        index: Sequence[Any],
-        epsilon: float = EPSILON,
-        norm_adv_by_std_in_grpo: bool = True,
-        config: Any = None,
-        loss_mask: torch.Tensor | None = None,
-        non_tensor_batch: Mapping[str, Sequence[Any]] | None = None,
-        **_: Any,
-    ) -> Tensors:
-        return on_tensors(
-            estimator,
-            token_level_rewards,
-            response_mask,
-            {"loss_mask": loss_mask},
-            index=index,
-            part=(non_tensor_batch or {}).__getitem__,
-            config=config,
-            epsilon=epsilon,
-            divide=norm_adv_by_std_in_grpo,
-        )
-
-    del call.__wrapped__  # type: ignore[attr-defined]  # its signature is the public one
-    return written_on(estimator)(call)
-
-
 # -- estimators --------------------------------------------------------------------------------------------------
+
+
+compares_groups = public_form(
+    "token_level_rewards",
+    "response_mask",
+    "index",
+    epsilon=EPSILON,
+    norm_adv_by_std_in_grpo=True,
+    config=None,
+    loss_mask=None,
+    non_tensor_batch=None,
+)
 
 
 @ESTIMATORS.register("grpo", keys=["norm_adv_by_std_in_grpo"])
 @ESTIMATORS.register("grpo_vectorized", keys=["norm_adv_by_std_in_grpo"])
-@public_form
+@compares_groups
 def compute_grpo_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """A = (s − mean_g) / (std_g + ε); without the division: Dr. GRPO.
 
@@ -269,7 +256,7 @@ def _group_relative(scores: np.ndarray, inputs: EstimatorInputs) -> np.ndarray:
 
 
 @ESTIMATORS.register("grpo_passk", keys=["norm_adv_by_std_in_grpo"])
-@public_form
+@compares_groups
 def compute_grpo_passk_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """The best response of a group: A = (s₍₁₎ − s₍₂₎) / (std_g + ε), undivided where the division is off; all others 0.
 
@@ -286,7 +273,7 @@ def compute_grpo_passk_outcome_advantage(inputs: EstimatorInputs) -> Result:
 
 
 @ESTIMATORS.register("gdpo", keys=["gdpo_reward_keys", "gdpo_reward_weights", "norm_adv_by_std_in_grpo"])
-@public_form
+@compares_groups
 def compute_gdpo_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """A = whiten(Σ_q w_q A^q), A^q the advantage of GRPO on component q of `gdpo_reward_keys`; w_q = 1 unless weights are given.
 
@@ -323,7 +310,7 @@ def _component(key: str, inputs: EstimatorInputs) -> np.ndarray:
 
 
 @ESTIMATORS.register("reinforce_plus_plus_baseline")
-@public_form
+@compares_groups
 def compute_reinforce_plus_plus_baseline_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """A = whiten(s − mean_g). Source: REINFORCE++, arXiv 2501.03262."""
     group = GroupStatistics.of(inputs.scores, inputs.index)
@@ -332,7 +319,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(inputs: EstimatorInpu
 
 @ESTIMATORS.register("rloo")
 @ESTIMATORS.register("rloo_vectorized")
-@public_form
+@compares_groups
 def compute_rloo_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """A = s − mean of the group's other members = (s − mean_g)·n_g / (n_g − 1); s in a group of one. Source: arXiv 2402.14740."""
     group = GroupStatistics.of(inputs.scores, inputs.index)
@@ -344,7 +331,7 @@ compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
 
 
 @ESTIMATORS.register("opo")
-@public_form
+@compares_groups
 def compute_opo_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """A = s − Σ_g K·s / Σ_g K: the baseline weighs responses by their policy tokens; without any it is mean_g, in a group of one 0.
 
@@ -358,7 +345,7 @@ def compute_opo_outcome_advantage(inputs: EstimatorInputs) -> Result:
 
 
 @ESTIMATORS.register("gpg")
-@public_form
+@compares_groups
 def compute_gpg_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """A = α(s − mean_g), α = N / N₊ with N₊ the responses in groups whose scores differ (groups of one among them); 0 if none.
 

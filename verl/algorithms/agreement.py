@@ -38,8 +38,8 @@ class Agreement:
         self._ends = np.array([math.inf, -math.inf] * 3)  # of p, q, |p − q|
 
     @classmethod
-    def over(cls, pairs: Iterable[Pair], both: bool) -> Agreement:
-        """From (old, mu) of each response, at least one token each; mu is None where `both` is False."""
+    def over(cls, pairs: Iterable[Pair]) -> Agreement:
+        """From (old, mu) of each response, at least one token each; mu is None for all, or for none."""
         found = cls()
         waiting: list[Pair] = []
         size = 0
@@ -47,21 +47,22 @@ class Agreement:
             waiting.append(pair)
             size += len(pair[0])
             if size >= _BLOCK:
-                found._add(waiting, both)
+                found._add(waiting)
                 waiting, size = [], 0
         if waiting:
-            found._add(waiting, both)
+            found._add(waiting)
         return found
 
-    def _add(self, pairs: list[Pair], both: bool) -> None:
+    def _add(self, pairs: list[Pair]) -> None:
         starts = np.cumsum([0, *(len(old) for old, _ in pairs)])
         sizes = np.diff(starts)
         old = np.concatenate([old for old, _ in pairs], dtype=np.float64)
         self.tokens += len(old)
         self._old += (np.add.reduceat(old, starts[:-1]) / sizes).tolist()
-        if not both:
+        theirs = [mu for _, mu in pairs if mu is not None]
+        if not theirs:
             return
-        mu = np.concatenate([mu for _, mu in pairs if mu is not None], dtype=np.float64)
+        mu = np.concatenate(theirs, dtype=np.float64)
         error = old - mu
         self._mu += (np.add.reduceat(mu, starts[:-1]) / sizes).tolist()
         self._errors += np.add.reduceat(error, starts[:-1]).tolist()
@@ -145,7 +146,7 @@ def sampler_metrics(rows: Iterable[Trajectory]) -> dict[str, float]:
         for row in rows
         if row.old_log_probs is not None and row.rollout_log_probs is not None and row.policy_tokens
     )
-    found = Agreement.over(pairs, True)
+    found = Agreement.over(pairs)
     return found.closeness() | correction_metrics(found.divergence())
 
 
@@ -210,12 +211,9 @@ def high_percentile(parts: Sequence[np.ndarray], percent: float) -> float:
     sample = np.concatenate([part[::_SAMPLE] for part in parts])
     bound = np.percentile(sample, 0.98 * percent) if len(sample) * (100 - percent) >= 1000 else -math.inf
     top = np.concatenate([part[part > bound] for part in parts])
-    equal = sum(int(np.count_nonzero(part == bound)) for part in parts)
-    # In order of size: lesser ones, the equal ones, and from `above` on those of `top`.
-    low, above = math.floor(place), count - len(top)
-    if low < above - equal:
-        return float(np.percentile(np.concatenate(list(parts)), percent))
-    wanted = (low, min(low + 1, count - 1))
-    found = np.partition(top, [k - above for k in wanted if k >= above]) if wanted[1] >= above else top
-    first, second = (float(found[k - above]) if k >= above else float(bound) for k in wanted)
-    return first + (place - low) * (second - first)
+    low = math.floor(place) - (count - len(top))
+    if low < 0:
+        return float(np.percentile(np.concatenate(parts), percent))
+    neighbours = [low, min(low + 1, len(top) - 1)]
+    first, second = np.partition(top, neighbours)[neighbours].tolist()
+    return first + (place - math.floor(place)) * (second - first)

@@ -21,12 +21,13 @@ from verl.algorithms.advantage import (
     compute_rloo_vectorized_outcome_advantage,
 )
 from verl.algorithms.covariance_loss import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
-from verl.algorithms.divergence_loss import compute_policy_loss_dppo_kl, compute_policy_loss_dppo_tv
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
 from verl.algorithms.policy_loss import (
     agg_loss,
     compute_policy_loss_bypass_mode,
     compute_policy_loss_cispo,
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
     compute_policy_loss_dro,
     compute_policy_loss_gpg,
     compute_policy_loss_reinforce,

@@ -7,18 +7,18 @@ Liu, Li et al. 2025 ("When Speed Kills Stability").
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from verl.config.schema.base import setting
-from verl.trajectory import Trajectory
+from verl.trajectory import Trajectory, fill_flat, flat
 
 LIMIT = 20.0
-_NAN = float("nan")
 _RULE = re.compile(r"(?:(token)|seq_(sum|mean|max))_k([123])")
 
 
@@ -65,13 +65,13 @@ class Weighting:
 class Rule:
     """One option of `rollout_rs`. over: token, sum, mean or max; k: 1, 2 or 3. Kept if low ≤ value ≤ high.
 
-    low and high are those of the value itself: logarithms of the ratio bounds for k1; low is None for k2 and k3.
+    low and high are those of the value itself: logarithms of the ratio bounds for k1; low is −inf for k2 and k3.
     """
 
     name: str
     over: str
     k: int
-    low: float | None
+    low: float
     high: float
 
 
@@ -153,7 +153,7 @@ def parse_rule(name: str, threshold: str) -> Rule:
             raise ValueError(
                 f"rollout_rs_threshold={threshold}: {name} has an upper bound only, write one number"
             )
-        return Rule(name, over, k, None, parts[0])
+        return Rule(name, over, k, -math.inf, parts[0])
     if len(parts) == 1 and parts[0] > 1:
         parts = [1 / parts[0], parts[0]]
     if len(parts) != 2:
@@ -181,10 +181,8 @@ def importance_weights(tokens: Tokens, how: Weighting) -> tuple[np.ndarray, dict
     means, as applied, but fraction_{high,low} of raw ones. rollout_is_std is that of
     all weights, other std are unbiased; nan where there is nothing.
     """
-    if how.kind == "token":
-        raw = np.exp(np.clip(tokens.error, -LIMIT, LIMIT))
-    else:
-        raw = np.exp(np.clip(tokens.sums(tokens.error), -LIMIT, LIMIT))
+    sequence = how.kind == "sequence"
+    raw = np.exp(np.clip(tokens.sums(tokens.error) if sequence else tokens.error, -LIMIT, LIMIT))
     low = 1 / how.high if how.low is None else how.low
     outside = (raw < low) | (raw > how.high)
     applied = np.minimum(raw, how.high) if how.low is None else np.where(outside, 0.0, raw)
@@ -192,17 +190,16 @@ def importance_weights(tokens: Tokens, how: Weighting) -> tuple[np.ndarray, dict
     if how.normalize and len(applied) and applied.mean() > 0:
         factor = float(applied.mean())
         applied = applied / factor
-    sequence = how.kind == "sequence"
     means, raw_means = (values if sequence else tokens.means(values) for values in (applied, raw))
     metrics = {f"rollout_is_{name}": value for name, value in _spread(applied, ddof=0).items()}
     mean = mean_of(applied)
     metrics |= {
-        "rollout_is_eff_sample_size": 1 / mean_of((applied / mean) ** 2) if mean > 0 else _NAN,
+        "rollout_is_eff_sample_size": 1 / mean_of((applied / mean) ** 2) if mean > 0 else math.nan,
         "rollout_is_ratio_fraction_high": mean_of(raw > how.high),
         "rollout_is_ratio_fraction_low": mean_of(raw < low),
         "rollout_is_oob_ratio": 0.0 if how.low is None else mean_of(outside),
         **{f"rollout_is_seq_{name}": value for name, value in _spread(means).items()},
-        "rollout_is_seq_max_deviation": float(np.abs(means - 1).max()) if len(means) else _NAN,
+        "rollout_is_seq_max_deviation": float(np.abs(means - 1).max()) if len(means) else math.nan,
         "rollout_is_seq_fraction_high": mean_of(raw_means > how.high),
         "rollout_is_seq_fraction_low": mean_of(raw_means < low),
     }
@@ -235,17 +232,14 @@ def _apply(tokens: Tokens, rule: Rule) -> tuple[np.ndarray, dict[str, float]]:
         rule.over
     ](each)
     values = each if rule.over == "token" else means
-    keeps = values <= rule.high
-    if rule.low is not None:
-        keeps &= values >= rule.low
+    keeps = (rule.low <= values) & (values <= rule.high)
     kept = keeps if rule.over == "token" else keeps[tokens.owner]
 
     def beyond(of: np.ndarray) -> dict[str, float]:
-        low = -np.inf if rule.low is None else rule.low
-        return {"fraction_high": mean_of(of > rule.high), "fraction_low": mean_of(of < low)}
+        return {"fraction_high": mean_of(of > rule.high), "fraction_low": mean_of(of < rule.low)}
 
     seq = _spread(means) | beyond(means)
-    seq["max_deviation"] = float(np.abs(means).max()) if len(means) else _NAN
+    seq["max_deviation"] = float(np.abs(means).max()) if len(means) else math.nan
     found = _spread(values) | beyond(values) | _dropped(tokens, kept)
     return kept, found | {f"seq_{name}": value for name, value in seq.items()}
 
@@ -258,15 +252,15 @@ def _dropped(tokens: Tokens, kept: np.ndarray) -> dict[str, float]:
 def _spread(values: np.ndarray, ddof: int = 1) -> dict[str, float]:
     return {
         "mean": mean_of(values),
-        "std": float(values.std(ddof=ddof)) if len(values) > ddof else _NAN,
-        "max": float(values.max()) if len(values) else _NAN,
-        "min": float(values.min()) if len(values) else _NAN,
+        "std": float(values.std(ddof=ddof)) if len(values) > ddof else math.nan,
+        "max": float(values.max()) if len(values) else math.nan,
+        "min": float(values.min()) if len(values) else math.nan,
     }
 
 
 def mean_of(values: np.ndarray) -> float:
     """The mean; nan of nothing."""
-    return float(np.mean(values)) if len(values) else _NAN
+    return float(np.mean(values)) if len(values) else math.nan
 
 
 def correct(
@@ -274,21 +268,20 @@ def correct(
 ) -> dict[str, float]:
     """Fill `is_weights` and take what is rejected out of `loss_mask`; returns metrics, `rollout_corr/…`.
 
-    Rows need `rollout_log_probs` and, unless `current` gives the trainer's log-probs ([L] each), `old_log_probs`;
+    Rows need `rollout_log_probs`, `loss_mask` and, unless `current` gives the trainer's log-probs ([L] each), `old_log_probs`;
     ValueError naming the first that lacks one. Statistics are over the policy tokens of all rows. With
     `correction.bypass` weights are kept only for loss_type=reinforce: in the ratio they would count twice.
     """
-    tokens = _policy_tokens(rows, current)
+    mask = flat(rows, "response_mask")
+    tokens = _policy_tokens(rows, mask, current)
     metrics: dict[str, float] = {}
     if correction.weighting is not None and (correction.reinforce or not correction.bypass):
         weights, metrics = importance_weights(tokens, correction.weighting)
-        for row, part in _by_row(weights.astype(np.float32), rows):
-            row.is_weights = part
+        fill_flat(rows, "is_weights", on_tokens(weights, mask))
     if correction.rules:
         kept, found = rejection(tokens, correction.rules)
         metrics |= found
-        for row, part in _by_row(kept, rows):
-            row.loss_mask = part if row.loss_mask is None else row.loss_mask & part
+        fill_flat(rows, "loss_mask", flat(rows, "loss_mask") & on_tokens(kept, mask, bool))
     return correction_metrics(metrics)
 
 
@@ -302,7 +295,8 @@ def weights_of_the_update(rows: Sequence[Trajectory], correction: Correction) ->
     rows = [row for row in rows if row.old_log_probs is not None and row.policy_tokens]
     if how is None or not mine or not rows:
         return {}
-    return correction_metrics(importance_weights(_policy_tokens(rows), how)[1])
+    tokens = _policy_tokens(rows, flat(rows, "response_mask"))
+    return correction_metrics(importance_weights(tokens, how)[1])
 
 
 def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
@@ -310,28 +304,18 @@ def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def _policy_tokens(rows: Sequence[Trajectory], current: Sequence[np.ndarray] | None = None) -> Tokens:
-    """e of the policy tokens of all rows."""
-    errors = [np.zeros(0)]
-    for number, row in enumerate(rows):
-        ours = row.old_log_probs if current is None else current[number]
-        for name, column in (("old_log_probs", ours), ("rollout_log_probs", row.rollout_log_probs)):
-            if column is None:
-                raise ValueError(
-                    f"algorithm.rollout_correction: response {row.index} of {row.uid} has no {name}"
-                    + ("; its agent loop must return response_logprobs" if name.startswith("rollout") else "")
-                )
-        error = np.asarray(ours, np.float64) - np.asarray(row.rollout_log_probs, np.float64)
-        errors.append(error[np.asarray(row.response_mask, bool)])
-    owners = np.repeat(np.arange(len(rows)), [len(error) for error in errors[1:]])
-    return Tokens.of(np.concatenate(errors), owners)
+def _policy_tokens(
+    rows: Sequence[Trajectory], mask: np.ndarray, current: Sequence[np.ndarray] | None = None
+) -> Tokens:
+    """e of the policy tokens of all rows; `mask` [ΣL] says which they are."""
+    ours = flat(rows, "old_log_probs") if current is None else np.concatenate([np.zeros(0), *current])
+    error = ours.astype(np.float64) - flat(rows, "rollout_log_probs")
+    owner = np.repeat(np.arange(len(rows)), [row.length for row in rows])
+    return Tokens.of(error[mask], owner[mask])
 
 
-def _by_row(flat: np.ndarray, rows: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, np.ndarray]]:
-    """Each row with its part of a value per policy token, on all its tokens [L]; 0 on those of others."""
-    start = 0
-    for row in rows:
-        whole = np.zeros(row.length, flat.dtype)
-        whole[np.asarray(row.response_mask, bool)] = flat[start : start + row.policy_tokens]
-        start += row.policy_tokens
-        yield row, whole
+def on_tokens(values: Any, mask: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
+    """A number, or one for each True of the mask, where the mask is True; 0 elsewhere. Shape of the mask."""
+    out = np.zeros(mask.shape, dtype)
+    out[mask] = values
+    return out

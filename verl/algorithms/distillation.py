@@ -85,12 +85,12 @@ class Distillation:
         self, inputs: LossInputs, area: PaddedMicroBatch, micro: MicroBatch
     ) -> tuple[torch.Tensor, Metrics]:
         if not self.topk:
-            teacher = area.needed("teacher_log_probs", "distillation")
+            teacher = area.needed("teacher_log_probs")
             student, teacher, metrics = self._from_below(inputs, inputs.log_probs, teacher)
             return kl_penalty(student, teacher, self.config.loss_mode), metrics
         if micro.candidate_log_probs is None or micro.candidates_in_topk is None:
             raise ValueError("forward_kl_topk needs the engine's candidate_log_probs and candidates_in_topk")
-        teacher = area.needed("teacher_topk_log_probs", "distillation")
+        teacher = area.needed("teacher_topk_log_probs")
         student, overlap = area.pad(micro.candidate_log_probs), area.pad(micro.candidates_in_topk)
         metrics = self._overlap(inputs, student.detach(), teacher, overlap)
         student, teacher, limited = self._from_below(inputs, student, teacher)

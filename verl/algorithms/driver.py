@@ -6,24 +6,23 @@ A failed score is not an outcome. It never becomes a number: the response leaves
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
-from verl.algorithms.advantage import EPSILON, Arrays, Estimator, EstimatorInputs
-from verl.algorithms.correction import correct, parse_correction
+from verl.algorithms.advantage import Arrays, Estimator, EstimatorInputs
+from verl.algorithms.correction import correct, on_tokens, parse_correction
 from verl.algorithms.kl import apply_kl_penalty
-from verl.algorithms.pf_ppo import resample
-from verl.algorithms.registry import ESTIMATORS, Algorithm
+from verl.algorithms.of_batches import estimate_on_tensors, padded
+from verl.algorithms.registry import ESTIMATORS
 from verl.config.schema.base import setting
 from verl.trajectory import COLUMNS, Batch, Trajectory
-
-_OFFERED_APART = {"response_ids", "response_mask", "token_rewards", "loss_mask", "advantages", "returns"}
 
 
 def compute_advantages(
@@ -44,48 +43,34 @@ def compute_advantages(
     """
     estimator = ESTIMATORS.get(algorithm.adv_estimator)
     greedy = "reward_baselines" in ESTIMATORS.needs(algorithm.adv_estimator)
-    usable, dropped = prepare_outcomes(batch, rollout_n, needs_group_baseline(estimator), greedy)
+    # An estimator that compares the responses to one prompt asks for the group keys.
+    compares = "index" in inspect.signature(estimator).parameters
+    usable, dropped = prepare_outcomes(batch, rollout_n, compares, greedy)
     metrics: dict[str, float] = {"training/dropped_groups": dropped}
     correction = parse_correction(setting(algorithm, "rollout_correction"))
     for t in batch:
         t.advantages = t.returns = np.zeros(t.length, np.float32)
-        t.token_rewards = token_rewards(t).astype(np.float32) if has_outcome(t) else t.advantages.copy()
+        t.token_rewards = token_rewards(t).astype(np.float32) if t.scored else t.advantages.copy()
     # What is not trained on may have a reward all the same: a response left alone in its group.
-    scored = Batch([t for t in batch if has_outcome(t)], batch.meta)
+    scored = Batch([t for t in batch if t.scored], batch.meta)
     rows = Batch([t for t, counted in zip(batch, usable, strict=True) if counted], batch.meta)
-    beta = kl_beta if setting(algorithm, "use_kl_in_reward", False) else None
-    if beta is None and setting(algorithm, "use_kl_in_reward", False):
-        raise ValueError("use_kl_in_reward: compute_advantages needs kl_beta, the coefficient in force")
-    if beta is not None:
+    if setting(algorithm, "use_kl_in_reward", False):
+        if kl_beta is None:
+            raise ValueError("use_kl_in_reward: compute_advantages needs kl_beta, the coefficient in force")
         old = "rollout_log_probs" if correction.bypass else "old_log_probs"
-        metrics |= _charge_kl(scored, algorithm, beta, old)
+        metrics |= _charge_kl(scored, algorithm, kl_beta, old)
     if correction.active and not correction.bypass:
         metrics |= correct(rows.trajectories, correction)
     if len(rows):
         on_inputs = getattr(estimator, "on_inputs", None)
         if on_inputs is None:
-            _estimate_on_tensors(rows, estimator, algorithm)
+            estimate_on_tensors(rows, estimator, algorithm, _baselines(rows))
         else:
             _estimate(rows, on_inputs, algorithm)
     if greedy:
         found = _baselines(Batch({t.uid: t for t in rows}.values()))
         metrics["critic/reward_baseline/mean"] = math.nan if found is None else float(np.mean(found))
     return metrics
-
-
-def rows_of_update(batch: Batch, algorithm: Any, seed: Sequence[int], metrics: dict[str, float]) -> Batch:
-    """What a step's updates train on: the batch, or with `use_pf_ppo` responses drawn from it; what is to be logged of that is added
-    to `metrics`."""
-    if not setting(algorithm, "use_pf_ppo", False):
-        return batch
-    drawn, found = resample(batch, algorithm, seed)
-    metrics |= found
-    return drawn
-
-
-def has_outcome(trajectory: Trajectory) -> bool:
-    """True if the response has a finite score."""
-    return trajectory.score is not None and math.isfinite(trajectory.score)
 
 
 def prepare_outcomes(
@@ -98,13 +83,13 @@ def prepare_outcomes(
     response has no baseline: it is dropped. With rollout_n = 1 every response is a group of one and all scored ones count.
     `needs_greedy`: a group is dropped too whose greedy response has no score.
     """
-    outcomes = {id(t) for t in batch if has_outcome(t)}
+    outcomes = {id(t) for t in batch if t.scored}
     dropped = 0
     for group in batch.groups():
         members = [id(t) for t in group if id(t) in outcomes]
         alone = len(members) == 1 and rollout_n >= 2 and needs_group_baseline
         greedy = group[0].baseline
-        if members and (alone or (needs_greedy and (greedy is None or not has_outcome(greedy)))):
+        if members and (alone or (needs_greedy and (greedy is None or not greedy.scored))):
             dropped += 1
             outcomes -= set(members)
     usable = np.array([id(t) in outcomes for t in batch], dtype=bool)
@@ -142,26 +127,15 @@ def token_rewards(trajectory: Trajectory) -> np.ndarray:
     return rewards
 
 
-def needs_group_baseline(estimator: Algorithm) -> bool:
-    """True for an estimator that compares the responses to one prompt: it asks for the group keys, `index`."""
-    return "index" in inspect.signature(estimator).parameters
-
-
-def _pad(rows: Batch, column: str) -> torch.Tensor:
-    """[N, max(1, max L)]: one column at least, so that a response without tokens has a place for its score."""
-    width = max(1, int(rows.lengths.max()))
-    return torch.from_numpy(rows.padded(column, width=width))
-
-
 def _charge_kl(scored: Batch, algorithm: Any, beta: float, old: str) -> dict[str, float]:
     """Take β·KL(old‖ref) off the token rewards of every scored response; returns the metrics of the penalty."""
     if not len(scored):
         return {"actor/reward_kl_penalty": float("nan"), "actor/reward_kl_penalty_coeff": beta}
     rewards, metrics = apply_kl_penalty(
-        _pad(scored, "token_rewards"),
+        padded(scored, "token_rewards"),
         _needed(scored, old),
         _needed(scored, "ref_log_probs"),
-        _pad(scored, "response_mask"),
+        padded(scored, "response_mask"),
         beta,
         setting(algorithm, "kl_penalty", "kl"),
     )
@@ -172,26 +146,17 @@ def _charge_kl(scored: Batch, algorithm: Any, beta: float, old: str) -> dict[str
 def _needed(rows: Batch, column: str) -> torch.Tensor:
     if not rows.has(column):
         raise ValueError(f"use_kl_in_reward needs {column} of every response before advantages are computed")
-    return _pad(rows, column)
+    return padded(rows, column)
 
 
 def _estimate(rows: Batch, estimator: Estimator, algorithm: Any) -> None:
     """Call an estimator of `EstimatorInputs` and write its results, float32, into the rows."""
     masks = [np.asarray(t.response_mask, bool) for t in rows]
     result = estimator(_inputs(rows, masks, algorithm))
-    advantages, returns = result if isinstance(result, tuple) else (result, None)
-    for t, mask, value in zip(rows, masks, advantages, strict=True):
-        t.advantages = _on_tokens(value, mask)
-        t.returns = t.advantages
-    for t, mask, value in zip(rows, masks, returns, strict=True) if returns is not None else ():
-        t.returns = _on_tokens(value, mask)
-
-
-def _on_tokens(values: Any, mask: np.ndarray) -> np.ndarray:
-    """A number, or one for each policy token, on the tokens of a response: float32 [L], 0 on those of others."""
-    out = np.zeros(len(mask), np.float32)
-    out[mask] = values
-    return out
+    advantages, returns = result if isinstance(result, tuple) else (result, result)
+    for t, mask, advantage, value in zip(rows, masks, advantages, returns, strict=True):
+        t.advantages = on_tokens(advantage, mask)
+        t.returns = t.advantages if returns is advantages else on_tokens(value, mask)
 
 
 def _inputs(rows: Batch, masks: Arrays, algorithm: Any) -> EstimatorInputs:
@@ -236,76 +201,47 @@ def _baselines(rows: Batch) -> np.ndarray | None:
     return np.array(found, np.float64) if len(found) == len(rows) > 0 else None
 
 
-def _estimate_on_tensors(rows: Batch, estimator: Algorithm, algorithm: Any) -> None:
-    """The same for an estimator of the public form, with the arguments that it names."""
-    mask = _pad(rows, "response_mask")
-    offered = _offer(rows, algorithm)
-    advantages, returns = estimator(**_arguments(estimator, offered, str(algorithm.adv_estimator)))
-    for name, result in (("advantages", advantages), ("returns", returns)):
-        if tuple(result.shape) != tuple(mask.shape):
-            raise ValueError(
-                f"adv_estimator={algorithm.adv_estimator} returned {name} of shape {tuple(result.shape)}; "
-                f"expected {tuple(mask.shape)} (responses, response length)"
-            )
-        kept = torch.where(mask.bool(), result.float(), torch.zeros_like(mask))
-        rows.fill(name, kept.numpy())
+# -- which responses are trained on ----------------------------------------------------------------------------
 
 
-def _rewards(rows: Batch) -> torch.Tensor:
-    """Token rewards float32 [N, W], KL penalty taken off.
+def rows_of_update(batch: Batch, algorithm: Any, seed: int | Sequence[int]) -> tuple[Batch, dict[str, float]]:
+    """What a step's updates train on, after advantages: the batch; with `use_pf_ppo` as many scored responses as it has, drawn with
+    replacement with probability ∝ weight + 1e-8.
 
-    The score of a response without a policy token stands in its first column: its mask is 0 there, and the
-    row's sum is the score, as for every other.
+    They keep the batch's order. A response that is drawn again is a trajectory of its own, over the same arrays. Metrics:
+    training/pf_ppo/unique_ratio, distinct responses of those drawn; nan without a scored one. Source: arXiv 2409.06957.
     """
-    rewards = _pad(rows, "token_rewards")
-    for row, t in zip(rewards, rows, strict=True):
-        if t.policy_tokens == 0:
-            row[0] = t.score
-    return rewards
+    if not setting(algorithm, "use_pf_ppo", False):
+        return batch, {}
+    rows = [t for t in batch if t.scored]
+    if not rows:
+        return batch, {"training/pf_ppo/unique_ratio": float("nan")}
+    own = setting(algorithm, "pf_ppo")
+    method, power = setting(own, "reweight_method", "pow"), setting(own, "weight_pow", 2.0)
+    weights = resampling_weights(np.array([t.score for t in rows], np.float64), method, power) + 1e-8
+    drawn = np.random.default_rng(seed).choice(len(rows), size=len(rows), p=weights / weights.sum())
+    chosen = [_copy(rows[i]) for i in np.sort(drawn)]
+    ratio = len(np.unique(drawn)) / len(rows)
+    return Batch(chosen, batch.meta), {"training/pf_ppo/unique_ratio": ratio}
 
 
-def _offer(rows: Batch, algorithm: Any) -> dict[str, Callable[[], Any]]:
-    """Everything an estimator may ask for, by name; made only when asked for."""
-    offered: dict[str, Callable[[], Any]] = {
-        "token_level_rewards": lambda: _rewards(rows),
-        "response_mask": lambda: _pad(rows, "response_mask"),
-        "loss_mask": lambda: _pad(rows, "loss_mask"),
-        "index": lambda: rows.uids,
-        "config": lambda: algorithm,
-        "epsilon": lambda: EPSILON,
-        "norm_adv_by_std_in_grpo": lambda: setting(algorithm, "norm_adv_by_std_in_grpo", True),
-        "gamma": lambda: setting(algorithm, "gamma", 1.0),
-        "lam": lambda: setting(algorithm, "lam", 1.0),
-        "non_tensor_batch": lambda: _view(rows).non_tensor_batch,
-        "batch": lambda: _view(rows).batch,
-    }
-    baselines = _baselines(rows)
-    if baselines is not None:
-        offered["reward_baselines"] = lambda: torch.from_numpy(baselines).float()
-    for name, column in COLUMNS.items():
-        if column.public and name not in _OFFERED_APART and rows.has(name):
-            offered[column.public] = lambda name=name: _pad(rows, name)  # type: ignore[misc]
-    return offered
+def _copy(trajectory: Trajectory) -> Trajectory:
+    out = copy.copy(trajectory)
+    out.segments = [copy.copy(segment) for segment in trajectory.segments]
+    for segment in out.segments:
+        segment.columns, segment.trajectory = dict(segment.columns), out
+    return out
 
 
-def _view(rows: Batch) -> Any:
-    from verl.data_proto import DataProto
+def resampling_weights(scores: np.ndarray, method: str, power: float) -> np.ndarray:
+    """Weight of each score, float64 [N]. ValueError for an unknown method.
 
-    return DataProto.from_trajectories(rows)
-
-
-def _arguments(estimator: Algorithm, offered: Mapping[str, Callable[[], Any]], name: str) -> dict[str, Any]:
-    """The offered arguments that the estimator names; all of them if it takes **kwargs.
-
-    ValueError if it requires one that is not there.
+    pow: |score|^power. max_min: 1 for the largest and the smallest of the batch, else 0. max_random: 0.4 for the largest, else 0.1.
     """
-    parameters = inspect.signature(estimator).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return {key: make() for key, make in offered.items()}
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in offered]
-    if missing:
-        raise ValueError(
-            f"adv_estimator={name} asks for {', '.join(missing)}, which this step does not have; "
-            f"there are: {', '.join(sorted(offered))}"
-        )
-    return {p.name: offered[p.name]() for p in parameters if p.name in offered}
+    if method == "pow":
+        return np.abs(scores) ** power
+    if method == "max_min":
+        return ((scores == scores.max()) | (scores == scores.min())).astype(np.float64)
+    if method == "max_random":
+        return np.where(scores == scores.max(), 0.4, 0.1)
+    raise ValueError(f"unknown pf_ppo.reweight_method {method!r}; there are: pow, max_min, max_random")

@@ -16,6 +16,7 @@ from verl.algorithms.correction import parse_correction
 from verl.algorithms.registry import ESTIMATORS, LOSSES
 from verl.config.schema.base import setting
 from verl.errors import UserError
+from verl.trajectory import COLUMNS
 
 GREEDY_BASELINE = "reward_baselines"
 """The need of an estimator that compares with a greedy response: one is sampled for each group (`Trajectory.baseline`)."""
@@ -32,7 +33,7 @@ class Pass:
     def only(self, needed: frozenset[str]) -> Pass:
         """The pass without outputs that cost extra and that nothing needs."""
         extra = _COSTLY - needed
-        return Pass(self.name, self.role, {o: c for o, c in self.outputs.items() if c not in extra})
+        return replace(self, outputs={o: c for o, c in self.outputs.items() if c not in extra})
 
 
 OLD_LOG_PROB = Pass(
@@ -45,8 +46,7 @@ OLD_LOG_PROB = Pass(
         "routed_experts": "routed_experts",
     },
 )
-_TAUGHT = {"log_probs": "teacher_log_probs"}
-_TAUGHT |= {name: f"teacher_{name}" for name in ("topk_ids", "topk_log_probs")}
+_TAUGHT = {name: f"teacher_{name}" for name in ("log_probs", "topk_ids", "topk_log_probs")}
 # Run once for each teacher, whose role has a name of its own (`teacher_roles`).
 TEACHER = Pass("teacher", "teacher", _TAUGHT)
 PASSES = (
@@ -57,10 +57,8 @@ PASSES = (
 )
 _TOPK = frozenset(_TAUGHT.values()) - {"teacher_log_probs"}
 _COSTLY = frozenset({"sum_pi_squared", "routed_experts"}) | _TOPK
-_AT_HAND = {
-    *("response_ids", "response_mask", "rollout_log_probs", "token_rewards", "loss_mask", "is_weights"),
-    GREEDY_BASELINE,
-}
+# Sources of columns that no estimator or loss finds without more ado.
+_NOT_THERE = ("reward", "update", "teacher")
 
 
 def needed_columns(config: Any) -> frozenset[str]:
@@ -71,7 +69,7 @@ def needed_columns(config: Any) -> frozenset[str]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = parse_correction(algorithm.rollout_correction)
     loss_mode = setting(actor.policy_loss, "loss_mode", "vanilla")
-    needs = set(ESTIMATORS.needs(algorithm.adv_estimator) | LOSSES.needs(loss_mode)) - {"advantages"}
+    needs = set(ESTIMATORS.needs(algorithm.adv_estimator) | LOSSES.needs(loss_mode))
     if algorithm.use_kl_in_reward:
         needs |= {"ref_log_probs", "old_log_probs"}
     if actor.use_kl_loss:
@@ -83,17 +81,14 @@ def needed_columns(config: Any) -> frozenset[str]:
     if correction.bypass:  # the old policy is the sampler
         needs = {"rollout_log_probs" if name == "old_log_probs" else name for name in needs}
     needs |= teacher_columns(config)
-    produced = {column for one in PASSES if one is not TEACHER for column in one.outputs.values()}
+    there = {GREEDY_BASELINE, *(name for name, column in COLUMNS.items() if column.source not in _NOT_THERE)}
     if teacher_roles(config):
-        produced |= {"teacher_log_probs"} | teacher_columns(config)
-    for name in sorted(needs - produced - _AT_HAND):
-        by = name in _TAUGHT.values()
+        there |= {"teacher_log_probs"} | teacher_columns(config)
+    for name in sorted(needs - there):
         where = f"algorithm.adv_estimator={algorithm.adv_estimator} or policy_loss.loss_mode={loss_mode}"
-        why = (
-            "it comes from a teacher; set distillation.enabled=True, and loss_mode=forward_kl_topk for the most likely tokens"
-            if by
-            else "no pass produces a column of that name"
-        )
+        why = "no pass produces a column of that name"
+        if name in _TAUGHT.values():
+            why = "it comes from a teacher; set distillation.enabled=True, and loss_mode=forward_kl_topk for the most likely tokens"
         raise UserError(f"{where} needs {name}: {why}")
     return frozenset(needs)
 
@@ -126,11 +121,6 @@ def with_old_log_probs(chosen: list[Pass]) -> list[Pass]:
     return chosen if there else [OLD_LOG_PROB.only(frozenset()), *chosen]
 
 
-def needs_reference(config: Any) -> bool:
-    """True when a pass of the reference is needed."""
-    return "ref_log_probs" in needed_columns(config)
-
-
 def teacher_roles(config: Any) -> dict[str, Any]:
     """The teachers' roles with what `distillation.teacher_models` says of each; none where distillation is off."""
     on = setting(config, "distillation.enabled", False)
@@ -143,8 +133,3 @@ def teacher_columns(config: Any) -> frozenset[str]:
         return frozenset()
     topk = config.distillation.distillation_loss.loss_mode == "forward_kl_topk"
     return _TOPK if topk else frozenset({"teacher_log_probs"})
-
-
-def needs_critic(config: Any) -> bool:
-    """True where values are needed, for the estimator or because `critic.enable` asks for a critic anyway."""
-    return "values" in needed_columns(config)

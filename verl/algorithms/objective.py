@@ -16,16 +16,10 @@ import torch
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.distillation import Distillation
 from verl.algorithms.kl import clipped_tokens, kl_penalty
-from verl.algorithms.policy_loss import (
-    LossInputs,
-    compute_policy_loss_reinforce,
-    masked,
-    on_inputs,
-    weights_now,
-)
+from verl.algorithms.policy_loss import LossInputs, masked, on_inputs, weights_now
 from verl.algorithms.registry import LOSSES
 from verl.config.schema.base import Map, setting
-from verl.trajectory import Segment
+from verl.trajectory import Segment, flat
 
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
@@ -86,12 +80,10 @@ class PaddedMicroBatch:
     """Segments of a micro-batch as [b, W]: W is the longest response, padding on the right."""
 
     def __init__(self, rows: Sequence[Segment], like: torch.Tensor):
-        lengths = [row.length for row in rows]
+        lengths = np.array([row.length for row in rows], np.int64)
         self.rows, self.like = rows, like
-        self.shape = (len(rows), max([1, *lengths]))
-        starts = np.arange(len(rows), dtype=np.int64) * self.shape[1]
-        within = [np.arange(length, dtype=np.int64) for length in lengths]
-        where = np.concatenate([start + w for start, w in zip(starts, within, strict=True)] or [starts])
+        self.shape = (len(rows), int(lengths.max(initial=1)))
+        where = np.flatnonzero(np.arange(self.shape[1]) < lengths[:, None])
         self._where = torch.from_numpy(where).to(like.device)
         if len(where) != like.numel():
             raise ValueError(f"{like.numel()} log-probs for rows with {len(where)} response tokens")
@@ -103,15 +95,22 @@ class PaddedMicroBatch:
 
     def column(self, values: Sequence[np.ndarray]) -> torch.Tensor:
         """One array per row → [b, W, …] in the dtype and on the device of the log-probs."""
-        flat = torch.from_numpy(np.concatenate([np.asarray(v) for v in values]))
-        return self.pad(flat.to(self.like.device, self.like.dtype))
+        joined = torch.from_numpy(np.concatenate(values))
+        return self.pad(joined.to(self.like.device, self.like.dtype))
 
-    def needed(self, name: str, why: str) -> torch.Tensor:
+    def needed(self, name: str) -> torch.Tensor:
         """A column that every row must have. ValueError naming the first that lacks it."""
-        for row in self.rows:
-            if row.columns.get(name) is None:
-                raise ValueError(f"{why}: response {row.index} of {row.uid} has no {name}")
-        return self.column([row.columns[name] for row in self.rows])
+        return self.column([flat(self.rows, name)])
+
+    def batch_info(
+        self, denominators: LossDenominators, tokens_of: Mapping[int, int] | None
+    ) -> dict[str, Any]:
+        """The keywords of `agg_loss`; `tokens_of`: T_i of rows (by id) whose trajectory has other segments."""
+        info = denominators.as_batch_info()
+        if tokens_of is not None:
+            counts = [tokens_of[id(row)] for row in self.rows]
+            info["trajectory_tokens"] = torch.tensor(counts, device=self.like.device)
+        return info
 
 
 class ActorObjective:
@@ -140,12 +139,10 @@ class ActorObjective:
         self._actor, self._rollout_correction = actor, rollout_correction
         self._correction = parse_correction(rollout_correction)
         name = setting(setting(actor, "policy_loss"), "loss_mode", "vanilla")
-        if self._correction.bypass and name == "bypass_mode":
-            name = "vanilla"
-        reinforce = self._correction.bypass and self._correction.reinforce
-        self._loss = on_inputs(compute_policy_loss_reinforce if reinforce else LOSSES.get(name))
+        bypass = self._correction.bypass
         self._needs = LOSSES.needs(name) - {"advantages", "response_mask", "old_log_probs", "is_weights"}
-        self._whole = None if reinforce else LOSSES.declared(name).whole
+        self._loss = on_inputs(LOSSES.get("bypass_mode" if bypass else name))
+        self._whole = None if bypass and self._correction.reinforce else LOSSES.declared(name).whole
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
         self._denominators, self._tokens_of = denominators, tokens_of
         self._entropy_coeff = float(setting(actor, "entropy_coeff", 0.0))
@@ -169,7 +166,7 @@ class ActorObjective:
             if self._entropy_coeff:
                 loss = loss - self._entropy_coeff * parts["actor/entropy_loss"]
         if self._use_kl:
-            ref = area.needed("ref_log_probs", "use_kl_loss")
+            ref = area.needed("ref_log_probs")
             terms = kl_penalty(inputs.log_probs, ref, self._kl_type)
             parts["actor/kl_loss"] = inputs.aggregate(terms)
             loss = loss + self._kl_coef * parts["actor/kl_loss"]
@@ -189,25 +186,23 @@ class ActorObjective:
     def _inputs(self, area: PaddedMicroBatch, micro: MicroBatch) -> LossInputs:
         log_probs = area.pad(area.like)
         bypass = self._correction.bypass
-        old = area.needed("rollout_log_probs", "bypass_mode") if bypass else _old_log_probs(area, log_probs)
+        old = area.needed("rollout_log_probs") if bypass else _old_log_probs(area, log_probs)
         entropy = micro.entropy
         if entropy is not None and not self._entropy_coeff:
             entropy = entropy.detach()
-        info, counts = self._denominators.as_batch_info(), None
-        if self._tokens_of is not None:
-            counts = torch.tensor([self._tokens_of[id(row)] for row in area.rows], device=log_probs.device)
-            info["trajectory_tokens"] = counts
+        info = area.batch_info(self._denominators, self._tokens_of)
+        policy = area.needed("response_mask")
         return LossInputs(
             log_probs=log_probs,
             old_log_probs=old,
-            advantages=area.needed("advantages", "policy loss"),
+            advantages=area.needed("advantages"),
             loss_mask=area.column([loss_mask(row) for row in area.rows]),
-            response_mask=area.column([row.columns["response_mask"] for row in area.rows]),
+            response_mask=policy,
             loss_agg_mode=self._mode,
             config=LossConfig(self._actor, info, self._rollout_correction),
-            rollout_is_weights=self._weights(area, log_probs, old),
+            rollout_is_weights=self._weights(area, log_probs, old, policy),
             entropy=None if entropy is None else area.pad(entropy),
-            trajectory_tokens=counts,
+            trajectory_tokens=info.get("trajectory_tokens"),
             columns=self._columns(area),
         )
 
@@ -215,22 +210,18 @@ class ActorObjective:
         names = set(self._needs)
         if self._whole is not None and any("mini_batch_values" in row.columns for row in area.rows):
             names.add("mini_batch_values")
-        return {name: area.needed(name, "policy loss") for name in names}
+        return {name: area.needed(name) for name in names}
 
     def _weights(
-        self, area: PaddedMicroBatch, log_prob: torch.Tensor, old: torch.Tensor
+        self, area: PaddedMicroBatch, log_probs: torch.Tensor, old: torch.Tensor, policy: torch.Tensor
     ) -> torch.Tensor | None:
-        """Importance weights: the rows' own, else with bypass those of the current policy over the sampler."""
-        bypass, reinforce = self._correction.bypass, self._correction.reinforce
-        if bypass and not reinforce:
-            return None  # in the ratio they would count twice
+        """Importance weights: the rows' own, else in bypass mode with reinforce those of the current policy over the sampler."""
         if any("is_weights" in row.columns for row in area.rows):
-            return area.needed("is_weights", "rollout correction")
-        how = self._correction.weighting
-        if how is None or not bypass:
-            return None
-        policy = area.column([row.columns["response_mask"] for row in area.rows])
-        return weights_now(log_prob, old, policy, how)
+            return area.needed("is_weights")
+        correction = self._correction
+        if correction.bypass and correction.reinforce and correction.weighting is not None:
+            return weights_now(log_probs, old, policy, correction.weighting)
+        return None
 
 
 def _number(value: Any) -> float:
@@ -243,9 +234,5 @@ def _old_log_probs(area: PaddedMicroBatch, log_prob: torch.Tensor) -> torch.Tens
     current = log_prob.detach()
     if not any(have):
         return current
-    parts = [
-        row.columns["old_log_probs"] if known else np.zeros(row.length)
-        for row, known in zip(area.rows, have, strict=True)
-    ]
-    given = area.column([np.asarray(part) for part in parts])
+    given = area.column([row.columns.get("old_log_probs", np.zeros(row.length)) for row in area.rows])
     return torch.where(torch.tensor(have, device=given.device).unsqueeze(-1), given, current)

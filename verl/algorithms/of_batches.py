@@ -1,18 +1,101 @@
-"""Advantages of a padded batch (`verl.DataProto`), for plug-ins and tests; the loop works on trajectories (`verl.algorithms.driver`)."""
+"""Advantages on padded tensors: the estimators of plug-ins for the loop, and any estimator for plug-ins that hold a `verl.DataProto`.
+
+Built-in estimators work on trajectories (`verl.algorithms.driver`).
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl.algorithms import core_algos
+from verl.algorithms.advantage import EPSILON
+from verl.algorithms.registry import Algorithm
+from verl.config.schema.base import setting
+from verl.data_proto import DataProto
+from verl.trajectory import COLUMNS, Batch
 
-if TYPE_CHECKING:
-    from verl.data_proto import DataProto
+_OFFERED_APART = {"response_ids", "token_rewards", "advantages", "returns"}
+
+
+def padded(rows: Batch, column: str) -> torch.Tensor:
+    """[N, max(1, max L)]: one column at least, so that a response without tokens has a place for its score."""
+    width = max(1, int(rows.lengths.max()))
+    return torch.from_numpy(rows.padded(column, width=width))
+
+
+def estimate_on_tensors(
+    rows: Batch, estimator: Algorithm, algorithm: Any, baselines: np.ndarray | None
+) -> None:
+    """Call an estimator of the public form with the arguments that it names; fill `advantages` and `returns` of the rows.
+
+    baselines: scores of greedy responses [N], or None. ValueError if the estimator requires what is not there, and for results of
+    another shape.
+    """
+    mask = padded(rows, "response_mask")
+    offered = _offer(rows, algorithm, baselines)
+    parameters = inspect.signature(estimator).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if missing := [name for name in required if name not in offered]:
+        raise ValueError(
+            f"adv_estimator={algorithm.adv_estimator} asks for {', '.join(missing)}, which this step does not have; "
+            f"there are: {', '.join(sorted(offered))}"
+        )
+    advantages, returns = estimator(**{name: offered[name]() for name in _named(estimator, offered)})
+    for name, result in (("advantages", advantages), ("returns", returns)):
+        if tuple(result.shape) != tuple(mask.shape):
+            raise ValueError(
+                f"adv_estimator={algorithm.adv_estimator} returned {name} of shape {tuple(result.shape)}; "
+                f"expected {tuple(mask.shape)} (responses, response length)"
+            )
+        kept = torch.where(mask.bool(), result.float(), torch.zeros_like(mask))
+        rows.fill(name, kept.numpy())
+
+
+def _offer(rows: Batch, algorithm: Any, baselines: np.ndarray | None) -> dict[str, Callable[[], Any]]:
+    """Everything an estimator may ask for, by name; made only when asked for."""
+    offered: dict[str, Callable[[], Any]] = {
+        "token_level_rewards": lambda: _rewards(rows),
+        "index": lambda: rows.uids,
+        "config": lambda: algorithm,
+        "epsilon": lambda: EPSILON,
+        "norm_adv_by_std_in_grpo": lambda: setting(algorithm, "norm_adv_by_std_in_grpo", True),
+        "gamma": lambda: setting(algorithm, "gamma", 1.0),
+        "lam": lambda: setting(algorithm, "lam", 1.0),
+        "non_tensor_batch": lambda: DataProto.from_trajectories(rows).non_tensor_batch,
+        "batch": lambda: DataProto.from_trajectories(rows).batch,
+    }
+    if baselines is not None:
+        offered["reward_baselines"] = lambda: torch.from_numpy(baselines).float()
+    for name, column in COLUMNS.items():
+        if column.public and name not in _OFFERED_APART and rows.has(name):
+            offered[column.public] = partial(padded, rows, name)
+    return offered
+
+
+def _rewards(rows: Batch) -> torch.Tensor:
+    """Token rewards float32 [N, W], KL penalty taken off.
+
+    The score of a response without a policy token stands in its first column: its mask is 0 there, and the
+    row's sum is the score, as for every other.
+    """
+    rewards = padded(rows, "token_rewards")
+    for row, t in zip(rewards, rows, strict=True):
+        if t.policy_tokens == 0:
+            row[0] = t.score
+    return rewards
+
+
+def _named(estimator: Algorithm, offered: Iterable[str]) -> list[str]:
+    """What an estimator receives of the arguments offered: those it names; all of them if it takes **kwargs."""
+    parameters = inspect.signature(estimator).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return [name for name in offered if takes_all or name in parameters]
 
 
 def compute_advantage(
@@ -38,10 +121,7 @@ def compute_advantage(
     }
     given |= {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     given["config"] = {"gamma": gamma, "lam": lam} if config is None else config
-    parameters = inspect.signature(estimator).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        given = {p.name: given[p.name] for p in parameters if p.name in given}
-    advantages, returns = estimator(**given)
+    advantages, returns = estimator(**{name: given[name] for name in _named(estimator, given)})
     return data.having(advantages=advantages, returns=returns)
 
 

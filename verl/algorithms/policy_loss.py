@@ -27,6 +27,7 @@ from verl.config.schema.base import setting
 LOG_RATIO_LIMIT = 20.0
 CLIP_RATIO = 0.2
 CLIP_RATIO_C = 3.0
+DPPO_CLIP_RATIO_C = 20.0
 CLIP_KEYS = ("clip_ratio_low", "clip_ratio_high")
 
 PolicyLoss = tuple[torch.Tensor, dict[str, Any]]
@@ -38,9 +39,11 @@ def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), values, torch.zeros_like(values))
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean over the tokens with mask set; 0 if there is none. Scalar."""
-    return masked(values, mask).sum() / mask.sum().clamp(min=1)
+def masked_mean(
+    values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Mean along `axis` (None: of all) where the mask is set; 0 without a token."""
+    return masked(values, mask).sum(axis) / mask.sum(axis).clamp(min=1)
 
 
 def agg_loss(
@@ -283,6 +286,53 @@ def compute_policy_loss_dro(inputs: LossInputs) -> PolicyLoss:
     return inputs.policy_term(-terms), inputs.metrics()
 
 
+def _without_blocked(inputs: LossInputs, allowed: torch.Tensor) -> PolicyLoss:
+    """x = −A·sg(min(ρ, c))·logp·v, v [b, W] True where a token may move. Blocked tokens stay in T.
+
+    No token moves the policy further than a bound on its divergence from the old one. Meant for
+    `rollout_correction.bypass_mode`, so that the old policy is the sampler's.
+    """
+    cap = float(setting(inputs.config, "clip_ratio_c", DPPO_CLIP_RATIO_C))
+    ratio = inputs.ratio().detach()
+    terms = -inputs.advantages * ratio.clamp(max=cap) * inputs.log_probs
+    loss = inputs.policy_term(torch.where(allowed, terms, torch.zeros_like(terms)))
+    return loss, inputs.metrics(pg_clipfrac=~allowed, pg_clipfrac_lower=ratio > cap)
+
+
+@LOSSES.register("dppo_tv", keys=[*CLIP_KEYS, "clip_ratio_c"])
+@public_form
+def compute_policy_loss_dppo_tv(inputs: LossInputs) -> PolicyLoss:
+    """x = −A·sg(min(ρ, c))·logp·v, c = clip_ratio_c (20); v = [π − π_old ≤ ε_hi] where A > 0, else [π − π_old ≥ −ε_lo].
+
+    clip_ratio_low and clip_ratio_high bound the total variation. Metrics: pg_clipfrac, share blocked; pg_clipfrac_lower, share
+    with ρ > c. Source: DPPO, arXiv 2602.04879.
+    """
+    low, high = clip_bounds(inputs.config)
+    with torch.no_grad():
+        moved = inputs.log_probs.exp() - inputs.old_log_probs.exp()
+        allowed = torch.where(inputs.advantages > 0, moved <= high, moved >= -low)
+    return _without_blocked(inputs, allowed)
+
+
+@LOSSES.register("dppo_kl", keys=[*CLIP_KEYS, "clip_ratio_c"])
+@public_form
+def compute_policy_loss_dppo_kl(inputs: LossInputs) -> PolicyLoss:
+    """As dppo_tv with v = [D ≤ ε_hi or π ≤ π_old] where A > 0, else [D ≤ ε_lo or π ≥ π_old].
+
+    D = π_old·(old − logp) + (1−π_old)·log((1−π_old+1e-8) / (1−π+1e-8)), the divergence of whether the token is drawn. The paper
+    has bounds of 0.05. Source: DPPO, arXiv 2602.04879.
+    """
+    low, high = clip_bounds(inputs.config)
+    with torch.no_grad():
+        new, old = inputs.log_probs.exp(), inputs.old_log_probs.exp()
+        others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
+        divergence = old * (inputs.old_log_probs - inputs.log_probs) + others
+        up = (divergence <= high) | (new <= old)
+        down = (divergence <= low) | (new >= old)
+        allowed = torch.where(inputs.advantages > 0, up, down)
+    return _without_blocked(inputs, allowed)
+
+
 @public_form
 def compute_policy_loss_reinforce(inputs: LossInputs) -> PolicyLoss:
     """Policy gradient with importance weights instead of a clipped ratio: x = −w·A·logp (w = 1 without weights).
@@ -301,7 +351,7 @@ def compute_policy_loss_bypass_mode(inputs: LossInputs) -> PolicyLoss:
 
     ppo_clip: the configured loss_mode with the ratio to the sampler; weights would count twice and are left out.
     reinforce: `compute_policy_loss_reinforce` with the weights given, else those of `rollout_is` from current over
-    sampler, over the tokens given. Rejection is the caller's: it changes the counts of the mini-batch.
+    sampler, over the policy's tokens. Rejection is the caller's: it changes the counts of the mini-batch.
     """
     correction = parse_correction(setting(inputs.config, "rollout_correction"))
     if not correction.reinforce:
@@ -310,8 +360,8 @@ def compute_policy_loss_bypass_mode(inputs: LossInputs) -> PolicyLoss:
         return loss(replace(inputs, rollout_is_weights=None))
     weights = inputs.rollout_is_weights
     if weights is None and correction.weighting is not None:
-        old, mask = inputs.old_log_probs, inputs.loss_mask
-        weights = weights_now(inputs.log_probs, old, mask, correction.weighting)
+        policy = inputs.log_probs, inputs.old_log_probs, inputs.response_mask
+        weights = weights_now(*policy, correction.weighting)
     return on_inputs(compute_policy_loss_reinforce)(replace(inputs, rollout_is_weights=weights))
 
 

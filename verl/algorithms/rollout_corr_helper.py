@@ -15,6 +15,7 @@ from verl.algorithms.correction import (
     Tokens,
     correction_metrics,
     importance_weights,
+    on_tokens,
     parse_rules,
     parse_weighting,
     rejection,
@@ -41,7 +42,7 @@ def compute_offpolicy_metrics(
     mu = None if rollout_log_prob is None else rollout_log_prob.detach().double().cpu().numpy()
     chosen = [i for i in range(len(mask)) if mask[i].any()]
     pairs = ((old[i][mask[i]], None if mu is None else mu[i][mask[i]]) for i in chosen)
-    return Agreement.over(pairs, bool(mu is not None)).divergence()
+    return Agreement.over(pairs).divergence()
 
 
 def compute_rollout_correction_weights(
@@ -125,6 +126,4 @@ def _flat(log_ratio: torch.Tensor, response_mask: torch.Tensor) -> tuple[Tokens,
 
 
 def _rectangle(values: np.ndarray, mask: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    out = np.zeros(mask.shape)
-    out[mask] = values
-    return torch.from_numpy(out).to(like.device, like.dtype)
+    return torch.from_numpy(on_tokens(values, mask, np.float64)).to(like.device, like.dtype)

@@ -18,6 +18,7 @@ from verl.algorithms.policy_loss import (
     agg_loss,
     clip_bounds,
     masked,
+    masked_mean,
     public_form,
 )
 from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
@@ -39,10 +40,7 @@ def _response_log_ratios(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
     return _means(tokens, tokens.log_probs - tokens.old_log_probs)
 
 
-RESPONSE_LOG_RATIOS = WholeMiniBatch(_response_log_ratios, only_segments=True)
-
-
-@LOSSES.register("gspo", whole=RESPONSE_LOG_RATIOS, keys=CLIP_KEYS)
+@LOSSES.register("gspo", whole=WholeMiniBatch(_response_log_ratios, only_segments=True), keys=CLIP_KEYS)
 @public_form
 def compute_policy_loss_gspo(inputs: LossInputs) -> PolicyLoss:
     """q_i = exp(Σ_t m·d / T_i), q_t = sg(q_i)·exp(logp − sg(logp)) with log q ≤ 10; x = max(−Aq, −A·clip(q, 1−ε_lo, 1+ε_hi)).
@@ -54,18 +52,13 @@ def compute_policy_loss_gspo(inputs: LossInputs) -> PolicyLoss:
     if "mini_batch_values" in inputs.columns:
         mean = inputs.columns["mini_batch_values"]
     else:
-        mean = _row_means(inputs.log_ratio(), inputs.loss_mask).unsqueeze(-1)
+        mean = masked_mean(inputs.log_ratio(), inputs.loss_mask, -1).unsqueeze(-1)
     log_probs = masked(inputs.log_probs, inputs.loss_mask)
     ratio = (mean.detach() + log_probs - log_probs.detach()).clamp(max=GSPO_LIMIT).exp()
     plain = -inputs.advantages * ratio
     clipped = -inputs.advantages * ratio.clamp(1 - low, 1 + high)
     loss = inputs.policy_term(torch.maximum(plain, clipped))
     return loss, inputs.metrics(pg_clipfrac=clipped > plain)
-
-
-def _row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[b]: mean over the masked tokens of each row; 0 without any."""
-    return masked(values, mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def _response_terms(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
@@ -80,10 +73,7 @@ def _response_terms(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
     return _means(tokens, advantages) * np.exp(exponent)
 
 
-RESPONSE_TERMS = WholeMiniBatch(_response_terms, only_segments=True)
-
-
-@LOSSES.register("geo_mean", whole=RESPONSE_TERMS, keys=CLIP_KEYS)
+@LOSSES.register("geo_mean", whole=WholeMiniBatch(_response_terms, only_segments=True), keys=CLIP_KEYS)
 @public_form
 def compute_policy_loss_geo_mean(inputs: LossInputs) -> PolicyLoss:
     """GMPO: x_i = −Ā_i·ρ_i, one value per response, ρ_i = exp(Σ_t m·d̂ / T_i), Ā_i = Σ_t m·A / T_i; the loss is Σ_i x_i / B.
@@ -98,13 +88,13 @@ def compute_policy_loss_geo_mean(inputs: LossInputs) -> PolicyLoss:
     limited = torch.where(advantages == 0, torch.zeros_like(difference), limited)
     own = mask.sum(-1).clamp(min=1)
     share = own / (own if inputs.trajectory_tokens is None else inputs.trajectory_tokens.clamp(min=1))
-    exponent = _row_means(limited, mask) * share
+    exponent = masked_mean(limited, mask, -1) * share
     if "mini_batch_values" in inputs.columns:
-        whole = _row_means(inputs.columns["mini_batch_values"], mask)
+        whole = masked_mean(inputs.columns["mini_batch_values"], mask, -1)
     else:
-        whole = _row_means(advantages, mask) * exponent.detach().exp()
+        whole = masked_mean(advantages, mask, -1) * exponent.detach().exp()
         if inputs.rollout_is_weights is not None:
-            whole = whole * _row_means(inputs.rollout_is_weights.log(), mask).exp()
+            whole = whole * masked_mean(inputs.rollout_is_weights.log(), mask, -1).exp()
     # The value of a response is told by its segments in proportion to their tokens; the gradient of each is whole.
     terms = -whole * (share + (exponent - exponent.detach()).exp() - 1) / own
     counts = setting(inputs.config, "global_batch_info", {})

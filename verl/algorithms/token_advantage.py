@@ -5,24 +5,17 @@ Recursions run over the policy tokens of a response, over all its segments, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
-import torch
 
 from verl.algorithms.advantage import (
     Arrays,
     EstimatorInputs,
     GroupStatistics,
     Result,
-    Tensors,
-    on_tensors,
+    public_form,
     whiten_tokens,
-    written_on,
 )
 from verl.algorithms.registry import ESTIMATORS
-from verl.config.schema.base import setting
 
 
 def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
@@ -40,8 +33,13 @@ def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
     return sums
 
 
-def gae(inputs: EstimatorInputs) -> Result:
-    """`compute_gae_advantage_return` on policy tokens."""
+@ESTIMATORS.register("gae", needs={"values"}, keys=["gamma", "lam"])
+@public_form("token_level_rewards", "values", "response_mask", gamma=1.0, lam=1.0, loss_mask=None)
+def compute_gae_advantage_return(inputs: EstimatorInputs) -> Result:
+    """δ_k = r_k + γV_{k+1} − V_k; a_k = δ_k + γλ·a_{k+1}; returns a + V; A = whiten(a). V after the last policy token is 0.
+
+    All tensors [N, L]. Sources: GAE, arXiv 1506.02438; PPO, arXiv 1707.06347.
+    """
     advantages, returns = [], []
     for rewards, values in zip(inputs.column("token_rewards"), inputs.column("values"), strict=True):
         following = np.append(values[1:], 0.0)[: len(values)]
@@ -51,87 +49,25 @@ def gae(inputs: EstimatorInputs) -> Result:
     return whiten_tokens(advantages, inputs), returns
 
 
-@ESTIMATORS.register("gae", needs={"values"}, keys=["gamma", "lam"])
-@written_on(gae)
-def compute_gae_advantage_return(
-    token_level_rewards: torch.Tensor,
-    values: torch.Tensor,
-    response_mask: torch.Tensor,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    loss_mask: torch.Tensor | None = None,
-) -> Tensors:
-    """δ_k = r_k + γV_{k+1} − V_k; a_k = δ_k + γλ·a_{k+1}; returns a + V; A = whiten(a). V after the last policy token is 0.
-
-    All tensors [N, L]. Sources: GAE, arXiv 1506.02438; PPO, arXiv 1707.06347.
-    """
-    columns = {"values": values, "loss_mask": loss_mask}
-    return on_tensors(gae, token_level_rewards, response_mask, columns, gamma=gamma, lam=lam)
-
-
-def reinforce_plus_plus(inputs: EstimatorInputs) -> Result:
-    """`compute_reinforce_plus_plus_outcome_advantage` on policy tokens."""
+@ESTIMATORS.register("reinforce_plus_plus", keys=["gamma"])
+@public_form("token_level_rewards", "response_mask", config=None, loss_mask=None)
+def compute_reinforce_plus_plus_outcome_advantage(inputs: EstimatorInputs) -> Result:
+    """G_k = r_k + γG_{k+1}; A = whiten(G); returns G. γ is `config.gamma`, 1 without. Source: arXiv 2501.03262."""
     returns = [discounted_sums(rewards, inputs.gamma) for rewards in inputs.column("token_rewards")]
     return whiten_tokens(returns, inputs), returns
 
 
-@ESTIMATORS.register("reinforce_plus_plus", keys=["gamma"])
-@written_on(reinforce_plus_plus)
-def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any = None,
-    loss_mask: torch.Tensor | None = None,
-    **_: Any,
-) -> Tensors:
-    """G_k = r_k + γG_{k+1}; A = whiten(G); returns G. γ is `config.gamma`, 1 without. Source: arXiv 2501.03262."""
-    gamma = setting(config, "gamma", 1.0)
-    columns = {"loss_mask": loss_mask}
-    return on_tensors(reinforce_plus_plus, token_level_rewards, response_mask, columns, gamma=gamma)
-
-
-def remax(inputs: EstimatorInputs) -> Result:
-    """`compute_remax_outcome_advantage` on policy tokens."""
-    if inputs.baselines is None:
-        raise ValueError("remax needs reward_baselines, the score of a greedy response to each prompt")
-    returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
-    return [own - baseline for own, baseline in zip(returns, inputs.baselines, strict=True)], returns
-
-
 @ESTIMATORS.register("remax", needs={"reward_baselines"})
-@written_on(remax)
-def compute_remax_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    reward_baselines: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any = None,
-    **_: Any,
-) -> Tensors:
+@public_form("token_level_rewards", "reward_baselines", "response_mask", config=None)
+def compute_remax_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """A_k = Σ_{j ≥ k} r_j − b_g; returns Σ_{j ≥ k} r_j. reward_baselines [N]: b_g, the score of the prompt's greedy response.
 
     Source: ReMax, arXiv 2310.10505.
     """
-    baselines = reward_baselines.detach().double().cpu().numpy()
-    return on_tensors(remax, token_level_rewards, response_mask, baselines=baselines)
-
-
-def optimal_token_baseline(inputs: EstimatorInputs) -> Result:
-    """`compute_optimal_token_baseline_advantage` on policy tokens."""
+    if inputs.baselines is None:
+        raise ValueError("remax needs reward_baselines, the score of a greedy response to each prompt")
     returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
-    weights = _gradient_norms(inputs)
-    group = GroupStatistics.of(inputs.scores, inputs.index)
-    advantages = list(returns)
-    for members in group.groups.members():
-        if len(members) == 1:
-            continue
-        baseline = _group_baseline([returns[i] for i in members], [weights[i] for i in members])
-        for i in members:
-            width = min(len(baseline), len(returns[i]))
-            advantages[i] = returns[i].copy()
-            advantages[i][:width] -= baseline[:width]
-            if group.equal[i]:
-                advantages[i] = np.zeros_like(returns[i])
-    return advantages, returns
+    return [own - baseline for own, baseline in zip(returns, inputs.baselines, strict=True)], returns
 
 
 def _gradient_norms(inputs: EstimatorInputs) -> Arrays:
@@ -157,16 +93,15 @@ def _group_baseline(returns: Arrays, weights: Arrays) -> np.ndarray:
 
 @ESTIMATORS.register("optimal_token_baseline", needs={"old_log_probs", "sum_pi_squared"})
 @ESTIMATORS.register("tir_optimal_token_baseline", needs={"old_log_probs", "sum_pi_squared"})
-@written_on(optimal_token_baseline)
-def compute_optimal_token_baseline_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: Sequence[Any],
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    rollout_is_weights: torch.Tensor | None = None,
-    **_: Any,
-) -> Tensors:
+@public_form(
+    "token_level_rewards",
+    "response_mask",
+    "index",
+    "old_log_probs",
+    "sum_pi_squared",
+    rollout_is_weights=None,
+)
+def compute_optimal_token_baseline_advantage(inputs: EstimatorInputs) -> Result:
     """A_k = G_k − b_{g,k}; returns G_k = Σ_{j ≥ k} r_j. The baseline weighs the group's returns at token k by W_k, the expected
     squared norm of the gradient so far.
 
@@ -174,9 +109,18 @@ def compute_optimal_token_baseline_advantage(
     have a token k. b is 0 in a group of one and beyond the second-longest length; A is 0 where all scores of a group are equal.
     Tensors [N, L], index [N]. Source: Optimal Token Baseline (Li et al. 2025).
     """
-    columns = {
-        "old_log_probs": old_log_probs,
-        "sum_pi_squared": sum_pi_squared,
-        "is_weights": rollout_is_weights,
-    }
-    return on_tensors(optimal_token_baseline, token_level_rewards, response_mask, columns, index=index)
+    returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
+    weights = _gradient_norms(inputs)
+    group = GroupStatistics.of(inputs.scores, inputs.index)
+    advantages = list(returns)
+    for members in group.groups.members():
+        if len(members) == 1:
+            continue
+        baseline = _group_baseline([returns[i] for i in members], [weights[i] for i in members])
+        for i in members:
+            width = min(len(baseline), len(returns[i]))
+            advantages[i] = returns[i].copy()
+            advantages[i][:width] -= baseline[:width]
+            if group.equal[i]:
+                advantages[i] = np.zeros_like(returns[i])
+    return advantages, returns

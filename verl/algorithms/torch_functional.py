@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.policy_loss import masked
+from verl.algorithms.policy_loss import masked, masked_mean
 
 
 def masked_sum(
@@ -12,13 +12,6 @@ def masked_sum(
 ) -> torch.Tensor:
     """Sum where the mask is set, whatever the padding holds."""
     return masked(values, mask).sum(axis)
-
-
-def masked_mean(
-    values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
-) -> torch.Tensor:
-    """Mean where the mask is set; 0 without a token."""
-    return masked_sum(values, mask, axis) / mask.sum(axis).clamp(min=1)
 
 
 def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:

@@ -15,27 +15,13 @@ from verl.algorithms.policy_loss import Count, agg_loss, masked_mean
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
 
-CLIPRANGE_VALUE = 0.5
-
-
-def value_terms(
-    vpreds: torch.Tensor,
-    returns: torch.Tensor,
-    values: torch.Tensor,
-    cliprange_value: float = CLIPRANGE_VALUE,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(max((V − R)², (clip(V, V_old ± c) − R)²), whether the clipped one is the larger), shapes as given."""
-    limited = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
-    plain, clipped = (vpreds - returns).square(), (limited - returns).square()
-    return torch.maximum(plain, clipped), clipped > plain
-
 
 def compute_value_loss(
     vpreds: torch.Tensor,
     returns: torch.Tensor,
     values: torch.Tensor,
     response_mask: torch.Tensor,
-    cliprange_value: float = CLIPRANGE_VALUE,
+    cliprange_value: float = 0.5,
     loss_agg_mode: str = "token-mean",
     dp_size: int = 1,
     batch_num_tokens: Count | None = None,
@@ -43,15 +29,16 @@ def compute_value_loss(
     loss_scale_factor: float | None = None,
     trajectory_tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(½·agg(x), share of tokens where the clipped term is the larger), x as `value_terms` says.
+    """(½·agg(x), share of tokens where the clipped term is the larger), x = max((V − R)², (clip(V, V_old ± c) − R)²).
 
     vpreds [b, L] are the values with gradient, values those before the step; response_mask is m; the counts are those of
     `agg_loss`.
     """
-    terms, clipped = value_terms(vpreds, returns, values, cliprange_value)
+    limited = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
+    plain, clipped = (vpreds - returns).square(), (limited - returns).square()
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, trajectory_tokens)
-    loss = agg_loss(terms, response_mask, loss_agg_mode, *counts) / 2
-    return loss, masked_mean(clipped.to(terms.dtype), response_mask).detach()
+    loss = agg_loss(torch.maximum(plain, clipped), response_mask, loss_agg_mode, *counts) / 2
+    return loss, masked_mean((clipped > plain).to(plain.dtype), response_mask).detach()
 
 
 def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
@@ -78,19 +65,16 @@ class ValueObjective:
         """Scalar to differentiate, already divided by the global counts, and metrics as (sum, weight)."""
         assert micro.values is not None
         area = PaddedMicroBatch(micro.rows, micro.values)
-        info, predicted = self._denominators.as_batch_info(), area.pad(micro.values)
-        if self._tokens_of is not None:
-            counts = [self._tokens_of[id(row)] for row in area.rows]
-            info["trajectory_tokens"] = torch.tensor(counts, device=predicted.device)
+        predicted = area.pad(micro.values)
         mask = area.column([loss_mask(row) for row in area.rows])
         loss, clipped = compute_value_loss(
             predicted,
-            area.needed("returns", "value loss"),
-            area.needed("values", "value loss"),
+            area.needed("returns"),
+            area.needed("values"),
             mask,
             self._critic.cliprange_value,
             self._critic.loss_agg_mode,
-            **info,
+            **area.batch_info(self._denominators, self._tokens_of),
         )
         tokens = float(mask.sum())
         share = tokens / self._denominators.tokens if self._denominators.tokens else 0.0

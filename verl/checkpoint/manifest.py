@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,17 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What manifest.json says. `files` maps relative POSIX paths to (size in bytes, SHA-256 hex)."""
+    """What manifest.json says. `files` maps relative POSIX paths to {"size": bytes, "sha256": hex}."""
 
     step: int
     serial: int
     time: float
-    files: dict[str, tuple[int, str]]
+    files: dict[str, dict[str, Any]]
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(size for size, _ in self.files.values())
+        return sum(entry["size"] for entry in self.files.values())
 
 
 def step_of(path: Path) -> int | None:
@@ -85,13 +85,13 @@ def files_under(directory: Path) -> list[str]:
     return sorted({path.relative_to(directory).as_posix() for path in paths} - {NAME})
 
 
-def hash_files(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
-    """(size, SHA-256) of each file, by a few threads: hashing releases the interpreter lock."""
+def hash_files(directory: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of each file, by a few threads: hashing releases the interpreter lock."""
 
-    def one(name: str) -> tuple[int, str]:
+    def one(name: str) -> dict[str, Any]:
         with open(directory / name, "rb") as file:
             digest = hashlib.file_digest(file, "sha256")
-            return os.fstat(file.fileno()).st_size, digest.hexdigest()
+            return {"size": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
 
     workers = min(4, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, thread_name_prefix="checkpoint-hash") as pool:
@@ -100,14 +100,7 @@ def hash_files(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Seal: write the manifest and sync it. Everything else must be on disk already."""
-    record = {
-        "format": FORMAT,
-        "step": manifest.step,
-        "serial": manifest.serial,
-        "time": manifest.time,
-        "files": {name: {"size": size, "sha256": sha} for name, (size, sha) in manifest.files.items()},
-    }
-    write_synced(directory / NAME, json.dumps(record, indent=1))
+    write_synced(directory / NAME, json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1))
     sync_directory(directory)
 
 
@@ -119,7 +112,7 @@ def read_manifest(directory: Path) -> Manifest:
         if record["format"] != FORMAT:
             what = f"checkpoint format {record['format']!r}, this version of verl reads format {FORMAT}"
             raise CheckpointError(f"{directory} has {what}: use the one that wrote it")
-        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in record["files"].items()}
+        files = {name: {"size": int(e["size"]), "sha256": e["sha256"]} for name, e in record["files"].items()}
         return Manifest(int(record["step"]), int(record["serial"]), float(record["time"]), files)
     except FileNotFoundError:
         raise CheckpointError(f"{directory} has no {NAME}: it was never completed") from None
@@ -130,12 +123,12 @@ def read_manifest(directory: Path) -> Manifest:
 def verify(directory: Path, manifest: Manifest, *, hashes: bool = True) -> None:
     """Compare the directory with its manifest. CheckpointError naming every file that is missing or differs."""
     problems = []
-    for name, (size, _) in manifest.files.items():
+    for name, entry in manifest.files.items():
         path = directory / name
         if not path.is_file():
             problems.append(f"{name} is missing")
-        elif path.stat().st_size != size:
-            problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
+        elif path.stat().st_size != entry["size"]:
+            problems.append(f"{name} has {path.stat().st_size} bytes instead of {entry['size']}")
     if not problems and hashes:
         found = hash_files(directory, sorted(manifest.files))
         differ = [name for name, entry in found.items() if entry != manifest.files[name]]

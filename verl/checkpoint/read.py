@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,7 @@ from verl.checkpoint.manifest import (
     sync_directory,
     verify,
 )
-from verl.checkpoint.write import no_event, sealed
-
-OnEvent = Callable[..., None]
+from verl.checkpoint.write import OnEvent, no_event, sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,7 @@ def clean(root: Path, *, on_event: OnEvent = no_event) -> None:
 def newest_sealed(root: Path) -> Path | None:
     """The `global_step_N` that was sealed last. Its manifest reads; its files are not looked at."""
     found = sealed(root)
-    return max(found)[2] if found else None
+    return found[-1][2] if found else None
 
 
 def newest(root: Path, *, on_event: OnEvent = no_event, tidy: bool = True) -> Checkpoint | None:
@@ -110,7 +107,7 @@ def newest(root: Path, *, on_event: OnEvent = no_event, tidy: bool = True) -> Ch
         what = layouts.foreign(path) or error
         on_event("checkpoint_passed_over", path=str(path), message=f"passed over: {what}")
 
-    for *_, path in sorted(sealed(root, pass_over), reverse=True):
+    for *_, path in reversed(sealed(root, pass_over)):
         try:
             return open_checkpoint(path)
         except CheckpointError as error:
@@ -128,16 +125,10 @@ def resolve_resume(
     usable. CheckpointError says what is wrong and what to change.
     """
     root = Path(root)
-    if mode not in ("auto", "disable", "resume_path"):
-        raise CheckpointError(f"trainer.resume_mode={mode!r}: use auto, disable or resume_path")
     if mode == "auto":
         return newest(root, on_event=on_event)
     clean(root, on_event=on_event)
-    if mode == "disable":
-        return None
-    if not path:
-        raise CheckpointError("resume_mode=resume_path needs trainer.resume_from_path=<run or global_step_N>")
-    return _resume_path(Path(path).expanduser(), on_event)
+    return None if mode == "disable" else _resume_path(Path(path or "").expanduser(), on_event)
 
 
 def _resume_path(path: Path, on_event: OnEvent) -> Checkpoint:

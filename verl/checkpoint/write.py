@@ -111,7 +111,8 @@ class CheckpointWriter:
         hashing = time.perf_counter()
         files = hash_files(self._beside, files_under(self._beside))
         hash_seconds = time.perf_counter() - hashing
-        serial = max((serial for serial, *_ in sealed(self._root)), default=0) + 1
+        before = sealed(self._root)
+        serial = before[-1][0] + 1 if before else 1
         manifest = Manifest(self._step, serial, time.time(), files)
         write_manifest(self._beside, manifest)
         return manifest.size, hash_seconds
@@ -134,7 +135,8 @@ class CheckpointWriter:
             replace_text(self._root / LATEST, str(self._step))
             for retired in self._root.glob(f"{self._final.name}.deleted*.tmp"):
                 remove(retired)
-            for old in surplus(self._root, self._keep) if self._keep and self._keep >= 1 else ():
+            # Directories without a readable manifest of ours (another system's, damaged ones) are neither counted nor deleted.
+            for *_, old in sealed(self._root)[: -self._keep] if self._keep and self._keep >= 1 else ():
                 remove(retire(old))
                 self._on_event("checkpoint_deleted", step=self._step, path=str(old))
         except Exception as error:
@@ -162,18 +164,9 @@ class CheckpointWriter:
             self._on_event("checkpoint_cleanup_failed", path=str(self._beside), error=what)
 
 
-def surplus(root: Path, keep: int) -> list[Path]:
-    """Sealed checkpoints of ours beyond the `keep` newest, oldest first.
-
-    Directories without a readable manifest of ours (another system's, damaged ones) are neither counted nor
-    deleted.
-    """
-    found = sorted(sealed(root))
-    return [path for *_, path in found[: max(0, len(found) - keep)]]
-
-
 def sealed(root: Path, pass_over: Callable[..., None] = lambda *_: None) -> list[tuple[int, int, Path]]:
-    """(serial, step, path) of every directory with a readable manifest; pass_over(path, error) hears of the others."""
+    """(serial, step, path) of every directory with a readable manifest, what was sealed last at the end; pass_over(path, error)
+    hears of the others."""
     found = []
     for path in sorted(step_directories(root)):
         try:
@@ -181,7 +174,7 @@ def sealed(root: Path, pass_over: Callable[..., None] = lambda *_: None) -> list
             found.append((manifest.serial, manifest.step, path))
         except CheckpointError as error:
             pass_over(path, error)
-    return found
+    return sorted(found)
 
 
 def retire(path: Path) -> Path:

@@ -106,12 +106,11 @@ def _beside_torch() -> Iterator[Finding]:
             problem = f"{version} is a CUDA build beside a CPU torch"
         elif ranges and not satisfies(torch, ranges):
             problem = f"{version} was built for torch{ranges}, here is {torch}"
-        text = (
-            f"{problem}: transformers fails to import with it"
-            if problem
-            else f"{version}, fits torch {torch}"
-        )
-        yield graded("together", name, text, (bool(problem), BAD, f"pip uninstall {name}"))
+        if problem:
+            text = f"{problem}: transformers fails to import with it"
+            yield bad("together", name, text, f"pip uninstall {name}")
+        else:
+            yield Finding("together", name, f"{version}, fits torch {torch}")
 
 
 def _pin(name: str, other: str) -> Iterator[Finding]:
@@ -183,13 +182,12 @@ def _machine() -> Iterator[Finding]:
 
 def _sandbox() -> Finding:
     problem, without = sandbox.state()
+    text, todo = problem or "works", ""
     if problem:
         todo = "only for rewards that run code: reward_model.sandbox_fusion.url names a service that runs it"
-        return Finding("machine", "code sandbox", problem, NOTE, todo)
-    if without:
+    elif without:
         text = f"works; programs cannot write files, as namespaces are not allowed here ({without})"
-        return Finding("machine", "code sandbox", text, NOTE)
-    return Finding("machine", "code sandbox", "works")
+    return Finding("machine", "code sandbox", text, NOTE if problem or without else OK, todo)
 
 
 def _memory() -> Iterator[Finding]:
@@ -220,16 +218,14 @@ def _limits() -> Iterator[Finding]:
 
 
 _BENCH = """
-import json, time
+import json
 import torch
 from transformers import AutoModelForCausalLM
-def rate(dtype, n=1024, seconds=0.7):
-    a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
-    torch.mm(a, b); torch.mm(a, b)
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        torch.mm(a, b); count += 1
-    return 2 * n**3 * count / (time.perf_counter() - start) / 1e9
+from torch.utils.benchmark import Timer
+def rate(dtype, n=1024):
+    a, b = torch.randn(2, n, n).to(dtype)
+    timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+    return 2 * n**3 / timer.blocked_autorange(min_run_time=0.7).mean / 1e9
 out = {"threads": torch.get_num_threads(), "fp32": rate(torch.float32), "bf16": rate(torch.bfloat16)}
 out["devices"] = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 print(json.dumps(out))

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from verl.checkpoint import Checkpoint, layouts, open_checkpoint
 from verl.checkpoint.manifest import NAME, step_directories, step_of
@@ -31,11 +32,11 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
         if step not in there:
             raise UserError(f"{run} has no global_step_{step}; it has {there or 'no checkpoint'}")
         return open_checkpoint(run / f"global_step_{step}")
-    problems: list[str] = []
-    found = newest_of(run, str(run), lambda kind, **fields: problems.append(str(fields.get("message", kind))))
-    for problem in problems:
-        print(f"verl export: {problem}", file=sys.stderr)
-    return found
+
+    def told(kind: str, **fields: Any) -> None:
+        print(f"verl export: {fields.get('message', kind)}", file=sys.stderr)
+
+    return newest_of(run, str(run), told)
 
 
 def copy_model(checkpoint: Checkpoint, out: Path, role: str = "actor") -> Path:

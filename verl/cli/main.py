@@ -63,11 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if args else 2
     if args[0] not in COMMANDS:
-        import difflib
+        from verl.config.names import nearest
 
-        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"verl: there is no command {args[0]!r}{hint}\n\n{usage()}", file=sys.stderr)
+        near = nearest(args[0], COMMANDS)
+        print(f"verl: there is no command {args[0]!r}{near}\n\n{usage()}", file=sys.stderr)
         return 2
     command, _ = COMMANDS[args[0]]
     try:

@@ -7,7 +7,7 @@ and with it the number of its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,9 +25,7 @@ class Augmentation:
         from verl.data.load_object import load_extern_object
 
         self._settings, self._seed = settings, seed % 2**64
-        self._own: Callable[[Any, np.random.Generator], Any] | None = None
-        if settings.path:
-            self._own = load_extern_object(settings.path, settings.name)
+        self._own: Any = load_extern_object(settings.path, settings.name) if settings.path else None
 
     @classmethod
     def of(cls, config: Any) -> Augmentation | None:
@@ -39,19 +37,18 @@ class Augmentation:
 
     def __call__(self, images: Sequence[Image], epoch: int, file: int, row: int) -> list[Image]:
         """A row's images (RGB) in an epoch. BadRow where the user's function fails."""
-        places = ([self._seed, epoch, file, row, number] for number in range(len(images)))
-        return [
-            self._changed(image, np.random.default_rng(place))
-            for image, place in zip(images, places, strict=True)
-        ]
+        place = (self._seed, epoch, file, row)
+        return [self._changed(image, np.random.default_rng([*place, n])) for n, image in enumerate(images)]
 
     def _changed(self, image: Image, rng: np.random.Generator) -> Image:
         settings = self._settings
         if settings.crop < 1:
             image = _cropped(image, settings.crop, rng)
         if settings.rotate:
+            from PIL.Image import Resampling
+
             angle = rng.uniform(-settings.rotate, settings.rotate)
-            image = image.rotate(angle, resample=_bicubic(), fillcolor="white")
+            image = image.rotate(angle, resample=Resampling.BICUBIC, fillcolor="white")
         if settings.color_jitter:
             image = _recoloured(image, settings.color_jitter, rng)
         return image if self._own is None else self._by_user(image, rng)
@@ -59,25 +56,22 @@ class Augmentation:
     def _by_user(self, image: Image, rng: np.random.Generator) -> Image:
         from PIL.Image import Image
 
-        assert self._own is not None
         name = f"data.augmentation.name={self._settings.name}"
         try:
             made = self._own(image, rng)
         except Exception as error:  # user code
             raise BadRow("augmentation failed", f"{name}: {type(error).__name__}: {error}") from error
         if not isinstance(made, Image):
-            raise BadRow(
-                "augmentation failed", f"{name} returned a {type(made).__name__}, not a Pillow image"
-            )
+            raise BadRow("augmentation failed", f"{name} returned {type(made).__name__}, not a Pillow image")
         return made.convert("RGB")
 
 
 def _cropped(image: Image, least: float, rng: np.random.Generator) -> Image:
-    """A window of `least` to all of each side, at a place drawn, scaled to the size of the whole."""
+    """A window of `least` to all of each side, at a place drawn, scaled (bicubic) to the size of the whole."""
     share = rng.uniform(least, 1.0)
     width, height = (max(1, round(share * side)) for side in image.size)
     left, top = int(rng.integers(image.width - width + 1)), int(rng.integers(image.height - height + 1))
-    return image.resize(image.size, _bicubic(), box=(left, top, left + width, top + height))
+    return image.resize(image.size, box=(left, top, left + width, top + height))
 
 
 def _recoloured(image: Image, strength: float, rng: np.random.Generator) -> Image:
@@ -86,9 +80,3 @@ def _recoloured(image: Image, strength: float, rng: np.random.Generator) -> Imag
     for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
         image = change(image).enhance(rng.uniform(1 - strength, 1 + strength))
     return image
-
-
-def _bicubic() -> Any:
-    from PIL.Image import Resampling
-
-    return Resampling.BICUBIC

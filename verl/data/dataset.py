@@ -105,10 +105,9 @@ class CheckedRows:
     def refuse_too_many_bad(self, ratio: float) -> None:
         """DataError where more than this share of a file's rows is bad."""
         records = self.bad_rows
-        counts = Counter(record["file"] for record in records)
         for path, size in zip(self.paths, self.source.sizes, strict=True):
-            if counts[path] > ratio * size:
-                mine = [record for record in records if record["file"] == path]
+            mine = [record for record in records if record["file"] == path]
+            if len(mine) > ratio * size:
                 raise DataError(
                     f"{path}: {len(mine)} of {size} rows cannot be used (data.max_bad_row_ratio={ratio} allows "
                     f"{int(ratio * size)}): {'; '.join(by_problem(mine))}. Repair the rows (all of them are in the run "
@@ -171,14 +170,11 @@ def truncate(ids: np.ndarray, limit: int, mode: str) -> np.ndarray:
     """Cut ids int64 [P] to at most `limit`: left keeps the last, right the first, middle both ends."""
     if len(ids) <= limit:
         return ids
-    if mode == "left":
-        return ids[len(ids) - limit :]
-    if mode == "right":
-        return ids[:limit]
-    if mode == "middle":
-        head = limit // 2
-        return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
-    raise DataError(f"data.truncation={mode!r}: a prompt of {len(ids)} tokens exceeds {limit}")
+    kept_first = {"left": 0, "right": limit, "middle": limit // 2}
+    if mode not in kept_first:
+        raise DataError(f"data.truncation={mode!r}: a prompt of {len(ids)} tokens exceeds {limit}")
+    head = kept_first[mode]
+    return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
 
 
 class PromptDataset(CheckedRows):
@@ -297,27 +293,21 @@ class PromptDataset(CheckedRows):
     def _prompt(self, index: int, epoch: int) -> Prompt:
         file, number = self.source.locate(index)
         fields = self._scanner.fields(self.source.row(index), index)
-        renderer, media = self._scanner.renderer, None
-        seen = self._scanner.with_images(fields)
-        if seen is not None:
+        messages, cells = self._scanner.dialogue(fields)
+        text, media = self._scanner.text(fields, messages), None
+        if cells:
             assert self.images is not None
-            messages, cells = seen
             change = None
             if self._augment is not None:
                 change = partial(self._augment, epoch=epoch, file=file, row=number)
-            text = renderer.text(messages, **self._scanner.tools_of(fields))
             ids, media = self.images(text, cells, folder_of(self.paths[file]), change)
         else:
-            messages = as_messages(fields.cell, self.rules.prompt_key)
-            ids = renderer.ids(self._scanner.text(fields))
+            ids = self._scanner.renderer.ids(text)
         if len(ids) > self._limit:
             if media is not None or self.config.data.filter_overlong_prompts:
-                limit = f"raise data.max_prompt_length={self._limit}" + (
-                    ", or augment less" if self._augment else ""
-                )
-                raise BadRow(
-                    "prompt too long", f"{len(ids)} tokens, it had {self.lengths[index]} before; {limit}"
-                )
+                found = f"{len(ids)} tokens, it had {self.lengths[index]} before"
+                less = ", or augment less" if self._augment else ""
+                raise BadRow("prompt too long", f"{found}; raise data.max_prompt_length={self._limit}{less}")
             ids = truncate(ids, self._limit, self.config.data.truncation)
         place = {"file": self.paths[file], "row": number, "epoch": epoch, "media": media}
         return fields.prompt(f"{file}:{number}@{epoch}", ids, messages, **place)
@@ -389,23 +379,18 @@ class Scanner:
     images: ImageProcessor | None = None
     check_truth: Callable[[str, Any], None] | None = None
 
-    def tools_of(self, fields: RowFields) -> dict[str, Any]:
-        """{"tools": schemas} of a row that has tools, else {}. Raises BadRow."""
-        tools = None if self.tools is None else self.tools.of(fields)
-        return {"tools": tools} if tools else {}
-
-    def text(self, fields: RowFields) -> str:
-        """The rendered prompt of a row without images. Raises BadRow."""
-        return self.renderer.prompt_text(fields.cell, self.rules.prompt_key, **self.tools_of(fields))
-
-    def with_images(self, fields: RowFields) -> tuple[list[dict[str, Any]], list[Any]] | None:
-        """A row's messages with places for its images, and these in order; None for a row without. Raises BadRow."""
-        if self.images is None:
-            return None
-        messages = as_messages(fields.cell, self.rules.prompt_key, images=True)
-        if not len(fields.images) and all(isinstance(message["content"], str) for message in messages):
-            return None
+    def dialogue(self, fields: RowFields) -> tuple[list[dict[str, Any]], list[Any]]:
+        """A row's messages with places for its images, and these in order. Raises BadRow."""
+        messages = as_messages(fields.cell, self.rules.prompt_key, images=self.rules.images)
         return with_images(messages, fields.images)
+
+    def text(self, fields: RowFields, messages: Sequence[dict[str, Any]]) -> str:
+        """A row's `dialogue`, rendered; a string without a template stays raw text. Raises BadRow."""
+        if isinstance(fields.cell, str) and not fields.images and not self.renderer.has_template:
+            return fields.cell
+        tools = None if self.tools is None else self.tools.of(fields)
+        extra: dict[str, Any] = {"tools": tools} if tools else {}
+        return self.renderer.text(messages, **extra)
 
     def fields(self, row: dict[str, Any], index: int) -> Any:
         """The row's parts, a `RowFields`. Raises BadRow."""
@@ -423,24 +408,21 @@ class Scanner:
                 scan.sources[index - start] = source = fields.facts["data_source"]
                 if self.check_truth is not None:
                     self.check_truth(source, fields.facts["ground_truth"])
-                seen = self.with_images(fields)
-                if seen is not None:
+                messages, cells = self.dialogue(fields)
+                text = self.text(fields, messages)
+                if cells:
                     assert self.images is not None
-                    messages, cells = seen
                     folder = folder_of(self.source.paths[self.source.locate(index)[0]])
+                    scan.media.add(index)
                     if any(isinstance(cell, Video) for cell in cells):
                         self.images.check_number(cells)
-                        text = self.renderer.text(messages, **self.tools_of(fields))
                         scan.lengths[index - start] = len(self.images(text, cells, folder)[0])
-                        scan.media.add(index)
                         continue
                     headers = self.images.headers(cells, folder)
                     more = sum(self.images.tokens(headers))
                     scan.frames += [index] * any(map(has_frames, headers))
-                    texts[index] = self.renderer.text(messages, **self.tools_of(fields))
                     extra[index] = len(cells), more - len(cells)
-                else:
-                    texts[index] = self.text(fields)
+                texts[index] = text
             except BadRow as bad:
                 scan.bad[index] = (bad.problem, bad.detail)
         for index, length in zip(texts, self._lengths(texts, extra, scan), strict=True):
@@ -450,7 +432,6 @@ class Scanner:
                 scan.lengths[index - start] = length + extra.get(index, (0, 0))[1]
             else:
                 scan.bad[index] = ("prompt empty", "it renders to no token")
-        scan.media |= extra.keys()
         return scan
 
     def _lengths(self, texts: dict[int, str], extra: dict[int, tuple[int, int]], scan: Scan) -> list[int]:

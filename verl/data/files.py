@@ -54,21 +54,11 @@ class UnreadableRow(dict[str, Any]):
         self.detail = detail
 
 
-def nearest(name: str, present: Sequence[str]) -> str | None:
-    """The column of `present` that `name` was probably meant to be (case-blind first), or None."""
+def nearest(name: str, present: Sequence[str]) -> str:
+    """Text that says which of `present` `name` was probably meant to be, whatever its case; "" if none is like it."""
     lowered = {column.lower(): column for column in reversed(list(present))}
-    if name.lower() in lowered:
-        return lowered[name.lower()]
     close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
-    return lowered[close[0]] if close else None
-
-
-def absent_column(name: str, key: str, path: str, columns: Sequence[str]) -> str:
-    """The message for a column that a file lacks; `key` is the config key that names the column ("" if none)."""
-    guess = nearest(name, columns)
-    hint = f"; the nearest is {guess!r}" if guess else ""
-    fix = f"rename it, or set {key}=COLUMN" if key else "rename the column"
-    return f"{path}: there is no column {name!r}{hint} (columns: {', '.join(columns)}); {fix}"
+    return f"; the nearest is {lowered[close[0]]!r}" if close else ""
 
 
 # ---------------------------------------------------------------------------------------------------- places
@@ -138,34 +128,10 @@ def written_whole(target: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
-def _cached(cache_dir: str | None, key: str, name: str) -> Path:
-    cache = Path(os.path.expanduser(cache_dir or "~/.cache/verl/rlhf"))
-    return cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name}"
-
-
-def _fetch(url: str, cache_dir: str | None) -> Path:
-    import fsspec
-
-    target = _cached(cache_dir, url, url.split("?", 1)[0].rsplit("/", 1)[-1])
-    try:
-        system, remote = fsspec.core.url_to_fs(url)
-        size = system.info(remote).get("size")
-        if not (target.exists() and size in (None, target.stat().st_size)):
-            with written_whole(target) as beside:
-                system.get_file(remote, str(beside))
-    except FileNotFoundError as error:
-        raise DataError(f"{url}: no such remote file") from error
-    except (ImportError, OSError, ValueError) as error:
-        raise DataError(f"{url}: copying it to {target.parent} (data.cache_dir) failed: {error}") from error
-    return target
-
-
-# --------------------------------------------------------------------------------------------------- one file
-
-
 @contextmanager
-def _naming(path: str, what: str) -> Iterator[None]:
-    """DataError that names the file for whatever a library raises over its bytes: damaged ones raise almost anything."""
+def naming(path: str, what: str) -> Iterator[None]:
+    """DataError that names the file and what failed for whatever a library raises over it: damaged bytes and services that
+    cannot be reached raise almost anything."""
     try:
         yield
     except DataError:
@@ -177,6 +143,30 @@ def _naming(path: str, what: str) -> Iterator[None]:
 def _said(error: Exception) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
+def _cached(cache_dir: str | None, key: str, name: str) -> Path:
+    cache = Path(os.path.expanduser(cache_dir or "~/.cache/verl/rlhf"))
+    return cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name}"
+
+
+def _fetch(url: str, cache_dir: str | None) -> Path:
+    import fsspec
+
+    target = _cached(cache_dir, url, url.split("?", 1)[0].rsplit("/", 1)[-1])
+    with naming(url, f"copying it to {target.parent} (data.cache_dir) failed"):
+        system, remote = fsspec.core.url_to_fs(url)
+        try:
+            size = system.info(remote).get("size")
+        except FileNotFoundError as error:
+            raise DataError(f"{url}: no such remote file") from error
+        if not (target.exists() and size in (None, target.stat().st_size)):
+            with written_whole(target) as beside:
+                system.get_file(remote, str(beside))
+    return target
+
+
+# --------------------------------------------------------------------------------------------------- one file
 
 
 class RowFile(ABC):
@@ -198,6 +188,13 @@ class RowFile(ABC):
     @abstractmethod
     def is_string(self, column: str) -> bool:
         """True if the column holds strings (by schema; JSON: where any value is one)."""
+
+    def need(self, name: str, key: str, hint: str = "") -> None:
+        """DataError where there is no such column; `key` is the config key that names the column ("" if none)."""
+        if name not in self.columns:
+            fix = f"rename it, or set {key}=COLUMN" if key else "rename the column"
+            found = f"{nearest(name, self.columns)} (columns: {', '.join(self.columns)})"
+            raise DataError(f"{self.path}: there is no column {name!r}{found}; {fix}{hint}")
 
     def row(self, number: int) -> dict[str, Any]:
         """Row `number`."""
@@ -223,15 +220,13 @@ class ParquetFile(RowFile):
         import pyarrow.parquet as pq
 
         super().__init__(path, local)
-        with _naming(path, f"not a parquet file ({_looks_like(local)})"):
+        with naming(path, f"not a parquet file ({_looks_like(local)})"):
             self._meta = pq.read_metadata(local)
             self._schema = self._meta.schema.to_arrow_schema()
             self.columns = list(self._schema.names)
             groups = [self._meta.row_group(i) for i in range(self._meta.num_row_groups)]
         if twice := [name for name, count in Counter(self.columns).items() if count > 1]:
-            raise DataError(
-                f"{path}: column {twice[0]!r} is there more than once; rename or drop all but one"
-            )
+            raise DataError(f"{path}: column {twice[0]!r} is there more than once; rename or drop one")
         if sum(group.num_rows for group in groups) != self._meta.num_rows:
             raise DataError(f"{path}: damaged: its parts do not have the number of rows that it states")
         self._decoded_bytes = sum(group.total_byte_size for group in groups)
@@ -262,7 +257,7 @@ class ParquetFile(RowFile):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with _naming(self.path, "reading it failed"):
+        with naming(self.path, "reading it failed"):
             batch = next(pq.ParquetFile(self.local).iter_batches(batch_size=count))
         return _python_rows(pa.Table.from_batches([batch]))
 
@@ -271,7 +266,7 @@ class ParquetFile(RowFile):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with _naming(self.path, f"reading column {column!r} failed"):
+        with naming(self.path, f"reading column {column!r} failed"):
             cells = pq.read_table(self.local, columns=[column], partitioning=None).column(column)
             if self.is_string(column):
                 cells = cells.unique()
@@ -279,7 +274,7 @@ class ParquetFile(RowFile):
 
     def filled(self, column: str) -> bool:
         """As of any file, from the statistics: nothing is read."""
-        with _naming(self.path, "its statistics cannot be read"):
+        with naming(self.path, "its statistics cannot be read"):
             groups = [self._meta.row_group(number) for number in range(self._meta.num_row_groups)]
             chunks = [group.column(number) for group in groups for number in range(self._meta.num_columns)]
             known = [(c.num_values, c.statistics) for c in chunks if c.path_in_schema.split(".")[0] == column]
@@ -293,7 +288,7 @@ class ParquetFile(RowFile):
         import pyarrow.parquet as pq
 
         if self._table is None:
-            with _naming(self.path, "reading it failed"):
+            with naming(self.path, "reading it failed"):
                 if self._decoded_bytes <= IN_MEMORY_BYTES:
                     table = pq.read_table(self.local, partitioning=None)
                 else:
@@ -414,8 +409,7 @@ def _looks_like(local: Path) -> str:
         head = file.read(64)
     kinds = {
         b"version https://git-lfs": "it is a Git LFS pointer: run `git lfs pull`",
-        b"{": "it looks like JSON: name it .jsonl or .json",
-        b"[": "it looks like JSON: name it .jsonl or .json",
+        **dict.fromkeys((b"{", b"["), "it looks like JSON: name it .jsonl or .json"),
         b"<": "it looks like a web page",
         b"PAR1": "it begins as one: cut short or damaged",
     }
@@ -486,9 +480,7 @@ class RowFiles:
             first = self._starts[number]
             low, high = max(start, first), min(stop, first + len(file))
             out += file.rows(low - first, high - first) if low < high else []
-        if len(self.files) > 1:
-            return [self._with_every_column(row) for row in out]
-        return out
+        return [self._with_every_column(row) for row in out] if len(self.files) > 1 else out
 
     def _with_every_column(self, row: dict[str, Any]) -> dict[str, Any]:
         return row if isinstance(row, UnreadableRow) else {name: row.get(name) for name in self.columns}

@@ -72,8 +72,6 @@ def load_extern_object(module_path: str, object_name: str) -> Any:
     module = load_module(module_path)
     if not hasattr(module, object_name):
         public = [name for name in vars(module) if not name.startswith("_")]
-        guess = nearest(object_name, public)
-        hint = f"; the nearest is {guess!r}" if guess else ""
-        found = ", ".join(public[:20])
-        raise NoSuchName(f"{module_path}: it defines no {object_name!r}{hint} (found: {found})")
+        found = f"{nearest(object_name, public)} (found: {', '.join(public[:20])})"
+        raise NoSuchName(f"{module_path}: it defines no {object_name!r}{found}")
     return getattr(module, object_name)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     Change = Callable[[list[Image]], list[Image]]
 
+Message = dict[str, Any]
 MOST_PIXELS = 89_478_485
 """Pillow's own limit, from which on it warns of a decompression bomb; more is a bad row here."""
 _URL_BYTES, _URL_SECONDS = 64 << 20, 30
@@ -71,9 +72,7 @@ def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
     if isinstance(source, bytes | bytearray | memoryview):
         source = io.BytesIO(source)
     elif not isinstance(source, Path):
-        raise BadRow(
-            "wrong column type", f"an image is a {type(cell).__name__}; bytes, a path or a URI is needed"
-        )
+        raise BadRow("wrong column type", f"an image is {type(cell).__name__}, not bytes, a path or a URI")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, by name
@@ -140,22 +139,22 @@ def decoded(image: Image) -> Image:
 # ------------------------------------------------------------------------------------------- in the dialogue
 
 
-def with_images(
-    messages: Sequence[dict[str, Any]], cells: Sequence[Any]
-) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages, of which those with images have parts as content, and the images in the order of the dialogue. Raises BadRow
-    where counts differ.
+def with_images(messages: Sequence[Message], cells: Sequence[Any]) -> tuple[list[Message], list[Any]]:
+    """Messages, of which those with images have parts as content, and the images in the order of the dialogue; [] where there
+    are neither cells nor parts. Raises BadRow where counts differ.
 
     `<image>` in a text takes the next of `cells`, as a part of type image does that holds none itself; with a `Video` among them
     so do `<video>` and videos. Where there is no place at all, they go before the text of the first user message.
     """
+    if not cells and all(isinstance(message["content"], str) for message in messages):
+        return list(messages), []
     videos = [cell for cell in cells if isinstance(cell, Video)]
     waiting = {"image": [cell for cell in cells if not isinstance(cell, Video)], "video": videos}
     ordered, placed = [], [dict(message) for message in messages]
     for message in placed:
         message["content"] = _parts(message["content"], "(<image>|<video>)" if videos else "(<image>)")
     parts = [part for message in placed for part in _images(message)]
-    if not parts and len(cells):
+    if not parts and cells:
         first = next((message for message in placed if message["role"] == "user"), placed[0])
         parts = [{"type": kind} for kind, left in waiting.items() for _ in left]
         first["content"] = [*parts, *first["content"]]
@@ -193,7 +192,7 @@ def _for_scoring(images: Sequence[Image]) -> tuple[bytes, ...]:
     return tuple(_scaled_down(image, _SCORED, 95) for image in images)
 
 
-def _images(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _images(message: Message) -> list[dict[str, Any]]:
     return [part for part in message["content"] if part["type"] != "text"]
 
 
@@ -298,11 +297,9 @@ class ImageProcessor:
         from PIL.Image import fromarray
 
         processor = getattr(self.processor, "video_processor", None)
-        found = [
-            open_video(cell.cell, folder, processor, partial(self._frame, folder))
-            for cell in cells
-            if isinstance(cell, Video)
-        ]
+        frame = partial(self._frame, folder)
+        own = [cell.cell for cell in cells if isinstance(cell, Video)]
+        found = [open_video(cell, folder, processor, frame) for cell in own]
         if not found:
             return [], {}
         frames, facts = zip(*found, strict=True)
@@ -315,10 +312,10 @@ class ImageProcessor:
     def wrong_tokens(self, ids: np.ndarray, expected: int) -> str:
         """What is wrong unless so many tokens of a prompt stand for images, "" for nothing."""
         found = int(np.isin(ids, self.processor.image_token_ids).sum())
-        why = f"{found} image tokens in the prompt where its images take {expected}: does the text hold "
-        return (
-            "" if found == expected else f"{why}{self.processor.image_token}, or the chat template no images?"
-        )
+        if found == expected:
+            return ""
+        why = f"does the text hold {self.processor.image_token}, or the chat template no images?"
+        return f"{found} image tokens in the prompt where its images take {expected}: {why}"
 
 
 def load_processor(
@@ -335,31 +332,25 @@ def load_processor(
 
     if path is None:
         return None
-    config, _ = PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)
+    trusted = {"trust_remote_code": trust_remote_code}
+    config, _ = PretrainedConfig.get_config_dict(path, **trusted)
     if "vision_config" not in config:
         return None
-    name = PROCESSOR_MAPPING_NAMES.get(config.get("model_type", ""))
+    kind = config.get("model_type", "unknown")
+    name = PROCESSOR_MAPPING_NAMES.get(kind)
     try:
-        images = AutoImageProcessor.from_pretrained(
-            path, backend="pil", trust_remote_code=trust_remote_code, **kwargs
-        )
+        images = AutoImageProcessor.from_pretrained(path, backend="pil", **trusted, **kwargs)
         own = processor_class_from_name(name) if name else None
     except (OSError, ValueError, TypeError, ImportError) as error:
-        raise DataError(
-            f"{path}: its image processor cannot be loaded: {str(error).splitlines()[0]}"
-        ) from error
+        why = str(error).splitlines()[0]
+        raise DataError(f"{path}: its image processor cannot be loaded: {why}") from error
     if own is None or not issubclass(own, ProcessorMixin) or not hasattr(images, "merge_size"):
-        kind = config.get("model_type", "unknown")
-        raise DataError(
-            f"{path}: images of {kind} models are not in this release (Qwen2-VL, 2.5-VL and 3-VL are)"
-        )
-    unknown = sorted(
-        key for key in kwargs if key not in images.valid_kwargs.__annotations__ and not hasattr(images, key)
-    )
-    if unknown:
-        raise DataError(
-            f"data.mm_processor_kwargs: {', '.join(unknown)} is nothing that {type(images).__name__} takes"
-        )
+        known = "Qwen2-VL, 2.5-VL and 3-VL are"
+        raise DataError(f"{path}: images of {kind} models are not in this release ({known})")
+    named = images.valid_kwargs.__annotations__
+    if unknown := sorted(key for key in kwargs if key not in named and not hasattr(images, key)):
+        what = f"{', '.join(unknown)} is nothing that {type(images).__name__} takes"
+        raise DataError(f"data.mm_processor_kwargs: {what}")
     if tokenizer.chat_template is None and (file := _file(path, "chat_template.json")) is not None:
         tokenizer.chat_template = json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
     parts = dict.fromkeys(own.get_attributes()) | {"image_processor": images, "tokenizer": tokenizer}
@@ -387,10 +378,8 @@ def _file(path: str, name: str) -> str | None:
     """The local file of that name of a model directory or hub id, None where it has none."""
     from transformers.utils import cached_file
 
-    options = dict.fromkeys(("missing_entries", "connection_errors"), False)
-    return cached_file(
-        path, name, **{f"_raise_exceptions_for_{key}": value for key, value in options.items()}
-    )
+    quiet = ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors")
+    return cached_file(path, name, **dict.fromkeys(quiet, False))
 
 
 def save_processor(path: str, directory: Path) -> None:

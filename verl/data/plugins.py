@@ -54,12 +54,9 @@ class RLHFDataset:
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Rows to columns: tensors are stacked, everything else becomes an object array [rows]."""
-    columns: dict[str, list[Any]] = {}
-    for row in data_list:
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
     out: dict[str, Any] = {}
-    for name, values in columns.items():
+    for name in dict.fromkeys(name for row in data_list for name in row):
+        values = [row[name] for row in data_list if name in row]
         if all(type(value).__module__ == "torch" and hasattr(value, "stride") for value in values):
             import torch
 

@@ -16,12 +16,13 @@ import numpy as np
 
 from verl.config.schema.base import select
 from verl.config.weights import built_in_scores
-from verl.data.files import DataError, RowFile, UnreadableRow, absent_column, nearest, notice
+from verl.data.files import DataError, RowFile, UnreadableRow, nearest, notice
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt
 
 GSM8K = "openai/gsm8k"
 PLAIN = "plain"
 """data_source of plain rows whose response holds no `#### n`: only a custom function can score them."""
+Schemas = Mapping[str, dict[str, Any]]
 TOOL_AGENT = "tool_agent"
 PLACEHOLDER = "<image>"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -157,13 +158,6 @@ class ChatRenderer:
         except Exception as error:  # a template is user code: whatever it raises is about this row
             raise BadRow("template failed", f"{type(error).__name__}: {error}") from error
 
-    def prompt_text(self, cell: Any, column: str = "prompt", tools: Any = None) -> str:
-        """What a prompt cell becomes before tokenising. A string without a template stays raw text."""
-        messages = as_messages(cell, column)
-        if isinstance(cell, str) and not self.has_template:
-            return cell
-        return self.text(messages, tools=tools) if tools else self.text(messages)
-
     def ids(self, text: str) -> np.ndarray:
         """Token ids int64 [P] of rendered text."""
         return self.batch_ids([text])[0]
@@ -186,14 +180,13 @@ class ChatRenderer:
 
         # A tokenizer with an encoding of its own may add to what the library's does.
         plain = getattr(type(self.tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
-        first = [
-            len(ids) for ids in self.batch_ids(texts if not plain else texts[:1])
-        ]  # sets the library's options
-        if not plain or len(texts) < 2:
-            return first
-        rest = self.tokenizer.backend_tokenizer.encode_batch_fast(list(texts[1:]), add_special_tokens=False)
+        first = self.batch_ids(texts[:1] if plain else texts)  # sets the library's options
+        rest = texts[len(first) :]
+        if not rest:
+            return [len(ids) for ids in first]
+        found = self.tokenizer.backend_tokenizer.encode_batch_fast(list(rest), add_special_tokens=False)
         begin = len(self.begin())
-        return [*first, *(begin + len(encoding) for encoding in rest)]
+        return [len(first[0]), *(begin + len(encoding) for encoding in found)]
 
     def begin(self) -> list[int]:
         """The id put before a text: the begin token where no template writes it and the tokenizer would, else none."""
@@ -268,7 +261,7 @@ class RowFields:
 class RowTools:
     """The tools that prompts are rendered with. schemas: name → OpenAI schema; every_row: also those without `agent_name`."""
 
-    schemas: Mapping[str, dict[str, Any]]
+    schemas: Schemas
     every_row: bool
 
     def of(self, fields: RowFields) -> list[dict[str, Any]] | None:
@@ -279,9 +272,7 @@ class RowTools:
         return tools_of_row(self.schemas, fields.facts["extra_info"], fields.facts["columns"].get("tools"))
 
 
-def tools_of_row(
-    schemas: Mapping[str, dict[str, Any]], extra: Mapping[str, Any], column: Any
-) -> list[dict[str, Any]]:
+def tools_of_row(schemas: Schemas, extra: Mapping[str, Any], column: Any) -> list[dict[str, Any]]:
     """The schemas that a row may use: those named in its column `tools` or in `tool_selection`, with `need_tools_kwargs` those that
     `tools_kwargs` has something for, else all. BadRow for a name that is no tool."""
     names = column if column is not None else extra.get("tool_selection")
@@ -306,28 +297,22 @@ def is_plain(file: RowFile, rules: RowRules) -> bool:
 def check_columns(file: RowFile, rules: RowRules) -> bool:
     """True: plain format, False: chat format. Raises DataError for an absent column, naming the nearest."""
     columns = file.columns
-
-    def need(name: str, key: str) -> None:
-        if name not in columns:
-            raise DataError(absent_column(name, key, file.path, columns))
-
-    need(rules.prompt_key, "data.prompt_key")
+    file.need(rules.prompt_key, "data.prompt_key")
     if hidden := [name for name in columns if name in AGENT_LOOP_ARGUMENTS]:
-        s = "s" if len(hidden) > 1 else ""
-        further = f"{', '.join(hidden)}; it finds the column{s} in `columns`"
-        notice(f"{file.path}: an agent loop's own arguments have the name{s} {further}")
+        where = "an agent loop, whose own arguments have these names, finds them in `columns`"
+        notice(f"{file.path}: columns {', '.join(hidden)}: {where}")
     if not is_plain(file, rules):
         if rules.needs_source:
-            need(rules.source_key, "data.reward_fn_key")
+            file.need(rules.source_key, "data.reward_fn_key")
         if rules.needs_truth:
-            need("reward_model", "")
+            file.need("reward_model", "")
         return False
     others = [name for name in columns if name != rules.prompt_key]
     for name in ("response", "reward"):
         if name in columns or not rules.needs_source:
             continue
         if nearest(name, others) or (name == "response" and rules.needs_truth):
-            need(name, "")
+            file.need(name, "")
         notice(f"{file.path}: plain format without a column {name!r}; taken as null")
     if "reward" in columns:
         use = "passed in extra_info and otherwise unused (the reward function scores what is sampled)"
@@ -349,9 +334,7 @@ def check_plain_truth(path: str, responses: Iterable[Any], rows: int, rules: Row
     truths = [plain_truth(response) for response in responses]
     if not rules.needs_truth or any(source == GSM8K for _, source in truths):
         return
-    found = (
-        f"column 'response' of its {rows} rows holds no `#### number` that a built-in function could check"
-    )
+    found = f"column 'response' of its {rows} rows holds no `#### number`, which a built-in function needs"
     if all(truth is None for truth, _ in truths):
         found = f"none of its {rows} rows has a ground truth: column 'response' is empty or null in every row"
     raise DataError(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from verl.data.dataset import SMALLER, CheckedRows, Progress
-from verl.data.files import DataError, Paths, RowFile, RowFiles, absent_column
+from verl.data.files import DataError, Paths, RowFile, RowFiles
 from verl.data.media import ImageProcessor, folder_of, with_images
 from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable, without_nulls
 from verl.data.sft_mask import Span, TurnFinder, token_mask
@@ -91,14 +92,14 @@ class SFTDataset(CheckedRows):
     def _render(self, row: Mapping[str, Any]) -> _Rendered:
         messages = dialogue(row, self.config, images=self._images is not None)
         images = cells_of(row.get(self.config.image_key))
-        if self._images is not None and (
-            len(images) or any(not isinstance(m["content"], str) for m in messages)
-        ):
+        if self._images is not None:
             messages, images = with_images(messages, images)
         if not self._renderer.has_template and _question_answer(self.config) and len(messages) == 2:
             question, response = messages[0]["content"], messages[1]["content"]
             whole = question + response + (self.tokenizer.eos_token or "")
             return _Rendered(whole, [(len(question), len(question) + len(response))])
+        if not any(message["role"] == "assistant" for message in messages):
+            raise BadRow("no assistant turn", "there is nothing to learn in this row")
         options = self._options(row)
         text = self._renderer.text(messages, generation=False, **options)
         try:
@@ -147,9 +148,8 @@ class SFTDataset(CheckedRows):
         except BadRow as bad:
             raise DataError(f"{self.where(index)}: {bad}; leave the row out to go on") from bad
         if not np.array_equal(ids, row.ids):
-            raise DataError(
-                f"{self.where(index)}: {len(ids)} tokens with its images, {len(row.ids)} were measured"
-            )
+            found = f"{len(ids)} tokens with its images, {len(row.ids)} were measured"
+            raise DataError(f"{self.where(index)}: {found}")
         return SFTRow(row.ids, row.mask, media)
 
     def _cut(self, row: SFTRow) -> SFTRow:
@@ -169,31 +169,27 @@ class SFTDataset(CheckedRows):
         for start in range(0, total, CHUNK):
             rendered: dict[int, _Rendered] = {}
             for index, row in enumerate(self.source.rows(start, min(start + CHUNK, total)), start):
-                try:
+                with self._leaving_out(index):
                     rendered[index] = self._render(row)
-                except BadRow as bad:
-                    self.bad[index] = (bad.problem, bad.detail)
             for index, encoded in zip(rendered, self._encode(list(rendered.values())), strict=True):
-                try:
+                with self._leaving_out(index):
                     whole = self._expanded(index, encoded, rendered[index].images)
-                except BadRow as bad:
-                    self.bad[index] = (bad.problem, bad.detail)
-                    continue
-                self.lengths[index] = len(whole.ids)
-                tokens += self._keep(index, whole)
+                    self.lengths[index] = len(whole.ids)
+                    cut = self._cut(whole)
+                    tokens += len(cut.ids)
+                    if self._kept is not None:
+                        self._kept[index] = SFTRow(cut.ids.astype(np.int32), cut.mask)
             if tokens > KEPT_TOKENS:
                 self._kept = None
             progress.at(start + CHUNK)
 
-    def _keep(self, index: int, row: SFTRow) -> int:
+    @contextmanager
+    def _leaving_out(self, index: int) -> Iterator[None]:
+        """The block makes a row, which is a bad one where it raises BadRow."""
         try:
-            row = self._cut(row)
+            yield
         except BadRow as bad:
             self.bad[index] = (bad.problem, bad.detail)
-            return 0
-        if self._kept is not None:
-            self._kept[index] = SFTRow(row.ids.astype(np.int32), row.mask)
-        return len(row.ids)
 
     def _refuse_too_long(self) -> None:
         long = np.flatnonzero(self.lengths > self._limit)
@@ -239,18 +235,16 @@ def check_columns(file: RowFile, config: Any) -> None:
         column = config[name]
         if column is None:
             raise DataError(f"data.{name} is not set: data.prompt_key and data.response_key go together")
-        if column not in file.columns:
-            hint = "" if pair else _hint(file.columns)
-            raise DataError(absent_column(column, f"data.{name}", file.path, file.columns) + hint)
+        file.need(column, f"data.{name}", "" if pair else _hint(file.columns))
 
 
 def dialogue(row: Mapping[str, Any], config: Any, *, images: bool) -> list[dict[str, Any]]:
     """The messages of a row, whose columns the `data` group `config` names; `images`: the model sees them. Raises BadRow."""
     check_readable(row)
-    for key in (config.video_key,) if images else (config.image_key, config.video_key):
+    unseen = {} if images else {config.image_key: "the model does not see images"}
+    unseen |= {config.video_key: "videos are not in this release"}
+    for key, why in unseen.items():
         if row.get(key):
-            seen = key == config.image_key
-            why = "the model does not see images" if seen else "videos are not in this release"
             raise BadRow("media", f"column {key!r} is not empty: {why}")
     if not _question_answer(config):
         key, cell = config.messages_key, row.get(config.messages_key)

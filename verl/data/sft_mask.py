@@ -15,7 +15,8 @@ import numpy as np
 from verl.data.rows import BadRow, ChatRenderer
 
 Span = tuple[int, int]
-Messages = Sequence[Mapping[str, Any]]
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
 _PROBE = {"role": "user", "content": "a"}
 _BLANKS = re.compile(r"\s*")
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
@@ -45,7 +46,7 @@ class TurnFinder:
     def spans(self, messages: Messages, text: str, **options: Any) -> list[Span]:
         """[start, end of content) of every assistant turn of `text`, the rendering of `messages`.
 
-        Raises BadRow if a turn cannot be found, or if there is none.
+        Raises BadRow if a turn cannot be found.
         """
         spans: list[Span] = []
         cursor = 0
@@ -57,8 +58,6 @@ class TurnFinder:
                 raise BadRow("assistant span not found", detail)
             spans.append((start, end))
             cursor = end
-        if not spans:
-            raise BadRow("no assistant turn", "there is nothing to learn in this row")
         return spans
 
     def _start(self, before: Messages, text: str, cursor: int, options: Mapping[str, Any]) -> int | None:
@@ -115,13 +114,9 @@ class TurnFinder:
                 start, end = self._within(piece, opening, message, number, options)
                 spans.append((len(text) + start - cut, len(text) + end - cut))
             text += piece[cut:]
-        if not spans:
-            raise BadRow("no assistant turn", "there is nothing to learn in this row")
         return text, spans
 
-    def _within(
-        self, piece: str, opening: int, message: Mapping[str, Any], number: int, options: Mapping[str, Any]
-    ) -> Span:
+    def _within(self, piece: str, opening: int, message: Message, number: int, options: Any) -> Span:
         for header in self.headers(**options):
             if piece.startswith(header, opening):
                 end = _content_end(piece, opening + len(header), message)
@@ -130,7 +125,7 @@ class TurnFinder:
         raise BadRow("assistant span not found", f"turn {number}, rendered alone, does not hold its content")
 
 
-def _content_end(text: str, start: int, message: Mapping[str, Any]) -> int | None:
+def _content_end(text: str, start: int, message: Message) -> int | None:
     """Where the turn's content ends in `text`: at once, or after a think block that the template wrote."""
     content = str(message["content"]).strip()
     answer = content.split("</think>")[-1].strip()

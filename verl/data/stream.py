@@ -75,35 +75,30 @@ class PromptStream:
         if not cross and self.rows_per_epoch - self.offset < n:
             self.epoch, self.offset = self.epoch + 1, 0
         out: list[Prompt] = []
-        failed = 0
         while len(out) < n:
             row = self._next_row()
             try:
                 prompt = self.dataset.prompt(row, self.epoch)
             except BadRow as bad:
-                failed += 1
                 self._skip(row, bad)
-                if failed >= self.rows_per_epoch:
-                    raise DataError(f"every prompt failed when it was drawn; the last: {bad}") from bad
                 continue
             if self._sampler is not None:
                 # A sampler may give a row twice in an epoch; the place in the order keeps the groups apart.
                 prompt.uid = f"{prompt.uid}+{self.offset - 1}"
             out.append(prompt)
-            failed = 0
         return out
 
     def _skip(self, row: int, bad: BadRow) -> None:
-        """Record a row that failed when it was drawn. DataError where too many of the epoch's did."""
+        """Record a row that failed when it was drawn. DataError where too many of the epoch's did, or all."""
         record = {"row": row, "epoch": self.epoch, "problem": bad.problem, "detail": bad.detail}
         self.skipped.append(record)
         notice(f"prompt {row} of epoch {self.epoch} is skipped: {bad}")
         self._failed[self.epoch] += 1
-        if self._failed[self.epoch] > self._max_bad_ratio * self.rows_per_epoch:
+        failed, rows = self._failed[self.epoch], self.rows_per_epoch
+        if failed > self._max_bad_ratio * rows or failed >= rows:
             raise DataError(
-                f"{self._failed[self.epoch]} of {self.rows_per_epoch} rows of epoch {self.epoch} failed when they were "
-                f"drawn, more than data.max_bad_row_ratio={self._max_bad_ratio} allows; the last: {bad}. Repair the rows, "
-                "or raise data.max_bad_row_ratio to go on without them"
+                f"{failed} of {rows} rows of epoch {self.epoch} failed when they were drawn, which "
+                f"data.max_bad_row_ratio={self._max_bad_ratio} does not allow; the last: {bad}. Repair the rows, or raise it"
             )
 
     def _next_row(self) -> int:

@@ -91,7 +91,7 @@ def page_data(run: Run, responses: Packed) -> Record:
         "marks": _marks(run),
         "events": [_event(e) for e in run.events.shown],
         "eventCounts": dict(run.events.counts.most_common(60)),
-        "eventTotal": run.events.total,
+        "eventTotal": run.events.counts.total(),
         "config": summary.flatten(run.config),
         "versions": summary.flatten(run.versions),
         "unreadable": dict(run.unreadable),

@@ -40,11 +40,6 @@ class Events:
     counts: Counter[str] = field(default_factory=Counter)
     marks: list[Record] = field(default_factory=list)
 
-    @property
-    def total(self) -> int:
-        """Number of events in the file."""
-        return sum(self.counts.values())
-
 
 @dataclass(slots=True)
 class Run:
@@ -66,15 +61,6 @@ def number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def parse_line(line: bytes) -> Record | None:
-    """One JSON object, or None if the line is torn, not JSON or not an object."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def json_lines(path: Path, unreadable: Counter[str], limit: int | None = None) -> Iterator[Record]:
     """Objects of a JSON-lines file in order; lines that are none are counted under the file's name.
 
@@ -85,7 +71,11 @@ def json_lines(path: Path, unreadable: Counter[str], limit: int | None = None) -
     done = 0
     with path.open("rb") as file:
         for line in file:
-            if (record := parse_line(line)) is not None:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
                 yield record
             elif line.strip():
                 unreadable[path.name] += 1
@@ -96,8 +86,7 @@ def json_lines(path: Path, unreadable: Counter[str], limit: int | None = None) -
 
 def kind_of(event: Record) -> str:
     """The event's kind."""
-    kind = event.get("event")
-    return kind if isinstance(kind, str) else "event"
+    return str(event.get("event", "event"))
 
 
 def text_of(value: Any, limit: int, more: str = " …") -> str:

@@ -119,9 +119,8 @@ class _Packer:
 
     def _add(self, step: int, record: Record) -> None:
         row = self._text(step, record) | self._images(step, record) | self._dialogue(record)
-        tokens = self._tokens(record)
-        if tokens:
-            row.update(tokens)
+        if tokens := self._tokens(record):
+            row |= tokens
             self._drop_repeated_text(row)
         self.packed.rows.append(row)
         self.packed.bytes += len(json.dumps(row, ensure_ascii=False, default=str))
@@ -142,34 +141,32 @@ class _Packer:
         row: Record = {
             "s": step,
             "u": str(record.get("uid", "")),
-            "i": record.get("index", 0) if isinstance(record.get("index"), int) else 0,
+            "i": record.get("index", 0),
             "p": self._intern(self._cut(record.get("input")), self._prompt_at, self.packed.prompts),
             "o": self._cut(record.get("output")),
             "g": self._cut(record.get("gts")),
             "sc": number(record.get("score")),
             "a": number(record.get("advantage")),
-            "n": record.get("length") if isinstance(record.get("length"), int) else None,
-            "f": str(record.get("finish_reason") or ""),
+            "n": record.get("length"),
+            "f": record.get("finish_reason") or "",
+            "v": record.get("versions", [])[:16],
+            "x": {str(k): _short(v) for k, v in list(record.get("parts", {}).items())[:24]},
         }
         if record.get("data_source"):
             row["d"] = str(record["data_source"])
         if record.get("score_error"):
             row["e"] = self._cut(record["score_error"])
-        if isinstance(record.get("versions"), list):
-            row["v"] = [v for v in record["versions"] if isinstance(v, int)][:16]
-        if isinstance(record.get("parts"), dict):
-            row["x"] = {str(k): _short(v) for k, v in list(record["parts"].items())[:24]}
         return row
 
-    def _tokens(self, record: Record) -> Record | None:
-        tokens = record.get("tokens")
-        if not isinstance(tokens, list) or not tokens or len(tokens) > self.limits.tokens:
-            return None
+    def _tokens(self, record: Record) -> Record:
+        tokens = record.get("tokens", [])
         count = len(tokens)
-        out: Record = {"t": [self._intern(str(t), self._token_at, self.packed.tokens) for t in tokens]}
-        mask = record.get("mask")
-        if isinstance(mask, list) and len(mask) == count and not all(mask):
-            out["m"] = [1 if m else 0 for m in mask]
+        if not 0 < count <= self.limits.tokens:
+            return {}
+        out: Record = {"t": [self._intern(t, self._token_at, self.packed.tokens) for t in tokens]}
+        mask = record.get("mask") or []
+        if len(mask) == count and not all(mask):
+            out["m"] = mask
         names = ("log_probs", "rollout_log_probs", "advantages")
         old, mu, advantages = (_numbers(record.get(name), count) for name in names)
         if old:
@@ -188,56 +185,45 @@ class _Packer:
         """The images of the response's group, which came with its first response."""
         group = step, record.get("uid")
         if group != self._group:
-            given = record.get("images")
-            uris = (
-                [uri for uri in given if str(uri).startswith("data:image/")]
-                if isinstance(given, list)
-                else []
-            )
-            at = [self._intern(uri, self._image_at, self.packed.images) for uri in uris]
             self._group = group
-            tokens = record.get("image_tokens")
-            counts = [number(one) for one in (tokens if isinstance(tokens, list) else [tokens])]
-            self._seen = {"im": at, "it": counts} if at else {}
+            at = self._numbers_of(_uris(record.get("images", [])))
+            self._seen = {"im": at, "it": record.get("image_tokens", [])} if at else {}
         return self._seen
 
     def _dialogue(self, record: Record) -> Record:
         """`dl`: its messages, each with role, content, calls and, of the policy's turns, when they began, seconds, reward."""
-        messages, turns = record.get("messages"), record.get("turns")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        messages, left = record.get("messages", []), list(record.get("turns", []))
+        if not messages or not all(isinstance(message, dict) for message in messages):
             return {}
-        left = list(turns) if isinstance(turns, list) else []
         packed: list[Record] = []
         for message, images in reversed(list(zip(messages, self._shown(record, messages), strict=True))):
-            calls = [
-                call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict)
-            ]
             entry: Record = {"r": str(message.get("role", "")), "c": self._cut(_said(message.get("content")))}
-            entry["k"] = [
-                [self._cut(c.get("name")), self._cut(c.get("arguments"))]
-                for c in calls
-                if isinstance(c, dict)
-            ]
+            calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
+            functions = [call.get("function", {}) for call in calls]
+            entry["k"] = [[self._cut(f.get(name)) for name in ("name", "arguments")] for f in functions]
             if images:
                 entry["im"] = images
             if message.get("name"):
                 entry["n"] = self._cut(message["name"])
-            if entry["r"] == "assistant" and left and isinstance(turn := left.pop(), dict):
-                entry["v"] = [number(turn.get(name)) for name in ("at", "seconds", "reward")]
+            if entry["r"] == "assistant" and left:
+                turn = left.pop()
+                entry["v"] = [turn.get(name) for name in ("at", "seconds", "reward")]
             packed.append(entry)
         return {"dl": packed[::-1]}
 
     def _shown(self, record: Record, messages: list[Record]) -> list[list[int]]:
         """Of each message the images that it holds by number: those of tools and environments, in the order of their places."""
-        given = record.get("shown")
-        left = [uri for uri in given if str(uri).startswith("data:image/")] if isinstance(given, list) else []
+        left = _uris(record.get("shown", []))
         out: list[list[int]] = []
         for message in messages:
             said = "" if message.get("role") == "assistant" else message.get("content")
             count = said.count(PLACEHOLDER) if isinstance(said, str) else 0
-            out.append([self._intern(uri, self._image_at, self.packed.images) for uri in left[:count]])
+            out.append(self._numbers_of(left[:count]))
             del left[:count]
         return out
+
+    def _numbers_of(self, uris: list[str]) -> list[int]:
+        return [self._intern(uri, self._image_at, self.packed.images) for uri in uris]
 
     def _cut(self, value: Any) -> str:
         return text_of(value, self.limits.text, " … [more characters in the file]")
@@ -255,6 +241,10 @@ def _said(content: Any) -> Any:
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return content
     return "".join(str(part.get("text") or f"<{part.get('type')}>") for part in content)
+
+
+def _uris(images: list[str]) -> list[str]:
+    return [uri for uri in images if uri.startswith("data:image/")]
 
 
 def _short(value: Any) -> Any:

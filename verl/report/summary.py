@@ -74,14 +74,11 @@ def validation_label(metrics: Metrics, name: str) -> str:
     """What the metric of `accuracy_name` is called: without any `acc`, the overall number is a mean reward."""
     if name == "val/loss":
         return "Validation loss"
-    rewards = name == "val/accuracy" and not any(ACCURACY.match(known) for known in metrics.columns)
-    sources = {
-        known.rsplit("/", 2)[0] for known in metrics.columns if ACCURACY.match(known) or REWARD.match(known)
-    }
+    accuracies = [known for known in metrics.columns if ACCURACY.match(known)]
+    rewards = [known for known in metrics.columns if REWARD.match(known)]
+    sources = {known.rsplit("/", 2)[0] for known in accuracies + rewards}
     over = f", mean of {len(sources)} data sources" if name == "val/accuracy" and len(sources) > 1 else ""
-    if REWARD.match(name) or (rewards and any(REWARD.match(known) for known in metrics.columns)):
-        return f"Validation reward{over}"
-    return f"Validation accuracy{over}"
+    return f"Validation {'accuracy' if accuracies or not rewards else 'reward'}{over}"
 
 
 def total_steps(run: Run) -> int | None:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,16 +66,15 @@ class Report:
         """True if nothing looks wrong."""
         return not self.problems
 
-    def show(self, console: Any = None) -> None:
+    def show(self) -> None:
         """Print the table of scores and what looks wrong."""
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        console = console or Console(highlight=False)
-        console.print(
-            f"[bold]{escape(self.function)}[/] on {escape(self.data)}: {self.rows} of {self.total_rows} rows"
-        )
+        console = Console(highlight=False)
+        rows = f"{self.rows} of {self.total_rows} rows"
+        console.print(f"[bold]{escape(self.function)}[/] on {escape(self.data)}: {rows}")
         table = Table("response", "calls", "mean", "min", "max", "failed", "slowest", header_style="bold")
         for column in table.columns[1:]:
             column.justify = "right"
@@ -150,11 +150,9 @@ def reward_check(
     if reward_file is None:
         report.problems += unsupported(dict.fromkeys(p.data_source for p in prompts)).values()
         prompts = [p for p in prompts if rule_or_none(p.data_source)]
-    runner = RewardRunner(None, settings=RewardSettings(function=spec, num_workers=2, timeout=timeout))
-    try:
+    settings = RewardSettings(function=spec, num_workers=2, timeout=timeout)
+    with closing(RewardRunner(None, settings=settings)) as runner:
         report.trials = asyncio.run(_try_all(runner, prompts))
-    finally:
-        runner.close()
     _judge(report, built_in=reward_file is None)
     return report
 
@@ -222,49 +220,44 @@ def _failures(label: str, total: int, failed: Sequence[Trial]) -> str:
 def _judge_scores(report: Report, built_in: bool) -> None:
     """Compare, row by row, what the reference earns with what every wrong response earns."""
     scored = [trial for trial in report.trials if trial.outcome.error is None]
-    rows = _grouped(scored, lambda trial: trial.prompt.uid)
-    low: list[tuple[Trial, float]] = []
-    high: dict[str, list[tuple[Trial, float]]] = {}
-    bars = {
-        uid: max((t.score for t in trials if t.kind != "reference"), default=0.0)
-        for uid, trials in rows.items()
-    }
-    for uid, trials in rows.items():
-        right = [t for t in trials if t.kind == "reference" and t.response.strip()]
-        wrong = [t for t in trials if t.kind != "reference"]
-        if not right or not wrong:
-            continue
-        best = max(right, key=lambda t: t.score)
-        bar = bars[uid]
-        if best.score <= min(bar, 0.0) or (built_in and best.score < 1.0 - 1e-9):
-            low.append((best, bar))
-            continue
-        for t in wrong:
-            if t.score >= best.score:
-                high.setdefault(t.label, []).append((t, best.score))
+    right = [trial for trial in scored if trial.kind == "reference" and trial.response.strip()]
+    wrong = [trial for trial in scored if trial.kind != "reference"]
+    best, of_wrong = _best_by_row(right), _best_by_row(wrong)
+    bars = {uid: of_wrong[uid].score if uid in of_wrong else 0.0 for uid in best}
+    low = [trial for uid, trial in best.items() if _is_low(trial.score, bars[uid], built_in)]
     if low:
-        trial, bar = low[0]
+        trial, rows = low[0], {trial.prompt.uid for trial in scored}
         report.problems.append(
-            f"the reference scores low on {len(low)} of {len(rows)} rows; row {trial.prompt.row}: "
-            f"{trial.label} {short(trial.response)} earns {trial.score:g}, the best wrong response {bar:g}"
+            f"the reference scores low on {len(low)} of {len(rows)} rows; row {trial.prompt.row}: {trial.label} "
+            f"{short(trial.response)} earns {trial.score:g}, the best wrong response {bars[trial.prompt.uid]:g}"
         )
-    references = _by_label(t for t in scored if t.kind == "reference" and t.response.strip())
-    worthless = [
-        label for label, trials in references.items() if all(t.score <= bars[t.prompt.uid] for t in trials)
-    ]
-    if worthless and len(worthless) < len(references):
-        report.notes.append(
-            f"right responses of this form earn no more than wrong ones on every row: {', '.join(map(repr, worthless))}"
-        )
-    for label, found in high.items():
-        trial, score = found[0]
+    sound = best.keys() - {trial.prompt.uid for trial in low}
+    high = [t for t in wrong if t.prompt.uid in sound and t.score >= best[t.prompt.uid].score]
+    of_worth = {trial.label for trial in right if trial.score > bars[trial.prompt.uid]}
+    worthless = [repr(label) for label in _by_label(right) if label not in of_worth]
+    if worthless and of_worth:
+        what = "right responses of this form earn no more than wrong ones on every row"
+        report.notes.append(f"{what}: {', '.join(worthless)}")
+    for label, found in _by_label(high).items():
+        trial = found[0]
         report.problems.append(
-            f"a wrong response scores high on {len(found)} rows: {label!r} {short(trial.response)} earns "
-            f"{trial.score:g} on row {trial.prompt.row}, where the reference earns {score:g}"
+            f"a wrong response scores high on {len(found)} rows: {label!r} {short(trial.response)} earns {trial.score:g} "
+            f"on row {trial.prompt.row}, where the reference earns {best[trial.prompt.uid].score:g}"
         )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _is_low(score: float, bar: float, built_in: bool) -> bool:
+    """True if a right response earns too little; `bar`: what the best wrong one does."""
+    return score < 1.0 - 1e-9 if built_in else score <= min(bar, 0.0)
+
+
+def _best_by_row(trials: Iterable[Trial]) -> dict[str, Trial]:
+    """Of these trials of each row, by its uid, the one that earns most."""
+    rows = _grouped(trials, lambda trial: trial.prompt.uid)
+    return {uid: max(found, key=lambda trial: trial.score) for uid, found in rows.items()}
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="verl reward check",
         description="Try a reward function on rows of a data file: the reference, empty, garbage, hostile text.",
@@ -277,11 +270,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--samples", type=int, default=32, help="rows to try (default: 32)")
     add("--timeout", type=float, default=30.0, help="seconds for one call (default: 30)")
     add("--kwargs", default="{}", help="JSON object: custom_reward_function.reward_kwargs")
-    return parser
-
-
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
     args = parser.parse_args(argv[1:] if argv[:1] == ["check"] else argv)
     for path in args.paths:
         kind = "reward" if path.endswith(".py") or path.startswith("pkg://") else "data"
@@ -302,9 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kwargs = json.loads(args.kwargs)
         if not isinstance(kwargs, dict):
             raise UserError(f"--kwargs must be a JSON object, not {args.kwargs}")
-        report = reward_check(
-            args.data, args.reward, args.name, args.samples, timeout=args.timeout, reward_kwargs=kwargs
-        )
+        asked = (args.data, args.reward, args.name, args.samples)
+        report = reward_check(*asked, timeout=args.timeout, reward_kwargs=kwargs)
     except (UserError, json.JSONDecodeError) as error:
         what = f"--kwargs is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
         print(f"verl reward check: {what}", file=sys.stderr)

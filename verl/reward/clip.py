@@ -32,9 +32,7 @@ def compute_score(
     """
     images = (extra_info or {}).get("images")
     if not images:
-        raise ValueError(
-            "CLIP compares with the prompt's image: the row has none, or reward_model.images is not set"
-        )
+        raise ValueError("CLIP compares with the row's image: it has none, or reward_model.images is not set")
     text = _text_features(model, solution_str)
     similarity = float(sum(text @ _image_features(model, uri) for uri in images) / len(images))
     return {"score": weight * max(0.0, similarity), "clip_similarity": similarity}
@@ -47,9 +45,7 @@ def _load(path: str) -> tuple[Any, Any, Any]:
 
     model = AutoModel.from_pretrained(path).eval()
     if not hasattr(model, "get_image_features") or not hasattr(model, "get_text_features"):
-        raise ValueError(
-            f"reward_kwargs.model={path}: {type(model).__name__} does not compare texts with images"
-        )
+        raise ValueError(f"reward_kwargs.model={path}: {type(model).__name__} sees no texts and images")
     return model, AutoTokenizer.from_pretrained(path), AutoImageProcessor.from_pretrained(path, backend="pil")
 
 
@@ -65,10 +61,8 @@ def _image_features(path: str, uri: str) -> Any:
     from verl.data.media import decoded, open_image
 
     model, _, processor = _load(path)
-    image = decoded(open_image(uri, Path()))
-    return _unit(
-        model.get_image_features, pixel_values=processor(images=[image], return_tensors="pt")["pixel_values"]
-    )
+    made = processor(images=[decoded(open_image(uri, Path()))], return_tensors="pt")
+    return _unit(model.get_image_features, pixel_values=made["pixel_values"])
 
 
 def _unit(features: Any, **inputs: Any) -> Any:

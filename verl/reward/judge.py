@@ -77,7 +77,8 @@ async def compute_score(
     template without `{response}` or a row without a question.
     """
     text = _read(template_path) if template_path else template
-    fields = {"response": solution_str, "ground_truth": _text(ground_truth)}
+    truth = "none is given" if ground_truth is None else str(ground_truth)
+    fields = {"response": solution_str, "ground_truth": truth}
     if "{response}" not in text:
         raise ValueError("the judge's template has no {response}")
     if "{question}" in text:
@@ -95,11 +96,11 @@ async def compute_score(
     answer = await asyncio.get_running_loop().run_in_executor(_threads(max_concurrent), ask)
     choice = answer["choices"][0]
     said = choice["message"]["content"]
-    verdict = _last(re.compile(pattern), said)
-    if verdict is None:
+    verdicts = list(re.finditer(pattern, said))
+    if not verdicts:
         cut = ", and is cut at max_tokens" if choice.get("finish_reason") == "length" else ""
         raise JudgeFailed(f"the judge's answer holds no verdict{cut}: ...{said[-200:]!r}")
-    return {"score": _score(verdict, low, high, labels), "judgement": said[-_KEPT:]}
+    return {"score": _score(verdicts[-1][1].strip(), low, high, labels), "judgement": said[-_KEPT:]}
 
 
 def _asked(template: str, fields: Mapping[str, str], images: Sequence[str] | None) -> Any:
@@ -128,11 +129,6 @@ def _score(verdict: str, low: float, high: float, labels: Mapping[str, float] | 
     return (number - low) / (high - low)
 
 
-def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    found = list(pattern.finditer(text))
-    return found[-1][1].strip() if found else None
-
-
 def _question(extra_info: Mapping[str, Any]) -> str:
     """The row's own question, else its prompt; a prompt of several messages with their roles."""
     if extra_info.get("question"):
@@ -151,10 +147,6 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(content, str):
         return content
     return "".join(str(part.get("text") or f"<{part.get('type')}>") for part in content)
-
-
-def _text(ground_truth: Any) -> str:
-    return "none is given" if ground_truth is None else str(ground_truth)
 
 
 def _completions(address: str) -> str:

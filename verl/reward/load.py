@@ -10,6 +10,7 @@ from verl.data.files import DataError
 from verl.data.load_object import load_extern_object
 from verl.reward.outcome import RewardLoadError
 
+Function = Callable[..., Any]
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
@@ -25,17 +26,16 @@ def load_object(key: str, path: str, name: str) -> Any:
         raise RewardLoadError(f"{key}={error}") from error
 
 
-def load_function(path: str, name: str) -> Callable[..., Any]:
+def load_function(path: str, name: str) -> Function:
     """The callable `name` of the module at `path`, imported once per process. RewardLoadError as `load_object`."""
     function = load_object("custom_reward_function.path", path, name)
     if not callable(function):
-        raise RewardLoadError(
-            f"custom_reward_function.name={name}: in {path} this is a {type(function).__name__}, not a function"
-        )
+        found = f"in {path} this is a {type(function).__name__}, not a function"
+        raise RewardLoadError(f"custom_reward_function.name={name}: {found}")
     return function
 
 
-def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def taken(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the `offered` arguments that the function names (`FunctionSpec`)."""
     names = inspect.signature(function).parameters if offered else {}
     found = {name: value for name, value in offered.items() if name in names}
@@ -47,7 +47,7 @@ def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Function) -> bool:
     """True for `async def`, also behind functools.partial, a decorator that wraps, or an object's __call__."""
     while hasattr(function, "func") and not inspect.isfunction(function):
         function = function.func
@@ -55,9 +55,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
-def calling_style(
-    function: Callable[..., Any], kwargs: Mapping[str, Any], *, batch: bool, positional: bool
-) -> str:
+def calling_style(function: Function, kwargs: Mapping[str, Any], *, batch: bool, positional: bool) -> str:
     """How to call it: "keyword", or "positional" (allowed for the prime manager only).
 
     `kwargs` are `custom_reward_function.reward_kwargs`. RewardLoadError shows the signature and what it lacks.
@@ -70,10 +68,8 @@ def calling_style(
     problem = _problem(signature, (), {**dict.fromkeys(names), **kwargs})
     if problem is None:
         return "keyword"
-    if positional:
-        problem = _problem(signature, names, kwargs)
-        if problem is None:
-            return "positional"
+    if positional and (problem := _problem(signature, names, kwargs)) is None:
+        return "positional"
     hint = ""
     if _problem(signature, (), {**dict.fromkeys(others), **kwargs}) is None:
         takes, manager = ("one response at a time", "naive") if batch else ("a whole batch", "batch")

@@ -13,10 +13,10 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.reward.load import load_function, load_object, taken
+from verl.reward.load import Function, load_function, load_object, taken
 from verl.reward.outcome import RewardLoadError
 from verl.reward.pool import FunctionSpec
 
@@ -32,9 +32,7 @@ _RESPONSE = ("index", "response_ids", "response_mask", "text", "num_turns")
 class RewardManagerBase(ABC):
     """Base of managers that score one response at a time."""
 
-    def __init__(
-        self, config: Any, tokenizer: Any, compute_score: Callable[..., Any] | None = None, **kwargs: Any
-    ):
+    def __init__(self, config: Any, tokenizer: Any, compute_score: Function | None = None, **kwargs: Any):
         self.config = config
         self.tokenizer = tokenizer
         self.compute_score = compute_score
@@ -51,10 +49,8 @@ def load_class(path: str, name: str) -> type:
     if not isinstance(found, type):
         raise RewardLoadError(f"{KEY}.name={name}: in {path} this is a {type(found).__name__}, not a class")
     if not (hasattr(found, "run_single") or "__call__" in dir(found)):
-        raise RewardLoadError(
-            f"{KEY}.name={name}: {path} defines it without run_single (one response at a time) and without __call__ "
-            "(a whole batch)"
-        )
+        ways = "run_single (one response at a time) and without __call__ (a whole batch)"
+        raise RewardLoadError(f"{KEY}.name={name}: {path} defines it without {ways}")
     return found
 
 
@@ -102,7 +98,10 @@ class Manager:
         self.is_async = self._single and inspect.iscoroutinefunction(self._manager.run_single)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        data = self._batch(rows)
+        from verl.data_proto import DataProto
+        from verl.trajectory import Batch
+
+        data = DataProto.from_trajectories(Batch([self._trajectory(row) for row in rows]))
         if self.is_async:
             return self._awaited(data)
         if self._single:
@@ -113,12 +112,6 @@ class Manager:
 
     async def _awaited(self, data: DataProto) -> Any:
         return _single(await self._manager.run_single(data))
-
-    def _batch(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
-        from verl.data_proto import DataProto
-        from verl.trajectory import Batch
-
-        return DataProto.from_trajectories(Batch([self._trajectory(row) for row in rows]))
 
     def _trajectory(self, row: Mapping[str, Any]) -> Trajectory:
         import numpy as np
@@ -135,7 +128,7 @@ class Manager:
         return Trajectory(prompt, response_ids=ids, response_mask=mask, **response)
 
 
-def _compute_score(config: Any, judge: Mapping[str, Any]) -> Callable[..., Any]:
+def _compute_score(config: Any, judge: Mapping[str, Any]) -> Function:
     """`compute_score` as the manager gets it: the custom function with its kwargs and the judge, else the built-in table."""
     custom = config.custom_reward_function
     if custom.path is None:
@@ -156,9 +149,8 @@ def _arguments(kind: type, offered: Mapping[str, Any], options: Mapping[str, Any
     try:
         signature.bind(**chosen)
     except TypeError as error:
-        raise RewardLoadError(
-            f"{KEY}.name={kind.__name__}: {error}; a manager gets {', '.join(given)}"
-        ) from error
+        what = f"{error}; a manager gets {', '.join(given)}"
+        raise RewardLoadError(f"{KEY}.name={kind.__name__}: {what}") from error
     return chosen
 
 

@@ -33,17 +33,16 @@ class RewardModel:
         from verl.models.load import check_directory, load_config
 
         own = config.reward_model
-        self.label = f"reward_model.model.path={own.model.path}"
+        path, trusted = own.model.path, own.model.trust_remote_code
+        self.label = f"reward_model.model.path={path}"
         self.scores: Callable[[Batch], Awaitable[None]] | None = None
-        text = load_config(check_directory(own.model.path), own.model).get_text_config()
-        tokenizer = load_tokenizer(own.model.path, trust_remote_code=own.model.trust_remote_code)
+        text = load_config(check_directory(path), own.model).get_text_config()
+        tokenizer = load_tokenizer(path, trust_remote_code=trusted)
         self._renderer, self._limit = ChatRenderer(tokenizer), int(own.rollout.max_model_len)
         if getattr(text, "rope_parameters", None) is None:  # positions are a table of so many
             most = getattr(text, "max_position_embeddings", None) or self._limit
             self._limit = min(self._limit, most, tokenizer.model_max_length)
-        processor = load_processor(
-            own.model.path, tokenizer, {}, trust_remote_code=own.model.trust_remote_code
-        )
+        processor = load_processor(path, tokenizer, {}, trust_remote_code=trusted)
         self._images = None if processor is None else ImageProcessor(processor)
         self._seen: WeakKeyDictionary[Media, Media] = WeakKeyDictionary()
         if self._images is not None and not config.reward_model.images:
@@ -71,7 +70,8 @@ class RewardModel:
                 groups.setdefault(trajectories[i].uid, {})[i] = ids
         rows: dict[int, Trajectory] = {}
         for members in groups.values():
-            media = self._media(trajectories[next(iter(members))].prompt)
+            prompt = trajectories[next(iter(members))].prompt
+            media = None if prompt.media is None else self._seen.get(prompt.media)
             for i, segment in zip(members, _segments([*members.values()], media), strict=True):
                 rows[i] = Trajectory(trajectories[i].prompt, trajectories[i].index, segments=[segment])
         if rows:
@@ -79,10 +79,6 @@ class RewardModel:
         seconds = (time.monotonic() - started) / max(1, len(trajectories))
         scored = {i: outcome_of(float(row.scores[-1]), seconds) for i, row in rows.items()}
         return [one if isinstance(one, Outcome) else scored[i] for i, one in enumerate(found)]
-
-    def _media(self, prompt: Prompt) -> Media | None:
-        """The prompt's images as the reward model's own processor made them."""
-        return None if prompt.media is None else self._seen.get(prompt.media)
 
     def _ids(self, prompt: Prompt, response: str, dialogue: Any = None) -> np.ndarray | Outcome:
         """The dialogue as the model's template writes it, or why it cannot be scored. dialogue: its messages, of an agent loop.
@@ -107,10 +103,8 @@ class RewardModel:
         ids = ids[: used[-1] + 1] if len(used) else ids[:0]
         if 0 < len(ids) <= self._limit:
             return ids
-        return failed(
-            "value",
-            f"{len(ids)} tokens; the limit is {self._limit} (reward_model.rollout.max_model_len, the model's)",
-        )
+        limit = f"the limit is {self._limit} (reward_model.rollout.max_model_len, the model's)"
+        return failed("value", f"{len(ids)} tokens; {limit}")
 
 
 def _segments(sequences: Sequence[np.ndarray], media: Media | None) -> list[Segment]:

@@ -12,10 +12,6 @@ from typing import Any
 from verl.errors import UserError
 from verl.platform.parent_channel import NotPlain, to_plain
 
-KINDS = ("exception", "timeout", "crash", "value", "load")
-"""Kinds of failure: it raised, took too long, killed its process, returned no score, could not be loaded."""
-
-
 TRACEBACK_CHARACTERS = 6000
 
 
@@ -59,9 +55,10 @@ class RewardErrorLimit(RewardError, UserError, RuntimeError):
     """More responses of a step failed to score than `reward_model.max_error_ratio` allows."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Outcome:
-    """Result of scoring one response. `error` is None if it worked; else `score` is None and `kind` one of KINDS.
+    """Result of scoring one response. `error` is None if it worked; else `score` is None and `kind` says how it failed: an
+    "exception", a "timeout", a "crash" of its process, a "value" that is no score, "load" if it could not be loaded.
 
     `bare` is True if the function returned a number alone. `seconds` is the time the function took.
     """
@@ -74,18 +71,6 @@ class Outcome:
     error: str | None = None
     traceback: str = ""
 
-    def to_row(self) -> list[Any]:
-        """The fields in order."""
-        return [getattr(self, name) for name in self.__slots__]
-
-    @classmethod
-    def from_row(cls, row: list[Any]) -> Outcome:
-        """Inverse of `to_row`. ValueError for a row that is neither a finite score nor a failure."""
-        outcome = cls(*row)
-        if outcome.error is None:
-            outcome.score = _number(outcome.score, "the score sent")
-        return outcome
-
 
 def failed(kind: str, error: str, trace: str = "", seconds: float = 0.0) -> Outcome:
     """An outcome without a score."""
@@ -97,10 +82,7 @@ def raised(error: BaseException, seconds: float, caller: str) -> Outcome:
     inner = error.__traceback__
     while inner is not None and inner.tb_frame.f_code.co_filename == caller:
         inner = inner.tb_next
-    try:
-        trace = "".join(traceback.format_exception(type(error), error, inner))[-TRACEBACK_CHARACTERS:]
-    except Exception as second:
-        trace = f"(the traceback cannot be shown: {type(second).__name__})"
+    trace = "".join(traceback.format_exception(type(error), error, inner))[-TRACEBACK_CHARACTERS:]
     return failed("exception", f"it raised {text_of(error)}", trace, seconds)
 
 
@@ -145,30 +127,26 @@ def _number(value: Any, what: str) -> float:
         raise BadScore(f"{what} is None; return a number, or a dict with 'score'")
     if isinstance(value, str):
         raise BadScore(f"{what} is the text {value[:60]!r}, not a number; return float(...) of it")
-    if _holds_one(value):
-        value = value.item()
-    if not hasattr(value, "__float__"):
-        raise BadScore(f"{what} is a {type(value).__name__}, no number; return one, or a dict with 'score'")
     try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+        value = value.item() if _is_array(value) else value
+        number = float(value) if hasattr(value, "__float__") else None
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise BadScore(f"{what} cannot be read as a number: {type(error).__name__}: {error}") from error
+    if number is None:
+        raise BadScore(f"{what} is a {type(value).__name__}, no number; return one, or a dict with 'score'")
     if not math.isfinite(number):
         raise BadScore(f"{what} is {number}; a score must be finite")
     return number
 
 
-def _holds_one(value: Any) -> bool:
-    """True for a numpy scalar or a numpy or torch array of one element."""
-    if not callable(getattr(value, "item", None)):
-        return False
-    numel = getattr(value, "numel", None)
-    return (numel() if callable(numel) else getattr(value, "size", 1)) == 1
+def _is_array(value: Any) -> bool:
+    """True for a numpy scalar, and for an array of numpy or torch, of which `item` gives the only element."""
+    return callable(getattr(value, "item", None))
 
 
 def _part(value: Any) -> Any:
     """A part as plain data: 0-dimensional arrays as numbers, what cannot travel as its text."""
-    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
+    if _is_array(value) and getattr(value, "ndim", None) == 0:
         value = value.item()
     try:
         to_plain(value)

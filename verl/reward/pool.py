@@ -5,9 +5,8 @@
 Each process has a task that starts it, reads its messages and removes it, so that whatever a process does or sends ends
 that process alone. A process over its limit is killed, one that dies or sends nonsense is replaced, and the call it
 worked on is failed. Several calls share a process only if the function is async; when such a process has to be killed
-or dies, they are run again one by one, so that only the guilty one fails. A call whose process sent nonsense is run
-again once: a call before it may be the cause. What a response scores depends neither on the number of processes nor on
-the order.
+or dies, they are run again one by one, so that only the guilty one fails. What a response scores depends neither on the
+number of processes nor on the order.
 
 How many run: the first starts with the first call, another while calls wait 50 ms although all are busy, up to
 the number of CPUs; beyond that, up to `workers`, only when calls wait longer than a second (functions that
@@ -72,6 +71,10 @@ class Call:
     count: int = 1
 
 
+# Arguments of a `RateGate`.
+Rate = tuple[int | None, int | None, int | None, int]
+
+
 class RateGate:
     """Limits for the `rate_limited` manager: calls at once, calls and tokens in any 60 seconds, over all processes.
 
@@ -127,14 +130,11 @@ class _Task:
     started: float | None = None
     timer: asyncio.TimerHandle | None = None
 
-    def cancel_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-
 
 class _Worker(ChildProcess):
-    """A scoring process. `failure` says why the run ends it, if it does; `blame_unknown`: an earlier call may be the
-    cause of that."""
+    """A scoring process. `failure` says why the run ends it, if it does; `task` starts it, listens and removes it."""
+
+    task: asyncio.Task[None]
 
     def __init__(self) -> None:
         super().__init__("verl.reward.worker")
@@ -142,7 +142,6 @@ class _Worker(ChildProcess):
         self.ready = False
         self.is_async = False
         self.failure: Outcome | None = None
-        self.blame_unknown = False
         self.timer: asyncio.TimerHandle | None = None
 
     def takes(self, task: _Task) -> bool:
@@ -154,42 +153,49 @@ class _Worker(ChildProcess):
 
     def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
         """Replace the limit of the process itself: of its start, or of a section that it announced."""
-        if self.timer is not None:
-            self.timer.cancel()
+        _cancel(self.timer)
         self.timer = timer
 
     async def end(self) -> None:
         """Cancel every limit, kill what is left."""
         self.set_timer(None)
         for task in self.running.values():
-            task.cancel_timer()
+            _cancel(task.timer)
         await super().end()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 class Pool:
     """Scoring processes for one function. Thread-safe; used from any event loop through its futures.
 
-    `notices` collects what happened to processes ({"event", …}), for the caller to drain.
+    `notices` collects what happened to processes, (kind of event, its fields), for the caller to drain.
     """
 
-    def __init__(self, spec: FunctionSpec, *, workers: int, gate: RateGate | None = None):
+    def __init__(self, spec: FunctionSpec, *, workers: int, rate: Rate | None = None):
         self.spec = spec
-        self.notices: deque[dict[str, Any]] = deque(maxlen=1000)
+        self.notices: deque[tuple[str, dict[str, Any]]] = deque(maxlen=1000)
         self._init = encode(vars(spec), spec.label)
         self._max = workers
         self._cpus = usable()
-        self._gate = gate
+        self._gate = None if rate is None else RateGate(*rate)
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._queue: deque[_Task] = deque()
         self._workers: list[_Worker] = []
-        self._worker_tasks: set[asyncio.Task[None]] = set()
-        self._thread: threading.Thread | None = None
         self._closed = False
         self._unusable: Outcome | None = None
         self._start_failures = 0
         self._last_ready = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._stop = asyncio.Event()
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     # ---- called from any thread ------------------------------------------------------------------------------
 
@@ -204,27 +210,17 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the scoring pool is closed")
-            if self._thread is None:
-                self._start_thread()
             self._loop.call_soon_threadsafe(self._add, task)
         return task.future
 
     def close(self) -> None:
         """Kill all processes and end the thread; calls still open are failed. Safe to call twice."""
         with self._lock:
-            self._closed = True
-            thread, self._thread = self._thread, None
-        if thread is not None:
+            closed, self._closed = self._closed, True
+        if not closed:
             self._loop.call_soon_threadsafe(self._stop.set)
-            thread.join(timeout=10)
-        atexit.unregister(self.close)
-
-    def _start_thread(self) -> None:
-        self._stop = asyncio.Event()
-        self._loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+            self._thread.join(timeout=10)
+            atexit.unregister(self.close)
 
     # ---- the pool's thread -----------------------------------------------------------------------------------
 
@@ -235,11 +231,11 @@ class Pool:
     async def _until_closed(self) -> None:
         await self._stop.wait()
         self._unusable = failed("crash", "the scoring pool was closed before it was scored")
+        tasks = [worker.task for worker in self._workers]
         for worker in self._workers:
             worker.failure = self._unusable
-        for task in self._worker_tasks:
-            task.cancel()
-        await asyncio.gather(*self._worker_tasks, return_exceptions=True)
+            worker.task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._dispatch()
 
     def _add(self, task: _Task) -> None:
@@ -248,8 +244,7 @@ class Pool:
 
     def _dispatch(self) -> None:
         """Give waiting calls to processes that can take them, oldest first; start a process if one is due."""
-        if self._timer is not None:
-            self._timer.cancel()
+        _cancel(self._timer)
         while self._queue:
             task = self._queue[0]
             if self._unusable is not None:
@@ -289,9 +284,7 @@ class Pool:
             return
         worker = _Worker()
         self._workers.append(worker)
-        started = self._loop.create_task(self._run_worker(worker))
-        self._worker_tasks.add(started)
-        started.add_done_callback(self._worker_tasks.discard)
+        worker.task = self._loop.create_task(self._run_worker(worker))
 
     async def _run_worker(self, worker: _Worker) -> None:
         """A process from its start to its end."""
@@ -317,7 +310,6 @@ class Pool:
             async for message in worker.messages():
                 self._handle(worker, message)
         except Exception as error:
-            worker.blame_unknown = worker.failure is None
             message = f"its scoring process was ended, which sent what is no message of ours ({error!r})"
             worker.failure = worker.failure or failed("crash", message)
             worker.kill()
@@ -331,7 +323,7 @@ class Pool:
             return
         match message:
             case {"id": number, "outcomes": rows}:
-                outcomes = [Outcome.from_row(row) for row in rows]
+                outcomes = [Outcome(**row) for row in rows]
                 if len(outcomes) != worker.running[number].count:
                     raise ValueError(f"{len(outcomes)} outcomes")
                 self._finish(worker.running.pop(number), *outcomes)
@@ -371,9 +363,9 @@ class Pool:
                 self._give_up(outcome)
         elif self._unusable is None:
             pid = worker.process.pid if worker.process is not None else None
-            self.notices.append({"event": "reward_worker_replaced", "pid": pid, "reason": outcome.error})
+            self.notices.append(("reward_worker_replaced", {"pid": pid, "reason": outcome.error}))
         tasks = list(worker.running.values())
-        if len(tasks) > 1 or (worker.blame_unknown and not any(task.alone for task in tasks)):
+        if len(tasks) > 1:
             for task in reversed(tasks):
                 task.alone = True
                 self._queue.appendleft(task)
@@ -387,13 +379,13 @@ class Pool:
         ready = sum(w.ready for w in self._workers)
         if ready:
             self._max = ready
-            self.notices.append({"event": "reward_worker_not_started", "error": outcome.error})
+            self.notices.append(("reward_worker_not_started", {"error": outcome.error}))
         else:
             self._unusable = self._unusable or outcome
 
     def _finish(self, task: _Task, *outcomes: Outcome) -> None:
         """Resolve a call; a single outcome stands for all of its responses."""
-        task.cancel_timer()
+        _cancel(task.timer)
         if self._gate is not None and task.started is not None:
             self._gate.finish()
         many = outcomes if len(outcomes) > 1 else outcomes * task.count

@@ -92,12 +92,7 @@ async def precheck(runner: RewardRunner, prompts: Sequence[Prompt], rows: int = 
         seen[prompt.data_source] += 1
         if seen[prompt.data_source] <= rows:
             chosen.append(prompt)
-    found = await asyncio.gather(*(_probe(runner, prompt) for prompt in chosen), return_exceptions=True)
-    probes = []
-    for probe in found:
-        if isinstance(probe, BaseException):
-            raise probe
-        probes.append(probe)
+    probes = await asyncio.gather(*(_probe(runner, prompt) for prompt in chosen))
     for probe in probes:
         print(_line(probe), file=sys.stderr, flush=True)
     return probes
@@ -107,11 +102,12 @@ async def _probe(runner: RewardRunner, prompt: Prompt) -> Probe:
     built_in = runner.settings.function.path is None
     references = reference_responses(prompt.data_source, prompt.ground_truth, prompt.extra_info, built_in)
     texts = [text for _, text in references] or [_NO_OUTPUT]  # which tries the sandbox
-    outcomes = await asyncio.gather(*(runner.try_function(prompt, text) for text in [*texts, ""]))
-    for text, outcome in zip([*texts, ""], outcomes, strict=True):
+    texts.append("")
+    outcomes = await asyncio.gather(*(runner.try_function(prompt, text) for text in texts))
+    for text, outcome in zip(texts, outcomes, strict=True):
         if error := outcome.error or runner.lacks(outcome):
             raise RewardPrecheckError(_message(runner, prompt, text, replace(outcome, error=error)))
-    best = max(range(len(texts)), key=lambda i: outcomes[i].score or 0.0)
+    best = max(range(len(texts) - 1), key=lambda i: outcomes[i].score or 0.0)
     return Probe(prompt, texts[best], outcomes[best], outcomes[-1])
 
 

@@ -11,10 +11,9 @@ def register(name: str) -> Callable[[type], type]:
     """Class decorator: make a manager known under a name. ValueError if another class has it."""
 
     def add(cls: type) -> type:
-        if REWARD_MANAGER_REGISTRY.setdefault(name, cls) is not cls:
-            raise ValueError(
-                f"reward manager {name!r}: already registered by {REWARD_MANAGER_REGISTRY[name].__qualname__}"
-            )
+        known = REWARD_MANAGER_REGISTRY.setdefault(name, cls)
+        if known is not cls:
+            raise ValueError(f"reward manager {name!r}: already registered by {known.__qualname__}")
         return cls
 
     return add
@@ -23,8 +22,6 @@ def register(name: str) -> Callable[[type], type]:
 def get_reward_manager_cls(name: str) -> type:
     """The class registered under a name. ValueError naming the known ones."""
     if name not in REWARD_MANAGER_REGISTRY:
-        registered = (
-            ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none (the built-in managers are no classes)"
-        )
-        raise ValueError(f"Unknown reward manager: {name}. Registered classes: {registered}")
+        known = ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none (the built-in managers are no classes)"
+        raise ValueError(f"Unknown reward manager: {name}. Registered classes: {known}")
     return REWARD_MANAGER_REGISTRY[name]

@@ -57,9 +57,8 @@ class RewardRunner:
         model: RewardModel | None = None,
         judge: ServedJudge | None = None,
     ):
-        self.settings = settings or RewardSettings.from_config(
-            config, None if judge is None else judge.offered
-        )
+        offered = {} if judge is None else judge.offered
+        self.settings = settings or RewardSettings.from_config(config, offered)
         self.model, self.judge = model, judge
         self.asks_function = self.settings.weights.keys() != {MODEL}  # else a model alone scores
         self._default_loop = select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
@@ -72,7 +71,7 @@ class RewardRunner:
     @property
     def per_response(self) -> bool:
         """False with the batch manager: responses are then scored by `score_batch`, not as they finish."""
-        return self.settings.manager != "batch"
+        return not self.settings.function.batch
 
     async def score(self, trajectory: Trajectory) -> None:
         """Fill `score`, `score_parts`, `timing["compute_score"]`, or `score_error` if it could not be scored.
@@ -115,8 +114,7 @@ class RewardRunner:
 
     def lacks(self, outcome: Outcome) -> str:
         """What the configuration counts on and a result of the function does not have; "" for nothing."""
-        parts = outcome.parts | {FUNCTION: outcome.score, MODEL: 0.0}
-        return self._missing(parts | {"acc": outcome.score} if outcome.bare else parts)
+        return self._missing({MODEL: 0.0} | self._named(outcome))
 
     def close(self) -> None:
         """End the scoring processes. The runner can be used again afterwards: it then starts new ones."""
@@ -135,7 +133,7 @@ class RewardRunner:
         """One call for all of them."""
         settings = self.settings
         if self._pool is None:
-            self._pool = Pool(settings.function, workers=settings.num_workers, gate=settings.gate())
+            self._pool = Pool(settings.function, workers=settings.num_workers, rate=settings.rate)
         pool = self._pool
         try:
             future = pool.submit(self._call(trajectories), settings.timeout)
@@ -153,7 +151,7 @@ class RewardRunner:
         rows = [
             {
                 "data_source": t.prompt.data_source,
-                "solution_str": _text(t),
+                "solution_str": t.text,
                 "ground_truth": t.prompt.ground_truth,
                 "extra_info": {"index": t.prompt.row, **_extra_info(t)},
             }
@@ -171,16 +169,13 @@ class RewardRunner:
 
     def _apply(self, trajectory: Trajectory, outcome: Outcome, name: str = FUNCTION) -> None:
         """Keep what a reward said of a response: its score, once all that `weights` names have spoken."""
-        settings, timing, parts = self.settings, trajectory.timing, trajectory.score_parts | outcome.parts
+        settings, timing = self.settings, trajectory.timing
+        parts = trajectory.score_parts | self._named(outcome, name)
         timing["compute_score"] = timing.get("compute_score", 0.0) + outcome.seconds
         label = self.model.label if self.model is not None and name == MODEL else settings.function.label
-        if settings.weights and outcome.error is None:
-            parts[name] = outcome.score
-            if outcome.bare and name == FUNCTION:
-                parts["acc"] = outcome.score
-            if self.model is not None and name == FUNCTION:
-                trajectory.score_parts = parts
-                return
+        if outcome.error is None and self.model is not None and name == FUNCTION:
+            trajectory.score_parts = parts
+            return
         if outcome.error is None and (problem := self._missing(parts)):
             outcome, label = failed("value", problem, seconds=outcome.seconds), settings.function.label
         if outcome.error is not None:
@@ -190,9 +185,18 @@ class RewardRunner:
         if settings.weights:
             trajectory.extra["rewards"] = rewards = {name: float(parts[name]) for name in settings.weights}
             trajectory.score = sum(settings.weights[name] * value for name, value in rewards.items())
-        self._charge(trajectory, outcome.bare and not settings.weights)
+        self._charge(trajectory)
         if (earned := trajectory.extra.get("step_reward")) is not None and trajectory.score is not None:
             trajectory.score += earned
+
+    def _named(self, outcome: Outcome, name: str = FUNCTION) -> dict[str, Any]:
+        """The values that a result of the reward `name` holds. Where values are counted on by name, a number alone is `acc`."""
+        settings = self.settings
+        own = {name: outcome.score} if settings.weights and outcome.error is None else {}
+        counted_on = settings.weights or settings.required_parts or settings.overlong
+        if counted_on and outcome.bare and name == FUNCTION:
+            own["acc"] = outcome.score
+        return outcome.parts | own
 
     def _missing(self, parts: Mapping[str, Any]) -> str:
         """Which rewards that the configuration counts on were not returned as finite numbers; "" for none."""
@@ -201,22 +205,17 @@ class RewardRunner:
             "algorithm.gdpo_reward_keys": self.settings.required_parts,
         }
         for key, names in wanted.items():
-            numbers = [plain(parts.get(name)) for name in names]
-            if lacking := [
-                n for n, v in zip(names, numbers, strict=True) if v is None or not math.isfinite(v)
-            ]:
+            if lacking := [n for n in names if (v := plain(parts.get(n))) is None or not math.isfinite(v)]:
                 return f"its result lacks {', '.join(lacking)} ({key}); it has {', '.join(parts) or 'none'}"
         return ""
 
-    def _charge(self, trajectory: Trajectory, bare: bool) -> None:
-        """Subtract the penalty on long responses; `acc` stays what the function said. bare: it said a number alone."""
+    def _charge(self, trajectory: Trajectory) -> None:
+        """Subtract the penalty on long responses; `acc` stays what the function said."""
         overlong = self.settings.overlong
         if overlong is None:
             return
         assert trajectory.score is not None
         penalty = overlong.penalty(trajectory.length)
-        if bare:
-            trajectory.score_parts["acc"] = trajectory.score
         trajectory.score += penalty
         if overlong.log:
             trajectory.score_parts |= {"overlong_reward": penalty, "overlong": penalty < 0}
@@ -261,8 +260,8 @@ class RewardRunner:
 
     def _drain(self, pool: Pool) -> None:
         while pool.notices:
-            notice = dict(pool.notices.popleft())
-            self._events(notice.pop("event"), **notice)
+            kind, fields = pool.notices.popleft()
+            self._events(kind, **fields)
 
     # ---- the step --------------------------------------------------------------------------------------------
 
@@ -311,12 +310,6 @@ def _question(trajectory: Trajectory) -> Any:
     if said and isinstance(own, list) and said[: len(own)] != own:
         return list(takewhile(lambda message: message["role"] != "assistant", said))
     return (trajectory.prompt.extra_info or {}).get("messages", own)
-
-
-def _text(trajectory: Trajectory) -> str:
-    if trajectory.text is None:
-        raise ValueError(f"response {trajectory.index} of {trajectory.uid} is to be decoded before scoring")
-    return trajectory.text
 
 
 def _seed(trajectory: Trajectory) -> int:

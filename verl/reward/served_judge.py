@@ -77,9 +77,9 @@ class ServedJudge:
         if cells and self._images is None:
             raise ValueError("this judge sees no images (reward_model.images=True sends them)")
         text = self._renderer.text(messages)
-        return (
-            self._images(text, cells, Path()) if cells and self._images else (self._renderer.ids(text), None)
-        )
+        if cells and self._images:
+            return self._images(text, cells, Path())
+        return self._renderer.ids(text), None
 
     def sleep(self) -> None:
         """The trainer needs the device's memory: between two steps nothing is asked."""

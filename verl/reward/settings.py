@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config.weights import weights_of
 from verl.reward.managers import manager_function
-from verl.reward.pool import FunctionSpec, RateGate
+from verl.reward.pool import FunctionSpec, Rate
 from verl.reward.rules import options_of
 
 
@@ -28,17 +28,15 @@ class Overlong:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """The resolved choices. `manager`: "batch", or the name of one that scores responses one by one. `weights`: see
-    `weights_of`."""
+    """The resolved choices. `rate`: limits of calls; `weights`: see `weights_of`."""
 
     function: FunctionSpec = field(default_factory=FunctionSpec)
-    manager: str = "naive"
     num_workers: int = 8
     timeout: float = 300.0
     max_error_ratio: float = 0.1
     overlong: Overlong | None = None
     required_parts: tuple[str, ...] = ()
-    rate: tuple[int | None, int | None, int | None, int] | None = None
+    rate: Rate | None = None
     weights: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -46,25 +44,16 @@ class RewardSettings:
         """From the whole run's checked configuration; `offered` as in `FunctionSpec`. RewardLoadError for a manager class that
         cannot be used."""
         model = config.reward_model
-        if config.reward_manager.source == "importlib":
-            function = manager_function(config, offered or {})
-            manager = "batch" if function.batch else "naive"
-        else:
-            manager = model.reward_manager
-            function = _function(config, manager, offered or {})
-            if manager == "batch" and not function.batch:
-                manager = "naive"
+        own = config.reward_manager.source == "importlib"
+        function = manager_function(config, offered or {}) if own else _function(config, offered or {})
+        manager = "" if own else model.reward_manager
         limited = manager in ("rate_limited", "limited")
-        parts = (
-            config.algorithm.gdpo_reward_keys or ()
-            if "gdpo" in (manager, config.algorithm.adv_estimator)
-            else ()
-        )
+        counted_on = "gdpo" in (manager, config.algorithm.adv_estimator)
+        parts = config.algorithm.gdpo_reward_keys or () if counted_on else ()
         sandboxes = model.sandbox_fusion.max_concurrent if function.path is None else model.num_workers
         limits = (model.max_concurrent, model.max_rpm, model.max_tpm, model.estimated_tokens_per_request)
         return cls(
             function=function,
-            manager=manager,
             num_workers=min(model.num_workers, sandboxes),
             timeout=model.timeout,
             max_error_ratio=model.max_error_ratio,
@@ -74,14 +63,10 @@ class RewardSettings:
             weights=weights_of(config),
         )
 
-    def gate(self) -> RateGate | None:
-        """A fresh limiter for the rate_limited manager, else None."""
-        return RateGate(*self.rate) if self.rate is not None else None
 
-
-def _function(config: Any, manager: str, offered: dict[str, Any]) -> FunctionSpec:
+def _function(config: Any, offered: dict[str, Any]) -> FunctionSpec:
     """The custom function or the built-in table, as a built-in manager calls it."""
-    custom = config.custom_reward_function
+    custom, manager = config.custom_reward_function, config.reward_model.reward_manager
     path = custom.path or None
     return FunctionSpec(
         path=path,

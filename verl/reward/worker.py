@@ -26,15 +26,7 @@ from typing import Any
 
 from verl.platform import parent_channel
 from verl.platform.parent_channel import ParentChannel
-from verl.reward.outcome import (
-    TRACEBACK_CHARACTERS,
-    Outcome,
-    RewardLoadError,
-    failed,
-    outcome_of,
-    raised,
-    text_of,
-)
+from verl.reward.outcome import TRACEBACK_CHARACTERS, Outcome, RewardLoadError, failed, outcome_of, raised
 
 _announce: Callable[[float | None, str], None] | None = None
 _section_lock = threading.Lock()
@@ -163,7 +155,7 @@ def _serve(channel: ParentChannel, function: Function) -> None:
             outcomes = [raised(error, _clock() - started, __file__)] * message["count"]
         else:
             outcomes = function.outcomes(value, message["count"], _clock() - started)
-        channel.send({"id": message["id"], "outcomes": [outcome.to_row() for outcome in outcomes]})
+        channel.send({"id": message["id"], "outcomes": [vars(outcome) for outcome in outcomes]})
 
 
 async def _finish(value: Any) -> Any:
@@ -186,7 +178,7 @@ def _serve_async(channel: ParentChannel, function: Function) -> None:
             outcomes = [outcome] * message["count"]
         else:
             outcomes = function.outcomes(value, message["count"], time.perf_counter() - started)
-        channel.send({"id": message["id"], "outcomes": [outcome.to_row() for outcome in outcomes]})
+        channel.send({"id": message["id"], "outcomes": [vars(outcome) for outcome in outcomes]})
 
     async def serve() -> None:
         running: set[asyncio.Task[None]] = set()
@@ -222,8 +214,9 @@ def main(channel: ParentChannel) -> None:
         channel.send({"unusable": str(error), "traceback": ""})
         return
     except BaseException as error:
-        trace = raised(error, 0.0, __file__).traceback
-        channel.send({"unusable": f"{init['path']} cannot be imported: {text_of(error)}", "traceback": trace})
+        found = raised(error, 0.0, __file__)
+        problem = f"{init['path']} cannot be imported: {found.error}"
+        channel.send({"unusable": problem, "traceback": found.traceback})
         return
     channel.send({"ready": function.is_async})
     (_serve_async if function.is_async else _serve)(channel, function)

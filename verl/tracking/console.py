@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, TextIO, cast
 
 from verl.tracking.names import NOT_ON_CONSOLE, Number, in_order
@@ -74,12 +75,6 @@ def _show_table(step: int, metrics: Mapping[str, Number]) -> None:
     Console(file=sys.stdout).print(table)
 
 
-def duration(seconds: float) -> str:
-    """h:mm:ss."""
-    whole = max(0, round(seconds))
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-
-
 class Progress:
     """`Training Progress` on stderr: a live bar on a terminal, a sparse plain line with the remaining time else.
 
@@ -124,9 +119,10 @@ class Progress:
     def _text(self, now: float) -> str:
         done = max(1, self._done - self._start_done)
         pace = (now - self._started) / done
-        left = duration(pace * (self.total - self._done))
+        taken = timedelta(seconds=round(now - self._started))
+        left = timedelta(seconds=round(pace * (self.total - self._done)))
         share = 100 * self._done / max(1, self.total)
-        times = f"{pace:.1f} s/step, {duration(now - self._started)} so far, {left} to go"
+        times = f"{pace:.1f} s/step, {taken} so far, {left} to go"
         return f"{self._title}: {self._done}/{self.total} ({share:.0f}%), {times}"
 
     def close(self) -> None:

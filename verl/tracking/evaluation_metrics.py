@@ -6,17 +6,13 @@ a reference text: BLEU by sacrebleu, ROUGE by rouge-score, neither of which come
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, pvariance
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 
-from verl.errors import UserError
 from verl.tracking.names import Number
 
 SUBSETS = 1000
@@ -45,13 +41,10 @@ def majority_at_k(right: Sequence[bool], answers: Sequence[str | None], k: int) 
     else:
         random = np.random.default_rng(SEED)
         drawn = random.permuted(np.tile(np.arange(n), (SUBSETS, 1)), axis=1)[:, :k]
-    names = {name: code for code, name in enumerate(dict.fromkeys(a for a in answers if a is not None))}
+    names = list(dict.fromkeys(answer for answer in answers if answer is not None))
     if not names:
         return 0.0
-    ballots = np.zeros((n, len(names)))
-    for response, answer in enumerate(answers):
-        if answer is not None:
-            ballots[response, names[answer]] = 1.0
+    ballots = (np.array(answers, object)[:, None] == np.array(names, object)).astype(float)
     votes = ballots[drawn].sum(axis=1)
     right_votes = (ballots * np.array(right, dtype=float)[:, None])[drawn].sum(axis=1)
     most = votes.max(axis=1, keepdims=True)
@@ -116,33 +109,28 @@ def text_metrics(
     """bleu (corpus BLEU, 0 to 100) and rouge1, rouge2, rougeL (F measure, mean over responses, 0 to 1), as `names` say.
 
     references[i]: one or more texts that response i is compared with; of several ROUGE takes the closest.
-    UserError where a package is missing.
+    The packages are there: the check of the configuration asks for them.
     """
     out: dict[str, float] = {}
     if "bleu" in names:
-        out["bleu"] = _bleu(_package("bleu", "sacrebleu", "sacrebleu"), responses, references)
+        out["bleu"] = _bleu(responses, references)
     if "rouge" in names:
-        out |= _rouge(_package("rouge", "rouge_score.rouge_scorer", "rouge-score"), responses, references)
+        out |= _rouge(responses, references)
     return out
 
 
-def _bleu(sacrebleu: Any, responses: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+def _bleu(responses: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    import sacrebleu
+
     # sacrebleu wants the first reference of every response, then the second of every one, …; None where there is none.
     count = max(map(len, references))
     streams = [[texts[i] if i < len(texts) else None for texts in references] for i in range(count)]
     return float(sacrebleu.corpus_bleu(list(responses), streams).score)
 
 
-def _rouge(package: Any, responses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    scorer = package.RougeScorer(list(ROUGE), use_stemmer=True)
+def _rouge(responses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(list(ROUGE), use_stemmer=True)
     found = [scorer.score_multi(list(texts), text) for text, texts in zip(responses, references, strict=True)]
     return {name: fmean(scores[name].fmeasure for scores in found) for name in ROUGE}
-
-
-def _package(name: str, module: str, package: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"metrics.text={name} needs {package} ({error}): pip install {package} (or 'verl[evaluation]')"
-        ) from error

@@ -39,29 +39,23 @@ def mend(path: Path) -> int:
     """Cut a torn last line off; returns the bytes removed (0: nothing to mend, or no such file)."""
     if not path.is_file():
         return 0
-    with open(path, "r+b") as file:
-        end = at = file.seek(0, os.SEEK_END)
-        found = -1
-        while at > 0 and found < 0:
-            stop, at = at, max(0, at - 65536)
-            file.seek(at)
-            found = file.read(stop - at).rfind(b"\n")
-        whole = at + found + 1
-        file.truncate(whole)
-        return end - whole
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    os.truncate(path, whole)
+    return len(content) - whole
 
 
 class JsonLines:
     """Appends objects to a file, one write each. What cannot be written (disk full) is kept and tried again.
 
-    `on_error(error)` hears of the first failure in a row; nothing here raises OSError.
+    `warn(text)` hears of the first failure in a row; nothing here raises OSError.
     """
 
-    def __init__(self, path: Path, on_error: Callable[[OSError], None]):
+    def __init__(self, path: Path, warn: Callable[[str], None]):
         self.path = path
-        self._on_error = on_error
+        self._warn = warn
         self._pending = b""
-        self._failing = self._closed = False
+        self._failing = False
         self._handle = -1
         self._flush()
 
@@ -71,8 +65,6 @@ class JsonLines:
         self._flush()
 
     def _flush(self, *, sync: bool = False) -> None:
-        if self._closed:
-            return
         try:
             if self._handle < 0:
                 mend(self.path)
@@ -84,15 +76,16 @@ class JsonLines:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                self._on_error(error)
+                further = "the run goes on, the lines are kept and tried again"
+                self._warn(f"{self.path} cannot be written ({error}); {further}")
             self._failing = True
 
     def close(self) -> None:
         """Try once more to write what is pending, sync, close. May be called twice."""
         self._flush(sync=True)
-        if self._handle >= 0 and not self._closed:
+        if self._handle >= 0:
             os.close(self._handle)
-        self._closed = True
+            self._handle = -1
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> None:

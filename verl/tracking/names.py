@@ -16,31 +16,19 @@ Number = int | float
 # Section → its names in order; "*" stands for every other name that starts like this.
 _SECTIONS = (
     ("training/", "global_step epoch"),
-    (
-        "actor/",
-        "pg_loss kl_loss kl_coef entropy entropy_loss loss pg_clipfrac pg_clipfrac_lower ppo_kl grad_norm lr",
-    ),
-    ("actor/", "kl_clipped_ratio reward_kl_penalty reward_kl_penalty_coeff *"),
-    (
-        "training/",
-        "skipped_updates skipped_rows refused_steps dropped_groups rollout_failure/* filter_groups/* pf_ppo/*",
-    ),
+    ("actor/", "pg_loss kl_loss kl_coef entropy entropy_loss loss pg_clipfrac pg_clipfrac_lower ppo_kl"),
+    ("actor/", "grad_norm lr kl_clipped_ratio reward_kl_penalty reward_kl_penalty_coeff *"),
+    ("training/", "skipped_updates skipped_rows refused_steps dropped_groups rollout_failure/*"),
+    ("training/", "filter_groups/* pf_ppo/*"),
     ("distillation/", "*"),
     ("critic/", "score/* rewards/* advantages/* returns/* values/* *"),
-    (
-        "",
-        "reward/* reward_extra/* response_length/* response_length_non_aborted/* response/* prompt_length/*",
-    ),
-    ("", "num_turns/* training/num_turns/* tool_call_counts/* agent/* global_seqlen/*"),
-    (
-        "timing_s/",
-        "step gen reward old_log_prob ref teacher values adv update_critic update_actor update_weights *",
-    ),
-    ("", "timing_s/agent_loop/* timing_per_token_ms/* perf/*"),
-    (
-        "training/",
-        "rollout_probs_diff_* rollout_actor_probs_pearson_corr rollout_logprob_abs_diff/* weight_version",
-    ),
+    ("", "reward/* reward_extra/* response_length/* response_length_non_aborted/* response/*"),
+    ("", "prompt_length/* num_turns/* training/num_turns/* tool_call_counts/* agent/* global_seqlen/*"),
+    ("timing_s/", "step gen reward old_log_prob ref teacher values adv update_critic update_actor"),
+    ("timing_s/", "update_weights * agent_loop/*"),
+    ("", "timing_per_token_ms/* perf/*"),
+    ("training/", "rollout_probs_diff_* rollout_actor_probs_pearson_corr rollout_logprob_abs_diff/*"),
+    ("", "training/weight_version"),
     ("", "training/off_policy/* rollout_corr/* variance_proxy/* val-core/* val-aux/*"),
     ("timing_s/", "reshard generate_sequences generate_sequence"),
     ("", "actor/reward_mean actor/kl_divergence critic/value_loss val/*"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl.tracking.jsonl import write_lines
-from verl.trajectory import Trajectory, data_uris
+from verl.trajectory import Batch, Trajectory, data_uris
 
 SAMPLED = 64
 IMAGES_SHOWN = 16
@@ -55,14 +55,6 @@ def response_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
     return str(tokenizer.decode(np.asarray(trajectory.response_ids).tolist(), skip_special_tokens=True))
 
 
-def by_group(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """Responses by prompt, prompts in the order they first come."""
-    found: dict[str, list[Trajectory]] = {}
-    for t in trajectories:
-        found.setdefault(t.uid, []).append(t)
-    return list(found.values())
-
-
 def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = None) -> list[dict[str, Any]]:
     """One row per response: input, output, gts, score, step, uid, then every key the reward function returned.
 
@@ -70,21 +62,26 @@ def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = No
     `score_error` is added where scoring failed.
     """
     rows = []
-    for group in by_group(trajectories):
+    for group in Batch(trajectories).groups():
         text = prompt_text(group[0], tokenizer)
         for t in group:
-            row = {"input": text, "output": response_text(t, tokenizer), "gts": t.prompt.ground_truth}
-            row |= {"score": t.score, "step": step, "uid": t.uid}
+            row = _row(step, t, text, tokenizer)
             if t.score_error is not None:
                 row["score_error"] = t.score_error
             rows.append(row | {k: v for k, v in (t.fields | t.score_parts).items() if k not in row})
     return rows
 
 
+def _row(step: int, t: Trajectory, text: str, tokenizer: Any) -> dict[str, Any]:
+    """What both kinds of rows have."""
+    row = {"input": text, "output": response_text(t, tokenizer), "gts": t.prompt.ground_truth}
+    return row | {"score": t.score, "step": step, "uid": t.uid}
+
+
 def sampled(trajectories: Iterable[Trajectory], limit: int = SAMPLED) -> list[Trajectory]:
     """The first whole groups that fit into `limit` responses; of a first group that is larger, its first `limit`."""
     out: list[Trajectory] = []
-    for group in by_group(trajectories):
+    for group in Batch(trajectories).groups():
         if len(out) + len(group) > limit:
             return out or group[:limit]
         out += group
@@ -99,7 +96,7 @@ def report_rows(step: int, trajectories: Sequence[Trajectory], texts: TokenTexts
     images, scaled down, as data URIs, and the tokens of each.
     """
     rows = []
-    for group in by_group(trajectories):
+    for group in Batch(trajectories).groups():
         text = prompt_text(group[0], texts.tokenizer)
         own = [_report_row(step, t, text, texts) for t in group]
         if (media := group[0].prompt.media) is not None:
@@ -114,15 +111,9 @@ def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[
     advantage = None
     if t.advantages is not None and trained.any():
         advantage = round(float(np.asarray(t.advantages, dtype=np.float64)[trained].mean()), _DIGITS)
-    return {
-        "step": step,
-        "uid": t.uid,
+    return _row(step, t, text, texts.tokenizer) | {
         "index": t.index,
         "data_source": t.prompt.data_source,
-        "input": text,
-        "output": response_text(t, texts.tokenizer),
-        "gts": t.prompt.ground_truth,
-        "score": t.score,
         "score_error": t.score_error,
         "parts": dict(t.score_parts),
         "advantage": advantage,

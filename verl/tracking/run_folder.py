@@ -24,7 +24,7 @@ from typing import Any
 
 from verl.errors import UserError
 from verl.platform import probe
-from verl.tracking.jsonl import JsonLines, line, mend, write_lines, write_whole
+from verl.tracking.jsonl import JsonLines, line, mend, write_whole
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -51,48 +51,43 @@ class FolderInUse(UserError):
     """Another run is at work in the folder."""
 
 
-class FolderLock:
-    """Takes the folder, which exists; `release` lets others have it. FolderInUse where another process has it.
+def lock_folder(root: Path, warn: Callable[[str], None]) -> int:
+    """Take the folder, which exists; closing the file that is returned lets others have it. FolderInUse where another process
+    has it.
 
     A lock of fcntl: it ends with its process, is not inherited by children, and network file systems pass it on to other
     machines. `warn(text)` hears of a file system that has none, where the run goes on without.
     """
+    path = root / LOCK
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    end = time.monotonic() + PATIENCE_S
+    while not _locked(handle, path, warn):
+        if time.monotonic() >= end:
+            owner = os.pread(handle, 200, 0).decode(errors="replace") or "it does not say which"
+            os.close(handle)
+            raise FolderInUse(
+                f"trainer.default_local_dir={root}: another run is at work in this folder ({owner}); two would "
+                "overwrite each other's checkpoints and records. Wait for it, or name another folder "
+                f"(trainer.experiment_name). If its machine is gone for good, delete {path}"
+            )
+        time.sleep(0.25)
+    text = f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+    with suppress(OSError):  # a full disk: the lock holds all the same
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, text.encode(), 0)
+    return handle
 
-    def __init__(self, root: Path, warn: Callable[[str], None]):
-        self._path = root / LOCK
-        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        end = time.monotonic() + PATIENCE_S
-        while not self._take(warn):
-            if time.monotonic() >= end:
-                owner = os.pread(self._handle, 200, 0).decode(errors="replace") or "it does not say which"
-                self.release()
-                raise FolderInUse(
-                    f"trainer.default_local_dir={root}: another run is at work in this folder ({owner}); two would "
-                    "overwrite each other's checkpoints and records. Wait for it, or name another folder "
-                    f"(trainer.experiment_name). If its machine is gone for good, delete {self._path}"
-                )
-            time.sleep(0.25)
 
-    def _take(self, warn: Callable[[str], None]) -> bool:
-        """False while another process has it."""
-        try:
-            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            why = f"this file system has no locks ({error.strerror})"
-            warn(f"{self._path}: {why}, a second run in this folder would not be noticed")
-        text = f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
-        with suppress(OSError):  # a full disk: the lock holds all the same
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, text.encode(), 0)
-        return True
-
-    def release(self) -> None:
-        """Let others have the folder. May be called twice."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+def _locked(handle: int, path: Path, warn: Callable[[str], None]) -> bool:
+    """False while another process has it."""
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        why = f"this file system has no locks ({error.strerror})"
+        warn(f"{path}: {why}, a second run in this folder would not be noticed")
+    return True
 
 
 class RunFolder:
@@ -103,25 +98,24 @@ class RunFolder:
         self.root = root
         self._warn = warn
         root.mkdir(parents=True, exist_ok=True)
-        self._lock = FolderLock(root, warn)
-        self.events = JsonLines(root / EVENTS, self._failed(EVENTS))
+        self._lock = lock_folder(root, warn)
+        self.events = JsonLines(root / EVENTS, warn)
         self._metrics: JsonLines | None = None
-        self._saved_step: int | None = None
-
-    def _failed(self, name: str) -> Callable[[OSError], None]:
-        further = "the run goes on, the lines are kept and tried again"
-        return lambda error: self._warn(f"{self.root / name} cannot be written ({error}); {further}")
+        self._saved: dict[str, Any] = {}
 
     def write_static(self, config: Mapping[str, Any]) -> None:
         """Write config.yaml (secrets masked) and versions.json."""
         import yaml
 
         text = yaml.safe_dump(mask_secrets(config), sort_keys=False, allow_unicode=True)
-        for name, content in (("config.yaml", text), ("versions.json", json.dumps(versions(), indent=1))):
-            try:
-                write_whole(self.root / name, [content.encode()])
-            except OSError as error:
-                self._failed(name)(error)
+        self._write("config.yaml", [text.encode()])
+        self._write("versions.json", [json.dumps(versions(), indent=1).encode()])
+
+    def _write(self, name: str, lines: Iterable[bytes]) -> None:
+        try:
+            write_whole(self.root / name, lines)
+        except OSError as error:
+            self._warn(f"{self.root / name} cannot be written ({error}); the run goes on")
 
     def begin(self, resume_step: int | None, record: Mapping[str, Any] | None = None) -> int:
         """Open metrics.jsonl to go on after `resume_step` (None: from the start). Returns the lines moved away.
@@ -136,10 +130,10 @@ class RunFolder:
             self._supersede_trajectories(resume_step)
         except OSError as error:
             self._warn(f"records of an earlier run in {self.root} could not be moved aside ({error})")
-        self._metrics = JsonLines(self.root / METRICS, self._failed(METRICS))
-        if record is not None and resume_step is not None and _last_step(self.root / METRICS) != resume_step:
+        self._metrics = JsonLines(self.root / METRICS, self._warn)
+        if record is not None and resume_step is not None and not self._saved:
             self.metrics(resume_step, record)
-        self._saved_step = resume_step
+            self._saved = {"step": resume_step, **record}
         return moved
 
     @property
@@ -153,36 +147,25 @@ class RunFolder:
             self.begin(None)
         assert self._metrics is not None
         record = {"step": step, "time": time.time(), **values}
-        if step == self._saved_step:
+        if step == self._saved.get("step"):
+            record = self._saved = self._saved | record
+            path = self._metrics.path
             with suppress(OSError):  # a full disk: one more line
-                record = self._take_back(step) | record
+                write_whole(path, path.read_bytes().splitlines(keepends=True)[:-1])
+                self._metrics.close()
+                self._metrics = JsonLines(path, self._warn)
         self._metrics.append(record)
-
-    def _take_back(self, step: int) -> dict[str, Any]:
-        """The last record of metrics.jsonl, taken out of the file, if it is of this step; else an empty one."""
-        path = self.root / METRICS
-        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-        if not lines or _step(lines[-1]) != step:
-            return {}
-        assert self._metrics is not None
-        write_whole(path, lines[:-1])
-        self._metrics.close()
-        self._metrics = JsonLines(path, self._failed(METRICS))
-        return dict(json.loads(lines[-1]))
 
     def data_report(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write data_report.jsonl anew: the data is read anew at every start."""
-        try:
-            write_lines(self.root / DATA_REPORT, rows)
-        except OSError as error:
-            self._failed(DATA_REPORT)(error)
+        self._write(DATA_REPORT, map(line, rows))
 
     def close(self) -> None:
         """Write and sync what is pending, and leave the folder to others."""
         if self._metrics is not None:
             self._metrics.close()
         self.events.close()
-        self._lock.release()
+        os.close(self._lock)
 
     def _supersede_metrics(self, resume_step: int | None) -> int:
         path = self.root / METRICS
@@ -191,6 +174,8 @@ class RunFolder:
         drop: list[bytes] = []
         for raw in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
             (drop if resume_step is None or _step(raw) > resume_step else keep).append(raw)
+        if keep and _step(keep[-1]) == resume_step:
+            self._saved = json.loads(keep[-1])
         if not drop:
             return 0
         aside = self.root / SUPERSEDED
@@ -218,12 +203,6 @@ def _step(raw: bytes) -> float:
         return float("inf") if "event" in record else int(record["step"])
     except (ValueError, TypeError, KeyError):
         return float("inf")
-
-
-def _last_step(path: Path) -> float | None:
-    """The step of the last record of a file, None if it has none."""
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    return next((_step(raw) for raw in reversed(lines) if raw), None)
 
 
 def mask_secrets(value: Any) -> Any:
@@ -263,22 +242,16 @@ def _driver() -> str | None:
 
 def _git_commit(directory: Path) -> str | None:
     """Commit of the source tree this package runs from ("…-dirty" with changes); None when it is not one."""
-    commit = _git(directory, "rev-parse", "HEAD")
-    changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
-    if not commit or changes is None:
-        return None
-    return f"{commit}-dirty" if changes else commit
-
-
-def _git(directory: Path, *words: str) -> str | None:
-    """What git says, None if it fails."""
     # Asking must not write: a git that is killed in it leaves a lock behind, and the user's next commit fails.
-    command = ["git", "--no-optional-locks", "-C", str(directory), *words]
+    command = ["git", "--no-optional-locks", "-C", str(directory), "status"]
+    command += ["--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    head, *others = done.stdout.splitlines()
+    commit = head.removeprefix("# branch.oid ")
+    return commit if all(line.startswith("#") for line in others) else f"{commit}-dirty"
 
 
 class LiveReport:
@@ -295,16 +268,14 @@ class LiveReport:
 
     def write(self, *, last: bool = False) -> None:
         """Begin to rewrite the page if it is time. `last`: in any case, with all that was dumped, and wait for it."""
-        if not last and (self._thread.is_alive() or time.monotonic() < self._not_before):
-            return
         if last:
             if self._thread.is_alive():
                 self._thread.join()
             self._flush()
-        self._thread = threading.Thread(target=self._build, name="verl-report", daemon=True)
-        self._thread.start()
-        if last:
-            self._thread.join()
+            self._build()
+        elif not self._thread.is_alive() and time.monotonic() >= self._not_before:
+            self._thread = threading.Thread(target=self._build, name="verl-report", daemon=True)
+            self._thread.start()
 
     def _build(self) -> None:
         started, problem = time.monotonic(), ""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl.algorithms.agreement import sampler_metrics
 from verl.tracking.names import Number, plain, spread
 from verl.trajectory import STATUSES, Batch, Trajectory
 
@@ -85,14 +86,15 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
     out |= score_metrics(batch)
     out |= length_metrics(batch, facts.max_prompt_length, facts.max_response_length)
     out |= time_metrics(batch, facts) | agent_metrics(batch) | perf_metrics(batch, facts)
-    out |= agreement_metrics(batch)
+    if any(t.rollout_log_probs is not None and t.length > 0 for t in batch):
+        out |= sampler_metrics(batch)
     out |= staleness_metrics(batch, facts.weight_version)
     return out
 
 
 def score_metrics(batch: Batch) -> dict[str, Number]:
     """critic/{score,rewards,advantages,returns} and reward_extra/*, over non-empty responses with a valid score."""
-    rows = [t for t in batch if t.policy_tokens > 0 and valid(t)]
+    rows = [t for t in batch if t.policy_tokens > 0 and t.scored]
     scores = [float(t.score) for t in rows if t.score is not None]
     given = [t.score if t.token_rewards is None else t.token_rewards for t in rows]
     rewards = [float(np.sum(np.asarray(reward), dtype=np.float64)) for reward in given]
@@ -117,7 +119,7 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
     """
     lost = [t for t in batch if t.finish_reason == LOST]
     asked = [t for t in batch if t.finish_reason != LOST]
-    failed = [t for t in asked if not valid(t)]
+    failed = [t for t in asked if not t.scored]
     out: dict[str, Number] = {"training/rollout_failure/evicted_samples": len(lost)} if lost else {}
     kinds = [t.extra.get("score_failure", {}).get("kind") for t in failed]
     out |= {"reward/errors": len(failed), "reward/timeouts": kinds.count("timeout")}
@@ -220,11 +222,8 @@ def dialogue_metrics(batch: Iterable[Trajectory]) -> dict[str, Number]:
         out |= spread("tool_call_counts", [c.get("calls", 0) for c in counts])
         valid_calls = [c.get("calls", 0) > c.get("invalid", 0) for c in counts]
         out["agent/valid_call_ratio"] = _mean(np.array(valid_calls))
-        for kind, name in (
-            ("invalid", "invalid_calls"),
-            ("errors", "tool_errors"),
-            ("timeouts", "tool_timeouts"),
-        ):
+        names = {"invalid": "invalid_calls", "errors": "tool_errors", "timeouts": "tool_timeouts"}
+        for kind, name in names.items():
             out[f"agent/{name}"] = sum(c.get(kind, 0) for c in counts)
     return out
 
@@ -246,16 +245,6 @@ def perf_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
         "perf/weight_sync_gb_per_s": _ratio(facts.sync_bytes / 1e9, timings.get("update_weights", math.nan)),
     }
     return out | {name: float(value) for name, value in facts.memory.items()}
-
-
-def agreement_metrics(batch: Batch) -> dict[str, Number]:
-    """Sampler against trainer, where the sampler's log-probs were kept; {} without them."""
-    if not any(t.rollout_log_probs is not None and t.length > 0 for t in batch):
-        return {}
-    from verl.algorithms.agreement import sampler_metrics
-
-    found = {name: plain(value) for name, value in sampler_metrics(batch).items()}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, Number]:
@@ -320,11 +309,6 @@ def numeric_parts(rows: Iterable[Trajectory]) -> dict[str, list[float]]:
 def total_tokens(batch: Batch) -> int:
     """Prompt and response tokens, each response with its prompt."""
     return int(batch.lengths.sum() + batch.prompt_lengths.sum())
-
-
-def valid(t: Trajectory) -> bool:
-    """True if the response has a finite score."""
-    return t.score is not None and math.isfinite(t.score)
 
 
 def _over_tokens(name: str, rows: Iterable[Trajectory], column: str, mask: str) -> dict[str, Number]:

@@ -51,11 +51,12 @@ class Phases:
     """Collects `timing_s/*`: `with phases("gen", waits_for="128 responses"): …`.
 
     Phases nest ("step" around all others); the time of a name that comes several times in a step adds up. Only
-    the loop's thread enters phases; reading `current`, `stack` and `idle` is safe from any thread.
+    the loop's thread enters phases; reading `stack` and `idle` is safe from any thread.
     """
 
     def __init__(self) -> None:
-        self._spans: list[PhaseSpan] = []
+        self.spans: list[PhaseSpan] = []
+        """(phase, from, to) of those that ended since `start_step`, on time.monotonic()."""
         self.stack: tuple[Phase, ...] = ()
         """All phases in progress, outermost first."""
         self._progress = time.monotonic()
@@ -64,7 +65,7 @@ class Phases:
 
     def start_step(self) -> None:
         """Forget the timings of the step before."""
-        self._spans = []
+        self.spans = []
         self.beat()
 
     @contextmanager
@@ -78,20 +79,16 @@ class Phases:
             with self.mark(name):
                 yield
         finally:
-            self._spans.append((name, since, time.monotonic()))
+            self.spans.append((name, since, time.monotonic()))
             self.stack = self.stack[:-1]
             self.beat()
 
     def timings(self) -> dict[str, float]:
         """Seconds by phase since `start_step`."""
         out: dict[str, float] = {}
-        for name, begin, end in self._spans:
+        for name, begin, end in self.spans:
             out[name] = out.get(name, 0.0) + end - begin
         return out
-
-    def spans(self) -> list[PhaseSpan]:
-        """(phase, from, to) of those that ended since `start_step`, on time.monotonic()."""
-        return list(self._spans)
 
     def beat(self, count: int = 1) -> None:
         """Something moved on (a response came back, a mini-batch is done): the watchdog starts counting anew.
@@ -99,12 +96,6 @@ class Phases:
         Takes and ignores a count, so that it can be a progress callback.
         """
         self._progress = time.monotonic()
-
-    @property
-    def current(self) -> Phase | None:
-        """The innermost phase in progress."""
-        stack = self.stack
-        return stack[-1] if stack else None
 
     @property
     def idle(self) -> float:
@@ -131,8 +122,8 @@ def profiled(profiler: Profiler | None, step: int, phases: Phases, tracking: Any
     with phases("stop_profile"):
         files = profiler.stop(step)
     if files:
-        tracking.event("profile", step=step, files=files)
-        tracking.notice(f"profile of step {step}: {', '.join(files)}")
+        said = f"profile of step {step}: {', '.join(files)}"
+        tracking.event("profile", step=step, files=files, message=said)
 
 
 class Profiled:
@@ -166,29 +157,21 @@ def spanned(name: str) -> Callable[[F], F]:
 # ------------------------------------------------------------------------------------------------------- timeline
 
 
-@dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A step on the clock: its sampler's spans with requests, and its phases."""
+    """A step on the clock. phases: `Phases.spans`, the whole "step" once among them; sampler: spans in which the sampler had
+    requests (`RolloutManager.busy`)."""
 
-    begin: float
-    end: float
-    sampler: Sequence[Span]
-    trainer: Sequence[PhaseSpan]
-
-    @property
-    def sampler_idle_ratio(self) -> float:
-        """Share of the step in which the sampler had no request."""
-        busy = sum(min(b, self.end) - max(a, self.begin) for a, b in self.sampler if b > self.begin)
-        return self._share(self.end - self.begin - busy)
-
-    @property
-    def trainer_idle_ratio(self) -> float:
-        """Share of the step in which the trainer waited for responses or scores."""
-        return self._share(sum(b - a for name, a, b in self.trainer if name in WAITING))
+    def __init__(self, phases: Sequence[PhaseSpan], sampler: Sequence[Span]):
+        ((self.begin, self.end),) = [(a, b) for name, a, b in phases if name == _WHOLE]
+        self.trainer = [span for span in phases if span[0] != _WHOLE]
+        self.sampler = sampler
 
     def metrics(self, samplers: int, trainers: int) -> dict[str, float]:
-        """perf/{sampler,trainer}_idle_ratio; with `samplers` devices of their own perf/device_busy_ratio over both."""
-        sampler, trainer = self.sampler_idle_ratio, self.trainer_idle_ratio
+        """perf/sampler_idle_ratio: share of the step in which the sampler had no request; perf/trainer_idle_ratio: in which the
+        trainer waited for responses or scores. With `samplers` devices of their own perf/device_busy_ratio over both."""
+        busy = sum(min(b, self.end) - max(a, self.begin) for a, b in self.sampler if b > self.begin)
+        waited = sum(b - a for name, a, b in self.trainer if name in WAITING)
+        sampler, trainer = self._share(self.end - self.begin - busy), self._share(waited)
         out = {"perf/sampler_idle_ratio": sampler, "perf/trainer_idle_ratio": trainer}
         if samplers:
             idle = samplers * sampler + trainers * trainer
@@ -200,12 +183,6 @@ class StepTimes:
         return min(1.0, max(0.0, seconds / whole)) if whole > 0 else float("nan")
 
 
-def step_times(phases: Sequence[PhaseSpan], sampler: Sequence[Span]) -> StepTimes:
-    """From the spans of `Phases.spans` (the whole "step" once among them) and of `RolloutManager.busy`."""
-    ((begin, end),) = [(a, b) for name, a, b in phases if name == _WHOLE]
-    return StepTimes(begin, end, list(sampler), [span for span in phases if span[0] != _WHOLE])
-
-
 class Timeline:
     """Appends to timeline.jsonl; a write that fails is told once through `notice`, and the lines are kept and tried again.
 
@@ -215,7 +192,7 @@ class Timeline:
 
     def __init__(self, path: Path, notice: Callable[[str], None]):
         self._offset = time.time() - time.monotonic()
-        self._lines = JsonLines(path, lambda error: notice(f"{path}: {error.strerror}; the run goes on"))
+        self._lines = JsonLines(path, notice)
 
     def write(self, step: int, times: StepTimes) -> None:
         """One line."""
@@ -257,7 +234,6 @@ class Watchdog:
         self._on_event = on_event
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="verl-watchdog", daemon=True)
-        self.reports = 0
 
     def __enter__(self) -> Watchdog:
         if self._timeout > 0:
@@ -277,7 +253,7 @@ class Watchdog:
             tracking.event_of_step,
             tracking.notice,
             self._phases.beat,
-            lambda: getattr(self._phases.current, "name", ""),
+            lambda: next((phase.name for phase in reversed(self._phases.stack)), ""),
             partial(setattr, self, "extra"),
         )
 
@@ -294,7 +270,6 @@ class Watchdog:
                 faulthandler.dump_traceback_later(self._timeout + 2 * pause, file=sys.stderr)
 
     def _report(self, idle: float) -> None:
-        self.reports += 1
         stack, stacks, now = self._phases.stack, all_stacks(), time.monotonic()
         try:
             extra = self.extra()

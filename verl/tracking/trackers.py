@@ -43,7 +43,8 @@ class Session:
 
 
 class Tracker:
-    """One tracker. `say` shows the user a line. Unavailable where it is not installed, not set up or not logged in."""
+    """One tracker. `say` shows the user a line. ImportError where it is not installed, Unavailable where it is not set up or not
+    logged in."""
 
     def __init__(self, session: Session, say: Callable[[str], None]):
         pass
@@ -67,7 +68,7 @@ class FileTracker(Tracker):
             raise Unavailable("set VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT to say where it writes")
         place = Path(path or f"{root}/{session.project}/{session.experiment}.jsonl").expanduser()
         place.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = JsonLines(place, lambda error: say(f"{place} cannot be written ({error})"))
+        self._lines = JsonLines(place, say)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line, `{"step": n, "data": {…}}`."""
@@ -83,12 +84,10 @@ class TensorBoardTracker(Tracker):
     alone (no torch, no TensorFlow). A resumed run tells TensorBoard to forget what was logged after the saved step."""
 
     def __init__(self, session: Session, say: Callable[[str], None]):
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise Unavailable(_install("tensorboard", error)) from error
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self._event, self._summary = Event, Summary
         default = Path("tensorboard_log", session.project, session.experiment)
         directory = Path(os.environ.get("TENSORBOARD_DIR") or default).expanduser()
@@ -118,10 +117,8 @@ class WandbTracker(Tracker):
     """
 
     def __init__(self, session: Session, say: Callable[[str], None]):
-        try:
-            import wandb
-        except ImportError as error:
-            raise Unavailable(_install("wandb", error)) from error
+        import wandb
+
         self._wandb = wandb
         mode = os.environ.get("WANDB_MODE", "online").lower()
         if mode in ("online", "shared", "run", "") and not logged_in(wandb):
@@ -165,14 +162,14 @@ TRACKERS = {"file": FileTracker, "tensorboard": TensorBoardTracker, "wandb": Wan
 def open_tracker(name: str, session: Session, say: Callable[[str], None]) -> Tracker:
     """The tracker of a name. Unavailable if there is none, or it cannot be used here."""
     if name in TRACKERS:
-        return TRACKERS[name](session, say)
+        try:
+            return TRACKERS[name](session, say)
+        except ImportError as error:
+            why = f"the {name} package is not installed ({error}); pip install {name}"
+            raise Unavailable(why) from error
     known = ", ".join(("console", *TRACKERS, *ALIASES, *LATER))
     later = "not in this release; metrics.jsonl in the run folder has everything"
     raise Unavailable(later if name in LATER else f"there is no such tracker; known: {known}")
-
-
-def _install(package: str, error: ImportError) -> str:
-    return f"the {package} package is not installed ({error}); pip install {package}"
 
 
 def logged_in(wandb: Any) -> bool:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from verl.tracking.names import Number, plain, spread
-from verl.tracking.step_metrics import dialogue_metrics, valid
+from verl.tracking.step_metrics import dialogue_metrics
 from verl.trajectory import Trajectory
 
 DRAWS = 1000
@@ -56,7 +56,7 @@ def validation_metrics(responses: Iterable[Trajectory], n: int | None = None) ->
 
 def _source_metrics(source: str, groups: Sequence[Group], n: int) -> dict[str, Number]:
     out: dict[str, Number] = {}
-    failed = sum(not valid(t) for group in groups for t in group)
+    failed = sum(not t.scored for group in groups for t in group)
     for variable in _variables(groups):
         for metric, value in _variable_metrics(groups, variable, n).items():
             core = variable in (ACC, REWARD) and metric.startswith((f"mean@{n}", f"best@{n}/", f"maj@{n}/"))
@@ -71,7 +71,7 @@ def _source_metrics(source: str, groups: Sequence[Group], n: int) -> dict[str, N
 
 def _variables(groups: Sequence[Group]) -> list[str]:
     """`reward`, `acc` if there is one, then the other numeric keys in the order they first come."""
-    parts = [t.score_parts for group in groups for t in group if valid(t)]
+    parts = [t.score_parts for group in groups for t in group if t.scored]
     keys = dict.fromkeys(str(k) for part in parts for k, v in part.items() if plain(v) is not None)
     first = [REWARD, ACC] if _has_acc(groups) else [REWARD]
     return [*first, *(key for key in keys if key not in (REWARD, ACC, "score"))]
@@ -79,7 +79,7 @@ def _variables(groups: Sequence[Group]) -> list[str]:
 
 def _has_acc(groups: Sequence[Group]) -> bool:
     """True if responses have `acc`: the function returned it, or a plain number, or every response failed."""
-    scored = [t for group in groups for t in group if valid(t)]
+    scored = [t for group in groups for t in group if t.scored]
     return not scored or any(_value(t, ACC) is not None for t in scored)
 
 
@@ -94,7 +94,7 @@ def _value(t: Trajectory, variable: str) -> float | None:
 def _values(group: Group, variable: str, zero_failed: bool = True) -> list[float]:
     """Values of a prompt's responses in order; failed ones are 0 for `acc` and left out of the rest."""
     failed = 0.0 if variable == ACC and zero_failed else None
-    found = [_value(t, variable) if valid(t) else failed for t in group]
+    found = [_value(t, variable) if t.scored else failed for t in group]
     return [value for value in found if value is not None]
 
 

@@ -9,16 +9,15 @@ and metrics.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.config.schema.base import setting
-from verl.data.dataset import by_problem
-from verl.data.files import DataError, RowFile, absent_column, open_file
+from verl.data.dataset import CHUNK, CheckedRows, by_problem
+from verl.data.files import DataError, RowFiles
 from verl.data.media import folder_of, shown
 from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
@@ -31,9 +30,9 @@ from verl.tracking.console import Progress, say
 from verl.tracking.evaluation_metrics import source_metrics, text_metrics
 from verl.tracking.jsonl import write_lines
 from verl.tracking.names import Number, plain
-from verl.tracking.responses import by_group, dump_rows
-from verl.tracking.validation_metrics import valid, validation_metrics
-from verl.trajectory import Trajectory
+from verl.tracking.responses import dump_rows
+from verl.tracking.validation_metrics import validation_metrics
+from verl.trajectory import Batch, Trajectory
 
 if TYPE_CHECKING:
     from verl.config import EvalConfig
@@ -43,26 +42,26 @@ OVERALL = "all"
 """Stands for all data sources together, where there are several."""
 SCORES = "scores.jsonl"
 _ROUNDING = 1e-9
-_CHUNK = 512
 
 
 def evaluate(config: EvalConfig, tracking: Tracking) -> None:
     """Score, and write metrics, scores, sampled responses and the page to the run folder; see `run_guarded` for how it ends."""
-    table = read_table(config)
-    tracking.data_report(table)
+    data = Responses(config)
+    tracking.data_report(data)
     rewards = RewardRunner(None, events=tracking.event, settings=_reward_settings(config))
     try:
-        asyncio.run(_score(rewards, table.responses))
+        asyncio.run(_score(rewards, data.all))
     finally:
         rewards.close()
-    _refuse_all_failed(table.responses)
-    metrics, notes = evaluation_metrics(table, config)
+    _refuse_all_failed(data.all)
+    metrics, notes, lines = evaluation_metrics(data, config)
     for note in notes:
         tracking.notice(note)
     tracking.log(0, metrics)
-    tracking.dump_trajectories(0, table.responses)
-    write_lines(tracking.run_dir / SCORES, dump_rows(0, table.responses))
-    _show(metrics, table)
+    tracking.dump_trajectories(0, data.all)
+    write_lines(tracking.run_dir / SCORES, dump_rows(0, data.all))
+    for text in lines:
+        say(text)
     tracking.finish("finished")
     tracking.write_page(last=True)
 
@@ -70,68 +69,66 @@ def evaluate(config: EvalConfig, tracking: Tracking) -> None:
 # ------------------------------------------------------------------------------------------------------- reading
 
 
-@dataclass
-class Table:
-    """What a file of responses holds. references: uid → texts to compare with; bad_rows as in data_report.jsonl."""
+class Responses(CheckedRows):
+    """The responses of `data.path`, and what they are compared with: `references`, uid → texts. Rows that cannot be used are left
+    out and counted.
 
-    path: str
-    rows: int
-    responses: list[Trajectory] = field(default_factory=list)
-    references: dict[str, list[str]] = field(default_factory=dict)
-    bad_rows: list[dict[str, Any]] = field(default_factory=list)
+    DataError if a column is missing or no row is left, or where a data source has nothing that scores it.
+    """
+
+    split = "responses"
+
+    def __init__(self, config: EvalConfig):
+        super().__init__(RowFiles(str(config.data.path)))
+        self.all: list[Trajectory] = []
+        self.references: dict[str, list[str]] = {}
+        data, file = config.data, self.source.files[0]
+        rules = RowRules(
+            data.prompt_key,
+            data.data_source_key,
+            (data.image_key,) if config.reward_model.images else (),
+            needs_truth=not config.custom_reward_function.path,
+            images=True,
+        )
+        plain_format = is_plain(file, rules)
+        needed = ("response_key", "data_source_key", "reward_model_key")
+        for key in needed[:1] if plain_format else needed:
+            file.need(data[key], f"data.{key}")
+        for start in range(0, len(file), CHUNK):
+            for number, row in enumerate(file.rows(start, min(start + CHUNK, len(file))), start):
+                try:
+                    self._add(number, row, plain_format, rules, config)
+                except BadRow as bad:
+                    self.bad[number] = (bad.problem, bad.detail)
+        if not self.all:
+            why = "; ".join(by_problem(self.bad_rows))
+            raise DataError(f"{self.names}: no usable row is left: {why}", self.bad_rows)
+        unknown = unsupported({t.prompt.data_source for t in self.all}) if rules.needs_truth else {}
+        if unknown:
+            raise DataError("; ".join(unknown.values()))
+
+    def _add(
+        self, number: int, row: dict[str, Any], plain_format: bool, rules: RowRules, config: EvalConfig
+    ) -> None:
+        data = config.data
+        row["reward_model"] = _truth(row.get(data.reward_model_key))
+        fields = fields_of(row, number, plain_format, rules)
+        if rules.needs_truth:
+            check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=True)
+        self.all += _responses(row.pop(data.response_key), fields, self.names, number)
+        texts = _reference(row, config.metrics.reference, fields.facts["ground_truth"])
+        self.references[self.all[-1].uid] = texts
 
     @property
     def report(self) -> dict[str, Any]:
         """Counts for events.jsonl."""
-        used = len({t.uid for t in self.responses})
-        return {"files": [self.path], "rows": self.rows, "used": used, "responses": len(self.responses)}
+        used = len(self.references)
+        return {"files": self.paths, "rows": len(self.source), "used": used, "responses": len(self.all)}
 
     def describe(self) -> list[str]:
         """Lines for the console."""
-        used = f"{self.report['used']} of {self.rows} rows from {self.path}"
-        return [
-            f"{used}, {len(self.responses)} responses",
-            *(f"left out {text}" for text in by_problem(self.bad_rows)),
-        ]
-
-
-def read_table(config: EvalConfig) -> Table:
-    """The responses of `data.path`; rows that cannot be used are left out and counted.
-
-    DataError if a column is missing or no row is left, or where a data source has nothing that scores it.
-    """
-    data, file = config.data, open_file(str(config.data.path))
-    rules = RowRules(
-        data.prompt_key,
-        data.data_source_key,
-        (data.image_key,) if config.reward_model.images else (),
-        needs_truth=not config.custom_reward_function.path,
-        images=True,
-    )
-    plain_format = is_plain(file, rules)
-    for key in ("response_key",) if plain_format else ("response_key", "data_source_key", "reward_model_key"):
-        if data[key] not in file.columns:
-            raise DataError(absent_column(data[key], f"data.{key}", file.path, file.columns))
-    table = Table(file.path, len(file))
-    for number, row in _numbered(file):
-        try:
-            row["reward_model"] = _truth(row.get(data.reward_model_key))
-            fields = fields_of(row, number, plain_format, rules)
-            if rules.needs_truth:
-                check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=True)
-            table.responses += _responses(row.pop(data.response_key), fields, file.path, number)
-            uid = table.responses[-1].uid
-            table.references[uid] = _reference(row, config.metrics.reference, fields.facts["ground_truth"])
-        except BadRow as bad:
-            record = {"file": file.path, "row": number, "problem": bad.problem, "detail": bad.detail}
-            table.bad_rows.append(record)
-    _refuse_unusable(table, rules)
-    return table
-
-
-def _numbered(file: RowFile) -> Iterator[tuple[int, dict[str, Any]]]:
-    for start in range(0, len(file), _CHUNK):
-        yield from enumerate(file.rows(start, min(start + _CHUNK, len(file))), start)
+        used = f"{len(self.references)} of {len(self.source)} rows from {self.names}"
+        return [f"{used}, {len(self.all)} responses", *self.left_out()]
 
 
 def _truth(cell: Any) -> Any:
@@ -167,14 +164,6 @@ def _reference(row: Mapping[str, Any], path: str | None, truth: Any) -> list[str
     return [str(text) for text in texts if text is not None and str(text).strip()]
 
 
-def _refuse_unusable(table: Table, rules: RowRules) -> None:
-    if not table.responses:
-        why = "; ".join(by_problem(table.bad_rows))
-        raise DataError(f"{table.path}: no usable row is left: {why}", table.bad_rows)
-    if rules.needs_truth and (unknown := unsupported({t.prompt.data_source for t in table.responses})):
-        raise DataError("; ".join(unknown.values()))
-
-
 # ------------------------------------------------------------------------------------------------------- scoring
 
 
@@ -186,22 +175,18 @@ def _reward_settings(config: EvalConfig) -> RewardSettings:
 
 async def _score(rewards: RewardRunner, responses: Sequence[Trajectory]) -> None:
     """Every failure is an event of the runner; the response stays without a score."""
-    progress, done = Progress(len(responses), title="Scoring"), 0
-
-    async def one(trajectory: Trajectory) -> None:
-        nonlocal done
-        await rewards.score(trajectory)
-        done += 1
-        progress.advance_to(done)
-
+    progress = Progress(len(responses), title="Scoring")
+    scorings = asyncio.as_completed([rewards.score(trajectory) for trajectory in responses])
     try:
-        await asyncio.gather(*(one(trajectory) for trajectory in responses))
+        for done, scoring in enumerate(scorings, 1):
+            await scoring
+            progress.advance_to(done)
     finally:
         progress.close()
 
 
 def _refuse_all_failed(responses: Sequence[Trajectory]) -> None:
-    if not any(valid(t) for t in responses):
+    if not any(t.scored for t in responses):
         raise UserError(
             f"not one of {len(responses)} responses could be scored; the first: {responses[0].score_error}. "
             "`verl reward check` tries the function on the data"
@@ -211,23 +196,29 @@ def _refuse_all_failed(responses: Sequence[Trajectory]) -> None:
 # ------------------------------------------------------------------------------------------------------- metrics
 
 
-def evaluation_metrics(table: Table, config: EvalConfig) -> tuple[dict[str, Number], list[str]]:
-    """All metrics of scored responses, and what there is to say: test_score/{source}, eval/{source}/…, and validation's."""
+def evaluation_metrics(data: Responses, config: EvalConfig) -> tuple[dict[str, Number], list[str], list[str]]:
+    """All metrics of scored responses: test_score/{source}, eval/{source}/…, and validation's; notices; what is printed of them,
+    a line for each source, then the public system's dictionary."""
     sources: dict[str, list[list[Trajectory]]] = {}
-    for group in by_group(table.responses):
+    for group in Batch(data.all).groups():
         sources.setdefault(group[0].prompt.data_source, []).append(group)
     if len(sources) > 1:
         sources[OVERALL] = [group for groups in list(sources.values()) for group in groups]
-    out, notes = dict(validation_metrics(table.responses)), []
+    out, notes, lines = dict(validation_metrics(data.all)), [], []
+    test_scores: dict[str, Number] = {}
     for source, groups in sources.items():
-        found, said = _source_metrics(source, groups, table, config)
-        out |= found
+        found, said = _source_metrics(source, groups, data, config)
+        out |= {f"eval/{source}/{name}": value for name, value in found.items()}
+        if "score" in found and source != OVERALL:
+            test_scores[f"test_score/{source}"] = found["score"]
+            out |= test_scores
         notes += said
-    return out, notes
+        lines.append(_line(source, found))
+    return out, notes, [*lines, str(test_scores)]
 
 
 def _source_metrics(
-    source: str, groups: Sequence[Sequence[Trajectory]], table: Table, config: EvalConfig
+    source: str, groups: Sequence[Sequence[Trajectory]], data: Responses, config: EvalConfig
 ) -> tuple[dict[str, Number], list[str]]:
     metrics, notes = config.metrics, []
     right = [[_is_right(t, metrics.pass_score) for t in group] for group in groups]
@@ -237,27 +228,25 @@ def _source_metrics(
             f"no maj@k for {source}: nothing tells the answer that is voted on (a reward function can return it as `pred`)"
         )
     found = source_metrics(right, answers, metrics.k, metrics.confidence)
-    scores = [[t.score for t in group if t.score is not None and valid(t)] for group in groups]
+    scores = [[t.score for t in group if t.score is not None and t.scored] for group in groups]
     means = [fmean(values) for values in scores if values]
     if failed := sum(map(len, groups)) - sum(map(len, scores)):
         found["errors"] = failed
     if metrics.text:
-        pairs = [(t.text or "", table.references[t.uid]) for group in groups for t in group]
+        pairs = [(t.text or "", data.references[t.uid]) for group in groups for t in group]
         pairs = [pair for pair in pairs if pair[1]]
         if pairs:
             found |= text_metrics(metrics.text, [text for text, _ in pairs], [texts for _, texts in pairs])
         else:
             notes.append(f"no {', '.join(metrics.text)} for {source}: no row has a reference text")
-    out: dict[str, Number] = {f"eval/{source}/{name}": value for name, value in found.items()}
     if means:
-        out |= {f"eval/{source}/score": fmean(means)}
-        out |= {f"test_score/{source}": fmean(means)} if source != OVERALL else {}
-    return out, notes
+        found["score"] = fmean(means)
+    return found, notes
 
 
 def _is_right(t: Trajectory, pass_score: float) -> bool:
     """Whether its `acc`, or without one its score, reaches the bound; a response that was not scored is not right."""
-    if not valid(t) or t.score is None:
+    if not t.scored or t.score is None:
         return False
     accuracy = plain(t.score_parts.get("acc"))
     return float(t.score if accuracy is None else accuracy) >= pass_score - _ROUNDING
@@ -266,12 +255,12 @@ def _is_right(t: Trajectory, pass_score: float) -> bool:
 def _answers(groups: Sequence[Sequence[Trajectory]], config: EvalConfig) -> list[list[str | None]] | None:
     """The final answer of each response: the function's `pred`, or what the built-in rule reads. None where neither is."""
     custom = config.custom_reward_function
-    every = [t for group in groups for t in group if valid(t)]
+    every = [t for group in groups for t in group if t.scored]
     if every and all("pred" in t.score_parts for t in every):
         return [[predicted(t.score_parts) for t in group] for group in groups]
     if custom.path or not all(map(has_answers, {t.prompt.data_source for t in every})):
         return None
-    return [[_read(t, custom.reward_kwargs) if valid(t) else None for t in group] for group in groups]
+    return [[_read(t, custom.reward_kwargs) if t.scored else None for t in group] for group in groups]
 
 
 def _read(t: Trajectory, options: Mapping[str, Any]) -> str | None:
@@ -284,19 +273,11 @@ def _some(count: Number, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def _show(metrics: Mapping[str, Number], table: Table) -> None:
-    """A line for each source, then the public system's dictionary."""
-    sources = dict.fromkeys(t.prompt.data_source for t in table.responses)
-    for source in [*sources, *([OVERALL] if len(sources) > 1 else [])]:
-        found = {
-            name.rpartition("/")[2]: value
-            for name, value in metrics.items()
-            if name.rpartition("/")[0] == f"eval/{source}"
-        }
-        interval = f"({found.pop('accuracy_low'):.4f} to {found.pop('accuracy_high'):.4f})"
-        words = [f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
-        words[0] += f" {interval}"
-        counts = f"{_some(found['prompts'], 'prompt')}, {_some(found['responses'], 'response')}"
-        errors = f", {found['errors']} not scored" if "errors" in found else ""
-        say(f"{source}: {counts}{errors}: {', '.join(words)}")
-    say(str({name: value for name, value in metrics.items() if name.startswith("test_score/")}))
+def _line(source: str, metrics: Mapping[str, Number]) -> str:
+    found = dict(metrics)
+    interval = f"({found.pop('accuracy_low'):.4f} to {found.pop('accuracy_high'):.4f})"
+    words = [f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
+    words[0] += f" {interval}"
+    counts = f"{_some(found['prompts'], 'prompt')}, {_some(found['responses'], 'response')}"
+    errors = f", {found['errors']} not scored" if "errors" in found else ""
+    return f"{source}: {counts}{errors}: {', '.join(words)}"

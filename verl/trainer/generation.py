@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,6 @@ MAX_LOST_RATIO = 0.1
 def generate(config: GenerationConfig, tracking: Tracking) -> None:
     """Sample, write `data.output_path`, and the records to the run folder; see `run_guarded` for how it ends."""
     from verl.tracking.timer import Phases, Watchdog
-    from verl.trainer.run import quiet_libraries
     from verl.workers.start import check_cluster
 
     run, phases = training_config(config), Phases()
@@ -49,7 +48,6 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
     with asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, model and samplers"):
             check_cluster(run)
-            quiet_libraries()
             data, tokenizer = _open_data(config, run, tracking)
             rows = joined_rows(data.source.files)
             rollouts, workers = _build(run, tokenizer, tracking, watchdog.hooks(tracking))
@@ -72,8 +70,14 @@ def training_config(config: GenerationConfig) -> Config:
     run, rollout, trainer = Config(), config.rollout, config.trainer
     arr, data = run.actor_rollout_ref, run.data
     arr.model, arr.rollout, run.ray_kwargs = config.model, rollout, config.ray_kwargs
-    data.prompt_key = config.data.prompt_key
-    for name in ("apply_chat_template_kwargs", "image_key", "allow_image_urls", "mm_processor_kwargs"):
+    same = (
+        "prompt_key",
+        "apply_chat_template_kwargs",
+        "image_key",
+        "allow_image_urls",
+        "mm_processor_kwargs",
+    )
+    for name in same:
         data[name] = config.data[name]
     data.max_prompt_length, data.max_response_length = rollout.prompt_length, rollout.response_length
     data.filter_overlong_prompts, data.max_bad_row_ratio = True, 1.0
@@ -102,28 +106,17 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     """The prompts and the tokenizer; rows that cannot be used are left out and counted. UserError if none is left."""
     from verl.data.dataset import PromptDataset
     from verl.data.files import DataError
-    from verl.data.media import load_processor
     from verl.data.rows import RowRules
-    from verl.data.tokenizer import tokenizer_of
     from verl.rollout.tool_agent import checked_tools
+    from verl.trainer.run import open_tokenizer
 
-    model = run.actor_rollout_ref.model
-    tokenizer = tracking.tokenizer = tokenizer_of(model)
-    kwargs, trust = config.data.mm_processor_kwargs, model.trust_remote_code
-    processor = load_processor(model.path, tokenizer, kwargs, trust_remote_code=trust)
+    arr = run.actor_rollout_ref
+    tokenizer, processor = open_tokenizer(arr.model, run.data, tracking)
     rules = replace(RowRules.of(run), needs_truth=False, needs_source=False)
     try:
-        kwargs = config.data.apply_chat_template_kwargs
-        tools = checked_tools(run.actor_rollout_ref.rollout, tokenizer, kwargs)
-        data = PromptDataset(
-            config.data.path or [],
-            run,
-            tokenizer,
-            split="prompts",
-            rules=rules,
-            tools=tools,
-            processor=processor,
-        )
+        tools = checked_tools(arr.rollout, tokenizer, run.data.apply_chat_template_kwargs)
+        options: dict[str, Any] = {"rules": rules, "tools": tools, "processor": processor}
+        data = PromptDataset(config.data.path or [], run, tokenizer, split="prompts", **options)
     except DataError as error:
         message = str(error).replace("data.max_prompt_length", "rollout.prompt_length")
         raise DataError(message, error.records) from error
@@ -135,17 +128,14 @@ def _build(
     run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks
 ) -> tuple[RolloutManager, WorkerSet]:
     """The samplers and what drives them."""
-    from verl.platform.host import tune_allocator
     from verl.trainer.run import open_rollouts, rollout_settings
     from verl.workers.start import start_samplers
 
-    tune_allocator()
-    rollout = run.actor_rollout_ref.rollout
     settings = rollout_settings(run)
-    if not rollout.do_sample:
+    settings = replace(settings, max_lost_ratio=1.0)  # the share of a prompt's own responses says little
+    if not run.actor_rollout_ref.rollout.do_sample:
         settings = replace(settings, sampling=replace(settings.sampling, temperature=0.0))
     workers = start_samplers(run, tokenizer, hooks)
-    settings = replace(settings, max_lost_ratio=1.0)  # the share of a prompt's own responses says little
     return open_rollouts(run, settings, workers.sampler, tokenizer, _unscored, tracking), workers
 
 
@@ -208,33 +198,23 @@ async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int,
     done, numbers, n = Generated(), iter(range(len(data))), rollouts.settings.n
     progress, started = Progress(len(data), title="Generation"), time.perf_counter()
 
-    def finished(number: int, batch: Batch) -> None:
-        done.add(number, batch)
-        _check_lost(done.lost, n * len(data), batch)
-        phases.beat()
-        progress.advance_to(len(done.texts))
+    async def stream() -> None:
+        """One prompt after the other, of those that are left."""
+        for number in numbers:
+            batch = await rollouts.sample([data.prompt(number)], rollouts.settings.sampling, n)
+            await rollouts.scored(batch)
+            done.add(number, batch)
+            _check_lost(done.lost, n * len(data), batch)
+            phases.beat()
+            progress.advance_to(len(done.texts))
 
     try:
         with phases("gen", waits_for=f"{n * len(data)} responses"):
-            streams = (_stream(data, rollouts, numbers, finished) for _ in range(min(at_a_time, len(data))))
-            await asyncio.gather(*streams)
+            await asyncio.gather(*(stream() for _ in range(min(at_a_time, len(data)))))
     finally:
         progress.close()
     done.seconds = time.perf_counter() - started
     return done
-
-
-async def _stream(
-    data: PromptDataset,
-    rollouts: RolloutManager,
-    numbers: Iterator[int],
-    finished: Callable[[int, Batch], None],
-) -> None:
-    """One prompt after the other, of those that are left."""
-    for number in numbers:
-        batch = await rollouts.sample([data.prompt(number)], rollouts.settings.sampling, rollouts.settings.n)
-        await rollouts.scored(batch)
-        finished(number, batch)
 
 
 def _check_lost(lost: int, total: int, batch: Batch) -> None:

@@ -118,7 +118,7 @@ class PPOTrainer:
             beta = parts.kl_controller.value if parts.kl_controller is not None else None
             algorithm, n = self.config.algorithm, parts.rollouts.settings.n
             metrics: dict[str, Any] = compute_advantages(batch, algorithm, n, beta)
-            trained = rows_of_update(batch, algorithm, (self.config.trainer.seed, step), metrics)
+            trained, drawn = rows_of_update(batch, algorithm, (self.config.trainer.seed, step))
         updates = {}
         for role in parts.workers.trained(policy=warm):
             with phases(role.phase), self.colocation.computing(role, optimizer=True):
@@ -126,7 +126,7 @@ class PPOTrainer:
         if parts.kl_controller is not None:
             parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
         parts.stream.update(batch)
-        return metrics | self.record.of_updates(step, batch, updates)
+        return metrics | drawn | self.record.of_updates(step, batch, updates)
 
     def _push(self, step: int) -> SyncResult:
         """Weights of this step to the sampler; responses in flight go on with them, and new ones begin."""

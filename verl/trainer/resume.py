@@ -39,30 +39,23 @@ WHOLE = frozenset({"model", "optimizer", "extra"})
 
 
 class Storage:
-    """The checkpoints of one run. `settings` is the trainer group, `contents` the checkpoint group.
+    """The checkpoints of one run. `key` is that of the group of checkpoint settings. Where the user does not name its
+    `load_contents`, a resume reads everything."""
 
-    `narrowed`: the user named `load_contents`; otherwise a resume reads everything.
-    """
-
-    def __init__(
-        self, root: Path, settings: Any, contents: Any, tracking: Tracking, *, narrowed: bool = False
-    ):
-        self.root = root
-        self._settings = settings
-        self._contents = contents
+    def __init__(self, config: Any, key: str, tracking: Tracking):
+        self._settings = settings = config.trainer
+        self._contents = contents = config.select(key)
         self._tracking = tracking
-        self._narrowed = narrowed
+        self._narrowed = config.was_set(f"{key}.load_contents")
+        self.root = tracking.run_dir
         self._remote = RemoteCopies(settings.default_hdfs_dir) if settings.default_hdfs_dir else None
         self._thread: threading.Thread | None = None
         self._unsaved: tuple[int, str] | None = None
 
-    # ---------------------------------------------------------------------------------------------- saving
+        self.saved_parts = _parts(contents.save_contents)
+        """What is to be written of `WHOLE`."""
 
-    @property
-    def saved_parts(self) -> frozenset[str]:
-        """`model`, `optimizer`, `extra`: what is to be written (`hf_model` is `model`)."""
-        named = set(self._contents.save_contents)
-        return frozenset(("model" if part == "hf_model" else part) for part in named)
+    # ---------------------------------------------------------------------------------------------- saving
 
     def save(
         self, step: int, parts: Mapping[str, Callable[[Path], Any]], loop_state: Mapping[str, Any]
@@ -83,12 +76,29 @@ class Storage:
         self._thread = threading.Thread(target=self._seal, args=(writer, step), name="verl-checkpoint")
         self._thread.start()
 
-    def refuse(self, step: int, why: str) -> None:
-        """Do not save this step: what is there would be worse than the checkpoint before."""
+    def refuses(
+        self,
+        step: int,
+        rows: Iterable[Trajectory],
+        log_probs: Callable[[Trajectory], np.ndarray],
+        rate_key: str,
+    ) -> bool:
+        """Do not save this step if the weights as they are now would be worse than the checkpoint before.
+
+        `log_probs` gives those of a row's response tokens under these weights. One forward pass over the step's
+        longest row: weights that training has blown up are often finite themselves, but what they compute is not.
+        """
+        known = (row for row in rows if row.length)
+        longest = max(known, key=lambda row: len(row.prompt.ids) + row.length, default=None)
+        if "model" not in self.saved_parts or longest is None or np.isfinite(log_probs(longest)).all():
+            return False
         self.wait()
+        cure = f"lower {rate_key}, or go on from an earlier checkpoint"
+        why = f"its weights give log-probs that are not finite, training has blown them up ({cure})"
         self._unsaved = step, why
         message = f"the checkpoint of step {step} is not saved: {why}; the one before stays the newest"
         self._tracking.event("checkpoint_refused", step=step, message=message)
+        return True
 
     def wait(self) -> None:
         """Until the save in progress is sealed and copied."""
@@ -120,11 +130,8 @@ class Storage:
                 f"{path.name} holds {', '.join(sorted(self.saved_parts))} only (checkpoint.save_contents): it can be "
                 "used but not resumed"
             )
-        if self._remote is not None:
-            self._copy(path)
-
-    def _copy(self, path: Path) -> None:
-        assert self._remote is not None
+        if self._remote is None:
+            return
         try:
             size = self._remote.put(path)
             self._tracking.event("checkpoint_copied", path=str(path), to=self._remote.url, bytes=size)
@@ -157,8 +164,7 @@ class Storage:
 
     def wants(self, part: str) -> bool:
         """True if a resume reads the part: all of them, unless `checkpoint.load_contents` names some."""
-        named = set(self._contents.load_contents)
-        return not self._narrowed or part in named or (part == "model" and "hf_model" in named)
+        return not self._narrowed or part in _parts(self._contents.load_contents)
 
     @contextmanager
     def loading(self, found: Checkpoint) -> Iterator[None]:
@@ -182,8 +188,8 @@ class Storage:
         """After a resume, whose step is returned: say from where it goes on, and what was left out; with
         `del_local_ckpt_after_load` drop what is elsewhere too. `lead`: this rank is the one that does it."""
         self._tracking.resumed(found.step, found.loop_state.get("record"))
-        self._tracking.event("resumed", step=found.step, path=str(found.path))
-        self._tracking.notice(f"resuming from {found.path}, step {found.step}")
+        said = f"resuming from {found.path}, step {found.step}"
+        self._tracking.event("resumed", step=found.step, path=str(found.path), message=said)
         left = sorted(part for part in WHOLE if not self.wants(part))
         if left:
             self._tracking.notice(
@@ -206,23 +212,9 @@ class Storage:
         return found.step
 
 
-def has_nonfinite_log_probs(
-    log_probs: Callable[[Trajectory], np.ndarray], rows: Iterable[Trajectory], rate_key: str
-) -> str:
-    """Why the weights as they are now are not worth keeping, or "".
-
-    `log_probs` gives those of a row's response tokens under these weights. One forward pass over the step's
-    longest row: weights that training has blown up are often finite themselves, but what they compute is not.
-    """
-    longest = max(
-        (row for row in rows if row.length), key=lambda row: len(row.prompt.ids) + row.length, default=None
-    )
-    if longest is None or np.isfinite(log_probs(longest)).all():
-        return ""
-    return (
-        "its weights give log-probs that are not finite, training has blown them up (lower "
-        f"{rate_key}, or go on from an earlier checkpoint)"
-    )
+def _parts(contents: Iterable[str]) -> frozenset[str]:
+    """What of `WHOLE` the user names; `hf_model` is `model`."""
+    return frozenset("model" if part == "hf_model" else part for part in contents)
 
 
 def data_identity(config: Config, rows: int) -> dict[str, Any]:
@@ -249,11 +241,8 @@ def refuse_other_data(
     model_key: str = "actor_rollout_ref.model.path",
 ) -> None:
     """Raise UserError naming every setting that changed since the checkpoint."""
-    changed = [
-        f"{key}: {saved[key]!r} then, {now[key]!r} now"
-        for key in now
-        if key in saved and saved[key] != now[key]
-    ]
+    different = [key for key in now if key in saved and saved[key] != now[key]]
+    changed = [f"{key}: {saved[key]!r} then, {now[key]!r} now" for key in different]
     if changed:
         raise UserError(
             f"cannot resume from {checkpoint}: the order of the data would change ({'; '.join(changed)}). Restore the "
@@ -269,13 +258,7 @@ class Checkpoints:
         self._config = config
         self._save_tokenizer = save_tokenizer
         self._tracking = tracking
-        self._storage = Storage(
-            tracking.run_dir,
-            config.trainer,
-            config.actor_rollout_ref.actor.checkpoint,
-            tracking,
-            narrowed=config.was_set("actor_rollout_ref.actor.checkpoint.load_contents"),
-        )
+        self._storage = Storage(config, "actor_rollout_ref.actor.checkpoint", tracking)
 
     def finish(self) -> None:
         """At the end of a run, whatever the end: see `Storage.finish`."""
@@ -284,8 +267,8 @@ class Checkpoints:
     def save(self, trainer: PPOTrainer, batch: Batch, record: dict[str, Any]) -> None:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged.
 
-        A failure is an event and a notice; the run goes on. Weights that `batch`, the step's, shows to be has_nonfinite_log_probs
-        are not saved.
+        A failure is an event and a notice; the run goes on. `batch`, the step's, shows whether the weights are worth it: see
+        `Storage.refuses`.
         """
         policy, contents = trainer.parts.workers.policy, self._storage.saved_parts
 
@@ -298,16 +281,14 @@ class Checkpoints:
                 policy.forward(Batch([probe]), "save_checkpoint", {"log_probs": "old_log_probs"})
             return probe.old_log_probs
 
-        rate = "actor_rollout_ref.actor.optim.lr"
-        if "model" in contents and (why := has_nonfinite_log_probs(log_probs, batch, rate)):
-            self._storage.refuse(trainer.step, why)
+        if self._storage.refuses(trainer.step, batch, log_probs, "actor_rollout_ref.actor.optim.lr"):
             return
         jobs: dict[str, Callable[[Path], Any]] = {}
         for role in self._trained(trainer):
             if "model" in contents:
                 jobs[role.name] = partial(self._save_weights, role)
             if "optimizer" in contents:
-                jobs[_optimizer_of(role)] = partial(role.save, "optimizer")
+                jobs[f"state/{role.name}_optim"] = partial(role.save, "optimizer")
         if "extra" in contents:
             jobs["state/rng"] = rng.save
         state = self._loop_state(trainer) | {"record": plain_metrics(record)[0]}
@@ -348,7 +329,7 @@ class Checkpoints:
                 if wants("model"):
                     role.load("weights", found.part(role.name))
                 if wants("optimizer"):
-                    role.load("optimizer", found.part(_optimizer_of(role)))
+                    role.load("optimizer", found.part(f"state/{role.name}_optim"))
             parts.stream.load_state(state["data_position"])
             trainer.record.counters.load(state["counters"])
             if parts.kl_controller is not None and state.get("kl_controller"):
@@ -356,8 +337,3 @@ class Checkpoints:
             if wants("extra"):
                 rng.load(found.part("state/rng"))
         return self._storage.loaded(found)
-
-
-def _optimizer_of(role: Role) -> str:
-    """Where a role's optimizer is in a checkpoint."""
-    return f"state/{role.name}_optim"

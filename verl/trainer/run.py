@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,7 @@ from verl import interrupt
 from verl.errors import UserError
 from verl.platform.host import prepare_process
 from verl.plugins import import_modules
-from verl.tracking.console import spare
+from verl.tracking.console import notice, spare
 
 if TYPE_CHECKING:
     from verl.algorithms.kl import KLController
@@ -63,11 +62,11 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
         import_plugins(config)
         tracking = open_tracking(config)
     except UserError as error:
-        print(f"verl: {error}", file=sys.stderr, flush=True)
+        notice(str(error))
         return EXIT_USER
     status = _run(config, tracking, train)
     if tracking.unsaved:
-        print(f"verl: {tracking.unsaved}", file=sys.stderr, flush=True)
+        notice(tracking.unsaved)
     return status or (EXIT_UNSAVED if tracking.unsaved else 0)
 
 
@@ -89,10 +88,8 @@ def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
             )
             if not getattr(error, "explained", False):
                 traceback.print_exc()
-            words = [f"{type(error).__name__}: {str(error).rstrip('.')}"]
-            if further := _further(config, tracking.run_dir):
-                words.append(further)
-            return _stopped(tracking, "failed", ". ".join(words), EXIT_FAILED)
+            words = [f"{type(error).__name__}: {str(error).rstrip('.')}", _further(config, tracking.run_dir)]
+            return _stopped(tracking, "failed", ". ".join(filter(None, words)), EXIT_FAILED)
         except BaseException:
             # Not only KeyboardInterrupt: libraries wrap one that comes in the middle of their work.
             if not interrupt.noted():
@@ -145,7 +142,7 @@ def open_tracking(config: Any) -> Any:
 
 def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
     tracking.finish(status, message)
-    print(f"verl: {message}", file=sys.stderr, flush=True)
+    notice(message)
     return code
 
 
@@ -195,24 +192,18 @@ def build_parts(
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
+    from verl.algorithms.kl import get_kl_controller
     from verl.config.layout import own_pools
     from verl.config.weights import user_scores
-    from verl.data.media import load_processor
     from verl.data.stream import open_stream
-    from verl.data.tokenizer import save_tokenizer, tokenizer_of
-    from verl.platform.host import tune_allocator
+    from verl.data.tokenizer import save_tokenizer
     from verl.trainer.resume import Checkpoints
     from verl.workers.roles import Classifier
     from verl.workers.start import check_cluster, start_workers
 
     check_cluster(config)
-    tune_allocator()
-    quiet_libraries()
-    model = config.actor_rollout_ref.model
-    tokenizer = tracking.tokenizer = tokenizer_of(model, config.data.tokenizer)
-    processor = load_processor(
-        model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
-    )
+    model, algorithm = config.actor_rollout_ref.model, config.algorithm
+    tokenizer, processor = open_tokenizer(model, config.data, tracking)
     train, validation = open_data(config, tokenizer, tracking, processor)
     check_vocabularies(config, tokenizer)
     check_teachers(config, train)
@@ -236,7 +227,7 @@ def build_parts(
         rollouts=rollouts,
         rewards=rewards,
         workers=workers,
-        kl_controller=kl_controller(config),
+        kl_controller=get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None,
         validator=validator,
         checkpoints=Checkpoints(
             config, partial(save_tokenizer, tokenizer, None if processor is None else model.path), tracking
@@ -285,14 +276,23 @@ def open_rewards(config: Config, tracking: Any, judging: Any = None) -> RewardRu
     return RewardRunner(config, events=tracking.event, model=model, judge=judge)
 
 
-def quiet_libraries() -> None:
-    """The run has its own progress display; the libraries' bars would tear it apart."""
+def open_tokenizer(model: Any, data: Any, tracking: Any) -> tuple[Any, Any]:
+    """The tokenizer, which the records get too, and the processor of a model that sees images, else None: the first that a run
+    loads, so libraries are set up before. model, data: the groups of the configuration."""
     import warnings
 
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    from verl.data.media import load_processor
+    from verl.data.tokenizer import tokenizer_of
+    from verl.platform.host import tune_allocator
+
+    tune_allocator()
+    logging.disable_progress_bar()  # a run has its own progress display, which the libraries' bars would tear apart
     warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+    tokenizer = tracking.tokenizer = tokenizer_of(model, data.tokenizer)
+    kwargs, trust = data.mm_processor_kwargs, model.trust_remote_code
+    return tokenizer, load_processor(model.path, tokenizer, kwargs, trust_remote_code=trust)
 
 
 def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = None) -> tuple[Any, Any]:
@@ -303,16 +303,11 @@ def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = No
 
     data = config.data
     tools = checked_tools(config.actor_rollout_ref.rollout, tokenizer, data.apply_chat_template_kwargs)
-    open_split = partial(
-        PromptDataset,
-        config=config,
-        tokenizer=tokenizer,
-        check_truth=check_truth,
-        tools=tools,
-        processor=processor,
-    )
-    train = open_split(data.train_files, split="train")
-    validation = open_split(data.val_files, split="val") if data.val_files else None
+    options: dict[str, Any] = {"check_truth": check_truth, "tools": tools, "processor": processor}
+    train = PromptDataset(data.train_files, config, tokenizer, **options)
+    validation = None
+    if data.val_files:
+        validation = PromptDataset(data.val_files, config, tokenizer, split="val", **options)
     tracking.data_report(train, validation)
     return train, validation
 
@@ -326,14 +321,11 @@ def check_vocabularies(config: Config, tokenizer: Any) -> None:
     others = [("distillation.teacher_models", one["model_path"]) for one in teacher_roles(config).values()]
     others += [("critic.model.path", config.critic.model.path)] if "values" in needs else []
     others += [("actor_rollout_ref.ref.model.path", arr.ref.model.path)] if "ref_log_probs" in needs else []
-    own = tokenizer.get_vocab() if any(path for _, path in others) else {}
+    others = [(key, path) for key, path in others if path and path != arr.model.path]
+    own = tokenizer.get_vocab() if others else {}
     for key, path in others:
-        if (
-            not path
-            or path == arr.model.path
-            or (Path(path).is_dir() and not any(Path(path).glob("*token*")))
-        ):
-            continue  # the policy's own, or weights alone
+        if Path(path).is_dir() and not any(Path(path).glob("*token*")):
+            continue  # weights alone
         theirs = load_tokenizer(path, trust_remote_code=arr.model.trust_remote_code).get_vocab()
         token = next((token for token, number in own.items() if theirs.get(token) != number), None)
         if token is not None:
@@ -403,13 +395,6 @@ def _restrictions(group: Any) -> dict[str, Any]:
     """What cuts the distribution or ends a response, the same in training and validation."""
     cut = {name: group[name] for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
     return cut | {name: tuple(group[name]) for name in ("stop", "stop_token_ids")}
-
-
-def kl_controller(config: Config) -> Any:
-    """The controller of the KL term in the reward, or None."""
-    from verl.algorithms.kl import get_kl_controller
-
-    return get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
 
 
 def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, tracking: Any) -> Any:

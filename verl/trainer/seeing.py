@@ -44,15 +44,14 @@ class ImageRecord:
             policy.forward(Batch(probes), "images", {"log_probs": "old_log_probs"})
         seen, blank = (probe.old_log_probs for probe in probes)
         difference = float(np.abs(seen - blank).max())
-        self._parts.tracking.event("images_seen", step=step, uid=row.uid, log_prob_diff=difference)
         if difference == 0:
             raise ImagesUnseen(
                 f"step {step}: the log-probs of the response to {row.uid} are the same with its images blanked: the model does "
                 "not see them. Is its vision tower in the checkpoint, and its processor the model's own?"
             )
-        self._parts.tracking.notice(
-            f"images are seen: blanked, they change a token's log-prob by up to {difference:.3g}"
-        )
+        said = f"images are seen: blanked, they change a token's log-prob by up to {difference:.3g}"
+        event = self._parts.tracking.event
+        event("images_seen", step=step, uid=row.uid, log_prob_diff=difference, message=said)
 
     def metrics(self, batch: Batch, sampler: dict[str, float]) -> dict[str, Number]:
         """perf/images/* of a step; {} without images. sampler: its `stats()`."""

@@ -11,17 +11,16 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.errors import UserError
-from verl.trainer.step_record import RefusedSteps
 
 if TYPE_CHECKING:
     from verl.engine.training.base import TrainingEngine
     from verl.trajectory import Segment, Trajectory
-    from verl.workers.plan import Refusal
 
 _T = TypeVar("_T")
 Jobs = Mapping[str, Callable[[Path], Any]]
@@ -77,15 +76,12 @@ class Ranks:
             return
         from verl.engine.training.process_group import all_gather_json
 
-        def everywhere(name: str, job: Callable[[Path], Any]) -> Callable[[Path], Any]:
-            def run(directory: Path) -> Any:
-                all_gather_json([name, str(directory)])
-                return job(directory)
-
-            return run
+        def everywhere(name: str, directory: Path) -> None:
+            all_gather_json([name, str(directory)])
+            jobs[name](directory)
 
         try:
-            save({name: everywhere(name, job) for name, job in jobs.items()})
+            save({name: partial(everywhere, name) for name in jobs})
         finally:
             all_gather_json(None)
 
@@ -119,13 +115,6 @@ class NoRecords:
 def _nothing(*_: Any, **__: Any) -> Callable[..., Any]:
     """Records nothing; the callback that `progress` gives is one more of it."""
     return _nothing
-
-
-class CountedRefusals(RefusedSteps):
-    """Counts as rank 0 does, so that all end at the same step; rank 0 has the dump."""
-
-    def _keep(self, step: int, refused: Sequence[Refusal]) -> None:
-        """Nothing."""
 
 
 def follow(config: Any, train: Callable[[Any, Any], None]) -> int:

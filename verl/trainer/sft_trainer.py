@@ -25,9 +25,10 @@ from verl.errors import UserError
 from verl.tracking.names import plain_metrics
 from verl.tracking.profiler import announce, open_profiler
 from verl.tracking.step_metrics import BACKWARD, Counters, mfu
-from verl.tracking.timer import profiled
-from verl.trainer.resume import Storage, has_nonfinite_log_probs, refuse_other_data
-from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly
+from verl.tracking.timer import Phases, Watchdog, profiled
+from verl.trainer.resume import Storage, refuse_other_data
+from verl.trainer.run import open_tokenizer, run_guarded
+from verl.trainer.sft_ranks import Ranks, follow, quietly
 from verl.trainer.sft_setup import CrossEntropy, as_trajectory, build_engine, open_data
 from verl.trajectory import Trajectory
 
@@ -48,12 +49,10 @@ class SFTTrainer:
         train: SFTDataset,
         validation: SFTDataset | None,
         tracking: Any,
-        tokenizer: Any,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
     ):
-        self.ranks = ranks or Ranks()
+        self.ranks, self.tracking = ranks, tracking
         self.config, self.engine, self.train, self.validation = config, engine, train, validation
-        self.tracking, self.tokenizer = tracking, tokenizer
         self.batch_size: int = config.data.train_batch_size
         if len(train) < self.batch_size:
             raise UserError(
@@ -69,17 +68,10 @@ class SFTTrainer:
         self.profiler = open_profiler(
             config, roles=("sft",), rank=self.ranks.rank, device=engine.platform.name
         )
-        self.storage = Storage(
-            tracking.run_dir,
-            trainer,
-            config.checkpoint,
-            tracking,
-            narrowed=config.was_set("checkpoint.load_contents"),
-        )
+        self.storage = Storage(config, "checkpoint", tracking)
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
-        from verl.tracking.timer import Phases, Watchdog
         from verl.trainer.step_record import RefusedSteps
 
         trainer, tracking = self.config.trainer, self.tracking
@@ -89,8 +81,8 @@ class SFTTrainer:
             announce(self.config, self.total_steps, tracking.notice)
         tracking.start_progress(self.total_steps, done=self.step)
         self.phases = Phases()
-        kind = RefusedSteps if self.ranks.lead else CountedRefusals
-        refused = kind(trainer.max_refused_steps, tracking, self.counters)
+        limit = trainer.max_refused_steps
+        refused = RefusedSteps(limit, tracking, self.counters, lead=self.ranks.lead)
         with Watchdog(self.phases, trainer.watchdog_timeout, tracking.event), interrupt.patient():
             if trainer.val_only or (trainer.val_before_train and self.step == 0 and self.validation):
                 tracking.log(self.step, self._validate())
@@ -186,21 +178,18 @@ class SFTTrainer:
 
     def _save(self, record: dict[str, float]) -> None:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged."""
-        contents = self.storage.saved_parts
-        why = has_nonfinite_log_probs(
-            lambda row: self.engine.forward(row.segments, temperature=1.0)["log_probs"],
-            self.rows(self.step),
-            "optim.lr",
-        )
-        if "model" in contents and why:
-            self.storage.refuse(self.step, why)
+
+        def log_probs(row: Trajectory) -> np.ndarray:
+            return self.engine.forward(row.segments, temperature=1.0)["log_probs"]
+
+        if self.storage.refuses(self.step, self.rows(self.step), log_probs, "optim.lr"):
             return
         every: dict[str, tuple[str, Callable[[Path], Any]]] = {
             "model": ("actor", self._save_model),
             "optimizer": ("state/actor_optim", self.engine.save_optimizer),
             "extra": ("state/rng", rng.save if self.ranks.lead else lambda _: None),
         }
-        jobs = dict(every[part] for part in every if part in contents)
+        jobs = dict(every[part] for part in every if part in self.storage.saved_parts)
         epoch, place = divmod(self.step, self.steps_per_epoch)
         state = {
             "data_position": {"epoch": epoch, "offset": place * self.batch_size},
@@ -221,7 +210,7 @@ class SFTTrainer:
         self.engine.save_weights(directory)
         if self.ranks.lead:
             sees = getattr(self.train, "processor", None) is not None
-            save_tokenizer(self.tokenizer, self.config.model.path if sees else None, directory)
+            save_tokenizer(self.tracking.tokenizer, self.config.model.path if sees else None, directory)
 
     def _resume(self) -> int:
         """Restore what `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
@@ -243,39 +232,25 @@ class SFTTrainer:
 
     def _find(self) -> Checkpoint | None:
         """The checkpoint to go on from: looked for, tidied up and verified by rank 0."""
-        found: list[Checkpoint] = []
 
         def look() -> str:
-            found.extend(filter(None, [self.storage.find()]))
-            return str(found[0].path) if found else ""
+            found = self.storage.find()
+            return str(found.path) if found else ""
 
         path = self.ranks.first(look)
-        if not path or found:
-            return found[0] if found else None
-        return open_checkpoint(Path(path), hashes=False)
+        return open_checkpoint(Path(path), hashes=False) if path else None
 
 
 def train_sft(config: SFTConfig, tracking: Any) -> None:
     """Build the parts and train, data before the model: a user's mistakes are found soonest."""
-    from verl.data.media import load_processor
-    from verl.data.tokenizer import tokenizer_of
-    from verl.platform.host import tune_allocator
-    from verl.trainer.run import quiet_libraries
-
-    ranks = Ranks.of_environment()
-    tune_allocator()
-    quiet_libraries()
-    model, trainer = config.model, config.trainer
-    tokenizer = tracking.tokenizer = tokenizer_of(model, config.data.tokenizer)
-    processor = load_processor(
-        model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
-    )
+    ranks, trainer = Ranks.of_environment(), config.trainer
+    tokenizer, processor = open_tokenizer(config.model, config.data, tracking)
     train, validation = open_data(config, tokenizer, tracking, processor)
     if trainer.save_freq != EACH_EPOCH and int(trainer.save_freq) <= 0 and not trainer.val_only:
         tracking.notice(
             "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"
         )
-    training = SFTTrainer(config, build_engine(config, ranks), train, validation, tracking, tokenizer, ranks)
+    training = SFTTrainer(config, build_engine(config, ranks), train, validation, tracking, ranks)
     try:
         training.fit()
     finally:
@@ -297,8 +272,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(left.code or 0)
     if not ranks.lead:
         return follow(config, train_sft)
-    from verl.trainer.run import run_guarded
-
     return run_guarded(config, train_sft)
 
 

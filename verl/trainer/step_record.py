@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from verl.algorithms.correction import parse_correction, weights_of_the_update
 from verl.algorithms.value_loss import explained_variance
 from verl.algorithms.variance import variance_proxies
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
-from verl.tracking.timer import Timeline, profiled, step_times
+from verl.tracking.timer import StepTimes, Timeline, profiled
 from verl.trainer.seeing import ImageRecord
 from verl.trajectory import COLUMNS
 from verl.weight_sync.base import SyncResult
@@ -71,12 +71,11 @@ def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
 
 
 class RefusedSteps:
-    """Counts steps in a row with a refused update; `counters` keeps the count, for it outlives a resume."""
+    """Counts steps in a row with a refused update; `counters` keeps the count, for it outlives a resume. `lead`: this rank is the
+    one that dumps what was refused; the others count, so that all end at the same step."""
 
-    def __init__(self, limit: int, tracking: Tracking, counters: Counters):
-        self._limit = limit
-        self._tracking = tracking
-        self._counters = counters
+    def __init__(self, limit: int, tracking: Tracking, counters: Counters, *, lead: bool = True):
+        self._limit, self._tracking, self._counters, self._lead = limit, tracking, counters, lead
         self._last = ""
 
     def note(self, step: int, *updates: UpdateResult) -> None:
@@ -89,20 +88,18 @@ class RefusedSteps:
         self._counters.refused_steps += len(refused)
         self._counters.refused_in_a_row += 1
         self._last = refused[-1].reason
-        self._keep(step, refused)
+        for number, refusal in enumerate(refused if self._lead else ()):
+            self._keep(step, number, refusal)
 
-    def _keep(self, step: int, refused: Sequence[Refusal]) -> None:
-        """Dump the batches, and say where."""
-        for number, refusal in enumerate(refused):
-            directory = Path(self._tracking.run_dir) / "refused" / f"step_{step}" / str(number)
-            try:
-                dump_rows(directory, refusal.rows, refusal.reason)
-            except OSError as error:
-                self._tracking.event("dump_failed", path=str(directory), error=str(error))
-            self._tracking.event("refused_update", step=step, reason=refusal.reason, dump=str(directory))
-            self._tracking.notice(
-                f"step {step}: update refused, {refusal.reason}; the batch is in {directory}"
-            )
+    def _keep(self, step: int, number: int, refusal: Refusal) -> None:
+        """Dump the batch, and say where."""
+        directory, why = self._tracking.run_dir / "refused" / f"step_{step}" / str(number), refusal.reason
+        try:
+            dump_rows(directory, refusal.rows, why)
+        except OSError as error:
+            self._tracking.event("dump_failed", path=str(directory), error=str(error))
+        said = f"step {step}: update refused, {why}; the batch is in {directory}"
+        self._tracking.event("refused_update", step=step, reason=why, dump=str(directory), message=said)
 
     def check(self) -> None:
         """Raise TooManyRefused at the limit. Called when the step is logged, so that its record is there."""
@@ -150,10 +147,7 @@ class StepRecord:
         """The phases of a step, and its profile if there is one."""
         parts = self._parts
         parts.phases.start_step()
-        with (
-            parts.phases("step"),
-            profiled(parts.workers.profiler, step, parts.phases, parts.tracking),
-        ):
+        with parts.phases("step"), profiled(parts.workers.profiler, step, parts.phases, parts.tracking):
             yield
 
     def proven(self, sync: SyncResult) -> None:
@@ -196,13 +190,12 @@ class StepRecord:
         if taught or any(t.advantages is not None and t.advantages.any() for t in batch):
             return
         scores = sorted({t.score for t in batch if t.score is not None})
-        said = f"step {step}: every advantage is 0 (scores: {', '.join(map(str, scores[:5])) or 'none'}), so its rewards teach nothing"
-        self._parts.tracking.event("no_signal", step=step, scores=scores[:5])
-        if not self._without_signal:
-            self._without_signal = True
-            self._parts.tracking.notice(
-                f"{said}; if it goes on, look at the reward function (verl reward check) and the data"
-            )
+        said = (
+            f"step {step}: every advantage is 0 (scores: {', '.join(map(str, scores[:5])) or 'none'}), so its rewards teach nothing; "
+            "if it goes on, look at the reward function (verl reward check) and the data"
+        )
+        first, self._without_signal = not self._without_signal, True
+        self._parts.tracking.event("no_signal", step=step, scores=scores[:5], message=said if first else None)
 
     def _of_policy(self, step: int, batch: Batch, update: UpdateResult) -> dict[str, Any]:
         self._say_without_signal(step, batch)
@@ -257,7 +250,7 @@ class StepRecord:
 
     def _times(self, step: int) -> dict[str, float]:
         parts, trainer, rollout = self._parts, self._config.trainer, self._config.actor_rollout_ref.rollout
-        times = step_times(parts.phases.spans(), parts.loop.run(parts.rollouts.busy()))
+        times = StepTimes(parts.phases.spans, parts.loop.run(parts.rollouts.busy()))
         self._timeline.write(step, times)
         own = rollout.nnodes * rollout.n_gpus_per_node if rollout.nnodes else 0
         return times.metrics(own, trainer.nnodes * trainer.n_gpus_per_node)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.tracking.console import one_line, say
+from verl.tracking.responses import prompt_text
 from verl.tracking.validation_metrics import validation_metrics
 from verl.trajectory import Batch
 
@@ -37,48 +39,38 @@ class ValidationPrompts:
             yield self._data.prompts(self._rows[start : start + self._size])
 
 
+@dataclass(frozen=True)
 class Validator:
     """Samples `n` responses to each prompt with `sampling`, in file order, and computes metrics.md §7.
 
     `score_rest` scores what was not scored while sampling (a manager that wants the whole batch at once).
     """
 
-    def __init__(
-        self,
-        prompts: ValidationPrompts,
-        sampling: SamplingParams,
-        n: int,
-        rollouts: RolloutManager,
-        score_rest: Callable[[Batch], Awaitable[None]],
-        tracking: Tracking,
-    ):
-        self._prompts = prompts
-        self._sampling = sampling
-        self._n = n
-        self._rollouts = rollouts
-        self._score_rest = score_rest
-        self._tracking = tracking
+    prompts: ValidationPrompts
+    sampling: SamplingParams
+    n: int
+    rollouts: RolloutManager
+    score_rest: Callable[[Batch], Awaitable[None]]
+    tracking: Tracking
 
     async def run(self, step: int, *, first: bool = False) -> dict[str, Any]:
         """One validation; returns its metrics and dumps the responses."""
-        progress = self._tracking.progress("validation", total=len(self._prompts) * self._n)
+        progress = self.tracking.progress("validation", total=len(self.prompts) * self.n)
         trajectories: list[Trajectory] = []
-        for prompts in self._prompts.parts():
-            part = await self._rollouts.sample(prompts, self._sampling, self._n, progress)
-            await self._rollouts.scored(part)
+        for prompts in self.prompts.parts():
+            part = await self.rollouts.sample(prompts, self.sampling, self.n, progress)
+            await self.rollouts.scored(part)
             trajectories += part
-            for media in {
-                *(prompt.media for prompt in prompts),
-                *(segment.media for segment in part.segments),
-            }:
+            seen = [prompt.media for prompt in prompts] + [segment.media for segment in part.segments]
+            for media in set(seen):
                 if media is not None:
                     media.drop_pixels()
         batch = Batch(trajectories)
-        await self._score_rest(batch)
+        await self.score_rest(batch)
         metrics = validation_metrics(batch)
         if first:
             self._show(batch)
-        self._tracking.validation(step, batch, metrics)
+        self.tracking.validation(step, batch, metrics)
         return metrics
 
     def _show(self, batch: Batch) -> None:
@@ -87,11 +79,7 @@ class Validator:
         for trajectory in batch:
             shown.setdefault(trajectory.prompt.data_source, trajectory)
         for t in shown.values():
-            messages = t.prompt.messages
-            prompt = (
-                messages if isinstance(messages, str) else "\n".join(str(m.get("content")) for m in messages)
-            )
-            say(f"[prompt] {one_line(prompt)}")
+            say(f"[prompt] {one_line(prompt_text(t))}")
             say(f"[response] {one_line(t.text)}")
             say(f"[ground_truth] {one_line(t.prompt.ground_truth)}")
             say(f"[score] {t.score if t.score is not None else one_line(t.score_error)}")

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
+from verl.algorithms.needs import needed_columns, teacher_roles
 from verl.config.layout import own_pools, samplers_per_node
 from verl.config.rollout_engines import CAPABILITIES, sampler_dtype
 from verl.config.weights import scores_by_model
@@ -38,11 +38,11 @@ def longest(config: Any) -> int:
 def roles_by_pool(config: Any) -> dict[str, list[str]]:
     """The roles that the ranks of a run play, by the pool of devices they are on: "training", the policy's, or one of
     `own_pools`."""
-    roles = ["actor"]
-    if needs_reference(config):
+    roles, needed = ["actor"], needed_columns(config)
+    if "ref_log_probs" in needed:
         roles.append("ref")
     roles += teacher_roles(config)
-    if needs_critic(config):
+    if "values" in needed:
         roles.append("critic")
     if scores_by_model(config):
         roles.append("reward_model")

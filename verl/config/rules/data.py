@@ -238,11 +238,9 @@ def _table(c: Check) -> None:
 
 
 def _has_columns(c: Check, file: Any, *keys: str) -> bool:
-    from verl.data.files import absent_column
-
     for key in keys:
-        if (name := c.cfg.data[key]) not in file.columns:
-            c.refuse(f"data.{key}", absent_column(name, f"data.{key}", file.path, file.columns))
+        with c.refusing(f"data.{key}"):
+            file.need(c.cfg.data[key], f"data.{key}")
     return all(c.cfg.data[key] in file.columns for key in keys)
 
 

@@ -41,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"verl prepare {name}: not in this release", file=sys.stderr)
         return 2
     if name not in NAMES:
-        guess = nearest(name, list(NAMES))
-        hint = f"; the nearest is {guess}" if guess else ""
-        print(f"verl prepare: there is no {name!r}{hint}\n\n{usage()}", file=sys.stderr)
+        print(f"verl prepare: there is no {name!r}{nearest(name, list(NAMES))}\n\n{usage()}", file=sys.stderr)
         return 2
     return run(name, args[1:])
 

@@ -79,16 +79,8 @@ def forget_one(chain: Chain, rng: random.Random) -> Chain:
 
 def row(chain: Chain, rng: random.Random, split: str, index: int, *, stories: bool) -> dict[str, Any]:
     """One row of the chat format."""
-    value, _ = value_steps(chain)
-    text = question(chain, rng, stories=stories)
-    answer = worked_answer(chain)
-    return {
-        "data_source": GSM8K,
-        "prompt": [{"role": "user", "content": text}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(value)},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": text},
-    }
+    text, truth = question(chain, rng, stories=stories), str(value_steps(chain)[0])
+    return common.chat_row(GSM8K, text, truth, split, index, answer=worked_answer(chain), question=text)
 
 
 def make(
@@ -138,12 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0)
     add("--careless", type=float, default=0.0, help="share of careless answers in warm_up.parquet")
     add("--no_stories", action="store_true", help="bare expressions only")
-    args = parser.parse_args(argv)
-    where = common.target(args)
+    args = common.parsed(parser, argv)
     if args.train < 1 or args.test < 1:
         raise DataError(f"--train {args.train} --test {args.test}: at least one row each is needed")
     if not 0 <= args.careless <= 1:
         raise DataError(f"--careless {args.careless}: a share between 0 and 1")
     sizes = {"train": args.train, "test": args.test, "level": args.level, "seed": args.seed}
     made = make(**sizes, stories=not args.no_stories, careless=args.careless)
-    return common.finish(made, where)
+    return common.finish(made, args)

@@ -7,23 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.data.files import DataError, open_file, written_whole
+from verl.data.files import DataError, naming, open_file, written_whole
 
 Rows = Callable[[str | None, str], list[dict[str, Any]]]
 RAW_SUFFIXES = (".jsonl", ".parquet", ".json")
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where to write, and how much: `limit` rows per split, None for all."""
-
-    directory: Path
-    hdfs_dir: str | None = None
-    limit: int | None = None
 
 
 def parser(name: str, about: str, *, folder: str = "", local_raw: bool = True) -> argparse.ArgumentParser:
@@ -40,16 +30,30 @@ def parser(name: str, about: str, *, folder: str = "", local_raw: bool = True) -
     return out
 
 
-def target(args: argparse.Namespace) -> Target:
-    """The target of parsed flags. An empty --local_dir means the default."""
-    chosen = args.local_save_dir
+def parsed(flags: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of a command line, with `directory`: where to write. An empty --local_dir means the default."""
+    args = flags.parse_args(argv)
     if args.local_dir is not None:
         print("--local_dir is the old name of --local_save_dir", file=sys.stderr)
-        chosen = chosen or args.local_dir
-    directory = Path(os.path.expandvars(chosen or f"~/data/{args.default_folder}")).expanduser()
+    chosen = args.local_save_dir or args.local_dir or f"~/data/{args.default_folder}"
+    args.directory = Path(os.path.expandvars(chosen)).expanduser()
     if args.limit is not None and args.limit < 1:
         raise DataError(f"--limit {args.limit}: at least one row is needed")
-    return Target(directory, args.hdfs_dir, args.limit)
+    return args
+
+
+def chat_row(
+    source: str, text: str, truth: str, split: str, index: int, *, images: Any = None, **extra: Any
+) -> dict[str, Any]:
+    """One row of the chat format. images: the column of that name; `extra`: what extra_info holds besides."""
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": text}],
+        **({} if images is None else {"images": images}),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": index, **extra},
+    }
 
 
 def find_split(root: str, split: str, *, config: str | None = None) -> list[Path]:
@@ -100,20 +104,13 @@ def from_hub(repo: str, split: str, *, config: str | None = None) -> list[Path]:
 
     print(f"downloading {repo} ({split}) from the hub", file=sys.stderr)
     folder = config or "data"
-    try:
+    with naming(repo, "the hub could not be reached (--local_dataset_path DIR names raw data on disk)"):
         names = HfApi().list_repo_files(repo, repo_type="dataset")
         wanted = [n for n in sorted(names) if fnmatch(n, f"{folder}/{split}-*.parquet")]
         if not wanted:
             found = ", ".join(names[:8])
             raise DataError(f"{repo}: the hub holds no {folder}/{split}-*.parquet; found {found}")
         return [Path(hf_hub_download(repo, name, repo_type="dataset")) for name in wanted]
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{repo}: the hub could not be reached ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            "Give the raw data with --local_dataset_path DIR"
-        ) from error
 
 
 def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -127,16 +124,17 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
         pq.write_table(pa.Table.from_pylist(list(rows)), beside)
 
 
-def finish(splits: Mapping[str, Sequence[dict[str, Any]]], where: Target) -> int:
-    """Write every split as {name}.parquet, copy it if asked, print rows, columns, longest prompt and one row."""
+def finish(splits: Mapping[str, Sequence[dict[str, Any]]], args: argparse.Namespace) -> int:
+    """Write every split as {name}.parquet where the flags (`parsed`) say, copy it if asked, print rows, columns, longest prompt
+    and one row."""
     for name, rows in splits.items():
-        kept = list(rows[: where.limit] if where.limit else rows)
-        path = where.directory / f"{name}.parquet"
+        kept = rows[: args.limit]
+        path = args.directory / f"{name}.parquet"
         write_parquet(kept, path)
         longest = max(prompt_characters(row) for row in kept)
         print(f"{path}: {len(kept)} rows; columns {', '.join(kept[0])}; longest prompt {longest} characters")
-        if where.hdfs_dir:
-            _copy(path, f"{where.hdfs_dir.rstrip('/')}/{path.name}")
+        if args.hdfs_dir:
+            _copy(path, f"{args.hdfs_dir.rstrip('/')}/{path.name}")
     first = next(iter(splits.values()))[0]
     print(json.dumps(first, ensure_ascii=False, indent=2, default=_shown))
     return 0
@@ -149,9 +147,8 @@ def _shown(value: Any) -> str:
 
 def two_splits(name: str, about: str, rows: Rows, argv: Sequence[str] | None, folder: str = "") -> int:
     """The script of a data set with the splits train and test; `rows(local raw directory or None, split)` makes one."""
-    args = parser(name, about, folder=folder).parse_args(argv)
-    where = target(args)
-    return finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, where)
+    args = parsed(parser(name, about, folder=folder), argv)
+    return finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, args)
 
 
 def prompt_characters(row: dict[str, Any]) -> int:
@@ -163,10 +160,8 @@ def prompt_characters(row: dict[str, Any]) -> int:
 def _copy(path: Path, url: str) -> None:
     import fsspec
 
-    try:
+    with naming(str(path), f"it is written, but copying it to {url} failed"):
         system, remote = fsspec.core.url_to_fs(url)
         system.makedirs(remote.rsplit("/", 1)[0], exist_ok=True)
         system.put_file(str(path), remote)
-    except (ImportError, OSError, ValueError) as error:
-        raise DataError(f"copying {path} to {url} failed: {error}; the local file is complete") from error
     print(f"copied to {url}")

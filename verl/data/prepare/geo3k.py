@@ -22,14 +22,8 @@ _DATA, _DIAGRAM = "data.json", "img_diagram.png"
 
 def row(problem: str, answer: str, images: list[dict[str, Any]], split: str, index: int) -> dict[str, Any]:
     """One row of the chat format. images: {bytes, path} for each `<image>` of the problem."""
-    return {
-        "data_source": REPO,
-        "prompt": [{"role": "user", "content": f"{problem} {INSTRUCTION}"}],
-        "images": images,
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": problem},
-    }
+    text, known = f"{problem} {INSTRUCTION}", {"answer": answer, "question": problem}
+    return common.chat_row(REPO, text, answer, split, index, images=images, **known)
 
 
 def rows(local: str | None, split: str) -> list[dict[str, Any]]:
@@ -44,9 +38,8 @@ def rows(local: str | None, split: str) -> list[dict[str, Any]]:
         problem, answer, images = (raw.get(name) for name in ("problem", "answer", "images"))
         if not isinstance(problem, str) or not isinstance(answer, str) or not images:
             raise DataError(f"{where}: images, problem and answer are needed; it has {', '.join(raw)}")
-        out.append(
-            row(problem, answer, [_image(image, files[0].parent, where) for image in images], split, len(out))
-        )
+        held = [_image(image, files[0].parent, where) for image in images]
+        out.append(row(problem, answer, held, split, len(out)))
     return out
 
 
@@ -92,7 +85,6 @@ def _splits(local: str | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The script."""
-    args = common.parser("geo3k", "Geometry3K with its diagrams: train.parquet, test.parquet").parse_args(
-        argv
-    )
-    return common.finish(dict(_splits(args.local_dataset_path)), common.target(args))
+    flags = common.parser("geo3k", "Geometry3K with its diagrams: train.parquet, test.parquet")
+    args = common.parsed(flags, argv)
+    return common.finish(dict(_splits(args.local_dataset_path)), args)

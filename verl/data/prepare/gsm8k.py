@@ -19,13 +19,8 @@ def row(question: str, answer: str, split: str, index: int, where: str) -> dict[
     truth = final_number(answer)
     if truth is None:
         raise DataError(f"{where}: the answer holds no `#### number`: …{answer[-80:]!r}")
-    return {
-        "data_source": GSM8K,
-        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
-    }
+    text = f"{question} {INSTRUCTION}"
+    return common.chat_row(GSM8K, text, truth, split, index, answer=answer, question=question)
 
 
 def raw(local: str | None, split: str) -> Iterator[tuple[str, str, str]]:

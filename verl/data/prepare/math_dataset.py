@@ -26,13 +26,7 @@ def row(problem: str, solution: str, split: str, index: int, where: str) -> dict
     truth = boxed_answer(solution)
     if truth is None:
         raise DataError(f"{where}: the solution boxes no answer: …{solution[-80:]!r}")
-    return {
-        "data_source": REPO,
-        "prompt": [{"role": "user", "content": f"{problem} {INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": split, "index": index},
-    }
+    return common.chat_row(REPO, f"{problem} {INSTRUCTION}", truth, split, index)
 
 
 def rows(local: str | None, split: str) -> list[dict[str, Any]]:

@@ -52,21 +52,19 @@ def rule_for(data_source: str) -> str:
     """As `rule_or_none`. UnknownSource lists what is known."""
     if rule := rule_or_none(data_source):
         return rule
-    raise UnknownSource(
-        f"data_source {str(data_source)!r:.80} has no built-in reward. Set custom_reward_function.path=your_file.py, "
-        f"or use one of: {', '.join(known_sources())}"
-    )
+    raise UnknownSource(_no_rule(data_source))
 
 
 def unsupported(sources: Iterable[str]) -> dict[str, str]:
     """The sources no built-in rule serves, each with the message to show."""
-    problems = {}
-    for source in sources:
-        try:
-            rule_for(source)
-        except UnknownSource as error:
-            problems[source] = str(error)
-    return problems
+    return {source: _no_rule(source) for source in sources if rule_or_none(source) is None}
+
+
+def _no_rule(data_source: str) -> str:
+    return (
+        f"data_source {str(data_source)!r:.80} has no built-in reward. Set custom_reward_function.path=your_file.py, "
+        f"or use one of: {', '.join(known_sources())}"
+    )
 
 
 def check_truth(data_source: str, ground_truth: Any, *, any_source: bool = False) -> None:

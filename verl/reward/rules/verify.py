@@ -8,6 +8,7 @@ this process. A wrong installation (no LaTeX parser) is found by a self-test ins
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -28,7 +29,6 @@ ROOM = 400
 parsed (loops inside a box are common, and parsing them takes minutes)."""
 
 _BLANKS = re.compile(r"\s+")
-_ready = False
 _helper: tuple[int, Pool] | None = None
 _helper_lock = threading.Lock()
 
@@ -65,11 +65,9 @@ def _depth(text: str) -> int:
     return deepest
 
 
+@functools.cache
 def _prepare() -> None:
     """Import math-verify and check that it can parse at all, outside of any limit."""
-    global _ready
-    if _ready:
-        return
     import math_verify.grader
     import math_verify.parser
 
@@ -82,7 +80,6 @@ def _prepare() -> None:
             "math-verify does not work in this environment: it finds 1/2 and 0.5 different. Its LaTeX parser needs "
             "a matching antlr4 runtime: pip install 'math-verify[antlr4-9-3]'"
         )
-    _ready = True
 
 
 def _parse(text: str) -> list[Any]:

@@ -59,12 +59,11 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     ground_truth: a text, a list of texts, or `{answer, choices}` with the letter of a choice as the answer.
     """
     said, (accepted, choices) = final_text(solution_str), _truths(ground_truth)
-    letter = _LETTER.match(said)
+    found = _LETTER.match(said)
+    letter = found[1].upper() if found else ""
     right = False
     for truth in accepted:
-        by_letter = (
-            bool(letter) and len(truth) == 1 and truth.isalpha() and letter[1].upper() == truth.upper()
-        )
+        by_letter = truth.isalpha() and truth.upper() == letter
         texts = [truth, *([choices[truth]] if truth in choices else [])]
         right = right or by_letter or (bool(said) and any(_same(said, text) for text in texts))
     return {"score": float(right), "acc": float(right), "pred": said}

@@ -91,9 +91,8 @@ def _run(program: str, text: str, seconds: float, memory_mb: int) -> tuple[Ran, 
             "environment": _ENVIRONMENT | {"HOME": str(scratch), "TMPDIR": str(scratch)},
         }
         note = _start(folder, job)
-        output, errors, said = (
-            (folder / name).read_text("utf-8", "replace") for name in ("out", "err", "report")
-        )
+        files = (folder / kind for kind in ("out", "err", "report"))
+        output, errors, said = (file.read_text("utf-8", "replace") for file in files)
     report = json.loads(said.splitlines()[-1]) if said else {"error": f"its process ended too early: {note}"}
     if "error" in report:
         raise SandboxFailed(f"code cannot be run here: {report['error']}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
+from verl.algorithms.needs import needed_columns, teacher_roles
 from verl.config import Config
 from verl.config.fields import for_elsewhere
 from verl.config.layout import own_pools, sampler_devices
@@ -173,11 +173,11 @@ class _Builder:
         saves = self.config.trainer.save_freq > 0
         folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() if saves else None
         arr = self.plain["actor_rollout_ref"]
-        models = dict.fromkeys([arr["model"]["path"]])
-        if needs_reference(self.config) and (other := arr["ref"]["model"].get("path")):
+        models, needed = dict.fromkeys([arr["model"]["path"]]), needed_columns(self.config)
+        if "ref_log_probs" in needed and (other := arr["ref"]["model"].get("path")):
             models[other] = None
         models |= dict.fromkeys(one["model_path"] for one in teacher_roles(self.config).values())
-        if needs_critic(self.config) and (other := self.plain["critic"]["model"].get("path")):
+        if "values" in needed and (other := self.plain["critic"]["model"].get("path")):
             models[other] = None
         if scores_by_model(self.config):
             models[self.plain["reward_model"]["model"]["path"]] = None
