@@ -58,7 +58,7 @@ class TimedEngine(RolloutEngine):
         self.started: list[tuple[float, str, int]] = []
         self.groups: dict[str, tuple[str | None, int]] = {}
 
-    async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
+    async def generate(self, prompt_ids, sampling, *, request_id, group=None, session=None, media=None):
         assert request_id not in self.under_way, "request ids must be unique"
         loop = asyncio.get_running_loop()
         self.under_way.add(request_id)

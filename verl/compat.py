@@ -1,7 +1,7 @@
 """Import paths that plug-ins of the public system use, served from one table to our modules.
 
 `install()` puts a finder at the end of `sys.meta_path`: real modules always win, and nothing is imported until
-a plug-in asks. A path of the table yields either one of our modules as it is, or a module that offers the
+a plug-in asks. A path of the table yields either one of our modules as it is, or a module that holds the
 listed names; the packages above it exist only for the import. Everything else under those packages is refused
 with an ImportError that names the interface to use instead. The entry points that users start with `python3 -m` are paths of
 the table too.
@@ -10,6 +10,7 @@ the table too.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -147,41 +148,6 @@ def reason(path: str) -> str:
     return f"{path} is not offered to plug-ins: {instead}{served}"
 
 
-def resolve(path: str, name: str, target: str) -> Any:
-    """The object behind `name` of the served path. ImportError if this release does not have it yet."""
-    module_name, attribute = target.split(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ImportError(f"{path}.{name} is not in this release ({module_name} is not there)") from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError as error:
-        raise ImportError(f"{path}.{name} is not in this release ({target} is not there)") from error
-
-
-class _ServedModule(ModuleType):
-    """A module made for the import: offers the names of the table, resolved when first asked for."""
-
-    def __init__(self, path: str, names: dict[str, str]):
-        super().__init__(path, f"Served by verl.compat: {', '.join(sorted(names)) or 'a package'}.")
-        self.__path__ = []
-        self._names = names
-
-    def __getattr__(self, name: str) -> Any:
-        # AttributeError, not ImportError: `from package import submodule` asks for the attribute first.
-        if name.startswith("_") or name not in self._names:
-            raise AttributeError(reason(f"{self.__name__}.{name}"))
-        value = resolve(self.__name__, name, self._names[name])
-        setattr(self, name, value)
-        return value
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._names})
-
-
 class _Alias(Loader):
     """Puts one of our own modules under another path: the same object, so its state is one."""
 
@@ -194,21 +160,25 @@ class _Alias(Loader):
         run = f"sys.exit(program.main(['--config-name={default}', *sys.argv[1:]]))" if default else ""
         return compile(f"import sys, {self._target} as program\n{run}", self._target, "exec")
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         sys.modules[module.__spec__.name] = importlib.import_module(self._target)
 
 
 class _View(Loader):
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        names = SERVED.get(spec.name, {})
-        return _ServedModule(spec.name, names if isinstance(names, dict) else {})
+    """Fills a module made for the import with the names of the table; whoever asks it for another one is told why not."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run: names are resolved when asked for."""
+        path = module.__name__
+
+        def refuse(name: str) -> Any:
+            # AttributeError, not ImportError: `from package import submodule` asks for the attribute first.
+            raise AttributeError(reason(f"{path}.{name}"))
+
+        module.__getattr__ = refuse  # type: ignore[method-assign]
+        names: Any = SERVED.get(path, {})
+        for name, target in names.items():
+            setattr(module, name, pkgutil.resolve_name(target))
 
 
 class PluginFinder(MetaPathFinder):
@@ -220,7 +190,7 @@ class PluginFinder(MetaPathFinder):
         if not fullname.startswith("verl."):
             return None
         entry = SERVED.get(fullname)
-        if isinstance(entry, str) and fullname not in PACKAGES:
+        if isinstance(entry, str):
             return ModuleSpec(fullname, _Alias(entry), origin=entry)
         if entry is not None or fullname in PACKAGES:
             return ModuleSpec(fullname, _View(), is_package=True)

@@ -268,7 +268,7 @@ def test_files_that_cannot_be_used_are_named_on_every_rank(on: Run, tmp_path: Pa
     file = tiny_model(tmp_path / "other") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     for absent, damaged, blown_up in on(refusals, tiny_model(tmp_path / "m"), tmp_path / "other"):
-        assert "no optimizer state" in absent and "model.safetensors" in damaged and "blown it up" in blown_up
+        assert "no optimizer state" in absent and "model.safetensors" in damaged and "blew it up" in blown_up
     assert not (tmp_path / "other/out").exists()
 
 
@@ -294,7 +294,5 @@ def test_strategies_and_heads_that_are_not_here_are_refused_by_name(tmp_path: Pa
     path = tiny_model(tmp_path / "m")
     with pytest.raises(UserError, match="not a sequence classifier"):
         engine(path, head="score")
-    with pytest.raises(UserError, match="speech head"):
-        engine(path, head="speech")
     with pytest.raises(KeyError):
         engine(path).forward(rows_of(GROUPS), {"values"}, temperature=1.0)

@@ -102,7 +102,7 @@ def test_the_batch_call(engine: Any) -> None:
     ("given", "said"),
     [
         ({"engine_kwargs": {"max_num_seq": 3}}, "nearest: max_num_seqs"),
-        ({"tensor_parallel_size": 3}, "does not divide the model's 4 attention heads; use one of 1, 2, 4"),
+        ({"tensor_parallel_size": 3}, r"heads \(4\) must be divisible by tensor parallel size"),
     ],
     ids=["unknown", "heads"],
 )

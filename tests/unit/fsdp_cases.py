@@ -92,7 +92,7 @@ def on_ranks(
         chosen = [rows()[i] for i in mine]
         out[name] = drive(engine, chosen, total(), steps) | {
             "rows": mine,
-            "fused": len(engine._model.fused),
+            "fused": len(engine._model.fused.forwards),
             "head": engine._model.head.layer is not None,
             "held": sum(p.to_local().numel() for p in engine.module.parameters()),  # type: ignore[attr-defined]
         }

@@ -141,7 +141,7 @@ def loss(flag: Path) -> Any:
     ("where", "words"),
     [
         ("start", "in a gather of what all ranks must agree on for other ranks"),
-        ("passes", "in the passes of a step (shard group: ranks 0, 1; sequence group: ranks 0, 1) for other"),
+        ("passes", "in the passes of a step for other ranks"),
     ],
     ids=["start", "passes"],
 )

@@ -15,7 +15,6 @@ import pytest
 from tests.chaos.fork_server import until
 from tests.ranks import free_port, listens
 from tests.unit.test_agents import play
-from verl.config import Map
 from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.manager import RolloutError
 from verl.rollout.tools import mcp_servers
@@ -39,7 +38,7 @@ def tools_file(folder: Path, servers: Any, **options: Any) -> str:
 
 
 def toolbox(path: str) -> Toolbox:
-    return Toolbox.load(Map({"tool_config_path": path, "function_tool_path": None}))
+    return Toolbox.load(path)
 
 
 def asks(box: Toolbox, *calls: tuple[str, dict], timeout: float = 30.0) -> list[str]:
@@ -85,9 +84,8 @@ def test_what_the_server_says_is_wrong_is_text_and_one_that_hangs_is_started_aga
 
 KILLED = """
 import asyncio, os
-from verl.config import Map
 from verl.rollout.tools.toolbox import Toolbox
-tool = Toolbox.load(Map({{"tool_config_path": {path!r}, "function_tool_path": None}})).by_name["pid"]
+tool = Toolbox.load({path!r}).by_name["pid"]
 print(asyncio.run(tool.execute("", {{}}))[0].text, flush=True)
 os.kill(os.getpid(), 9)
 """

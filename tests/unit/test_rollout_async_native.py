@@ -74,7 +74,7 @@ def interrupted(engine: NativeEngine, weights: list[Any], count: int = 4) -> lis
             assert await requests.pause() == count
             if model is not None:
                 engine.load_weights(model.state_dict().items(), number)
-            requests.resume()
+            await requests.resume()
         return await work
 
     return asyncio.run(go())
@@ -125,9 +125,9 @@ def test_the_sampler_works_while_this_thread_does_something_else(trained: Any) -
             time.sleep(0.001)
         assert sum(None not in g.responses for g in rollouts._groups) == 2, "sampled without anybody waiting"
         loop.run(rollouts.begin(prompts[2:]))
-        loop.run(rollouts.pause())
+        loop.run(rollouts.requests.pause())
         engine.load_weights(changed(trained, 3).state_dict().items(), 1)
-        loop.run(rollouts.resume())
+        loop.run(rollouts.requests.resume())
         first = loop.run(rollouts.take([], count=2))
         second = loop.run(rollouts.take([], count=2))
         loop.run(rollouts.scored())

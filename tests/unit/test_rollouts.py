@@ -8,6 +8,7 @@ import pytest
 from tests.counting import instructions
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
+from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings, response_seed
 from verl.rollout.session import Session
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt, Trajectory
@@ -236,7 +237,7 @@ def test_the_loop_of_one_turn_makes_no_list_of_its_tokens() -> None:
     async def send(ids, sampling, media):
         return Completion(np.arange(5), np.zeros(5, np.float32), "stop")
 
-    session = Session(send, SamplingParams(max_tokens=8))
+    session = Session(send, SamplingParams(max_tokens=8), LoopRunner())
     loop = agent_loop.SingleTurnAgent(server_manager=agent_loop.ServerManager(session))
     output = asyncio.run(loop.run(session.sampling, prompt_ids=np.arange(2)))
     for column in (output.response_ids, output.response_mask, output.response_logprobs):

@@ -149,7 +149,7 @@ def test_a_stopped_answer_has_no_text_and_one_that_goes_on_the_whole_text(byte_t
         work = asyncio.ensure_future(requests.generate(np.arange(3), sampling, request_id="a"))
         await asyncio.sleep(0)
         assert await requests.pause() == 1
-        requests.resume()
+        await requests.resume()
         return await work, await Pool(host).generate(np.arange(3), sampling, request_id="a")
 
     whole, stopped = asyncio.run(go())

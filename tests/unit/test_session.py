@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.rollout.boundary import Boundaries
+from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.session import OutOfTokens, Session
 
 TOOLS = [
@@ -104,7 +104,9 @@ def script(tokenizer: Any, *texts: str, reason: str = "stop"):
 
 def session_of(tokenizer: Any, send: Any, budget: int = 4000, **how: Any) -> Session:
     sampling = SamplingParams(max_tokens=budget)
-    return Session(send, sampling, boundaries=Boundaries(tokenizer), tokenizer=tokenizer, **how)
+    runner = LoopRunner(tokenizer)
+    vars(runner).update(how)
+    return Session(send, sampling, runner)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -209,7 +211,7 @@ def test_generate_records_what_goes_on_and_what_does_not() -> None:
     async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
         return Completion(np.array([len(ids), 9]), np.full(2, -1.0, np.float32), "stop")
 
-    session = Session(send, SamplingParams(max_tokens=8))
+    session = Session(send, SamplingParams(max_tokens=8), LoopRunner())
 
     async def go() -> None:
         await session.generate([1, 2])

@@ -162,7 +162,7 @@ def run_of(box: Toolbox, kwargs: Any = None, **how: Any) -> ToolRun:
 def test_a_tool_with_state_lives_as_long_as_its_config_says(
     tmp_path: Path, lifetime: str, texts: list, rewards: list
 ) -> None:
-    box = Toolbox.load(multi_turn(tmp_path, entry(tmp_path, lifetime)))
+    box = Toolbox.load(**multi_turn(tmp_path, entry(tmp_path, lifetime)))
     run = run_of(box, {"count": {"create_kwargs": {"start": 5, "unused": None}}})
 
     async def go() -> list[str]:
@@ -176,7 +176,7 @@ def test_a_tool_with_state_lives_as_long_as_its_config_says(
 
 
 def test_function_tools_and_calls_that_go_wrong(tmp_path: Path) -> None:
-    box = Toolbox.load(multi_turn(tmp_path))
+    box = Toolbox.load(**multi_turn(tmp_path))
     assert list(box.schemas) == ["add", "sleep"] and box.schemas["add"]["function"]["parameters"][
         "required"
     ] == ["a", "b"]
@@ -224,7 +224,7 @@ def test_tools_that_cannot_be_used_are_refused_with_what_to_change(tmp_path: Pat
     }
     for words, yaml in wrong.items():
         with pytest.raises(ToolError, match=f"(?is){words.replace('no_such', 'NoSuch')}"):
-            Toolbox.load(multi_turn(tmp_path, yaml, functions=None))
+            Toolbox.load(**multi_turn(tmp_path, yaml, functions=None))
     with pytest.raises(ToolError, match="no schema can be made"):
         function_tool(lambda x: x)
 

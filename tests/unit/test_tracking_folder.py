@@ -132,10 +132,10 @@ def test_fresh_start_in_a_used_folder_moves_the_old_records(tmp_path):
 def test_config_and_versions(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["main", "trainer.x=1", "+env.WANDB_API_KEY=xyz", "data.max_token_len=5"])
     folder = RunFolder(tmp_path, print)
-    given = {"hf_token": "xyz", "password": None, "tokenizer": "t", "max_token_len": 5}
+    given = {"hf_token": "xyz", "access_key": "abc", "password": None, "tokenizer": "t", "max_token_len": 5}
     folder.write_static({"a": given | {"path": Path("/x"), "l": (1,)}})
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert config == {"a": given | {"hf_token": "***", "path": "/x", "l": [1]}}
+    assert config == {"a": given | {"hf_token": "***", "access_key": "***", "path": "/x", "l": [1]}}
     found = json.loads((tmp_path / "versions.json").read_text())
     assert "xyz" not in (tmp_path / "versions.json").read_text()
     assert found["command"][1:] == ["main", "trainer.x=1", "+env.WANDB_API_KEY=***", "data.max_token_len=5"]

@@ -216,10 +216,9 @@ def test_heads_that_the_kernels_do_not_have_are_found_in_any_layer(monkeypatch: 
     text = SimpleNamespace(num_attention_heads=4, is_heterogeneous=True, per_layer_config=own)
     config = SimpleNamespace(get_text_config=lambda: text)
     with pytest.raises(UserError, match="heads have 48 elements; on a CPU vLLM has kernels for 32, 64"):
-        launch.check_model(config, 1, cpu=True)
-    launch.check_model(config, 2, cpu=False)
+        launch.check_cpu_model(config)
     own[1].head_dim = 64
-    launch.check_model(config, 1, cpu=True)
+    launch.check_cpu_model(config)
 
 
 def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +228,6 @@ def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch
         model_type="deepseek_v2", num_attention_heads=4, head_dim=48, kv_lora_rank=16, qk_rope_head_dim=64
     )
     config = SimpleNamespace(get_text_config=lambda: text)
-    launch.check_model(config, 1, cpu=False)
     yarn = {"rope_type": "yarn"}
     for width, rope, kind, taken in (
         (16, yarn, "deepseek_v2", False),
@@ -239,9 +237,9 @@ def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch
     ):
         text.kv_lora_rank, text.rope_parameters, text.model_type = width, rope, kind
         if taken:
-            launch.check_model(config, 1, cpu=True)
+            launch.check_cpu_model(config)
         else:
             with pytest.raises(
                 UserError, match=r"latent attention only with .* in .576. .*rollout\.name=native"
             ):
-                launch.check_model(config, 1, cpu=True)
+                launch.check_cpu_model(config)

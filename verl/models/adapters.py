@@ -8,8 +8,7 @@ parts, so that nothing of peft is imported. For a model without adapters everyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,20 +111,6 @@ def merged_weight(layer: Any) -> torch.Tensor:
     if not is_adapted(layer):
         return layer.weight.detach()
     return layer.base_layer.weight.detach() + delta(layer)
-
-
-@contextmanager
-def switched_off(layers: Iterable[Any]) -> Iterator[None]:
-    """In this block the layers compute what they did before they had adapters. What is trained stays as it is."""
-    held = list(layers)
-    try:
-        for layer in held:
-            # peft's own switch changes requires_grad too, which would take parameters out of the optimizer's reach.
-            layer._disable_adapters = True
-        yield
-    finally:
-        for layer in held:
-            layer._disable_adapters = False
 
 
 def exported(module: PreTrainedModel, whole: Gather = as_is) -> Iterator[tuple[str, torch.Tensor]]:

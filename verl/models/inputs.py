@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,6 @@ import torch
 
 from verl.config.rollout_engines import VISION_MODELS
 from verl.errors import UserError
-from verl.models.layers import is_recurrent
 from verl.trajectory import VIDEO_SECONDS, Media
 
 _SPECIAL = ("image_", "video_", "audio_", "vision_")
@@ -32,12 +32,8 @@ def model_inputs(
     What the tokens see of each other is the attention plan's (`verl.models.attention.use`), so there is no mask; keys and
     values are nobody's to keep.
     """
-    inputs: dict[str, Any] = {
-        "input_ids": input_ids[None],
-        "position_ids": positions.unsqueeze(-2),
-        "use_cache": False,
-    }
-    return {**inputs, **(media or {})}
+    more = media or {}
+    return {"input_ids": input_ids[None], "position_ids": positions.unsqueeze(-2), "use_cache": False, **more}
 
 
 def special_token_ids(config: Any) -> list[int]:
@@ -118,26 +114,13 @@ def takes_features(model: Any) -> bool:
 
 
 class VisionInputs:
-    """What one vision-language model makes of contexts with images. UserError for a model with another interface."""
+    """What one vision-language model makes of contexts with images. UserError for one of a type that nobody has looked at."""
 
     def __init__(self, model: Any):
-        base, name = model.base_model, type(model).__name__
-        if not hasattr(base, "get_rope_index") or not isinstance(
-            getattr(model.config, "image_token_id", None), int
-        ):
-            raise UserError(
-                f"images of {name} are not in this release: its positions are not Qwen-VL's; choose another model"
-            )
-        if is_recurrent(model):
-            raise UserError(
-                f"images of {name} are not in this release: it carries a state along the row; choose another model"
-            )
         if model.config.model_type not in VISION_MODELS:
-            known = ", ".join(VISION_MODELS)
-            raise UserError(
-                f"images of {name} are not in this release, where nobody looked whether they are right; take one of {known}"
-            )
-        self._base = base
+            name, known = type(model).__name__, ", ".join(VISION_MODELS)
+            raise UserError(f"images of {name} are not in this release; choose a model of type {known}")
+        self._base = model.base_model
         self.image_token = int(model.config.image_token_id)
         self._config = model.config
         self._merge = int(model.config.vision_config.spatial_merge_size)
@@ -148,6 +131,7 @@ class VisionInputs:
         """None for a text model."""
         return cls(model) if sees_images(model.config) else None
 
+    @cached_property
     def blank(self) -> Media:
         """An image of one token with nothing in it, for a rank that must run the tower and has no image."""
         vision = self._config.vision_config
@@ -169,13 +153,12 @@ class VisionInputs:
             raise ValueError(f"a context has {int(is_image.sum())} image tokens for images of {expected}")
         tokens, kinds = torch.from_numpy(ids)[None], is_image.astype(np.int32)
         seconds = torch.from_numpy(media.inputs.get(VIDEO_SECONDS, np.zeros(len(grid), np.float32)))
-        video, grids, more = seconds > 0, torch.tensor(grid), {}
+        video, grids = seconds > 0, torch.tensor(grid)
+        more = {"image_grid_thw": grids[~video]}
         if video.any():  # to the model's function they are of a kind of their own
             kinds[is_image] = np.repeat(1 + video.int().numpy(), grid.prod(-1) // self._merge**2)
-            more = {"video_grid_thw": grids[video], "second_per_grid_ts": seconds[video]}
-        positions, _ = self._base.get_rope_index(
-            tokens, torch.from_numpy(kinds)[None], image_grid_thw=grids[~video], **more
-        )
+            more |= {"video_grid_thw": grids[video], "second_per_grid_ts": seconds[video]}
+        positions, _ = self._base.get_rope_index(tokens, torch.from_numpy(kinds)[None], **more)
         # What follows is counted on from the last token, as in a forward over the whole sequence. The function's own second result
         # counts from the largest position, which in a long video is that of its last frame.
         shift = int(positions[:, 0, -1].max()) + 1 - len(ids)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from verl.platform import Platform
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NO_ATTENTION = frozenset({"linear_attention", "conv", "moe"})
 _STATEFUL = ("mamba", "deltanet", "rwkv", "recurrent", "shortconv")
 
@@ -55,6 +56,12 @@ class ModelCost:
             tokens += length
             pairs += length * (length + 1) // 2
         return self.per_token * tokens + self.per_pair * pairs
+
+
+def expert_count(config: Any) -> int:
+    """Experts of a layer by a model's configuration; 0 for a dense model."""
+    text = config.get_text_config()
+    return next((found for name in _EXPERTS if isinstance(found := getattr(text, name, None), int)), 0)
 
 
 def layer_configs(text: Any) -> list[Any]:
@@ -138,9 +145,7 @@ def product_weights(module: PreTrainedModel, config: Any) -> float:
     embedding = module.get_input_embeddings().weight
     head = module.get_output_embeddings()
     chosen = float(getattr(config, "num_experts_per_tok", None) or 1)
-    experts = float(
-        getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or chosen
-    )
+    experts = expert_count(config) or chosen
     total = 0.0
     for name, parameter in module.named_parameters():
         if parameter.ndim < 2 or parameter is embedding or parameter in tower:

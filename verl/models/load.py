@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import swap_tensors
 
 from verl.config.schema.base import setting
 from verl.errors import UserError
@@ -58,27 +59,21 @@ def load_model(
     attention.register()
     where = check_directory(path)
     config = load_config(where, model_cfg)
-    options = _options(model_cfg, dtype)
+    options = {**_options(model_cfg, dtype), "config": config, "output_loading_info": True}
     if not packed:
         del options["attn_implementation"]
     try:
         with _quiet():
-            loaded: Any = _kind(config, head, path).from_pretrained(
-                where, config=config, output_loading_info=True, **options
-            )
+            module, report = _kind(config, head, path).from_pretrained(where, **options)
     except (*_UNBUILT, SafetensorError) as error:
         raise UserError(
             f"model.path={path}: cannot be loaded as {_WORDS[head]}: {type(error).__name__}: {error}{_damaged(where)}"
         ) from error
-    module, report = loaded
-    fresh = (
-        {name for name, _ in value_weights(module)} & set(report["missing_keys"])
-        if head == "value"
-        else set()
-    )
+    absent = set(report["missing_keys"])
+    fresh = {name for name, _ in value_weights(module)} & absent if head == "value" else set()
     for name in fresh:
         module.get_parameter(name).detach().zero_()
-    missing = sorted(set(report["missing_keys"]) - fresh)
+    missing = sorted(absent - fresh)
     if missing:
         raise UserError(
             f"model.path={path}: {len(missing)} weights are missing, for example {', '.join(missing[:3])}; "
@@ -104,38 +99,27 @@ def _quiet() -> Iterator[None]:
 
 def _kind(config: Any, head: str, path: str | Path) -> Any:
     """The class that loads a model with this head."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
-    from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    )
+    from transformers import modeling_layers
+    from transformers.models.auto import modeling_auto as auto
 
-    if head == "lm" and sees_images(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText
+    kind, sees = type(config), sees_images(config)
+    if head == "lm" and sees and kind in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return auto.AutoModelForImageTextToText
     if head == "lm":
-        return AutoModelForCausalLM
+        return auto.AutoModelForCausalLM
     if head == "score":
         _check_classifier(config, path)
-        if sees_images(config) and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-            return _headed(whole, GenericForSequenceClassification)
-        return AutoModelForSequenceClassification
+        if sees and kind not in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            whole: Any = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+            return _headed(whole, modeling_layers.GenericForSequenceClassification)
+        return auto.AutoModelForSequenceClassification
     config.num_labels = 1
-    if (found := MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)) is not None:
+    if (found := auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(kind, None)) is not None:
         return found
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    causal: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     if causal is None:
-        raise UserError(
-            f"model.path={path}: {type(config).__name__} has no value head here; choose another model"
-        )
-    return _headed(causal, GenericForTokenClassification)
+        raise UserError(f"model.path={path}: {kind.__name__} has no value head here; choose another model")
+    return _headed(causal, modeling_layers.GenericForTokenClassification)
 
 
 def _headed(kind: type, head: type) -> Any:
@@ -200,18 +184,12 @@ def _options(model_cfg: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _without_values(module: torch.nn.Module) -> None:
-    """Put meta parameters in the place of those that came with values: not every function that an architecture draws
-    its start from minds `torch.device`. Only meta parameters are filled later."""
-    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is None or parameter.is_meta:
-                continue
-            if parameter not in made:
-                made[parameter] = torch.nn.Parameter(
-                    torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-                )
-            part._parameters[name] = made[parameter]
+    """Take parameters that came with values to the meta device: not every function that an architecture draws its start
+    from minds `torch.device`. Only meta parameters are filled later."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            empty = torch.empty_like(parameter, device="meta")
+            swap_tensors(parameter, torch.nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 
 @torch.no_grad()
@@ -290,14 +268,12 @@ def check_directory(path: str | Path) -> str:
             raise UserError(f"model.path={path}: no such directory")
         return text
     if not folder.is_dir():
-        raise UserError(
-            f"model.path={path} is a file; give the Hugging Face directory that holds config.json"
-        )
+        raise UserError(f"model.path={path} is a file; give the directory that holds config.json")
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path={path}: no config.json in this directory; is it a Hugging Face model?")
     if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
         raise UserError(
-            f"model.path={path}: no weights in this directory (model.safetensors, its index, or pytorch_model.bin)"
+            f"model.path={path}: no weights here (model.safetensors, its index, or pytorch_model.bin)"
         )
     return text
 
@@ -309,10 +285,9 @@ def load_config(path: str | Path, model_cfg: Any = None) -> Any:
     from transformers import AutoConfig
 
     source = setting(model_cfg, "hf_config_path") or path
+    trusted = bool(setting(model_cfg, "trust_remote_code", False))
     try:
-        config = AutoConfig.from_pretrained(
-            source, trust_remote_code=bool(setting(model_cfg, "trust_remote_code", False))
-        )
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={source}: the configuration cannot be read: {error}") from error
     overrides.apply(config, setting(model_cfg, "override_config", {}) or {})
@@ -321,22 +296,17 @@ def load_config(path: str | Path, model_cfg: Any = None) -> Any:
 
 def check_supported(module: PreTrainedModel, path: str | Path) -> None:
     """NotPacked for architectures whose attention we cannot stand in for."""
-    name = type(module).__name__
-    if not getattr(module, "_supports_attention_backend", False):
-        raise NotPacked(
-            f"model.path={path}: {name} has its own attention that cannot be replaced; choose another model"
-        )
-    config = module.config.get_text_config()
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise NotPacked(f"model.path={path}: {name} attends in chunks, which this release does not have")
-    if why := _differs(module, config):
-        raise NotPacked(
-            f"model.path={path}: {name} {why}, which this release does not do; choose another model"
-        )
+    if why := _differs(module, module.config.get_text_config()):
+        name = type(module).__name__
+        raise NotPacked(f"model.path={path}: {name} {why}, which is not here; choose another model")
 
 
 def _differs(module: PreTrainedModel, config: Any) -> str:
     """What an architecture does beside the attention function that ours would silently leave out; "" for nothing."""
+    if not getattr(module, "_supports_attention_backend", False):
+        return "has its own attention that cannot be replaced"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "attends in chunks"
     if any(hasattr(part, "create_position_ids_from_input_ids") for part in module.modules()):
         return "counts positions from its padding token's number on"
     indexed = any(getattr(config, key, None) for key in ("index_topk", "index_topk_blocks"))

@@ -8,7 +8,6 @@ Which view is found by converting a tensor of element numbers: the strides are r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,18 +37,8 @@ def checkpoint_parts(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """Part of the model's contiguous tensor `source`; None: all of it."""
-
-    source: str
-    part: tuple[tuple[int, ...], tuple[int, ...], int] | None
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.part is None:
-            return tensor
-        size, stride, offset = self.part
-        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+# Where the numbers of a view are in the tensor that it shows: size, stride, offset.
+_Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class CheckpointViews:
@@ -60,42 +49,35 @@ class CheckpointViews:
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
-        self._views: dict[str, _View] = {}
+        # Checkpoint name → the model's tensor that it is in, and where.
+        self._places: dict[str, tuple[str, _Place]] = {}
         for source, tensor in model.state_dict().items():
-            for name, part in _parts(model, source, tensor):
-                self._views[name] = _View(source, part)
+            for name, place in _parts(model, source, tensor):
+                self._places[name] = source, place
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, view of the model's tensor), tied names too."""
         own = self._model.state_dict()
-        for name, view in self._views.items():
-            yield name, view.of(own[view.source])
+        for name, (source, (size, stride, offset)) in self._places.items():
+            tensor = own[source]
+            yield name, tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
     def missing(self, given: set[str]) -> list[str]:
         """Names that neither `given` nor another name of the same memory covers.
 
         `given` may hold names of the checkpoint and of the model's own (fused) tensors.
         """
-        own = self._model.state_dict()
-        covered = set()
-        for name, view in self._views.items():
-            if name in given or view.source in given:
-                covered.add(_place(view.of(own[view.source])))
-        return [n for n, view in self._views.items() if _place(view.of(own[view.source])) not in covered]
+        memory = {name: (view.data_ptr(), tuple(view.shape), view.stride()) for name, view in self.named()}
+        covered = {memory[n] for n, (source, _) in self._places.items() if n in given or source in given}
+        return [name for name, place in memory.items() if place not in covered]
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
-
-
-def _parts(
-    model: PreTrainedModel, source: str, tensor: torch.Tensor
-) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...], int] | None]]:
+def _parts(model: PreTrainedModel, source: str, tensor: torch.Tensor) -> Iterator[tuple[str, _Place]]:
     """The names that the model's tensor `source` has in a checkpoint, each with its place in it."""
     shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     names = checkpoint_parts(model, {source: shape})
     if len(names) == 1 and next(iter(names.values())) is shape:
-        yield next(iter(names)), None
+        yield next(iter(names)), (tuple(tensor.shape), tensor.stride(), 0)
         return
     numbers = torch.arange(tensor.numel()).view(tensor.shape)
     for name, found in checkpoint_parts(model, {source: numbers}).items():

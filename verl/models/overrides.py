@@ -59,7 +59,7 @@ def _set_rope(config: Any, name: str, value: Any) -> None:
         parameters["rope_theta"] = float(value)
     elif not isinstance(value, Mapping):
         raise UserError(
-            f"model.override_config.{name}={value!r}: give a mapping, for example {{rope_type:yarn,factor:4.0}}"
+            f"model.override_config.{name}={value!r}: give a mapping, as {{rope_type:yarn,factor:4.0}}"
         )
     elif kinds and set(value) <= set(kinds):
         for kind, inner in value.items():

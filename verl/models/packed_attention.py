@@ -43,13 +43,14 @@ class TokenSpan:
 @dataclass(slots=True)
 class Tile:
     """Rows [q0, q1) against keys [p0, p1) + [k0, q1). `mask` [rows, keys] is None where the causal triangle of
-    the last q1 − q0 keys says it all."""
+    the last q1 − q0 keys says it all; `merged` tiles are of several segments."""
 
     q0: int
     q1: int
     p0: int
     p1: int
     k0: int
+    merged: bool = False
     mask: torch.Tensor | None = None
 
     @property
@@ -98,28 +99,21 @@ class PackedPlan:
     def _build(self, heads: int) -> list[Tile]:
         """Merge and cut the segments into tiles."""
         tiles: list[Tile] = []
-        merged: list[bool] = []
         for s in self.segments:
             last = tiles[-1] if tiles else None
             if last is not None:
-                joined = Tile(last.q0, s.end, last.p0, last.p1, last.k0)
+                joined = Tile(last.q0, s.end, last.p0, last.p1, last.k0, merged=True)
                 # A prefix that lies outside of the last tile's keys cannot be seen from a joined tile.
                 p0, p1 = s.prefix
                 visible = p1 == p0 or p0 >= last.k0 or (p0, p1) == (last.p0, last.p1)
                 alone = (s.end - s.start) * (s.end - s.start + p1 - p0) + last.rows * last.keys
-                extra = joined.rows * joined.keys - alone
-                if (
-                    visible
-                    and extra * heads <= TILE_OVERHEAD
-                    and joined.rows * joined.keys * heads <= TILE_SCORES
-                ):
-                    tiles[-1], merged[-1] = joined, True
+                scores = joined.rows * joined.keys
+                if visible and (scores - alone) * heads <= TILE_OVERHEAD and scores * heads <= TILE_SCORES:
+                    tiles[-1] = joined
                     continue
-            new = self._cut(s, heads)
-            tiles += new
-            merged += [False] * len(new)
-        for tile, is_merged in zip(tiles, merged, strict=True):
-            if is_merged:
+            tiles += self._cut(s, heads)
+        for tile in tiles:
+            if tile.merged:
                 tile.mask = self._mask(tile, None)
         return tiles
 
@@ -140,12 +134,8 @@ class PackedPlan:
 
     def _mask(self, tile: Tile, window: int | None) -> torch.Tensor:
         """float32 [rows, keys]: 0 where a row sees a key, −inf elsewhere."""
-        index = torch.cat(
-            (
-                torch.arange(tile.p0, tile.p1, device=self.device),
-                torch.arange(tile.k0, tile.q1, device=self.device),
-            )
-        )
+        spans = ((tile.p0, tile.p1), (tile.k0, tile.q1))
+        index = torch.cat([torch.arange(start, end, device=self.device) for start, end in spans])
         rows = torch.arange(tile.q0, tile.q1, device=self.device)
         same = (self._owner[rows, None] == self._owner[index]) & (rows[:, None] >= index)
         seen = same | (self._prefix[rows, None] == self._owner[index])
@@ -175,9 +165,7 @@ class PackedPlan:
         if window is None:
             return self.tiles
         if window not in self._windows:
-            self._windows[window] = [
-                Tile(t.q0, t.q1, t.p0, t.p1, t.k0, self._mask(t, window)) for t in self.tiles
-            ]
+            self._windows[window] = [replace(t, mask=self._mask(t, window)) for t in self.tiles]
         return self._windows[window]
 
     def attend(

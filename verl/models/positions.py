@@ -23,27 +23,26 @@ def settle(model: torch.nn.Module, longest: int | None) -> None:
         return
     for part in model.modules():
         kinds = getattr(part, "rope_type", None)
-        if isinstance(kinds, str):
-            if _varies(kinds):
-                _fill(part, "", kinds, longest)
-                setattr(part, "rope_type", "default")  # noqa: B010
-        elif isinstance(kinds, dict):
-            for layer, kind in kinds.items():
-                if _varies(kind):
-                    _fill(part, f"{layer}_", kind, longest, layer_type=layer)
-            settled = {layer: "default" if _varies(kind) else kind for layer, kind in kinds.items()}
-            setattr(part, "rope_type", settled)  # noqa: B010
+        # By the kind of layer, where layers differ; else one for all, whose names have no prefix.
+        each: dict[str, Any] = kinds if isinstance(kinds, dict) else {"": kinds}
+        varying = {layer: kind for layer, kind in each.items() if _varies(kind)}
+        for layer, kind in varying.items():
+            _fill(part, layer, kind, longest)
+        if varying:
+            settled = each | dict.fromkeys(varying, "default")
+            setattr(part, "rope_type", settled if isinstance(kinds, dict) else "default")  # noqa: B010
 
 
 def _varies(kind: Any) -> bool:
     return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
 
 
-def _fill(part: Any, prefix: str, kind: str, longest: int, **which: str) -> None:
+def _fill(part: Any, layer: str, kind: str, longest: int) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if "dynamic" in kind and (longest <= getattr(part, "original_max_seq_len", 0) or _has_own_base(part)):
         return
+    prefix, which = (f"{layer}_", {"layer_type": layer}) if layer else ("", {})
     buffer = getattr(part, f"{prefix}inv_freq")
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](part.config, buffer.device, seq_len=longest, **which)
     buffer.copy_(frequencies)

@@ -16,16 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from verl.errors import UserError
+from verl.models.layers import expert_count
 from verl.trajectory import UNKNOWN_EXPERT
 
-_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOICES = (torch.topk, torch.Tensor.topk)
-
-
-def expert_count(config: Any) -> int:
-    """Experts of a layer by a model's configuration; 0 for a dense model."""
-    text = config.get_text_config()
-    return next((found for name in _NAMES if isinstance(found := getattr(text, name, None), int)), 0)
 
 
 class Routing(TorchFunctionMode):

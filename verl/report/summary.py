@@ -8,10 +8,10 @@ import statistics
 from typing import Any
 
 from verl.report.read import Metrics, Record, Run, kind_of, number
+from verl.tracking.run_folder import SECRET_NAME
 
 ACCURACY = re.compile(r"^val-core/.+/acc/mean@\d+$")
 REWARD = re.compile(r"^val-core/.+/reward/mean@\d+$")
-SECRET = re.compile(r"(?i)(api_?key|secret(_key)?|password|passwd|access_key|auth_token|hf_token)$")
 
 EVALUATED = re.compile(r"^eval/.+/accuracy$")
 SPEED = "generation/tokens_per_s"
@@ -49,7 +49,7 @@ def flatten(config: Any, prefix: str = "") -> list[tuple[str, str]]:
     """(dotted key, value as text) in the file's order; values of keys that look like secrets are hidden."""
     if isinstance(config, dict) and (config or not prefix):
         return [row for k, v in config.items() for row in flatten(v, f"{prefix}.{k}" if prefix else str(k))]
-    if config is not None and SECRET.search(prefix):
+    if config is not None and SECRET_NAME.search(prefix):
         return [(prefix, "hidden")]
     if config is None or isinstance(config, bool):
         return [(prefix, json.dumps(config))]

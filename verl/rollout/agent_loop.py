@@ -12,7 +12,7 @@ import asyncio
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config.schema.base import Map
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 from verl.rollout.boundary import Boundaries
-from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN
+from verl.trajectory import SINGLE_TURN
 
 if TYPE_CHECKING:
     from verl.rollout.session import Session
@@ -56,33 +57,8 @@ class AgentLoopOutput:
     status: str | None = None
 
 
-def outputs_of(session: Session, **about: Any) -> list[AgentLoopOutput]:
-    """An output for each segment of a session; `about`: what is said of the trajectory, on the last of them."""
-    segments = session.segments()
-    if not segments:
-        nothing = np.zeros(0, np.int64)
-        return [AgentLoopOutput(nothing, nothing, nothing.astype(bool), nothing.astype(np.float32), **about)]
-    return [
-        AgentLoopOutput(s.context, s.tokens, s.mask, s.log_probs, **(about if s is segments[-1] else {}))
-        for s in segments
-    ]
-
-
-class AgentLoopMetrics(dict[str, Any]):
+class AgentLoopMetrics(Map):
     """Seconds and counts of a loop by name (`tool_calls`, `generate_sequences`, …), readable as attributes too."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-class SamplingDict(AgentLoopMetrics):
-    """Settings of the sampler as users' loops get them: a dict that may be changed, readable as attributes too."""
-
-    def __init__(self, sampling: SamplingParams):
-        super().__init__(asdict(sampling), logprobs=True)
 
 
 class DictConfigWrap:
@@ -166,7 +142,7 @@ class AgentLoopBase(ABC):
     @cached_property
     def _boundaries(self) -> Boundaries:
         if self.session is not None:
-            return self.session.boundaries
+            return self.session.runner.boundaries
         return Boundaries(self.tokenizer, self.apply_chat_template_kwargs)
 
     @property
@@ -238,13 +214,6 @@ class AgentLoopBase(ABC):
     process_multi_modal_info = process_vision_info
 
 
-def keywords(columns: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of `run` for a row: its columns, `own` (AGENT_LOOP_ARGUMENTS without the first two), and all columns as
-    `columns`."""
-    row = {name: value for name, value in columns.items() if name not in AGENT_LOOP_ARGUMENTS}
-    return row | {"columns": columns} | own
-
-
 _LOOPS: dict[str, type[AgentLoopBase]] = {}
 _ELSEWHERE = {"tool_agent": "verl.rollout.tool_agent", "environment_agent": "verl.rollout.environments"}
 
@@ -288,12 +257,8 @@ def runs_apart(name: str) -> bool:
     return is_users(name) or getattr(get(name), "runs_users_code", False)
 
 
-_ARGUMENTS: dict[str, dict[str, Any]] = {}
-
-
-def arguments_of(name: str) -> dict[str, Any]:
-    """The further keywords of the constructor of a loop that a file listed."""
-    return _ARGUMENTS.get(name, {})
+ARGUMENTS: dict[str, dict[str, Any]] = {}
+"""Name → the further keywords of the constructor, of a loop that a file listed."""
 
 
 def load_listed(path: str | None) -> None:
@@ -314,7 +279,7 @@ def load_listed(path: str | None) -> None:
                 f"{path}: the entry {entry!r} names no class that can be imported ({type(error).__name__}: {error}); "
                 "it needs name and _target_: module.Class"
             ) from error
-        _LOOPS[entry["name"]], _ARGUMENTS[entry["name"]] = cls, arguments
+        _LOOPS[entry["name"]], ARGUMENTS[entry["name"]] = cls, arguments
 
 
 @register(SINGLE_TURN)

@@ -44,7 +44,7 @@ class Boundaries:
     """
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, open_images: Any = None):
-        self._chat = ChatRenderer(tokenizer, kwargs)
+        self.chat = ChatRenderer(tokenizer, kwargs)
         self._tokenizer = tokenizer
         self._pure: dict[str, bool] = {}
         self._open_images = open_images
@@ -63,7 +63,7 @@ class Boundaries:
 
     def whole(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
         """A whole dialogue with the generation prompt. BadRow where the template refuses it, or an image cannot be shown."""
-        return self._rendered(self._chat.text(messages, **_with(tools)), messages)
+        return self._rendered(self.chat.text(messages, **_with(tools)), messages)
 
     def _rendered(self, text: str, messages: Sequence[Message]) -> Rendered:
         """The ids of a text that the template wrote of these messages, and the images in them."""
@@ -76,14 +76,14 @@ class Boundaries:
                 "use a chat template that leaves earlier turns alone, and no multi_turn.use_inference_chat_template",
             )
         if not cells:
-            return self._chat.ids(text), ()
+            return self.chat.ids(text), ()
         ids, media = self._images(text, cells, Path())
         return ids, (media,)
 
     def keeps(self, ids: np.ndarray, messages: Sequence[Message], tools: Any = None) -> bool:
         """True if these ids are what the template writes of the whole dialogue."""
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return bool(text == self._chat.text(messages, **_with(tools)))
+        return bool(text == self.chat.text(messages, **_with(tools)))
 
     def between(
         self, turn: Message, following: Sequence[Message], tools: Any, last_id: int | None
@@ -103,8 +103,8 @@ class Boundaries:
         """(what the template writes after the turn's text, what the messages that follow add to it)."""
         for dummy in _dummies(turn):
             try:
-                before = self._chat.text([*history, dummy], generation=False, **_with(tools))
-                after = self._chat.text([*history, dummy, *following], **_with(tools))
+                before = self.chat.text([*history, dummy], generation=False, **_with(tools))
+                after = self.chat.text([*history, dummy, *following], **_with(tools))
             except BadRow:
                 continue
             ending, further = before.rpartition(_MARK)[2], after.rpartition(_MARK)[2]
@@ -156,13 +156,8 @@ def _dummies(turn: Message) -> list[Message]:
     dummy = {"role": "assistant", "content": _MARK}
     if not turn.get("tool_calls"):
         return [dummy]
-    forms: tuple[Any, ...] = ({"text": _MARK}, json.dumps({"text": _MARK}))
-    return [
-        dummy
-        | {
-            "tool_calls": [
-                call | {"function": call["function"] | {"arguments": form}} for call in turn["tool_calls"]
-            ]
-        }
-        for form in forms
-    ]
+    dummies: list[Message] = []
+    for form in ({"text": _MARK}, json.dumps({"text": _MARK})):
+        calls = [call | {"function": call["function"] | {"arguments": form}} for call in turn["tool_calls"]]
+        dummies.append(dummy | {"tool_calls": calls})
+    return dummies

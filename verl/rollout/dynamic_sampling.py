@@ -19,10 +19,11 @@ from typing import Any
 
 from verl.errors import UserError
 from verl.rollout.manager import PromptGroup, RolloutManager
-from verl.rollout.schedule import PromptSchedule, Versions, check_learning
+from verl.rollout.schedule import PromptSchedule, Versions
 from verl.trajectory import Batch, Prompt, Trajectory
 
 _KEYS = "algorithm.filter_groups"
+_SCORE = ("reward", "score", "seq_reward", "seq_final_reward")
 _WITHOUT_SIGNAL = 10  # batches without a single group that is kept before a run without a limit stops
 
 
@@ -41,18 +42,15 @@ class GroupRule:
         for row in rows:
             if row.score is None:
                 continue
-            bare = (
-                self.metric == "acc" and not row.score_parts
-            )  # a function that returns a number: it is both
-            if bare or self.metric in ("reward", "score", "seq_reward", "seq_final_reward"):
-                found.append(float(row.score))
-                continue
-            if self.metric not in row.score_parts:
-                keys = ", ".join(sorted({"reward", *(row.score_parts or ["acc"])}))
+            # What a function returns that returns a number is accuracy, too.
+            parts = row.score_parts or {"acc": row.score}
+            values = parts | dict.fromkeys(_SCORE, row.score)
+            if self.metric not in values:
+                keys = ", ".join(sorted({"reward", *parts}))
                 raise UserError(
                     f"{_KEYS}.metric={self.metric}: the reward function did not return it; it returned: {keys}"
                 )
-            found.append(float(row.score_parts[self.metric]))
+            found.append(float(values[self.metric]))
         return found
 
 
@@ -71,8 +69,8 @@ class _Live:
         return bool(self.values) and min(self.values or ()) != max(self.values or ())
 
 
-class DynamicSchedule:
-    """Takes the place of `PromptSchedule` where groups are filtered. `score`: scores what is not scored yet of a group;
+class DynamicSchedule(PromptSchedule):
+    """A schedule that filters groups. `score`: scores what is not scored yet of a group;
     `check`: raises where too many responses could not be scored; `metrics`: what the last `take` did."""
 
     def __init__(
@@ -85,14 +83,11 @@ class DynamicSchedule:
         score: Callable[[Batch], Awaitable[None]],
         check: Callable[[Batch], None],
     ):
-        check_learning(stream, versions)
-        self._stream, self._rule = stream, rule
-        self.versions, self._last = versions, last_step
-        self._score, self._check = score, check
+        super().__init__(stream, versions, last_step=last_step)
+        self._rule, self._score, self._check = rule, score, check
         self._live: dict[str, _Live] = {}
-        self._drawn = self._step = 0
+        self._step = self._prompts = 0  # the last step that began, and the prompts drawn in it
         self._epoch = int(stream.epoch)
-        self.metrics: dict[str, float] = {}
 
     def size(self, step: int) -> int:
         """Prompts that a step trains on."""
@@ -109,13 +104,10 @@ class DynamicSchedule:
 
     def due(self, step: int) -> list[Prompt]:
         """Prompts that may start once the weights for `step` are in the sampler."""
-        self._begin_step(step)
+        if step != self._step:
+            self._step, self._prompts = step, 0
         batches = min(self.versions.last(step), self._last) - step + 1
         return self._draw(max(0, batches * self.size(step) - len(self._live)))
-
-    def _begin_step(self, step: int) -> None:
-        if step != self._step:
-            self._step, self._drawn = step, 0
 
     def _draw(self, count: int) -> list[Prompt]:
         prompts = []
@@ -124,7 +116,7 @@ class DynamicSchedule:
             (prompt,) = self._stream.take(1, cross=True)
             self._live[prompt.uid] = _Live(before, self._stream.epoch, self._step)
             prompts.append(prompt)
-        self._drawn += count
+        self._prompts += count
         return prompts
 
     async def take(
@@ -175,7 +167,7 @@ class DynamicSchedule:
         wanted = math.ceil(max(0, size - kept) / share) - under_way
         ahead = self.versions.last(self._step) - self._step
         room = (self._rule.inflight + ahead) * size - under_way
-        left = self._rule.limit * size - self._drawn if self._rule.limit else wanted
+        left = self._rule.limit * size - self._prompts if self._rule.limit else wanted
         return max(0, min(wanted, room, left))
 
     def _stop_without_signal(self, judged: Sequence[PromptGroup]) -> None:
@@ -185,7 +177,7 @@ class DynamicSchedule:
         lives = [live for live in self._live.values() if live.values is not None]
         kept = sum(live.kept for live in lives)
         complete = len(lives) == len(self._live)
-        exhausted = self._rule.limit and self._drawn >= self._rule.limit * size and kept < size and complete
+        exhausted = self._rule.limit and self._prompts >= self._rule.limit * size and kept < size and complete
         hopeless = not kept and len(lives) >= max(_WITHOUT_SIGNAL * size, self._stream.rows_per_epoch)
         if not (exhausted or hopeless):
             return
@@ -231,13 +223,13 @@ class DynamicSchedule:
         self.metrics = {
             "training/filter_groups/evicted_samples": sum(not self._live[g.prompt.uid].kept for g in used),
             "training/filter_groups/discarded_surplus_samples": 0,
-            "training/filter_groups/gen_prompts": self._drawn,
+            "training/filter_groups/gen_prompts": self._prompts,
             "training/filter_groups/all_max_ratio": sum(value == best for value in same) / total,
             "training/filter_groups/all_min_ratio": sum(value == worst for value in same) / total,
         }
 
 
-def open_schedule(config: Any, stream: Any, rewards: Any, last_step: int) -> PromptSchedule | DynamicSchedule:
+def open_schedule(config: Any, stream: Any, rewards: Any, last_step: int) -> PromptSchedule:
     """What decides which groups a step trains on: those drawn for it, or with `algorithm.filter_groups` those with signal."""
     versions, groups = Versions.of(config.trainer), config.algorithm.filter_groups
     if not groups.enable:

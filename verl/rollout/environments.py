@@ -26,7 +26,7 @@ from verl.config.weights import user_scores
 from verl.errors import UserError
 from verl.platform.parent_channel import die_with_parent
 from verl.rollout import openenv, verifiers_server
-from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, outputs_of, register
+from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, register
 from verl.rollout.boundary import without_images
 from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
 from verl.rollout.session import OutOfTokens, Recorded
@@ -119,18 +119,15 @@ class EnvironmentAgent(AgentLoopBase):
             )
         play = {"command": self._command, "verifiers": self._verifiers}.get(spec["name"], self._play)
         status = await play(spec, row)
-        return outputs_of(self.session, status=status, **self._about())
+        return self.session.outputs(status=status, **self._about())
 
     async def _play(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
         env, self._played = make(spec), True
-        seen = row["columns"] | {
-            name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")
-        }
+        own = {name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")}
         try:
-            start: Observation = await self._ask(env.reset, Observation, row=seen)
-            self._messages = [
-                dict(m) for m in (row["raw_prompt"] if start.messages is None else start.messages)
-            ]
+            start: Observation = await self._ask(env.reset, Observation, row=row["columns"] | own)
+            said = row["raw_prompt"] if start.messages is None else start.messages
+            self._messages = [dict(message) for message in said]
             return await self._turns(env, start.tools)
         finally:
             with suppress(Exception):

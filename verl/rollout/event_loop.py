@@ -26,7 +26,8 @@ class BackgroundLoop:
     """Use as a context manager. On leaving, everything that still runs is cancelled and waited for."""
 
     def __init__(self, name: str = "verl-sampling"):
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._forever, name=name, daemon=True)
 
     def __enter__(self) -> BackgroundLoop:
@@ -34,12 +35,8 @@ class BackgroundLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self.run(_cancel_others())
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
         """Run on the loop's thread and wait. Raises what it raises; an interruption of the waiter cancels it."""
@@ -53,12 +50,5 @@ class BackgroundLoop:
             raise
 
     def _forever(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+        with self._runner:  # whose end cancels what still runs, waits for it, and closes the loop
+            self._loop.run_forever()

@@ -129,20 +129,16 @@ async def _chat(session: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return call | {
-        "function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    }
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return call | {"function": function | {"arguments": arguments}}
 
 
 async def _completion(session: Any, body: dict[str, Any]) -> dict[str, Any]:
-    prompt = body["prompt"]
-    ids = (
-        session.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if isinstance(prompt, str)
-        else prompt
-    )
-    done = await _sample(session, ids, _checked(body))
-    text = session.tokenizer.decode(done.token_ids.tolist(), skip_special_tokens=True)
+    prompt, tokenizer = body["prompt"], session.runner.tokenizer
+    if isinstance(prompt, str):
+        prompt = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    done = await _sample(session, prompt, _checked(body))
+    text = tokenizer.decode(done.token_ids.tolist(), skip_special_tokens=True)
     choice = {"index": 0, "text": text, "finish_reason": _reason(done)}
     return _result("text_completion", session, done, choice)
 
@@ -158,7 +154,7 @@ async def _sample(session: Any, ids: list[int], asked: dict[str, Any]) -> Comple
 
 
 async def _models(session: Any, body: dict[str, Any]) -> dict[str, Any]:
-    model = {"id": MODEL, "object": "model", "owned_by": "verl", "max_model_len": session.longest}
+    model = {"id": MODEL, "object": "model", "owned_by": "verl", "max_model_len": session.runner.longest}
     return {"object": "list", "data": [model]}
 
 

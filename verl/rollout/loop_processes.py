@@ -61,7 +61,7 @@ class _Run:
     session: TrajectoryCalls
     outputs: asyncio.Future[list[agent_loop.AgentLoopOutput]]
     media: dict[str, Media] = field(default_factory=dict)
-    calls: set[asyncio.Task[None]] = field(default_factory=set)
+    calls: list[asyncio.Task[None]] = field(default_factory=list)
 
     def fail(self, error: Exception) -> None:
         if not self.outputs.done():
@@ -90,25 +90,19 @@ class LoopProcesses:
         timeout = select(config, "actor_rollout_ref.rollout.agent.tool_timeout")
         self._patience = None if timeout is None else timeout + _GRACE_SECONDS
         self._numbers = itertools.count()
-        self._processes: list[_LoopProcess] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._processes: dict[_LoopProcess, asyncio.Task[None]] = {}
 
     async def run(
-        self,
-        name: str,
-        session: TrajectoryCalls,
-        sampling: SamplingParams,
-        columns: dict[str, Any],
-        own: dict[str, Any],
+        self, name: str, session: TrajectoryCalls, sampling: SamplingParams, row: dict[str, Any]
     ) -> list[agent_loop.AgentLoopOutput]:
-        """What the loop registered as `name` returns for a row (see `agent_loop.keywords`).
+        """What the loop registered as `name` returns for a row (see `LoopRunner.run`).
 
         LoopFailed with what it raised, NotPlain for a value that cannot be sent, LoopUnusable if no process can run it.
         """
         number = next(self._numbers)
         module = agent_loop.get(name).__module__
         message = {"run": number, "module": module, "name": name, "sampling": asdict(sampling)}
-        line = encode(message | {"columns": columns, "own": own}, "the row", arrays=True)
+        line = encode(message | {"row": row}, "the trajectory", arrays=True)
         process = self._least_busy()
         run = process.running[number] = _Run(session, asyncio.get_running_loop().create_future())
         try:
@@ -129,27 +123,23 @@ class LoopProcesses:
         """Kill every process."""
         for process in self._processes:
             process.kill()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._processes.values(), return_exceptions=True)
 
     def _least_busy(self) -> _LoopProcess:
         best = min(self._processes, key=lambda process: len(process.running), default=None)
         if best is not None and (not best.running or len(self._processes) >= self._limit):
             return best
         process = _LoopProcess()
-        self._processes.append(process)
-        task = asyncio.ensure_future(self._serve(process))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._processes[process] = asyncio.ensure_future(self._serve(process))
         return process
 
     async def _serve(self, process: _LoopProcess) -> None:
         """A process from its start to its end."""
-        config, why = self._config, ""
+        why = ""
         watching: list[asyncio.Future[None]] = []
         unusable: LoopUnusable | None = None
         try:
-            external = config.actor_rollout_ref.model.external_lib
-            await process.start(encode({"external_lib": external, "config": config.to_dict()}))
+            await process.start(encode(self._config.to_dict()))
             for watch in (process.close_after_exit(_EXIT_WAIT), self._end_if_silent(process)):
                 watching.append(asyncio.ensure_future(watch))
             process.started.set()
@@ -162,7 +152,7 @@ class LoopProcesses:
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = f" ({type(error).__name__}: {error})"
         finally:
-            self._processes.remove(process)
+            del self._processes[process]
             for task in watching:
                 task.cancel()
             await process.end()
@@ -190,9 +180,7 @@ class LoopProcesses:
         if run is None:  # cancelled meanwhile
             return
         if "call" in message:
-            call = asyncio.ensure_future(self._generate(process, run, message))
-            run.calls.add(call)
-            call.add_done_callback(run.calls.discard)
+            run.calls.append(asyncio.ensure_future(self._generate(process, run, message)))
         elif "error" in message:
             error = LoopFailed(message["error"])
             error.add_note(message["traceback"])
@@ -228,11 +216,10 @@ def main(channel: ParentChannel) -> None:
     from verl.data.tokenizer import tokenizer_of
     from verl.plugins import import_modules
 
-    init = channel.inbox.get()
+    config = Map.of(channel.inbox.get())
     try:
-        config = Map.of(init["config"])
-        import_modules(init["external_lib"])
         model = config.actor_rollout_ref.model
+        import_modules(model.external_lib)
         tokenizer = tokenizer_of(model, config.data.tokenizer)
         child = _Child(channel, tokenizer, config)
     except Exception as error:
@@ -260,7 +247,7 @@ class _Child:
         await loop.create_future()
 
     def _take(self, message: dict[str, Any]) -> None:
-        if "own" in message:
+        if "row" in message:
             self._runs[message["run"]] = asyncio.ensure_future(self._run(message))
         elif "cancel" in message:
             if (task := self._runs.get(message["cancel"])) is not None:
@@ -289,9 +276,7 @@ class _Child:
         try:
             importlib.import_module(message["module"])
             sampling = SamplingParams(**message["sampling"])
-            outputs = await self._runner.run(
-                message["name"], send, sampling, message["columns"], message["own"]
-            )
+            outputs = await self._runner.run(message["name"], send, sampling, message["row"])
             found = [{name: getattr(output, name) for name in output.__slots__} for output in outputs]
             self._channel.send({"run": number, "outputs": found}, arrays=True)
         except Exception as error:

@@ -7,34 +7,42 @@ LoopRunner.run ─→ Session ─→ send (TrajectoryCalls, or a message to the 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-from verl.config.schema.base import select
+from verl.config.schema.base import Map, select
 from verl.engine.rollout.base import SamplingParams
 from verl.rollout import agent_loop
-from verl.rollout.agent_loop import AgentLoopOutput, EnvironmentFailed, ServerManager, outputs_of
+from verl.rollout.agent_loop import AgentLoopOutput, EnvironmentFailed, ServerManager
 from verl.rollout.boundary import Boundaries
 from verl.rollout.session import Send, Session
+from verl.trajectory import AGENT_LOOP_ARGUMENTS
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class LoopRunner:
-    """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked configuration."""
+    """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked configuration.
+
+    longest: tokens of context and response together. tool_format: how the model writes calls. as_inference: a turn sees the dialogue as
+    the template writes it, in a new segment where that is not what was written so far.
+    """
 
     def __init__(self, tokenizer: Any = None, config: Any = None):
         self.tokenizer, self.config = tokenizer, config
         agent_loop.load_listed(self._key("agent.agent_loop_config_path"))
         self._timeout = self._key("agent.trajectory_timeout")
+        self.longest: int | None = self._key("max_model_len")
+        self.tool_format: str = self._key("multi_turn.format", "hermes")
+        self.as_inference: bool = self._key("multi_turn.use_inference_chat_template", False)
 
     def _key(self, name: str, default: Any = None) -> Any:
         return select(self.config, f"{ROLLOUT}.{name}", default)
 
     @cached_property
-    def _boundaries(self) -> Boundaries | None:
-        if self.tokenizer is None:
-            return None
+    def boundaries(self) -> Boundaries:
+        """What comes between turns, with the run's template."""
         kwargs = select(self.config, "data.apply_chat_template_kwargs")
         return Boundaries(self.tokenizer, kwargs, self._open_images)
 
@@ -51,48 +59,37 @@ class LoopRunner:
     @cached_property
     def tools(self) -> Any:
         """The run's tools, or None where none is configured."""
-        if not (self._key("multi_turn.tool_config_path") or self._key("multi_turn.function_tool_path")):
+        paths = [self._key(f"multi_turn.{name}") for name in ("tool_config_path", "function_tool_path")]
+        if not any(paths):
             return None
         from verl.rollout.tools.toolbox import Toolbox
 
-        return Toolbox.load(self._key("multi_turn"))
-
-    def session(self, send: Send, sampling: SamplingParams) -> Session:
-        """The session of a trajectory."""
-        return Session(
-            send,
-            sampling,
-            boundaries=self._boundaries,
-            tokenizer=self.tokenizer,
-            longest=self._key("max_model_len"),
-            tool_format=self._key("multi_turn.format", "hermes"),
-            as_inference=self._key("multi_turn.use_inference_chat_template", False),
-        )
+        return Toolbox.load(*paths)
 
     async def run(
-        self, name: str, send: Send, sampling: SamplingParams, columns: dict[str, Any], own: dict[str, Any]
+        self, name: str, send: Send, sampling: SamplingParams, row: dict[str, Any]
     ) -> list[AgentLoopOutput]:
-        """What the loop registered as `name` gives for a row (see `agent_loop.keywords`).
+        """What the loop registered as `name` gives for a row: its keywords (see `AgentLoopBase.run`), `columns` among them, from
+        which the others follow.
 
         A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that status. Raises
         what the loop raises besides; TypeError if it returns anything but outputs.
         """
-        session = self.session(send, sampling)
-        session.begin(own["raw_prompt"], own["prompt_ids"])
-        params: Any = sampling
-        if agent_loop.is_users(name):
-            params = agent_loop.SamplingDict(sampling)
+        session = Session(send, sampling, self)
+        session.begin(row["raw_prompt"], row["prompt_ids"])
+        params: Any = Map(asdict(sampling), logprobs=True) if agent_loop.is_users(name) else sampling
+        columns = {key: value for key, value in row["columns"].items() if key not in AGENT_LOOP_ARGUMENTS}
         deadline = asyncio.timeout(self._timeout)
         try:
             async with deadline:
-                outputs = await self._loop(name, session).run(params, **agent_loop.keywords(columns, own))
+                outputs = await self._loop(name, session).run(params, **columns | row)
         except TimeoutError:
             if not deadline.expired():
                 raise
             why = f"the trajectory took longer than rollout.agent.trajectory_timeout={self._timeout} s"
-            outputs = outputs_of(session, status="timeout", extra_fields={"failure": why})
+            outputs = session.outputs(status="timeout", extra_fields={"failure": why})
         except EnvironmentFailed as error:
-            outputs = outputs_of(session, status="environment_error", extra_fields={"failure": str(error)})
+            outputs = session.outputs(status="environment_error", extra_fields={"failure": str(error)})
         finally:
             session.close()
         found = outputs if isinstance(outputs, list) else [outputs]
@@ -117,5 +114,5 @@ class LoopRunner:
             data_config=agent_loop.DictConfigWrap(select(self.config, "data")),
             hf_model_type=None,
             **more,
-            **agent_loop.arguments_of(name),
+            **agent_loop.ARGUMENTS.get(name, {}),
         )

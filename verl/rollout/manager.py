@@ -76,17 +76,13 @@ class PromptGroup:
     _contexts: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"a group needs at least one response, got rollout.n={self.size}")
         self.responses = [None] * self.size
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Record one response. ValueError if it is there already."""
+        """Record one response."""
         if trajectory.index == GREEDY:
             self.baseline = trajectory
             return
-        if self.responses[trajectory.index] is not None:
-            raise ValueError(f"response {trajectory.index} of {self.prompt.uid} came back twice")
         self.responses[trajectory.index] = trajectory
         for segment in trajectory.segments:
             self._share_context(segment)
@@ -99,8 +95,20 @@ class PromptGroup:
                 segment.context_columns[name] = kept[name]
 
 
+async def _all_back(
+    tasks: Iterable[asyncio.Task[None]], on_progress: Callable[[int], None] | None = None
+) -> None:
+    """Wait for all of these. Raises the first error; a signal that was noted is obeyed once another is back."""
+    for task in asyncio.as_completed(tasks):
+        await task
+        if on_progress is not None:
+            on_progress(1)
+        if interrupt.noted():
+            raise asyncio.CancelledError
+
+
 class RolloutManager:
-    """Runs agent loops over one engine.
+    """Runs agent loops over one engine; `requests` are those that are under way in it.
 
     `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them. `processes` makes those
     that run users' agent loops, when the first is needed (None: they run here).
@@ -145,7 +153,7 @@ class RolloutManager:
         Groups come in draw order, whichever finishes first. Scoring of the last responses may still be running: `scored` waits for
         it. RolloutError when more than `max_lost_ratio` of the responses were lost, ValueError if fewer groups are drawn.
         """
-        self._begin(prompts)
+        await self.begin(prompts)
         count = len(prompts) if count is None else count
         if len(self._groups) < count:
             raise ValueError(f"asked for {count} groups, {len(self._groups)} are drawn")
@@ -202,7 +210,9 @@ class RolloutManager:
 
     async def begin(self, prompts: Sequence[Prompt]) -> None:
         """Start `n` responses to each prompt, for a later `take`."""
-        self._begin(prompts)
+        groups = [PromptGroup(prompt, self.settings.n) for prompt in prompts]
+        self._groups += groups
+        self._spawn(groups, self.settings.sampling, baseline=self.settings.greedy_baseline)
 
     async def sample(
         self,
@@ -225,38 +235,16 @@ class RolloutManager:
 
     async def drain(self) -> None:
         """Wait until every response that is under way is back."""
-        pending = {task for begun in self._responses.values() for task in begun}
-        while pending:
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if interrupt.noted():
-                raise asyncio.CancelledError
-
-    async def pause(self) -> int:
-        """Before new weights: stop every request, partial output kept; returns how many there were."""
-        return await self.requests.pause()
-
-    async def resume(self) -> None:
-        """After new weights: what `pause` stopped goes on with them."""
-        self.requests.resume()
-
-    async def busy(self) -> list[tuple[float, float]]:
-        """Spans of time.monotonic() in which the engine had requests, since the last call."""
-        return self.requests.busy()
+        await _all_back(self._under_way())
 
     async def stop(self) -> None:
         """End everything that is under way, scoring too; nothing of it is handed over."""
-        tasks = [task for begun in self._responses.values() for task in begun]
-        tasks += [*self._scoring.values(), *self._whole.values()]
+        tasks = [*self._under_way(), *self._scoring.values(), *self._whole.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._processes is not None:
             await self._processes.close()
-
-    def _begin(self, prompts: Sequence[Prompt]) -> None:
-        groups = [PromptGroup(prompt, self.settings.n) for prompt in prompts]
-        self._groups += groups
-        self._spawn(groups, self.settings.sampling, baseline=self.settings.greedy_baseline)
 
     def _spawn(
         self,
@@ -281,29 +269,18 @@ class RolloutManager:
 
     async def _finish(self, groups: Sequence[PromptGroup], on_progress: Callable[[int], None] | None) -> None:
         """Wait for every response of the groups. An error, or a signal that was noted, ends all that is under way."""
-        waiter = asyncio.current_task()
-        assert waiter is not None
-
-        def back(_: asyncio.Task[None]) -> None:
-            if on_progress is not None:
-                on_progress(1)
-            if interrupt.noted():
-                waiter.cancel()
-
-        tasks = [task for group in groups for task in self._responses[group]]
-        for task in tasks:
-            task.add_done_callback(back)
         try:
-            await asyncio.gather(*tasks)
+            await _all_back([task for group in groups for task in self._responses[group]], on_progress)
         except BaseException:
-            for task in (task for begun in self._responses.values() for task in begun):
+            for task in self._under_way():
                 task.cancel()
             raise
         finally:
-            for task in tasks:
-                task.remove_done_callback(back)
             for group in groups:
                 del self._responses[group]
+
+    def _under_way(self) -> list[asyncio.Task[None]]:
+        return [task for begun in self._responses.values() for task in begun]
 
     async def _response(
         self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str
@@ -314,14 +291,13 @@ class RolloutManager:
             if attempt:
                 trajectory.extra["resamples"] = attempt
             policy = self.settings.on_status.get(trajectory.status, "score")
-            if policy != "resample" or (
-                trajectory.finish_reason == "lost" and trajectory.status == "completed"
-            ):
+            lost = trajectory.finish_reason == "lost"
+            if policy != "resample" or (lost and trajectory.status == "completed"):
                 break
             why = trajectory.fields.get("failure") or trajectory.score_error
             about = {"index": index, "status": trajectory.status, "attempt": attempt}
             self._failed("trajectory_failed", prompt, why, **about)
-        if trajectory.finish_reason != "lost" and policy in ("drop", "resample"):
+        if not lost and policy in ("drop", "resample"):
             why = trajectory.fields.get("failure") or f"rollout.agent.on_status.{trajectory.status}={policy}"
             trajectory.score, trajectory.finish_reason = None, "lost"
             trajectory.score_error = f"left out, status {trajectory.status}: {why}"
@@ -334,26 +310,25 @@ class RolloutManager:
     ) -> Trajectory:
         settings = self.settings
         name = prompt.agent_name or settings.default_loop
-        calls = TrajectoryCalls(
-            self.requests, prompt, index, prefix, attempt, more_follow=name != SINGLE_TURN
-        )
         number = f"{index}r{attempt}" if attempt else index
+        calls = TrajectoryCalls(self.requests, prompt, number, prefix, more_follow=name != SINGLE_TURN)
         params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, number))
-        own = {
+        row = {
             "prompt_ids": prompt.ids,
             "raw_prompt": prompt.messages,
             "data_source": prompt.data_source,
             "extra_info": prompt.extra_info,
             "uid": prompt.uid,
             "sample_index": index,
+            "columns": prompt.columns,
         }
         started = time.monotonic()
         try:
             if self._open_processes is not None and agent_loop.runs_apart(name):
                 self._processes = self._processes or self._open_processes()
-                outputs = await self._processes.run(name, calls, params, prompt.columns, own)
+                outputs = await self._processes.run(name, calls, params, row)
             else:
-                outputs = await self._runner.run(name, calls.generate, params, prompt.columns, own)
+                outputs = await self._runner.run(name, calls.generate, params, row)
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise
@@ -414,13 +389,17 @@ class RolloutManager:
             segment.versions = versions
             _add_routes(segment, output.routed_experts, calls)
         ids = np.concatenate([segment.response_ids for segment in segments])
-        text = _text(completions, ids)
+        # The text that came with the response, if it is one completion as it was sampled, nothing cut or added.
+        whole = len(completions) == 1 and np.array_equal(completions[0].token_ids, ids)
+        text = completions[0].text if whole else None
         rewards = [output.reward_score for output in outputs if output.reward_score is not None]
-        merged: dict[str, dict[str, Any]] = {"metrics": {}, "extra_fields": {}}
+        metrics: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for output in outputs:
-            for name, found in merged.items():
-                found |= getattr(output, name)
-        metrics = merged["metrics"] | _interruptions(completions)
+            metrics |= output.metrics
+            fields |= output.extra_fields
+        if interruptions := sum(completion.parts - 1 for completion in completions):
+            metrics["interruptions"] = interruptions
         if unrecorded:
             metrics["unrecorded_tokens"] = unrecorded
         return Trajectory(
@@ -432,7 +411,7 @@ class RolloutManager:
             text=self._decode(ids) if text is None else text,
             num_turns=max(output.num_turns for output in outputs),
             score=rewards[-1] if rewards else None,
-            fields=merged["extra_fields"],
+            fields=fields,
             timing={
                 "generate_sequences": seconds,
                 "num_preempted": float(sum(c.num_preempted for c in completions)),
@@ -443,10 +422,9 @@ class RolloutManager:
 
     def _collect(self, groups: Sequence[PromptGroup]) -> Batch:
         batch = Batch(t for group in groups for t in group.responses if t is not None)
-        for group in groups:
-            for trajectory in group.responses:
-                assert trajectory is not None
-                trajectory.baseline = group.baseline
+        baselines = {group.prompt.uid: group.baseline for group in groups}
+        for trajectory in batch:
+            trajectory.baseline = baselines[trajectory.uid]
         lost = [t for t in batch if t.finish_reason == "lost" and t.status == "completed"]
         left_out = [t for t in batch if t.finish_reason == "lost"]
         if left_out and len(left_out) == len(batch) > len(lost) and self.settings.max_lost_ratio < 1:
@@ -523,16 +501,3 @@ def _add_routes(segment: Segment, given: Any, calls: TrajectoryCalls) -> None:
         context, response = np.split(routes, [len(segment.context_ids)])
         segment.put("routed_experts", response.copy())
         segment.context_columns["routed_experts"] = context.copy()
-
-
-def _text(completions: Sequence[Completion], ids: np.ndarray) -> str | None:
-    """The text that came with the response, if the response is one completion as it was sampled, nothing cut or added."""
-    if len(completions) != 1 or not np.array_equal(completions[0].token_ids, ids):
-        return None
-    return completions[0].text
-
-
-def _interruptions(completions: Sequence[Completion]) -> dict[str, int]:
-    """How often the weights changed while the response was written, if they did."""
-    count = sum(c.parts - 1 for c in completions)
-    return {"interruptions": count} if count else {}

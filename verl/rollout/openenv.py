@@ -108,10 +108,8 @@ class OpenEnv:
         said, total, done = [], 0.0, not message.get("tool_calls")
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            action = (
-                arguments if name == ACT else {"type": "call_tool", "tool_name": name, "arguments": arguments}
-            )
-            text, reward, done = await self._act(action)
+            called = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+            text, reward, done = await self._act(arguments if name == ACT else called)
             total += reward
             said.append({"role": "tool", "content": text, "name": name, "tool_call_id": call["id"]})
             if done:
@@ -126,9 +124,8 @@ class OpenEnv:
             if "VALIDATION_ERROR" not in str(error):
                 raise
             return "Error: the action does not fit its schema", 0.0, False
-        if (
-            self._client._ws is not self._socket
-        ):  # the client connects again by itself: to an environment that was never reset
+        # The client connects again by itself: to an environment that was never reset.
+        if self._client._ws is not self._socket:
             raise EnvironmentFailed("the connection to the server was lost within the episode")
         return self._text(result.observation), float(result.reward or 0.0), bool(result.done)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,58 +23,69 @@ Images = Sequence[Media]
 _ABORT_AGAIN_S = 1.0
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that came back. context int64 [P]; media: what stood in it."""
+
+    context: np.ndarray
+    media: Media | None
+    done: Completion
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Context and response, int64 [P + L]."""
+        return np.concatenate((self.context, self.done.token_ids))
+
+
 class TrajectoryCalls:
     """Numbers the calls of one trajectory, so that no two of them draw from the same random stream.
 
     The first calls of a group's trajectories share the prefill of the prompt; later ones go on from what the sampler holds of the
-    trajectory. `completions`: what came back so far, in the order it did; `prefill`: of later calls, how many tokens were
-    prefilled, and how many the sampler had not seen. prefix: keeps requests apart whose prompts come from different files;
-    attempt: those of a trajectory that is sampled again; more_follow: there may be more than one call.
+    trajectory. `prefill`: of later calls, how many tokens were prefilled, and how many the sampler had not seen.
+
+    number: of the trajectory in its group, and of the attempt where it is sampled again; prefix: keeps requests apart whose prompts
+    come from different files; more_follow: there may be more than one call.
     """
 
     def __init__(
-        self,
-        requests: ResumableGeneration,
-        prompt: Prompt,
-        index: int,
-        prefix: str = "",
-        attempt: int = 0,
-        *,
-        more_follow: bool = True,
+        self, requests: ResumableGeneration, prompt: Prompt, number: int | str, prefix: str, more_follow: bool
     ):
-        self.completions: list[Completion] = []
         self.prefill = np.zeros(2, np.int64)
-        self._contexts: list[np.ndarray] = []
-        self._media: list[Media | None] = []
+        self._calls: list[_Call] = []
         self._several: dict[tuple[Media, ...], Media] = {}
         self._requests, self._prompt = requests, prompt
         self._group = f"{prefix}{prompt.uid}"
-        self.id = f"{self._group}#{index}" + (f"r{attempt}" if attempt else "")
+        self.id = f"{self._group}#{number}"
         self._session = self.id if more_follow else None
-        self._calls = 0
+        self._asked = 0
 
     async def generate(self, prompt_ids: Any, sampling: SamplingParams, media: Images = ()) -> Completion:
         """Sample a continuation of `prompt_ids`, int64 [P]. Call k of a trajectory draws by (seed, k, position in the call). media: images
         that came after the row's own."""
         seen = self._joined(media)
-        call, self._calls = self._calls, self._calls + 1
-        options: dict[str, Any] = {"request_id": f"{self.id}.{call}" if call else self.id}
-        if self._session is not None:
-            options["session"] = self._session
-        if call:
-            sampling = replace(sampling, call=call)
-        elif np.array_equal(
-            prompt_ids, self._prompt.ids
-        ):  # what a loop puts before it is its trajectory's alone
-            options["group"] = self._group
-        result = await self._requests.generate(prompt_ids, sampling, media=seen, **options)
+        number, self._asked = self._asked, self._asked + 1
+        # What a loop puts before the prompt is its trajectory's alone.
+        shared = number == 0 and np.array_equal(prompt_ids, self._prompt.ids)
+        result = await self._requests.generate(
+            prompt_ids,
+            replace(sampling, call=number),
+            request_id=f"{self.id}.{number}" if number else self.id,
+            group=self._group if shared else None,
+            session=self._session,
+            media=seen,
+        )
         context = np.asarray(prompt_ids, np.int64)
-        if call:
-            self.prefill += result.prefilled, max(1, len(context) - self._seen(context))
-        self.completions.append(result)
-        self._contexts.append(context)
-        self._media.append(seen)
+        if number:
+            # What an earlier call has computed: all of its own but the last token it sampled.
+            known = max((common_prefix(context, call.ids[:-1]) for call in self._calls), default=0)
+            self.prefill += result.prefilled, max(1, len(context) - known)
+        self._calls.append(_Call(context, seen, result))
         return result
+
+    @property
+    def completions(self) -> list[Completion]:
+        """What came back so far, in the order it did."""
+        return [call.done for call in self._calls]
 
     def _joined(self, media: Images) -> Media | None:
         """The row's images and these as one; the same object for every call that sees the same."""
@@ -86,21 +97,11 @@ class TrajectoryCalls:
 
     def media_of(self, context: np.ndarray, response: np.ndarray) -> Media | None:
         """The images that stand in a segment's context, int64 [P], by the call that began its response, int64 [L]."""
-        calls = zip(self._contexts, self.completions, self._media, strict=True)
-        for ids, done, media in calls:
-            if np.array_equal(ids, context) and np.array_equal(
-                done.token_ids, response[: len(done.token_ids)]
-            ):
-                return media
+        for call in self._calls:
+            begun = response[: len(call.done.token_ids)]
+            if np.array_equal(call.context, context) and np.array_equal(call.done.token_ids, begun):
+                return call.media
         return self._prompt.media
-
-    def _seen(self, ids: np.ndarray) -> int:
-        """How many of these first tokens an earlier call has computed: all of its own but the last it sampled."""
-        sequences = (
-            np.concatenate((context, done.token_ids))[:-1]
-            for context, done in zip(self._contexts, self.completions, strict=True)
-        )
-        return max((common_prefix(ids, sequence) for sequence in sequences), default=0)
 
     def end(self) -> None:
         """No more calls come."""
@@ -111,10 +112,10 @@ class TrajectoryCalls:
         """The experts that the tokens of a sequence, int64 [S], went to, int16 [S, layers, k]: of each token those of the call
         that computed it first, -1 where none did. None if no call recorded any."""
         parts = []
-        for context, done in zip(self._contexts, self.completions, strict=True):
-            if done.routed_experts is not None:
-                seen = np.concatenate((context, done.token_ids))[: min(len(done.routed_experts), len(ids))]
-                parts += [done.routed_experts] if np.array_equal(seen, ids[: len(seen)]) else []
+        for call in self._calls:
+            if (routes := call.done.routed_experts) is not None:
+                seen = call.ids[: min(len(routes), len(ids))]
+                parts += [routes] if np.array_equal(seen, ids[: len(seen)]) else []
         return first_routes(parts, len(ids))
 
 
@@ -191,11 +192,11 @@ class ResumableGeneration:
                 continue  # a request that reached the engine after the abort is aborted now
         return stopped
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Let requests go on with the weights that the engine holds now."""
         self._open.set()
 
-    def busy(self) -> list[tuple[float, float]]:
+    async def busy(self) -> list[tuple[float, float]]:
         """Spans of the clock in which the engine had requests, since the last call; one in progress is cut."""
         spans, self._busy = self._busy, []
         if self._under_way:

@@ -7,7 +7,6 @@ never lags by more than `max_staleness` versions.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -101,13 +100,11 @@ class PromptSchedule:
     """Draws whole steps in order. `last_step`: none is drawn for a later one."""
 
     def __init__(self, stream: PromptStream, versions: Versions, *, last_step: int):
-        if versions.staleness < 0:
-            raise ValueError(f"trainer.max_staleness={versions.staleness}: it cannot be below 0")
         check_learning(stream, versions)
         self._stream = stream
         self.versions = versions
         self._last = last_step
-        self._drawn: OrderedDict[int, _Drawn] = OrderedDict()
+        self._drawn: dict[int, _Drawn] = {}
         self.metrics: dict[str, float] = {}
 
     async def take(
@@ -119,7 +116,8 @@ class PromptSchedule:
 
     def due(self, step: int) -> list[Prompt]:
         """Prompts, in draw order, that may start once the weights for `step` are in the sampler."""
-        self._forget_before(step)
+        # The step before may still be asked for: the sampler begins on the next one before the loop is done with it.
+        self._drawn = {number: drawn for number, drawn in self._drawn.items() if number >= step - 1}
         out: list[Prompt] = []
         next_step = max(step, next(reversed(self._drawn), 0) + 1)
         for number in range(next_step, min(self.versions.last(step), self._last) + 1):
@@ -141,8 +139,3 @@ class PromptSchedule:
         """The stream's position after `step`: before the first draw that is not trained yet."""
         following = self._drawn.get(step + 1)
         return self._stream.state() if following is None else following.before
-
-    def _forget_before(self, step: int) -> None:
-        """`step` − 1 may still be asked for: the sampler begins on the next step before the loop is done with it."""
-        while self._drawn and next(iter(self._drawn)) < step - 1:
-            self._drawn.popitem(last=False)

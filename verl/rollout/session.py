@@ -11,17 +11,21 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.rollout.boundary import Boundaries, Message, Rendered, images_of, without_images
+from verl.rollout.agent_loop import AgentLoopOutput
+from verl.rollout.boundary import Message, Rendered, images_of, without_images
+from verl.rollout.requests import Images
 from verl.rollout.tools.parsers import OWN_PARSERS, ToolCall, parse
 from verl.trajectory import Media
 
+if TYPE_CHECKING:
+    from verl.rollout.loop_runner import LoopRunner
+
 Given = SamplingParams | Mapping[str, Any] | None
-Images = Sequence[Media]
 Send = Callable[[Any, SamplingParams, Any], Awaitable[Completion]]
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
@@ -50,10 +54,8 @@ class Recorded:
 
     def is_prefix_of(self, ids: np.ndarray) -> bool:
         """True if `ids` begin with this segment."""
-        start, end = len(self.context), len(self.context) + len(self.tokens)
-        if len(ids) < end:
-            return False
-        return np.array_equal(ids[:start], self.context) and np.array_equal(ids[start:end], self.tokens)
+        known = np.concatenate([self.context, self.tokens])
+        return np.array_equal(ids[: len(known)], known)
 
     def add(self, ids: np.ndarray, log_probs: np.ndarray | None = None) -> None:
         """Append ids: sampled ones with their log-probs, or those of others."""
@@ -87,34 +89,19 @@ class _Dialogue:
 
 class Session:
     """What an agent loop writes its tokens through. send: one request to the sampler; sampling: of the run, with the seed of this
-    trajectory; boundaries, tokenizer: for dialogues; longest: tokens of context and response together; tool_format: how the model
-    writes calls; as_inference: a turn sees the dialogue as the template writes it, in a new segment where that is not what was
-    written so far.
+    trajectory; runner: what all sessions of a process share, for dialogues.
 
     latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue up to the
     latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how long it took), and
     what a loop notes of it (`reward`).
     """
 
-    def __init__(
-        self,
-        send: Send,
-        sampling: SamplingParams,
-        *,
-        boundaries: Any = None,
-        tokenizer: Any = None,
-        longest: int | None = None,
-        tool_format: str = "hermes",
-        as_inference: bool = False,
-    ):
-        self.sampling = sampling
-        self.tokenizer = tokenizer
-        self.longest = longest
-        self.boundaries: Boundaries = boundaries
-        self._send, self._format, self._as_inference = send, tool_format, as_inference
+    def __init__(self, send: Send, sampling: SamplingParams, runner: LoopRunner):
+        self.sampling, self.runner = sampling, runner
+        self._send = send
         self._segments: list[Recorded] = []
         self._dialogues: list[_Dialogue] = []
-        self._opening: tuple[Any, Any, np.ndarray] | None = None
+        self._opening: tuple[list[Message], list[Any], np.ndarray] | None = None
         self._url: str | None = None
         self.latest: Recorded | None = None
         self.full = False
@@ -147,7 +134,9 @@ class Session:
 
     def begin(self, messages: Any, prompt_ids: np.ndarray, tools: Any = None) -> None:
         """Make known that a dialogue of these messages and tools is `prompt_ids`, as the data rendered it."""
-        self._opening = (list(messages), tools, prompt_ids) if isinstance(messages, list) else None
+        self._opening = (
+            (list(messages), list(tools or ()), prompt_ids) if isinstance(messages, list) else None
+        )
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
@@ -179,8 +168,8 @@ class Session:
         sequence. OutOfTokens if that is nothing."""
         segment, params = self._segment_of(ids, tuple(media)), self.params(given)
         room = self.sampling.max_tokens - (len(ids) - len(segment.context) if segment else 0)
-        if self.longest is not None:
-            room = min(room, self.longest - len(ids))
+        if self.runner.longest is not None:
+            room = min(room, self.runner.longest - len(ids))
         if room < 1:
             self.full = True
             raise OutOfTokens(f"the dialogue's {len(ids)} tokens leave no room for another turn")
@@ -189,6 +178,12 @@ class Session:
     def segments(self) -> list[Recorded]:
         """What was written so far."""
         return list(self._segments)
+
+    def outputs(self, **about: Any) -> list[AgentLoopOutput]:
+        """An output for each segment, an empty one if there is none; `about`: what is said of the trajectory, on the last of them."""
+        segments = self._segments or [Recorded(np.zeros(0, np.int64))]
+        *earlier, last = [AgentLoopOutput(s.context, s.tokens, s.mask, s.log_probs) for s in segments]
+        return [*earlier, replace(last, **about)]
 
     @property
     def base_url(self) -> str:
@@ -222,48 +217,43 @@ class Session:
 
     def _earlier(self, messages: Sequence[Message]) -> _Dialogue | None:
         """The longest dialogue of this session that the messages go on from."""
-        keys = _keys(messages)
-        found = [
-            d
-            for d in self._dialogues
-            if len(d.messages) < len(keys) and d.messages == keys[: len(d.messages)]
-        ]
+        before = _keys(messages)[:-1]
+        found = [d for d in self._dialogues if d.messages == before[: len(d.messages)]]
         return max(found, key=lambda d: len(d.messages), default=None)
 
     def _prompt(self, messages: Sequence[Message], tools: Any) -> Rendered:
         """The ids to sample after, and the images in them but for the row's own."""
+        boundaries = self.runner.boundaries
         if (earlier := self._earlier(messages)) is not None:
             following = messages[len(earlier.messages) :]
-            between = self.boundaries.between(earlier.turn, following, tools, earlier.last_id)
+            between = boundaries.between(earlier.turn, following, tools, earlier.last_id)
             if between is not None:
                 ids = np.concatenate([earlier.ids, between[0]])
-                if not self._as_inference or self.boundaries.keeps(ids, messages, tools):
+                if not self.runner.as_inference or boundaries.keeps(ids, messages, tools):
                     return ids, earlier.media + between[1]
-        if self._opening is not None and _key(*self._opening[:2]) == _key(messages, tools):
-            return self._opening[2], ()
-        return self.boundaries.whole(messages, tools)
+        if self._opening is not None:
+            opening, offered, ids = self._opening
+            if offered == list(tools or ()) and _keys(opening) == _keys(messages):
+                return ids, ()
+        return boundaries.whole(messages, tools)
 
     async def _reply(self, completion: Completion, tools: Any) -> Reply:
-        ids = completion.token_ids.tolist()
+        ids, tokenizer = completion.token_ids.tolist(), self.runner.tokenizer
         calls: list[ToolCall] = []
-        ended = ids and completion.finish_reason == "stop" and ids[-1] in self.tokenizer.added_tokens_decoder
-        if tools and self._format in OWN_PARSERS:
+        ended = ids and completion.finish_reason == "stop" and ids[-1] in tokenizer.added_tokens_decoder
+        if tools and self.runner.tool_format in OWN_PARSERS:
             from verl.rollout.tools.public_parsers import read_with_own
 
-            content, calls = await read_with_own(self._format, self.tokenizer, ids, tools)
-            content = content.removesuffix(self.tokenizer.decode(ids[-1:]) if ended else "").strip()
+            content, calls = await read_with_own(self.runner.tool_format, tokenizer, ids, tools)
+            content = content.removesuffix(tokenizer.decode(ids[-1:]) if ended else "").strip()
         else:
-            content = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+            content = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
             if tools:
-                content, calls = parse(self._format, content, tools)
+                content, calls = parse(self.runner.tool_format, content, tools)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if read := [call for call in calls if not call.error]:
             message["tool_calls"] = [call.message() for call in read]
         return Reply(message, calls, completion)
-
-
-def _key(messages: Sequence[Message], tools: Any) -> tuple[Any, ...]:
-    return _keys(messages), json.dumps(list(tools or []), sort_keys=True, default=str)
 
 
 def _keys(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
@@ -274,7 +264,7 @@ def _keys(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
             _text(m.get("content")),
             m.get("tool_call_id"),
             *(part["image"] for part in images_of(m)),
-            *map(_call_key, m.get("tool_calls") or ()),
+            *((c["function"]["name"], c["function"].get("arguments")) for c in m.get("tool_calls") or ()),
         )
         for m in messages
     ]
@@ -284,10 +274,6 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         content = "".join(part if isinstance(part, str) else part.get("text", "") for part in content)
     return (content or "").strip()
-
-
-def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
-    return call["function"]["name"], json.dumps(call["function"].get("arguments"), sort_keys=True)
 
 
 def _normal(message: Message) -> dict[str, Any]:

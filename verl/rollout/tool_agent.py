@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from verl.data.rows import TOOL_AGENT, BadRow, ChatRenderer, RowTools, tools_of_row
 from verl.errors import UserError
-from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, outputs_of, register
+from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.rollout.boundary import Boundaries, without_images
 from verl.rollout.session import OutOfTokens, Reply
 from verl.rollout.tools.base import ToolError
@@ -49,7 +49,7 @@ class ToolAgent(AgentLoopBase):
             longest=self._turns.max_tool_response_length,
             side=self._turns.tool_response_truncate_side,
         )
-        self.tools.show_images = self.session.boundaries.image_parts
+        self.tools.show_images = self.session.runner.boundaries.image_parts
         self.partner = self._partner(extra.get("interaction_kwargs"))
         self.messages: list[dict[str, Any]] = [dict(message) for message in row["raw_prompt"]]
         self.session.begin(self.messages, row["prompt_ids"], schemas)
@@ -60,7 +60,7 @@ class ToolAgent(AgentLoopBase):
             await self.tools.close()
             if self.partner is not None:
                 await self.partner.close()
-        return outputs_of(self.session, status=status, **self._about())
+        return self.session.outputs(status=status, **self._about())
 
     def _partner(self, kwargs: Any) -> Partner | None:
         if not (name := (kwargs or {}).get("name")):
@@ -120,11 +120,8 @@ class ToolAgent(AgentLoopBase):
 
     def _limit(self, answered: int, invalid: int, asked: int) -> str | None:
         """The status of a trajectory that may not go on: what the last turn asks for is not done."""
-        most, users, calls = (
-            self._turns.max_assistant_turns,
-            self._turns.max_user_turns,
-            self._agent.max_calls,
-        )
+        most, users = self._turns.max_assistant_turns, self._turns.max_user_turns
+        calls = self._agent.max_calls
         if invalid >= INVALID_TURNS:
             return "invalid_calls"
         if calls is not None and self.tools.counts["calls"] + asked > calls:
@@ -158,28 +155,21 @@ def checked_tools(rollout: Any, tokenizer: Any, kwargs: Any) -> RowTools | None:
     load_interactions(turns.interaction_config_path)
     if not (turns.tool_config_path or turns.function_tool_path):
         return None
-    schemas = Toolbox.load(turns).schemas
+    schemas = Toolbox.load(turns.tool_config_path, turns.function_tool_path).schemas
     if schemas and tokenizer is not None:
-        chat = ChatRenderer(tokenizer, kwargs)
-        written = _check_template(chat, list(schemas.values()), turns.format)
-        _check_room(
-            chat, Boundaries(tokenizer, kwargs), list(schemas.values()), written, rollout.response_length
-        )
+        boundaries, listed = Boundaries(tokenizer, kwargs), list(schemas.values())
+        if written := _check_template(boundaries.chat, listed, turns.format):
+            _check_room(boundaries, listed, written, rollout.response_length)
     return RowTools(schemas, rollout.agent.default_agent_loop == TOOL_AGENT)
 
 
-def _check_room(
-    chat: ChatRenderer,
-    boundaries: Boundaries,
-    schemas: list[dict[str, Any]],
-    written: str | None,
-    longest: int,
-) -> None:
-    """ToolError if the shortest call and its answer leave no token for a turn after them."""
+def _check_room(boundaries: Boundaries, schemas: list[dict[str, Any]], written: str, longest: int) -> None:
+    """ToolError if the shortest call (`written` by the template) and its answer leave no token for a turn after them."""
+    chat = boundaries.chat
     call = ToolCall(schemas[0]["function"]["name"], {}, id="call_0")
     turn = {"role": "assistant", "content": "", "tool_calls": [call.message()]}
     answer = boundaries.between(turn, [_tool_message(call, "")], schemas, chat.tokenizer.eos_token_id)
-    if not written or answer is None:
+    if answer is None:
         return
     called, answered = len(chat.ids(written)), len(answer[0])
     if called + answered >= longest:
@@ -201,7 +191,7 @@ def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_form
             "the model's chat template has no support for tools: they do not appear in the prompt. Name a template that has: "
             "actor_rollout_ref.model.custom_chat_template"
         )
-    written = _written_call(chat, ask, schemas)
+    written = _written_call(chat, ask, offered, schemas)
     ours = PARSERS.keys() - OWN_PARSERS.keys()
     if written is None or tool_format not in ours or _reads(tool_format, written, schemas):
         return written
@@ -210,12 +200,13 @@ def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_form
     raise ToolError(f"{what}; {' or '.join(fitting)} can")
 
 
-def _written_call(chat: ChatRenderer, ask: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str | None:
-    """A call as the template writes it, or None if it writes none."""
+def _written_call(
+    chat: ChatRenderer, ask: list[dict[str, Any]], before: str, schemas: list[dict[str, Any]]
+) -> str | None:
+    """A call as the template writes it behind `before`, the text of `ask` with tools; None if it writes none."""
     call = ToolCall(schemas[0]["function"]["name"], {"text": "a"}, id="call_0").message()
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
-        before = chat.text(ask, tools=schemas)
         text = chat.text([*ask, turn], generation=False, tools=schemas)
     except BadRow:
         return None

@@ -45,11 +45,10 @@ class Episodes:
         if "cancel" in message:
             if (running := self._running.get(message["cancel"])) is not None:
                 running.cancel()
-            return
-        if "ping" in message:
+        elif "ping" in message:
             self.say({"id": message["id"]})
-            return
-        self._running[message["id"]] = asyncio.ensure_future(self._run(message))
+        else:
+            self._running[message["id"]] = asyncio.ensure_future(self._run(message))
 
     async def _run(self, message: dict[str, Any]) -> None:
         try:
@@ -79,8 +78,7 @@ class Episodes:
     def _task(self, index: int) -> dict[str, Any]:
         if not self._tasks:
             self._tasks = list(self.server.env.taskset)
-        data: dict[str, Any] = self._tasks[index].data.model_dump(mode="json")
-        return data
+        return dict(self._tasks[index].data.model_dump(mode="json"))
 
 
 def _summary(traces: list[Any]) -> dict[str, Any]:

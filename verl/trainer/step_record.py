@@ -23,7 +23,6 @@ from verl.weight_sync.base import SyncResult
 
 if TYPE_CHECKING:
     from verl.config import Config
-    from verl.rollout.dynamic_sampling import DynamicSchedule
     from verl.rollout.schedule import PromptSchedule
     from verl.tracking.tracker import Tracking
     from verl.trainer.colocation import Colocation
@@ -114,7 +113,7 @@ class RefusedSteps:
 class StepRecord:
     """The record of the step in progress. `sampled` (the sampler's counters) and `sync` come from the loop."""
 
-    def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule | DynamicSchedule):
+    def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule):
         self.counters = Counters()
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)
@@ -250,7 +249,7 @@ class StepRecord:
 
     def _times(self, step: int) -> dict[str, float]:
         parts, trainer, rollout = self._parts, self._config.trainer, self._config.actor_rollout_ref.rollout
-        times = StepTimes(parts.phases.spans, parts.loop.run(parts.rollouts.busy()))
+        times = StepTimes(parts.phases.spans, parts.loop.run(parts.rollouts.requests.busy()))
         self._timeline.write(step, times)
         own = rollout.nnodes * rollout.n_gpus_per_node if rollout.nnodes else 0
         return times.metrics(own, trainer.nnodes * trainer.n_gpus_per_node)

@@ -205,8 +205,8 @@ def adapter_moves(config: Any) -> bool:
     say enable_lora=False: then it is sent merged weights.
     """
     from verl.engine.training.lora import LoraSettings
+    from verl.models.layers import expert_count
     from verl.models.load import load_config
-    from verl.models.routing import expert_count
 
     arr = config.actor_rollout_ref
     engine = CAPABILITIES[arr.rollout.name]

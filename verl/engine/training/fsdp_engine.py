@@ -47,14 +47,7 @@ from verl.engine.training.optimizer import (
     optim_config,
     sum_of_squares,
 )
-from verl.engine.training.packing import (
-    MicroBatching,
-    Pack,
-    keep_routes,
-    pack,
-    split_rows,
-    with_blank_image,
-)
+from verl.engine.training.packing import MicroBatching, Pack, keep_routes, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
 from verl.engine.training.sharding import layout, local, sharded_modules, whole
@@ -132,8 +125,7 @@ class FSDPEngine(TrainingEngine):
             self._find_layer()
         if self._replays:  # a model that it does not fit is refused before anything is sampled
             self._refuse_misfit()
-        own = self.module.named_parameters() if trainable else ()
-        self._names = {name: parameter for name, parameter in own if parameter.requires_grad}
+        self._names = {n: p for n, p in self.module.named_parameters() if trainable and p.requires_grad}
         self._parameters = list(self._names.values())
         self._optimizer: torch.optim.Optimizer | None = None
         if trainable:
@@ -159,15 +151,13 @@ class FSDPEngine(TrainingEngine):
 
     def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any, shared: bool) -> None:
         """Everything the configuration says about passes, steps and who has the device's memory when."""
-        if log_prob_cfg is None and setting(role_cfg, "log_prob_max_token_len_per_gpu") is not None:
-            log_prob_cfg = role_cfg
         self._token_bytes = activation_bytes(self.module.config)
         self._replays = setting(role_cfg, "router_replay.mode", "disabled") != "disabled"
         self._routing: Routing | None = None
         self.update_batching = self._micro_batching(role_cfg, role_cfg, "ppo")
-        self.forward_batching = self.update_batching
-        if log_prob_cfg is not None:
-            self.forward_batching = self._micro_batching(role_cfg, log_prob_cfg, "log_prob")
+        group = role_cfg if log_prob_cfg is None else log_prob_cfg
+        prefix = "ppo" if setting(group, "log_prob_max_token_len_per_gpu") is None else "log_prob"
+        self.forward_batching = self._micro_batching(role_cfg, group, prefix)
         self._heads = int(self.module.config.get_text_config().num_attention_heads)
         self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
         self._adapter_only = bool(setting(role_cfg, "checkpoint.save_lora_only", False))
@@ -253,13 +243,11 @@ class FSDPEngine(TrainingEngine):
         # The least of all ranks: with a split sequence, recomputing is collective too.
         self._free = min(free for _, free, _ in said)
         # Where one rank's images go through the tower, the others gather its weights with it.
-        together = self._sharded and any(seeing for *_, seeing in said)
+        together = bool(self._sharded) and any(seeing for *_, seeing in said)
         for number in range(count):
             chunk = chunks[number] if number < len(chunks) else []
-            batch = pack(chunk, how, self.device, self._vision)
+            batch = pack(chunk, how, self.device, self._vision, tower=together)
             self._images["encoded"] += batch.images
-            if together and self._vision is not None and not batch.images:
-                batch = with_blank_image(batch, self._vision)
             yield batch, number + 1 == count
 
     def images(self) -> dict[str, int]:
@@ -267,19 +255,15 @@ class FSDPEngine(TrainingEngine):
         counts, self._images = self._images, dict.fromkeys(self._images, 0)
         return counts
 
-    def _waiting(self, what: str) -> AbstractContextManager[None]:
-        return waiting(what, self.layout.groups) if self._sharded else nullcontext()
-
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.compute_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+        lower = self.compute_dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=lower)
 
     def _outputs(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """Outputs of the pack's response tokens, float32 [R] or [R, k]."""
         computes = bool(batch.targets.numel())
         counted = batch.targets.numel() - batch.blank
-        with self._waiting("a forward pass"):
+        with waiting("a forward pass"):
             found = self._computed(batch if computes else _dummy(batch), outputs, temperature)
         # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
         whole = computes and not batch.blank
@@ -368,7 +352,7 @@ class FSDPEngine(TrainingEngine):
                 self._model.head.set_requires_all_reduce(last or not self.layout.hybrid)  # type: ignore[operator]
             done.tokens += batch.size
             recomputing = self._recomputing(-(-batch.size // self.layout.sequence_size))
-            with self._model.fused.active(), recomputing, self._waiting("the passes of a step"):
+            with self._model.fused.active(), recomputing, waiting("the passes of a step"):
                 found = self._outputs(batch, outputs, temperature)
                 changed = found.pop("changed", None)
                 value, metrics = _backward(found, batch.rows, loss, scale)
@@ -390,12 +374,10 @@ class FSDPEngine(TrainingEngine):
         if not self._sharded:
             return own, math.nan if own.refused else float(global_norm(self._gradients()))
         tensor, speaks = self._model.tensor, self.layout.speaks
-        for parameter in self._parameters:
-            # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
+        self._fill_gradients()
         if tensor is not None:
-            with self._waiting("adding up gradients"):
+            with waiting("adding up gradients"):
                 tensor.complete(self._names)
         counted = [p for p in self._parameters if self.layout.counts and (tensor is None or tensor.own(p))]
         squares = sum_of_squares([local(p.grad) for p in counted if p.grad is not None])
@@ -410,16 +392,15 @@ class FSDPEngine(TrainingEngine):
 
     def _gradients(self) -> list[torch.Tensor]:
         """The gradients, this rank's share."""
-        found = [p.grad for p in self._parameters if p.grad is not None]
-        return [local(grad) for grad in found] if self._sharded else found
+        return [local(p.grad) for p in self._parameters if p.grad is not None]
 
     def _clear_gradients(self) -> None:
         """Make all gradients zero: in place where products are added straight into them; FSDP makes its own."""
-        if self._sharded:
-            self._drop_gradients()
-            return
-        if kept := self._gradients():
-            torch._foreach_zero_(kept)
+        self._require_optimizer().zero_grad(set_to_none=bool(self._sharded))
+        if not self._sharded:
+            self._fill_gradients()
+
+    def _fill_gradients(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

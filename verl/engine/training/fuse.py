@@ -27,7 +27,7 @@ class FusedForwards:
     """The replacements that fit a model. Cheap to build; holds no tensors of its own."""
 
     def __init__(self, model: nn.Module | None = None):
-        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self.forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self.add(() if model is None else model.modules())
 
     def add(self, modules: Iterable[nn.Module], *, gated: bool = True) -> None:
@@ -36,20 +36,17 @@ class FusedForwards:
             forward = _norm_for(module) or _adapted_for(module)
             forward = forward or (_mlp_for(module) if gated else None)
             if forward is not None and "forward" not in module.__dict__:
-                self._forwards.append((module, forward))
-
-    def __len__(self) -> int:
-        return len(self._forwards)
+                self.forwards.append((module, forward))
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Use the replacements until the block ends."""
-        for module, forward in self._forwards:
+        for module, forward in self.forwards:
             module.__dict__["forward"] = forward
         try:
             yield
         finally:
-            for module, _ in self._forwards:
+            for module, _ in self.forwards:
                 module.__dict__.pop("forward", None)
 
 

@@ -15,7 +15,6 @@ import torch
 
 from verl.engine.training.log_prob import OUTPUTS, LogitLayer, outputs_of_logits, token_outputs
 from verl.engine.training.packing import Pack
-from verl.errors import UserError
 from verl.models import adapters, attention
 from verl.models.inputs import model_inputs, special_token_ids
 from verl.models.load import NotPacked, value_layer
@@ -153,10 +152,3 @@ class ScoreHead(ValueHead):
 
 
 HEADS: dict[str, type[OutputHead]] = {"lm": LogProbHead, "value": ValueHead, "score": ScoreHead}
-
-
-def head_class(name: str) -> type[OutputHead]:
-    """The head of that name. UserError for one that is not here."""
-    if name not in HEADS:
-        raise UserError(f"a model with a {name} head cannot be trained yet; there is {', '.join(HEADS)}")
-    return HEADS[name]

@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,15 +37,8 @@ _TOLERANCE = 1e-5  # of a weight's largest element: what orders of summation may
 
 # Settings of an adapter by which it is more than A and B, those that are no more than a record, and starts that write into
 # the base.
-_MORE: tuple[str, ...] = (
-    "use_dora",
-    "lora_bias",
-    "use_qalora",
-    "use_bdlora",
-    "alora_invocation_tokens",
-    "modules_to_save",
-)
-_MORE += ("bias", "layer_replication", "trainable_token_indices")
+_MORE = {"use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "modules_to_save"}
+_MORE |= {"bias", "layer_replication", "trainable_token_indices"}
 _NO_EFFECT = ("megatron_config", "runtime_config", "loftq_config")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
@@ -191,9 +184,7 @@ def _refuse_unfit(module: PreTrainedModel, layers: Mapping[str, Any]) -> None:
             why = "it shares its weight with the embedding, so an adapter of it alone cannot be merged"
         if why:
             part = name.rpartition(".")[2]
-            raise UserError(
-                f"{name}: {why}: leave {part} out of model.target_modules or model.lora_adapter_path"
-            )
+            raise UserError(f"{name}: {why}: leave {part} out of model.target_modules or lora_adapter_path")
 
 
 class Adapter:
@@ -208,9 +199,19 @@ class Adapter:
         """False in a block of `off`."""
         return not any(layer.disable_adapters for layer in self._layers)
 
-    def off(self) -> AbstractContextManager[None]:
-        """In this block the model is its base."""
-        return adapters.switched_off(self._layers)
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """In this block the model is its base: its layers compute what they did before they had adapters. What is trained
+        stays as it is."""
+        try:
+            for layer in self._layers:
+                # peft's own switch changes requires_grad too, which would take parameters out of the optimizer's
+                # reach.
+                layer._disable_adapters = True
+            yield
+        finally:
+            for layer in self._layers:
+                layer._disable_adapters = False
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in peft's files less the prefix, whole tensor), one at a time. Collective."""

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from verl.config.layout import MODEL_KEYS, Sizes, model_problems
 from verl.config.schema.base import setting
 from verl.engine.training.fuse import FusedForwards
-from verl.engine.training.heads import OutputHead, head_class
+from verl.engine.training.heads import HEADS, OutputHead
 from verl.engine.training.lora import Adapter, AdapterSource, LoraSettings, inject
 from verl.engine.training.process_group import on_all_ranks
 from verl.engine.training.settings import named_dtype
@@ -72,7 +72,7 @@ class EngineModel:
 
 def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) -> EngineModel:
     """The model of one process, loaded or as given: a given one keeps its tensors and their requires_grad."""
-    head = head_class(settings.head)
+    head = HEADS[settings.head]
     if module is None:
         assert settings.path is not None, "give model_path or module"
         module = models.load_model(settings.path, settings.model_cfg, head=settings.head)
@@ -101,7 +101,7 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     sequence = _sequence_parallel(module, layout)
     if lora is not None and tensor is not None:
         raise UserError(
-            "model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; set one of them to 0, 1"
+            "model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; unset one of them"
         )
     source, adapter = _source(module, path, settings), None
     positions.settle(module, settings.longest)
@@ -110,7 +110,7 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
         source = on_all_ranks(lambda: AdapterSource(module, lora, settings.seed, source))
     if setting(settings.role_cfg, "freeze_vision_tower", False):
         models.freeze_vision_tower(module)
-    model = EngineModel(head_class(settings.head)(module), FusedForwards(), adapter, tensor, sequence)
+    model = EngineModel(HEADS[settings.head](module), FusedForwards(), adapter, tensor, sequence)
     on_all_ranks(lambda: _shard(model, source, layout, settings))
     return model
 
@@ -124,14 +124,11 @@ def _sequence_parallel(module: PreTrainedModel, layout: Layout) -> SequenceParal
             raise UserError(f"{key}: {problem}")
     if layout.sequence is None:
         return None
+    name = type(module).__name__
     if is_recurrent(module):
-        raise UserError(
-            f"{sizes.sequence_text}: {type(module).__name__} carries a state along the row, so a row cannot be split; "
-            "set it to 1"
-        )
+        raise UserError(f"{sizes.sequence_text}: {name} carries a state along the row; set it to 1")
     heads, sees = int(text.num_attention_heads) // layout.tensor_size, sees_images(module.config)
     if sees and not takes_features(module):
-        name = type(module).__name__
         raise UserError(f"{sizes.sequence_text}: {name} takes no encoded images; set it to 1")
     return SequenceParallel(layout.sequence, heads, module.config.image_token_id if sees else None)
 

@@ -36,9 +36,7 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
     try:
         kind = getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
     except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"optim.optimizer: no optimizer {where} ({error}); the default is torch.optim.AdamW"
-        ) from error
+        raise UserError(f"optim.optimizer: no {where} ({error}); the default is torch.optim.AdamW") from error
     if sharded and where in _NOT_OVER_RANKS:
         raise UserError(f"optim.optimizer: {where} cannot step weights that are cut over ranks; AdamW can")
     accepted = inspect.signature(kind).parameters

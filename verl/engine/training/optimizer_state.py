@@ -48,7 +48,7 @@ def save_state(
                 flat[f"{name}/{key}{_NUMBER}"] = torch.tensor(float(value), dtype=torch.float64)
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        dcp.save(flat, checkpoint_id=str(directory), no_dist=not _sharded(names))
+        dcp.save(flat, checkpoint_id=str(directory))
     except CheckpointException as error:  # no Exception: nobody who saves expects one that ends the process
         raise OSError(f"{directory}: the optimizer's state cannot be written: {_causes(error)}") from error
 
@@ -59,9 +59,7 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
     UserError if the directory has no such state, or state of other parameters.
     """
     if not (directory / ".metadata").is_file():
-        raise UserError(
-            f"{directory}: no optimizer state here; the checkpoint was saved without it or is damaged"
-        )
+        raise UserError(f"{directory}: no optimizer state here: it was saved without, or is damaged")
     flat = {}
     for key, stored in Reader(str(directory)).read_metadata().state_dict_metadata.items():
         name = key.rsplit("/", 1)[0]
@@ -69,7 +67,7 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
             raise UserError(f"{directory}: state of parameters this model does not have, for example {name}")
         flat[key] = _room(stored, names.get(name))
     try:
-        dcp.load(flat, storage_reader=Reader(str(directory)), no_dist=not _sharded(names))
+        dcp.load(flat, storage_reader=Reader(str(directory)))
     except CheckpointException as error:
         raise UserError(f"{directory}: the optimizer's state cannot be read: {_causes(error)}") from error
     step = int(flat.pop(_STEP))
@@ -86,11 +84,6 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
 def _causes(error: Any) -> str:
     """What went wrong on which rank."""
     return "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(error.failures.items()))
-
-
-def _sharded(names: Mapping[str, Any]) -> bool:
-    """True if parameters are cut over ranks: then saving and loading is collective."""
-    return any(isinstance(parameter, DTensor) for parameter in names.values())
 
 
 def _room(stored: Any, parameter: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ response reads the prompt's last position, and a response's own last token is ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -144,11 +144,18 @@ def pack(
     how: MicroBatching,
     device: torch.device | str = "cpu",
     vision: VisionInputs | None = None,
+    *,
+    tower: bool = False,
 ) -> Pack:
     """Lay out one micro-batch. Rows without response tokens take no place; their prompt neither.
 
     vision: of a vision-language model. A context's images are there as often as the context, once where it is shared.
+    tower: other ranks run the tower, so without images there is one of a single token, which no row sees.
     """
+    present = [row for row in rows if row.length]
+    blank = tower and vision is not None and all(row.media is None for row in present)
+    if blank and vision is not None:
+        present.append(_blank_row(present, vision))
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     axes: list[np.ndarray] = []
@@ -156,7 +163,7 @@ def pack(
     segments: list[TokenSpan] = []
     source: list[np.ndarray] = []
     at = 0
-    seeing = vision is not None and any(row.media is not None and row.length for row in rows)
+    seeing = vision is not None and any(row.media is not None for row in present)
 
     def put(row: Segment, tokens: np.ndarray, first: int, prefix: tuple[int, int] = (0, 0)) -> int:
         nonlocal at
@@ -169,7 +176,7 @@ def pack(
             media.extend([row.media] if row.media is not None and not first else [])
         return start
 
-    runs = _runs([r for r in rows if r.length], how.shared)
+    runs = _runs(present, how.shared)
     for run in runs:
         prompt = run[0].context_ids
         length = len(prompt)
@@ -193,6 +200,7 @@ def pack(
     laid = [row for run in runs for row in run]
     targets = tensor([row.response_ids for row in laid])
     packed = Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets, runs=runs)
+    packed.blank = int(blank)
     others = [getattr(row, CANDIDATES) for row in laid]
     if others and all(own is not None for own in others):
         packed.candidates = tensor(others)
@@ -200,32 +208,18 @@ def pack(
         packed.routes = tensor(routes)
     if seeing:
         packed.axes = torch.from_numpy(np.concatenate(axes, axis=1)).to(device)
-        packed.media, packed.images = VisionInputs.tensors(media, device), sum(one.images for one in media)
+        packed.media = VisionInputs.tensors(media, device)
+        packed.images = sum(one.images for one in media) - packed.blank
     return packed
 
 
-def with_blank_image(batch: Pack, vision: VisionInputs) -> Pack:
-    """The pack and an image of one token that no row sees: a rank without images runs the tower that other ranks run."""
-    size, axes = batch.size, batch.positions.expand(3, -1)
-
-    def add(values: torch.Tensor, last: int, dim: int = 0) -> torch.Tensor:
-        shape = list(values.shape)
-        shape[dim] = 1
-        return torch.cat((values, values.new_full(shape, last)), dim)
-
-    return replace(
-        batch,
-        input_ids=add(batch.input_ids, vision.image_token),
-        positions=add(batch.positions, 0),
-        segments=[*batch.segments, TokenSpan(size, size + 1)],
-        source=add(batch.source, size),
-        targets=add(batch.targets, 0),
-        candidates=None if batch.candidates is None else add(batch.candidates, 0),
-        routes=None if batch.routes is None else add(batch.routes, UNKNOWN_EXPERT),
-        axes=add(axes, 0, -1),
-        media=vision.tensors([vision.blank()], batch.input_ids.device),
-        blank=1,
-    )
+def _blank_row(rows: Sequence[Segment], vision: VisionInputs) -> Segment:
+    """A row of nobody's with an image of one token; with candidates where the others have them."""
+    nothing = np.zeros(1, np.int64)
+    likely = next((found for row in rows if (found := getattr(row, CANDIDATES)) is not None), None)
+    columns = {} if likely is None else {CANDIDATES: np.zeros_like(likely[:1])}
+    context = np.array([vision.image_token])
+    return Segment(context, nothing, nothing.astype(bool), media=vision.blank, **columns)
 
 
 def _axes(row: Segment, first: int, count: int, vision: VisionInputs | None) -> np.ndarray:

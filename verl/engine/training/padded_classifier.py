@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from verl.config.schema.base import setting
 from verl.engine.training.process_group import this_rank
@@ -49,24 +50,19 @@ class PaddedClassifier:
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Positions of the sequences of each batch, the longest first, which those of like length join."""
-        batch: list[int] = []
-        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-            full = batch and lengths[batch[0]] * (len(batch) + 1) > self._tokens
-            if full or (batch and self._padding is None):
-                yield batch
-                batch = []
-            batch.append(i)
-        if batch:
-            yield batch
+        left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        while left:
+            rows = 1 if self._padding is None else max(1, self._tokens // lengths[left[0]])
+            yield left[:rows]
+            left = left[rows:]
 
     def _scores(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
-        ids = np.full((len(sequences), max(map(len, sequences))), self._padding or 0, np.int64)
-        mask = np.zeros_like(ids)
-        for row, own in enumerate(sequences):
-            ids[row, : len(own)], mask[row, : len(own)] = own, 1
-        given = {"input_ids": ids, "attention_mask": mask}
-        tensors = {name: torch.from_numpy(array).to(self.device) for name, array in given.items()}
-        found: np.ndarray = self._module(**tensors).logits[:, 0].float().cpu().numpy()
+        rows = [torch.from_numpy(ids) for ids in sequences]
+        ids = pad_sequence(rows, batch_first=True, padding_value=self._padding or 0).to(self.device)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(self.device)
+        found: np.ndarray = (
+            self._module(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu().numpy()
+        )
         return found
 
     def onload(self, *, optimizer: bool = False) -> None:

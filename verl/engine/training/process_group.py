@@ -95,17 +95,14 @@ def mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> Device
     torch's own `init_device_mesh` takes no timeout.
     """
     places = torch.arange(dist.get_world_size()).view(*shape)
-    groups = [
-        split(places.movedim(number, -1).reshape(-1, shape[number]).tolist(), name)
-        for number, name in enumerate(names)
-    ]
+    parts = [places.movedim(number, -1).reshape(-1, size).tolist() for number, size in enumerate(shape)]
+    groups = [split(ranks, name) for ranks, name in zip(parts, names, strict=True)]
     return DeviceMesh.from_group(groups, device_type, mesh=places, mesh_dim_names=tuple(names))
 
 
 @contextmanager
-def waiting(what: str, groups: Callable[[], str] | None = None) -> Iterator[None]:
-    """A collective inside that runs out of time raises RanksApart, which says that it was in `what`, and in which of
-    these groups it may have been.
+def waiting(what: str) -> Iterator[None]:
+    """A collective inside that runs out of time raises RanksApart, which says that it was in `what`.
 
     For host memory: over a device's own library such a collective ends the process, and its log names the group.
     """
@@ -116,12 +113,11 @@ def waiting(what: str, groups: Callable[[], str] | None = None) -> Iterator[None
     except RuntimeError as error:
         if not _LATE.search(str(error)) or not dist.is_initialized():
             raise
-        where = "" if groups is None else f" ({groups()})"
         key = f" ({_limit_key})" if _limit_key else ""
         otherwise = ", or raise the limit if they are only slow" if _limit_key else ""
         raise RanksApart(
             f"training rank {dist.get_rank()} of {dist.get_world_size()} waited {_limit.total_seconds():g} s{key} in "
-            f"{what}{where} for other ranks, which did not come: look at where they stand{otherwise}. {error}"
+            f"{what} for other ranks, which did not come: look at where they stand{otherwise}. {error}"
         ) from error
 
 

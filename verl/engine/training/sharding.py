@@ -59,20 +59,6 @@ class Layout:
         """True on one of the ranks that hold the same shards: what is summed over weights is summed once."""
         return self.mesh is None or not self.hybrid or self.mesh.get_local_rank(0) == 0
 
-    def groups(self) -> str:
-        """This rank's groups in words: what it may wait for in a pass."""
-        if self.mesh is None:
-            return ""
-        found = {name: self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or ()}
-        found |= {"tensor": self.tensor.get_group()} if self.tensor is not None else {}
-        found |= {"sequence": self.sequence} if self.sequence is not None else {}
-        ranks = {name: dist.get_process_group_ranks(group) for name, group in found.items()}
-        return "; ".join(f"{name} group: ranks {_short(r)}" for name, r in ranks.items() if len(r) > 1)
-
-
-def _short(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks if len(ranks) <= 8 else [*ranks[:4], "…", ranks[-1]]))
-
 
 def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: int = 1) -> Layout:
     """The layout of the default process group, or of one process. UserError for sizes that do not divide its ranks.

@@ -65,11 +65,8 @@ class TensorParallel:
 
     def apply(self, name: str, layer: torch.nn.Module) -> None:
         """Cut the weights of a layer, which are whole and the same on every rank, and make it compute with them."""
-        plan = {
-            inner: _STYLES[style]()
-            for inner, _ in layer.named_modules()
-            if (style := self._style(f"{name}.{inner}")) in _STYLES
-        }
+        styles = {inner: self._style(f"{name}.{inner}") for inner, _ in layer.named_modules()}
+        plan = {inner: _STYLES[style]() for inner, style in styles.items() if style in _STYLES}
         parallelize_module(layer, self._mesh, plan, src_data_rank=None)
 
     def complete(self, parameters: dict[str, torch.nn.Parameter]) -> None:

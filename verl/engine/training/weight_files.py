@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.utils import swap_tensors
 
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
 from verl.engine.training.sharding import local, take_share, whole
@@ -51,17 +52,13 @@ class WeightSource(ABC):
         trainable: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        """Put real parameters in the place of these modules' meta ones; tied ones stay one. names: id → name."""
-        made: dict[int, torch.nn.Parameter] = {}
+        """Give these modules' meta parameters their values. They stay the same objects, so tied ones stay one. names: id → name."""
         for part in parts:
-            for key, parameter in part._parameters.items():
-                if parameter is None or not parameter.is_meta:
-                    continue
-                if id(parameter) not in made:
+            for parameter in part.parameters(recurse=False):
+                if parameter.is_meta:
                     value = self.read(names[id(parameter)], parameter).to(device)
                     requires_grad = trainable and parameter.requires_grad
-                    made[id(parameter)] = torch.nn.Parameter(value, requires_grad=requires_grad)
-                part._parameters[key] = made[id(parameter)]
+                    swap_tensors(parameter, torch.nn.Parameter(value, requires_grad=requires_grad))
 
 
 class FileSource(WeightSource):
@@ -104,9 +101,8 @@ class FileSource(WeightSource):
             places = apart.pop(part)
             found = self._tensor(part)
             if found.shape != places.shape:
-                raise UserError(
-                    f"{self._files[part]}: {part} is {list(found.shape)}, not {list(places.shape)}"
-                )
+                shapes = f"{list(found.shape)}, not {list(places.shape)}"
+                raise UserError(f"{self._files[part]}: {part} is {shapes}")
             out[places.reshape(-1)] = found.reshape(-1).to(like.dtype)
         return out.view(like.shape)
 
@@ -164,9 +160,7 @@ def reading(file: Path, what: str = "model") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(
-            f"{file} is damaged or cut short ({error}); fetch or copy the {what} again"
-        ) from error
+        raise UserError(f"{file} is damaged or cut short ({error}); fetch the {what} again") from error
 
 
 @torch.no_grad()
@@ -196,17 +190,17 @@ def refuse_non_finite(module: PreTrainedModel) -> None:
             norm = float(torch.linalg.vector_norm(local(parameter), dtype=torch.float32))
             if not math.isfinite(norm):
                 raise UserError(
-                    f"the norm of the weight {name} is {norm}: training has blown it up (lower optim.lr)"
+                    f"the norm of the weight {name} is {norm}: training blew it up (lower optim.lr)"
                 )
 
     on_all_ranks(look)
 
 
 @torch.no_grad()
-def save_weights(module: PreTrainedModel, directory: Path, serving_dtype: str) -> None:
+def save_weights(module: PreTrainedModel, directory: Path, serving: str) -> None:
     """Write what `from_pretrained` loads: safetensors files with an index, configuration, generation config.
 
-    Adapters are merged. Collective: what fails on one rank (a full disk) is raised by all.
+    Adapters are merged; `serving` is the data type that the configuration names. Collective: what fails on one rank (a full disk) is raised by all.
     """
     on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
     state, view, rank = untied(module), PlainView(module), this_rank()
@@ -224,9 +218,7 @@ def save_weights(module: PreTrainedModel, directory: Path, serving_dtype: str) -
         on_all_ranks(lambda mine=mine, file=file: _write_file(mine, directory / file))  # type: ignore[misc]
         listed |= dict.fromkeys(mine, file)
     index = all_gather_json(listed)
-    on_all_ranks(
-        lambda: _describe(module, directory, serving_dtype, index, len(files)) if rank == 0 else None
-    )
+    on_all_ranks(lambda: _describe(module, directory, serving, index, len(files)) if rank == 0 else None)
 
 
 def plan_files(sizes: Sequence[tuple[str, int]], ranks: int, limit: int = FILE_BYTES) -> list[list[str]]:

@@ -13,8 +13,9 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ class McpTool(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Call it: text and no reward. RuntimeError with what the server says is wrong, EnvironmentFailed if it is gone."""
-        result = await asyncio.wrap_future(_submit(self.server.call(self.name, parameters)))
+        call = asyncio.run_coroutine_threadsafe(self.server.call(self.name, parameters), _loop())
+        result = await asyncio.wrap_future(call)
         text, metrics = self._parse_tool_result(result.content)
         if result.is_error:
             raise RuntimeError(text)
@@ -67,6 +69,7 @@ class McpServer:
         self._connection: asyncio.Task[Any] | None = None
         self._end = asyncio.Event()
         self._checks: set[asyncio.Task[bool]] = set()
+        self.offered: list[Any] | None = None
 
     async def tools(self) -> list[Any]:
         """What the server offers; the connection ends afterwards."""
@@ -137,40 +140,37 @@ class McpServer:
 async def _hold(spec: Mapping[str, Any], ready: asyncio.Future[Any], end: asyncio.Event) -> None:
     """Keep a connection open until `end`: what opens it has to close it, in the same task."""
     try:
-        async with _open(spec) as client:
-            ready.set_result(client)
+        async with AsyncExitStack() as stack:
+            ready.set_result(await _open(spec, stack))
             await end.wait()
     except Exception as error:
         if not ready.done():
             ready.set_exception(error)
 
 
-@asynccontextmanager
-async def _open(spec: Mapping[str, Any]) -> AsyncIterator[Any]:
+async def _open(spec: Mapping[str, Any], stack: AsyncExitStack) -> Any:
+    """A client, which `stack` closes."""
     from mcp import Client, StdioServerParameters
 
+    target: Any
     if "command" in spec:
         started = [str(word) for word in (spec["command"], *(spec.get("args") or ()))]
-        target: Any = StdioServerParameters(
+        target = StdioServerParameters(
             command=sys.executable,
             args=["-c", _RUN_AND_DIE_WITH_PARENT, *started],
             env={name: str(value) for name, value in (spec.get("env") or {}).items()},
             cwd=spec.get("cwd"),
         )
-        async with Client(target) as client:
-            yield client
-        return
-    import httpx2
-    from mcp.client.streamable_http import streamable_http_client
+    else:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
 
-    headers = dict(spec.get("headers") or {})
-    if token := spec.get("auth_token"):
-        headers["Authorization"] = f"Bearer {token}"
-    async with (
-        httpx2.AsyncClient(headers=headers, timeout=None) as http,
-        Client(streamable_http_client(spec["url"], http_client=http)) as client,
-    ):
-        yield client
+        headers = dict(spec.get("headers") or {})
+        if token := spec.get("auth_token"):
+            headers["Authorization"] = f"Bearer {token}"
+        http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=None))
+        target = streamable_http_client(spec["url"], http_client=http)
+    return await stack.enter_async_context(Client(target))
 
 
 def reason(error: BaseException) -> str:
@@ -180,24 +180,17 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-_lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-
-
-def _submit(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine in the MCP thread; a concurrent.futures.Future of its result. The thread is started by the first."""
-    global _loop
-    with _lock:
-        if _loop is None:
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="verl-mcp", daemon=True).start()
-    return asyncio.run_coroutine_threadsafe(work, _loop)
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of the MCP thread. The first, which asks servers for their tools, starts it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="verl-mcp", daemon=True).start()
+    return loop
 
 
 # ---------------------------------------------------------------------------------------------------- the tools file
 
 _SERVERS: dict[str, McpServer] = {}
-_OFFERED: dict[str, list[Any]] = {}
 
 
 def load_tools(entry: Mapping[str, Any], where: str, tool_class: Any = McpTool) -> list[tuple[str, BaseTool]]:
@@ -218,10 +211,11 @@ def load_tools(entry: Mapping[str, Any], where: str, tool_class: Any = McpTool) 
     found: list[tuple[str, BaseTool]] = []
     for name, spec in _server_specs(options.get("mcp_servers_config_path"), where).items():
         place = f"{where} (MCP server {name!r})"
-        for offered in _offered(name, spec, place):
+        server = _server(name, spec, place)
+        for offered in server.offered or ():
             if chosen is None or offered.name in chosen:
                 tool = tool_class(config=config, tool_schema=_schema(offered, place))
-                tool.server = _SERVERS[_key(name, spec)]
+                tool.server = server
                 found.append((place, tool))
     if missing := [name for name in chosen or () if name not in {tool.name for _, tool in found}]:
         raise ToolError(f"{where}: tool_selected_list names {missing[0]!r}, which no server of the entry has")
@@ -267,23 +261,17 @@ def _problem(spec: Mapping[str, Any]) -> str:
     return ""
 
 
-def _key(name: str, spec: Mapping[str, Any]) -> str:
-    return json.dumps([name, spec], sort_keys=True)
-
-
-def _offered(name: str, spec: Mapping[str, Any], place: str) -> list[Any]:
-    """The tools of a server; asked once in a process."""
-    key = _key(name, spec)
-    if key not in _OFFERED:
-        server = _SERVERS.setdefault(key, McpServer(name, spec))
+def _server(name: str, spec: Mapping[str, Any], place: str) -> McpServer:
+    """A server that has said what tools it has; asked once in a process."""
+    server = _SERVERS.setdefault(json.dumps([name, spec], sort_keys=True), McpServer(name, spec))
+    if server.offered is None:
         target = spec.get("url") or " ".join(map(str, (spec["command"], *(spec.get("args") or ()))))
         try:
-            _OFFERED[key] = _submit(server.tools()).result(START_SECONDS + _ANSWER_SECONDS)
+            asked = asyncio.run_coroutine_threadsafe(server.tools(), _loop())
+            server.offered = asked.result(START_SECONDS + _ANSWER_SECONDS)
         except Exception as error:
-            what = (
-                "does nobody listen there?"
-                if "url" in spec
-                else "does it end, or speak no MCP, when started by hand?"
-            )
+            what = "does it end, or speak no MCP, when started by hand?"
+            if "url" in spec:
+                what = "does nobody listen there?"
             raise ToolError(f"{place}: {target} gave no list of tools ({reason(error)}): {what}") from error
-    return _OFFERED[key]
+    return server

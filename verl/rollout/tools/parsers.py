@@ -28,11 +28,8 @@ class ToolCall:
 
     def message(self) -> dict[str, Any]:
         """As `tool_calls` of a message hold it; the arguments are a mapping, as templates take them."""
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 Read = Callable[[str, Types], tuple[str, list[ToolCall]]]
@@ -121,13 +118,12 @@ def _invoke_tags(text: str, types: Types) -> list[ToolCall]:
     """<invoke name="…"><parameter name="…">value</parameter></invoke>; where a parameter says that it is no string, it is JSON."""
     calls = []
     for name, body in _INVOKE.findall(text):
-        known = {
-            key: {"type": "object" if string == "false" else "string"}
-            for key, string, _ in _INVOKED.findall(body)
-            if string
-        }
-        pairs = [(key, value.strip("\n")) for key, _, value in _INVOKED.findall(body)]
-        calls.append(_typed(name, pairs, {name: {**types.get(name, {}), **known}}))
+        known, pairs = dict(types.get(name, {})), []
+        for key, string, value in _INVOKED.findall(body):
+            if string:
+                known[key] = {"type": "object" if string == "false" else "string"}
+            pairs.append((key, value.strip("\n")))
+        calls.append(_typed(name, pairs, {name: known}))
     return calls or [ToolCall("", error='the call has no <invoke name="NAME">')]
 
 

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from verl.data.files import DataError
@@ -80,24 +79,24 @@ class Toolbox:
     """Tools by name; `tools` is the list of them, as loops of the public system want it."""
 
     def __init__(self, named: Sequence[tuple[str, Tool]]):
-        self.by_name = {tool.name: tool for _, tool in named}
-        places: dict[str, list[str]] = {}
+        self.by_name: dict[str, Tool] = {}
+        places: dict[str, str] = {}
         for where, tool in named:
-            places.setdefault(tool.name, []).append(where)
-        if taken := sorted(name for name, found in places.items() if len(found) > 1):
-            each = (f"two tools are called {name!r}: in {' and in '.join(places[name])}" for name in taken)
-            raise ToolError(f"the names {taken} collide: {'; '.join(each)}")
+            if (name := tool.name) in places:
+                what = f"two tools are called {name!r}: in {places[name]} and in {where}"
+                raise ToolError(f"the names {[name]} collide: {what}")
+            self.by_name[name], places[name] = tool, where
         self.tools = list(self.by_name.values())
 
     @classmethod
-    def load(cls, multi_turn: Any) -> Toolbox:
-        """The tools that `rollout.multi_turn` names. ToolError for one that cannot be used."""
+    def load(cls, tool_config_path: str | None = None, function_tool_path: str | None = None) -> Toolbox:
+        """The tools of a tools file and of a file of functions. ToolError for one that cannot be used."""
         named: list[tuple[str, Tool]] = []
-        if path := multi_turn.tool_config_path:
+        if path := tool_config_path:
             entries = load_yaml(path, "tools", ("class_name", "config", "tool_schema", "mcp"))
             for number, entry in enumerate(entries):
                 named += _tools(f"{path} entry {number}", entry)
-        if path := multi_turn.function_tool_path:
+        if path := function_tool_path:
             try:
                 found = load_function_tools_from_path(path)
             except Exception as error:
@@ -114,10 +113,8 @@ class Toolbox:
 
 
 def load_all_tools(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[Tool]:
-    """The tools of a tools file and of a file of functions, as loops and tests of the public system load them."""
-    return Toolbox.load(
-        SimpleNamespace(tool_config_path=tool_config_path, function_tool_path=function_tool_path)
-    ).tools
+    """`Toolbox.load`, as loops and tests of the public system call it."""
+    return Toolbox.load(tool_config_path, function_tool_path).tools
 
 
 def _tools(where: str, entry: dict[str, Any]) -> list[tuple[str, BaseTool]]:
@@ -200,9 +197,8 @@ class ToolRun:
         except EnvironmentFailed:
             raise
         except Exception as error:
-            if isinstance(
-                error, BadRow
-            ):  # its text may hold an address of memory, another one when a run resumes
+            # Not the text of a BadRow: it may hold an address of memory, another one when a run resumes.
+            if isinstance(error, BadRow):
                 error = ToolError(f"it gave an image that cannot be shown: {error.problem}")
             late = isinstance(error, TimeoutError) and deadline.expired()
             self.counts["timeouts" if late else "errors"] += 1

@@ -305,9 +305,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 for name, tensor in weights:
                     if name not in targets or targets[name].shape != tensor.shape:
                         shape = tuple(tensor.shape)
-                        raise ValueError(
-                            f"load_weights: {name!r} is no weight of the sampler's model, of shape {shape}"
-                        )
+                        raise ValueError(f"load_weights: {name!r} is no weight here, of shape {shape}")
                     targets[name].copy_(tensor)
                     given.add(name)
             if missing := sorted(adapter.keys() - given) if adapter else self._views.missing(given):

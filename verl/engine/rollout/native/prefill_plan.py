@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -112,15 +112,9 @@ class PrefillPlan:
         if not platform_of(query.device).has_grouped_attention(query.dtype, causal):
             group = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=None if causal else self._mask(new, total, window),
-            is_causal=causal,
-            scale=options.scaling,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+        mask, grouped = None if causal else self._mask(new, total, window), key.shape[1] != query.shape[1]
+        how: dict[str, Any] = {"is_causal": causal, "scale": options.scaling, "enable_gqa": grouped}
+        return F.scaled_dot_product_attention(query, key, value, mask, **how)
 
     @staticmethod
     def _by_scores(

@@ -104,13 +104,7 @@ class FastLinears:
         self._copies[module] = (weight, bias)
         product = torch.ops.mkldnn._linear_pointwise.default
 
-        def forward(x: Tensor) -> Tensor:
-            return product(x.to(dtype), weight, bias, "none", [], "")
-
-        def forward_rounded(x: Tensor) -> Tensor:
-            return product(x.to(dtype).to(inner), weight, bias, "none", [], "").to(dtype)
-
-        return forward if inner == dtype else forward_rounded
+        return lambda x: product(x.to(dtype).to(inner), weight, bias, "none", [], "").to(dtype)
 
     def _copied(self, module: Any) -> Callable[[Tensor], Tensor]:
         if module not in self._copies:
@@ -221,10 +215,7 @@ class Runner:
         """Logits for `work.sampled`, float32 [len(sampled), V]."""
         ids = np.concatenate([np.array(span.ids, np.int64) for span in work.spans])
         seeing = self._images is not None and any(span.images is not None for span in work.spans)
-        if seeing:
-            positions = np.concatenate([span.axes for span in work.spans], axis=1)
-        else:
-            positions = np.concatenate([span.positions for span in work.spans])
+        positions = np.concatenate([span.axes if seeing else span.positions for span in work.spans], axis=-1)
         rows = np.array([row for _, row in work.sampled], np.int64)
         # several responses may start from one row, and one from an earlier row than the response before it (its prompt's
         # last): the head runs once for each row, in their order
@@ -242,11 +233,8 @@ class Runner:
         filled = slots if self._graphs is None else self._filled(slots)
         at = np.searchsorted(filled, slots)
         columns = np.zeros((5, len(filled)), np.int64)
-        rows = [
-            (r.tokens[-1], len(r.tokens), r.group.slot, len(r.prompt), r.group.shift)
-            for r in requests
-            if r.group
-        ]
+        placed = [(r, r.group) for r in requests if r.group]
+        rows = [(r.tokens[-1], len(r.tokens), g.slot, len(r.prompt), g.shift) for r, g in placed]
         columns[:, at] = np.array(rows).T
         ids, lengths, prompt_slots, prompt_lengths, shifts = columns
         positions = np.maximum(prompt_lengths + lengths - 1 + shifts, 0)

@@ -27,6 +27,7 @@ from verl.engine.rollout.native.prefill_plan import PrefillSpan
 
 if TYPE_CHECKING:
     from verl.engine.rollout.native.vision import PromptImages
+    from verl.trajectory import Media
 
 _BYTES_PER_CHARACTER = 4
 _PLACES = 8  # sequences that may be in the cache for each that may be sampled at a time: sessions that wait for a tool
@@ -87,13 +88,9 @@ class Request:
     def response(self) -> list[int]:
         """The response's tokens, those that were sampled before this request included."""
         in_prompt = self.sampling.start - self.given
-        if in_prompt < 0:
+        if in_prompt <= 0:
             return self.tokens[-in_prompt:]
-        return (
-            [*self.prompt[len(self.prompt) - in_prompt :].tolist(), *self.tokens]
-            if in_prompt
-            else self.tokens
-        )
+        return [*self.prompt[-in_prompt:].tolist(), *self.tokens]
 
     def completion(self, reason: str) -> Completion:
         """What there is of the response, and why it is no more."""
@@ -206,10 +203,10 @@ class Scheduler:
         earlier = None if request.tokens else self.idle.get(request.session or "")
         if earlier is None or earlier.group is None:
             return None
-        shared, ours = earlier.group, request.images and request.images.media
+        shared = earlier.group
+        longer = len(request.prompt) > len(shared.prompt) and _media(request) is _media(shared)
         same = np.array_equal(request.prompt[: len(shared.prompt)], shared.prompt)
-        theirs = shared.images and shared.images.media
-        return earlier if same and len(request.prompt) > len(shared.prompt) and ours is theirs else None
+        return earlier if longer and same else None
 
     def _go_on(self, request: Request, earlier: Request) -> bool:
         """Give the request the place of an idle one, or change nothing."""
@@ -234,28 +231,20 @@ class Scheduler:
         """Add what the request still needs to the pass, as far as the token budget goes."""
         group = request.group
         assert group is not None
-        length = len(group.prompt)
-        if group.computed < length:
-            ids = group.prompt[group.computed :][: max(0, self._budget - work.tokens)].tolist()
+        start, length = group.computed, len(group.prompt)
+        if start == length and not request.tokens and id(group) not in last_row:
+            start -= 1  # cached earlier: its last token again gives the logits
+        if start < length:
+            ids = group.prompt[start:][: max(0, self._budget - work.tokens)].tolist()
             if not ids:
                 return
-            work.add(
-                PrefillSpan(self.prompts, group.slot, group.computed, ids, group.routes, images=group.images)
-            )
-            group.computed += len(ids)
+            work.add(PrefillSpan(self.prompts, group.slot, start, ids, group.routes, images=group.images))
+            group.computed = start + len(ids)
             request.prefilled += len(ids)
             last_row[id(group)] = work.tokens - 1
         if group.computed < length:
             return
         if not request.tokens:
-            if id(group) not in last_row:  # cached earlier: its last token again gives the logits
-                last = group.prompt[-1:].tolist()
-                again = PrefillSpan(
-                    self.prompts, group.slot, length - 1, last, group.routes, images=group.images
-                )
-                work.add(again)
-                request.prefilled += 1
-                last_row[id(group)] = work.tokens - 1
             request.ready, request.prompt_routes = True, group.routes
             work.sampled.append((request, last_row[id(group)]))
             return
@@ -384,11 +373,12 @@ class Scheduler:
 
 
 def _same_prompt(one: Group | Request, other: Request) -> bool:
-    if not (one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)):
-        return False
-    if one.images is None or other.images is None:
-        return one.images is other.images
-    return one.images.media is other.images.media
+    same = one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)
+    return same and _media(one) is _media(other)
+
+
+def _media(one: Group | Request) -> Media | None:
+    return None if one.images is None else one.images.media
 
 
 class Stopper:

@@ -34,10 +34,8 @@ class ImageEncoder:
 
     def __init__(self, model: Any, inputs: VisionInputs):
         if not takes_features(model):
-            name = type(model).__name__
-            raise UserError(
-                f"the embedded sampler cannot show images to {name}: it takes no encoded ones; {INSTEAD}"
-            )
+            why = f"{type(model).__name__} takes no encoded images"
+            raise UserError(f"the embedded sampler cannot show images to the model: {why}; {INSTEAD}")
         self._base, self._inputs = model.base_model, inputs
         self._features: WeakKeyDictionary[Media, ImageFeatures] = WeakKeyDictionary()
         self.encoded = 0

@@ -112,13 +112,15 @@ def engine_arguments(
         "seed": s.seed & 0x7FFFFFFF,
         "generation_config": "vllm",  # sampling settings come with each request, end tokens too
         "worker_extension_cls": WORKER_EXTENSION,
-        "disable_log_stats": True,
+        # Requests carry their preemptions then. vLLM prints statistics only where it is asked to, which nobody does here.
+        "disable_log_stats": False,
         "enable_expert_parallel": s.expert_parallel,
         "enable_sleep_mode": s.free_cache_engine and sleeps,
     }
     if s.lora is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
-        arguments["max_lora_rank"] = lora_room(int(s.lora["r"]))
+        # What it sets room aside for is one of a list; a rank above the largest is refused with the configuration.
+        arguments["max_lora_rank"] = next(r for r in CAPABILITIES["vllm"].lora_ranks if r >= int(s.lora["r"]))
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"
@@ -173,14 +175,6 @@ def _whole_prompts(
             f"and max_model_len={s.max_model_len}"
         )
     return whole | {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
-
-
-def lora_room(rank: int) -> int:
-    """The rank that vLLM sets room aside for: the next of its list. UserError above the largest."""
-    ranks = CAPABILITIES["vllm"].lora_ranks
-    if rank > ranks[-1]:
-        raise UserError(f"model.lora_rank={rank}: vllm takes at most {ranks[-1]}")
-    return next(known for known in ranks if known >= rank)
 
 
 def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:

@@ -88,8 +88,9 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             check_vllm_images()
         if s.override_config:
             arguments["hf_config_path"] = self._folder.name
-        launch.check_model(model_config, s.tensor_parallel_size, cpu=cpu)
-        if cpu:  # vLLM would size its cache by the whole machine
+        if cpu:
+            launch.check_cpu_model(model_config)
+            # vLLM would size its cache by the whole machine.
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
         self._sleeps = s.free_cache_engine and sleeps
         self._live: dict[str, Live] = {}
@@ -223,12 +224,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         """vLLM's last word on a request, None if it was aborted before the first."""
         output = None
         for _ in range(1 if live.media is None else 2):  # an image that vLLM has forgotten is sent again
-            stream = self._engine.generate(
-                self._prompt(live),
-                launch.request_parameters(arguments),
-                request_id=live.id,
-                lora_request=self._adapter_request,
-            )
+            asked = {"request_id": live.id, "lora_request": self._adapter_request}
+            stream = self._engine.generate(self._prompt(live), launch.request_parameters(arguments), **asked)
             async for final in stream:
                 output = final
             if output is None or output.outputs[0].finish_reason != "error":

@@ -30,9 +30,7 @@ class ImageInputs:
 
     def __init__(self, config: Any, processor: Any):
         if config.model_type not in CAPABILITIES["vllm"].images:
-            raise UserError(
-                f"images of {config.model_type} are not sampled by vllm in this release; set rollout.name=native"
-            )
+            raise UserError(f"vllm is not shown images of {config.model_type} here; set rollout.name=native")
         self.forbidden = special_token_ids(config)
         self._token, self._patches = config.image_token_id, config.vision_config.spatial_merge_size**2
         self._processor = processor
@@ -52,11 +50,8 @@ class ImageInputs:
         counts = (media.inputs[_GRIDS].prod(-1) // self._patches).tolist()
         if len(places) != sum(counts):
             raise ValueError(f"a prompt has {len(places)} image tokens for images of {sum(counts)}")
-        starts = np.cumsum([0, *counts[:-1]])
-        ranges = [
-            PlaceholderRange(offset=int(places[start]), length=count)
-            for start, count in zip(starts, counts, strict=True)
-        ]
+        pairs = zip(np.cumsum([0, *counts[:-1]]), counts, strict=True)
+        ranges = [PlaceholderRange(offset=int(places[start]), length=count) for start, count in pairs]
         hashes = {_MODALITY: [f"{media.key}-{number}" for number in range(media.images)]}
         return dict(mm_input(list(ids), self._items(media, hashes), hashes, {_MODALITY: ranges}))
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.config.engine_packages import EnginePackageError, check_vllm
-from verl.config.layout import divisors
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 from verl.models.layers import layer_configs
@@ -128,21 +127,15 @@ def end_token_ids(model_config: Any, path: str, tokenizer: Any) -> list[int]:
     return end_tokens_of(generation, model_config, tokenizer)
 
 
-def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
-    """UserError for a model that cannot be split over `ranks`, or whose attention vLLM's CPU kernels do not have."""
+def check_cpu_model(config: Any) -> None:
+    """UserError for a model whose attention vLLM's CPU kernels do not have."""
     text = config.get_text_config()
-    heads = int(getattr(text, "num_attention_heads", ranks))
-    if heads % ranks:
-        key = f"rollout.tensor_model_parallel_size={ranks}"
-        wrong = f"does not divide the model's {heads} attention heads; use one of {divisors(heads)}"
-        raise UserError(f"{key} {wrong}")
-    if not cpu:
-        return
+    heads = int(getattr(text, "num_attention_heads", 1))
     known, latent = _cpu_head_sizes()
     if getattr(text, "kv_lora_rank", None) and str(text.model_type).startswith("deepseek"):
         return _check_latent(text, latent)
     for layer in layer_configs(text):
-        size = getattr(layer, "head_dim", None) or int(getattr(layer, "hidden_size", 0)) // max(heads, 1)
+        size = getattr(layer, "head_dim", None) or int(getattr(layer, "hidden_size", 0)) // heads
         if size and size not in known:
             kernels = f"on a CPU vLLM has kernels for {', '.join(map(str, known))}: set rollout.name=native"
             raise UserError(f"the model's attention heads have {size} elements; {kernels}")
@@ -200,22 +193,9 @@ def start(arguments: dict[str, Any]) -> Any:
     """vLLM's asynchronous engine. UserError or RuntimeError says what vLLM said."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class Silent(StatLoggerBase):  # type: ignore[misc]
-        """With a logger requests carry their preemptions; this one prints nothing."""
-
-        def __init__(self, *_: Any, **__: Any):
-            """Nothing to set up."""
-
-        def record(self, *_: Any, **__: Any) -> None:
-            """Nothing to record."""
-
-        def log_engine_initialized(self) -> None:
-            """Nothing to say."""
 
     try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Silent])
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, TypeError) as error:
         raise UserError(f"vLLM refuses its arguments: {str(error)[:1500]}") from error
     except RuntimeError as error:

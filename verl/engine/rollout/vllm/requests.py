@@ -36,9 +36,8 @@ class Live:
         reason = (response.finish_reason if response else None) or "abort"
         if reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM gave up request {self.id!r} after {len(ids)} tokens: {reason}")
-        log_probs = np.asarray(
-            response.logprobs.logprobs if response is not None and len(ids) else [], np.float32
-        )
+        found = response.logprobs.logprobs if response is not None and len(ids) else []
+        log_probs = np.asarray(found, np.float32)
         if len(log_probs) != len(ids):
             raise RuntimeError(f"vLLM returned {len(log_probs)} log-probs for {len(ids)} tokens")
         if np.isnan(log_probs).any():

@@ -88,9 +88,8 @@ class WorkerChannel:
     def _begin(
         self, places: Places, version: int, timeout: float, verify: str
     ) -> concurrent.futures.Future[list[Any]]:
-        return self._host.submit(
-            self._rpc("verl_load_weights", args=(list(places), version, timeout, verify))
-        )
+        arguments = list(places), version, timeout, verify
+        return self._host.submit(self._rpc("verl_load_weights", args=arguments))
 
     def _channel(self) -> tuple[str, Places]:
         """A fresh one, and every worker's place on it."""
