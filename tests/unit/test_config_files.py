@@ -92,7 +92,7 @@ def test_interpolation_of_automatic_values_and_old_names(tmp_path):
         ("data: [1]\n", "group of keys"),
         ("data: {\n", "cannot be read as YAML"),
         ("- a\n", "expected a mapping"),
-        ("defaults: [nothing]\n", "no built-in of that name"),
+        ("defaults: [nothing]\n", "no built-in one"),
         ("defaults: [mine]\n", "includes itself"),
         ("defaults: [{a: b, c: d}]\n", "neither a name nor"),
         ("trainer: {seed: '${nothing.there}'}\n", "cannot be resolved"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from verl.config.schema.base import put
+
 if TYPE_CHECKING:
     from verl.config.resolve import Resolver
 
@@ -39,10 +41,8 @@ def _fully_async(resolver: Resolver, given: dict[str, Any]) -> None:
     if share != math.ceil(share):
         meant["trainer.max_steps_per_version"] = math.ceil((1 + share) * every)
     if not (root.was_set("data.train_batch_size") and root.data.train_batch_size):
-        root.data.train_batch_size = batches * root.actor_rollout_ref.actor.ppo_mini_batch_size
-        resolver.notice(
-            f"data.train_batch_size={root.data.train_batch_size}: {BATCHES} × ppo_mini_batch_size"
-        )
+        size = root.data.train_batch_size = batches * root.actor_rollout_ref.actor.ppo_mini_batch_size
+        resolver.notice(f"data.train_batch_size={size}: {BATCHES} × ppo_mini_batch_size")
     if PROMPTS in given:
         prompts = int(_number(resolver, given, PROMPTS, 1))
         meant["trainer.total_training_steps"] = max(1, prompts // max(1, root.data.train_batch_size))
@@ -81,9 +81,8 @@ def _mean(resolver: Resolver, said: str, meant: dict[str, Any]) -> None:
     """Set these keys where the user did not, and say it."""
     root, set_here = resolver.root, []
     for key, value in meant.items():
-        group, _, name = key.rpartition(".")
         if not root.was_set(key):
-            root.select(group)[name] = value
+            put(root, key, value)
             root._set[key] = 0
             set_here.append(f"{key}={value}")
         elif root.select(key) != value:

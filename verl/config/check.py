@@ -3,19 +3,7 @@
 from __future__ import annotations
 
 from verl.config.problems import Report
-from verl.config.rules import (
-    agents,
-    algorithm,
-    data,
-    distillation,
-    lora,
-    machine,
-    profiling,
-    reward,
-    silent,
-    sizes,
-    values,
-)
+from verl.config.rules import algorithm, data, lora, machine, profiling, scoring, silent, sizes, values
 from verl.config.rules.context import Check
 from verl.config.schema.base import Root
 
@@ -27,19 +15,7 @@ def check(cfg: Root) -> Report:
     fetches nothing.
     """
     c = Check(cfg)
-    for rules in (
-        values,
-        algorithm,
-        distillation,
-        lora,
-        sizes,
-        machine,
-        profiling,
-        reward,
-        data,
-        agents,
-        silent,
-    ):
+    for rules in (values, algorithm, scoring, lora, sizes, machine, profiling, data, silent):
         rules.check(c)
     c.report.plan = sizes.plan(c)
     return c.report

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from verl.config.coerce import expand
-from verl.config.files import read
+from verl.config.files import dump_yaml, read
 from verl.config.fill import fill
 from verl.config.grammar import GrammarError
 from verl.config.names import PROGRAMS
-from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, ConfigError, Problem, Report
+from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, ConfigError, Problem, Report, counted
 from verl.config.resolve import Resolver
 from verl.config.schema.base import Root
 
@@ -101,7 +101,7 @@ def resolve(argv: Sequence[str] | None, entry: str = "ppo") -> Any:
         print(f"help on a key: python3 -m {PROGRAMS[entry]} --help KEY", file=sys.stderr)
         raise SystemExit(EXIT_CONFIGURATION) from None
     if options.show:
-        _leave(to_yaml(cfg), EXIT_OK)
+        _leave(dump_yaml(cfg.to_dict()), EXIT_OK)
     _checked(cfg, options)
     return cfg
 
@@ -128,19 +128,11 @@ def _verdict(report: Report) -> str:
     ours, theirs = len(report.of("configuration")), len(report.of("machine"))
     verdict = "check: ok"
     if ours:
-        verdict = f"check: the configuration has {ours} problem{'s' if ours > 1 else ''}"
+        verdict = f"check: the configuration has {counted(ours, 'problem')}"
     elif theirs:
-        lacks = f"this machine lacks {theirs} thing{'s' if theirs > 1 else ''}"
-        verdict = f"check: the configuration is right; {lacks}"
+        verdict = f"check: the configuration is right; this machine lacks {counted(theirs, 'thing')}"
     plan = ["plan:", *(f"  {line}" for line in report.plan)] if report.plan and not ours else []
     return "\n".join([*plan, verdict])
-
-
-def to_yaml(cfg: Root) -> str:
-    """The resolved configuration as YAML, in the schema's order; `load --config-name` reads it back."""
-    from verl.config.files import dump_yaml
-
-    return dump_yaml(cfg.to_dict()).rstrip("\n")
 
 
 def _leave(text: str, status: int) -> NoReturn:

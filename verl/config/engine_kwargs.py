@@ -38,16 +38,14 @@ FIXED: dict[str, str] = {
 }
 """Arguments that this engine sets for itself."""
 
-_GONE = "vLLM does not have it any more"
+_GONE = (
+    "swap_space disable_log_requests use_v2_block_manager num_scheduler_steps preemption_mode "
+    "max_seq_len_to_capture"
+)
 DROPPED: dict[str, str] = {
     "padding_mode": "sequences are packed without padding; results are the same",
     "image_processor_type": "the processor comes with the model (data.mm_processor_kwargs changes it)",
-    "swap_space": _GONE,
-    "disable_log_requests": _GONE,
-    "use_v2_block_manager": _GONE,
-    "num_scheduler_steps": _GONE,
-    "preemption_mode": _GONE,
-    "max_seq_len_to_capture": _GONE,
+    **dict.fromkeys(_GONE.split(), "vLLM does not have it any more"),
 }
 """Arguments that are left out, and why."""
 _MULTIMODAL = ("mm_", "limit_mm_per_prompt", "disable_mm_preprocessor_cache", "interleave_mm_strings")

@@ -15,6 +15,8 @@ from verl.versions import version as installed
 VLLM_MINORS = ("0.32", "0.33")
 VLLM_INSTALL = "pip install 'verl[vllm]' (on a machine without a GPU see docs/vllm.md)"
 
+NO_TORCHVISION = "torchvision, which is not installed: pip install torchvision (on a CPU see docs/vllm.md)"
+
 
 class EnginePackageError(UserError):
     """An engine is not installed, or in a version that is not supported; says what to install."""
@@ -40,10 +42,7 @@ def check_vllm_images() -> None:
     """EnginePackageError where vLLM could not serve a model that sees images: it reads such a model's processor, whose part for
     videos imports torchvision."""
     if importlib.util.find_spec("torchvision") is None:
-        raise EnginePackageError(
-            "vLLM reads models that see images with torchvision, which is not installed: pip install torchvision (beside a CPU "
-            "torch see docs/vllm.md), or set rollout.name=native"
-        )
+        raise EnginePackageError(f"vLLM reads images with {NO_TORCHVISION}, or set rollout.name=native")
 
 
 @cache

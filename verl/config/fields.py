@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.config.schema.base import PATH, Group, Map, Root, select
+from verl.config.schema.base import PATH, Group, Map, Root, put, select
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Limits(NamedTuple):
 
 def limits_of(known: Field, kind: type) -> Limits:
     """The range declared for a key, within that of any int (−1, which often means off, to 10^12) or float (±10^9)."""
-    low, high = (-1, 10**12) if kind is int else (-1e9, 1e9)
+    low, high = (-1, 10**12) if kind is int else (-(10**9), 10**9)
     about = known.about
     above = about.get("above", -math.inf)
     low = about.get("low", min(low, about["high"]) if "high" in about else low)
@@ -138,11 +138,9 @@ def for_elsewhere(config: Root) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     for path, known in leaves(type(config)).items():
         if known.is_path:
-            group, _, name = path.rpartition(".")
-            node, made = select(plain, group), path == "global_profiler.save_path"
-            found = node[name]
+            found, made = select(plain, path), path == "global_profiler.save_path"
             many = isinstance(found, list)
-            node[name] = [_absolute(p, made) for p in found] if many else _absolute(found, made)
+            put(plain, path, [_absolute(p, made) for p in found] if many else _absolute(found, made))
     for teacher in select(plain, "distillation.teacher_models", {}).values():
         teacher["model_path"] = _absolute(teacher.get("model_path"), made=False)
     return plain

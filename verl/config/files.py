@@ -78,9 +78,7 @@ def _built_in(name: str, folders: list[Path], entry: str) -> Iterator[Layer]:
     if known is None:
         looked = ", ".join(str(f) for f in folders) or "no --config-path given"
         names = ", ".join(n for n, (e, _) in BUILT_IN.items() if e == entry)
-        raise _error(
-            f"--config-name={name}: no file {name}.yaml ({looked}) and no built-in of that name ({names})"
-        )
+        raise _error(f"--config-name={name}: no file {name}.yaml ({looked}) and no built-in one ({names})")
     if known[0] != entry:
         raise _error(f"--config-name={name} belongs to another program ({known[0]}); this one is {entry}")
     if known[1]:
@@ -108,7 +106,7 @@ def load_yaml(file: Path) -> dict[str, Any]:
 
 
 def dump_yaml(tree: dict[str, Any]) -> str:
-    """The YAML text that `load_yaml` reads back to the same tree."""
+    """The YAML text that `load_yaml` reads back to the same tree, in its order."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -117,7 +115,8 @@ def dump_yaml(tree: dict[str, Any]) -> str:
     # 1e-6 is a number (YAML 1.2), which PyYAML takes for a string: a string of that form is quoted.
     number = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
     Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
-    return str(yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000))
+    text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return str(text).rstrip("\n")
 
 
 def _error(message: str) -> ConfigError:

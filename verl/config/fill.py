@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.config import asynchronous
@@ -16,9 +16,10 @@ from verl.config import devices as machine
 from verl.config.coerce import coerce, expand
 from verl.config.fields import Field, leaves, locate
 from verl.config.grammar import GrammarError, Value
+from verl.config.layout import Sizes
 from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
-from verl.config.schema.base import Root, select
+from verl.config.schema.base import Root, put, select
 from verl.config.schema.distillation import ONLY_TEACHER
 
 
@@ -73,7 +74,7 @@ def _interpolate(resolver: Resolver) -> None:
     complete(preview)
     tree = OmegaConf.create(preview.to_dict())
     broken: dict[str, OmegaConfBaseException] = {}
-    for path, data in resolver.written.items():
+    for path, (_, data) in resolver.written.items():
         place = locate(type(preview), path)
         if isinstance(data, str) and place is not None and place.field.is_path:
             data = _environment(data, tree)
@@ -108,11 +109,7 @@ def _micro_batches(resolver: Resolver) -> None:
     """Deprecated: sizes of micro-batches over all devices."""
     root = resolver.root
     role = root.select("actor_rollout_ref.actor") or root.get("engine")
-    together = (
-        role.ulysses_sequence_parallel_size * role.get("fsdp_config", role).tensor_parallel_size
-        if role
-        else 1
-    )
+    together = Sizes.of(role, "", "fsdp_config." if "fsdp_config" in role else "").together if role else 1
     ranks = max(1, machine.ranks(root) // max(1, together))
     for old, value in resolver.old.items():
         path = f"{old}_per_gpu"
@@ -146,29 +143,22 @@ def _devices(root: Root) -> None:
 
 def _follow(root: Root) -> None:
     """Null keys that follow another one get its value."""
-    for node, name, path, known in _each(root):
-        if node[name] is None and "same_as" in known.about:
-            node[name] = copy.copy(_leaders(root, path, known))
+    for path, known in leaves(type(root)).items():
+        if "same_as" in known.about and select(root, path) is None:
+            put(root, path, copy.copy(_leaders(root, path, known)))
 
 
 def _settle(root: Root) -> None:
     """A null `use_dynamic_bsz` means: by token budget only if no micro-batch size is given. `~` in default paths is
     expanded; what the user wrote was when it was read."""
-    for node, name, _, known in _each(root):
-        value = node[name]
-        if value is None and name.endswith("use_dynamic_bsz"):
-            sizes = [node[key] for key in node if key.endswith("micro_batch_size_per_gpu")]
-            node[name] = not any(sizes)
+    for path, known in leaves(type(root)).items():
+        value = select(root, path)
+        if value is None and path.endswith("use_dynamic_bsz"):
+            group = select(root, path.rpartition(".")[0])
+            put(root, path, not any(group[k] for k in group if k.endswith("micro_batch_size_per_gpu")))
         elif value is not None and known.is_path:
             with contextlib.suppress(GrammarError):  # reported when the user's value was read
-                node[name] = [expand(v) for v in value] if isinstance(value, list) else expand(value)
-
-
-def _each(root: Root) -> Iterator[tuple[Any, str, str, Field]]:
-    """(group, name in it, path, field) of every key."""
-    for path, known in leaves(type(root)).items():
-        group, _, name = path.rpartition(".")
-        yield select(root, group), name, path, known
+                put(root, path, [expand(v) for v in value] if isinstance(value, list) else expand(value))
 
 
 def _leaders(root: Root, path: str, known: Field) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.rollout_engines import CAPABILITIES
+from verl.config.schema.base import select
 from verl.config.weights import scores_by_model
 
 _HEADS = "num_attention_heads"
@@ -34,6 +35,13 @@ class Sizes:
     role: str = ""
     engine: str = "fsdp_config."
 
+    @classmethod
+    def of(cls, group: Any, role: str = "", engine: str = "fsdp_config.") -> Sizes:
+        """Those of a role's group, or of what holds its `engine` ("" where the group itself does)."""
+        placed = select(group, engine[:-1]) if engine else group
+        tensor, shard = placed.tensor_parallel_size, placed.fsdp_size
+        return cls(group.ulysses_sequence_parallel_size, tensor, shard, role, engine)
+
     @property
     def together(self) -> int:
         """Ranks that hold the same rows."""
@@ -46,6 +54,12 @@ class Sizes:
     @property
     def tensor_text(self) -> str:
         return f"{self.role}{self.engine}tensor_parallel_size={self.tensor}"
+
+
+def reference_is_base(config: Any) -> bool:
+    """True where the reference is the actor without its adapter, and no model of its own."""
+    arr = config.actor_rollout_ref
+    return bool(arr.model.lora_rank > 0 or arr.model.lora_adapter_path) and not arr.ref.model.path
 
 
 def rank_problems(sizes: Sizes, ranks: int) -> Iterator[tuple[str, str]]:
@@ -129,14 +143,11 @@ def own_pools(config: Any) -> dict[str, OwnPool]:
     """The pools of what does not share the policy's devices: "critic", "teacher", "reward_model" or "judge". Samplers have theirs
     in `rollout.nnodes`."""
     critic, taught, scorer = config.critic, config.distillation, config.reward_model
+    scoring = "reward_model" if scores_by_model(config) else "judge"
     asked = {
         "critic": (critic, "critic", critic.enable),
         "teacher": (taught, "distillation", taught.enabled),
-        "reward_model" if scores_by_model(config) else "judge": (
-            scorer,
-            "reward_model",
-            scorer.enable and scorer.enable_resource_pool,
-        ),
+        scoring: (scorer, "reward_model", scorer.enable and scorer.enable_resource_pool),
     }
     return {
         name: OwnPool(keys, group.nnodes, group.n_gpus_per_node)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.config.problems import Kind
 from verl.errors import UserError
 from verl.versions import package_folder
 
@@ -115,10 +116,10 @@ class ModelFacts:
         return next((self.text[n] for n in names if isinstance(self.text.get(n), int)), None)
 
 
-class ModelTrouble(ValueError):
+class ModelTrouble(UserError, ValueError):
     """The model cannot be used. `kind` as in Problem; `download` if a run could fetch it."""
 
-    def __init__(self, message: str, kind: str = "configuration", download: bool = False):
+    def __init__(self, message: str, kind: Kind = "configuration", download: bool = False):
         super().__init__(message)
         self.kind = kind
         self.download = download
@@ -133,17 +134,22 @@ def look(path: str, overrides: dict[str, Any] | None = None, config_path: str | 
     if file is None:
         holds = f"the directory holds {_content(folder)}"
         raise ModelTrouble(f"{places[0]} does not exist ({holds}); name a model's directory")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelTrouble(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelTrouble(f"{file}: holds no JSON object")
+    config = _json_object(file)
     config |= (changes := flat_overrides(overrides or {}))
     text = config.get("text_config") or config.get("llm_config") or config
     if text is not config:
         text = {**text, **{k: v for k, v in changes.items() if k in text}}
     return ModelFacts(file.parent, config, text)
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelTrouble(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelTrouble(f"{file}: holds no JSON object")
+    return found
 
 
 def flat_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,11 +219,4 @@ def adapter_directory(path: str | Path) -> Path:
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
     """adapter_config.json of a directory. UserError if it cannot be read."""
-    file = Path(directory) / ADAPTER_CONFIG
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: holds no JSON object")
-    return found
+    return _json_object(Path(directory) / ADAPTER_CONFIG)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+Row = TypeVar("Row")
 PROGRAMS = {
     "ppo": "verl.trainer.main_ppo",
     "sft": "verl.trainer.sft_trainer",
@@ -94,23 +95,16 @@ RENAMES: dict[str, dict[str, str]] = {
 
 FSDP2_NAMES = ("veomni", "fsdp_turbo", "torchtitan", "automodel")
 """Training backends of the public system that are FSDP2 with other spellings."""
-_STRATEGIES = {"dp": "fsdp", **dict.fromkeys(FSDP2_NAMES, "fsdp2"), "mlite": "megatron"}
-_ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "engine")
-_RECOMPUTE = {"selective": "True", "full": "True", "none": "False"}
 
 VALUE_SYNONYMS: dict[str, dict[str, str]] = {
     "algorithm.adv_estimator": {"reinforce": "reinforce_plus_plus"},
-    "actor_rollout_ref.rollout.name": {"hf": "native"},
-    "rollout.name": {"hf": "native"},
-    "reward_model.rollout.name": {"hf": "native"},
+    "*.rollout.name": {"hf": "native"},
     "reward_model.reward_manager": {"limited": "rate_limited"},
     "actor_rollout_ref.rollout.multi_turn.format": {"qwen": "hermes"},
     "trainer.logger": {"tracking": "wandb"},
     "custom_reward_function.name": {"None": "compute_score", "null": "compute_score"},
-    **dict.fromkeys((f"{role}.strategy" for role in _ROLES), _STRATEGIES),
-    **{
-        f"{model}.enable_gradient_checkpointing": _RECOMPUTE for model in ("actor_rollout_ref.model", "model")
-    },
+    "*.strategy": {"dp": "fsdp", **dict.fromkeys(FSDP2_NAMES, "fsdp2"), "mlite": "megatron"},
+    "*.model.enable_gradient_checkpointing": {"selective": "True", "full": "True", "none": "False"},
 }
 MEGATRON_MODULES = {
     "linear_qkv": ["q_proj", "k_proj", "v_proj"],
@@ -128,9 +122,7 @@ NO_EFFECT: dict[str, str] = {
     "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding}": (
         "sequences are packed without padding; results are the same"
     ),
-    "trainer.master_{addr, port}": (
-        "ranks find each other through Ray or torchrun; for many nodes start Ray on each"
-    ),
+    "trainer.master_{addr, port}": "ranks meet through Ray or torchrun; for many nodes start Ray on each",
     "{actor_rollout_ref.actor, critic}.sync_gradients": "gradients are always synchronised",
     "{trainer.use_legacy_worker_impl, trainer.use_v1, reward_model.use_reward_loop, reward_model.launch_reward_fn_async}": (
         "one implementation; rewards always overlap sampling"
@@ -258,12 +250,8 @@ REFUSED = {
     "*.model.lora.type": Absent("an adapter of another kind", "type=lora", (*OFF, "lora")),
     "*.model.lora.dropout": Absent("dropout in adapters", "set it to 0"),
     "trainer.checkpoint_callback_class": Absent("a callback for checkpoints", "trainer.default_hdfs_dir"),
-    "global_profiler.{relocate_results, finish_hook_cmd}": Absent(
-        "work on profiles", "a command after the run"
-    ),
-    "async_training.use_dynamic_resource_scheduling": Absent(
-        "sampling on devices of the trainer", "rollout.nnodes"
-    ),
+    "global_profiler.{relocate_results, finish_hook_cmd}": Absent("work on profiles", "a later command"),
+    "async_training.use_dynamic_resource_scheduling": Absent("trainers that sample", "rollout.nnodes"),
     "async_training.hybrid_res_pool": Absent("a pool on a part of a node", "pools of whole nodes"),
     "actor_rollout_ref.rollout.disaggregation.enabled": Absent(
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
@@ -272,21 +260,13 @@ REFUSED = {
     "actor_rollout_ref.rollout.agent.custom_async_server.path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
     ),
-    "actor_rollout_ref.rollout.over_sample_rate": Absent(
-        "over-sampling of prompts", "algorithm.filter_groups.enable"
-    ),
+    "actor_rollout_ref.rollout.over_sample_rate": Absent("over-sampling", "algorithm.filter_groups.enable"),
 }
 """Keys outside the schema that switch something on."""
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "name": {"trtllm": Absent("TensorRT-LLM as sampling engine", "rollout.name=vllm or native")},
-    "strategy": {
-        "mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2"),
-    },
-    "loss_mode": {
-        "reverse_kl_topk": Absent(
-            "reverse KL over the policy's most likely tokens", "k1 with use_policy_gradient=True"
-        ),
-    },
+    "strategy": {"mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2")},
+    "loss_mode": {"reverse_kl_topk": Absent("reverse KL of few tokens", "k1 with use_policy_gradient=True")},
     "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
 }
 """By the last part of the key: values of other systems."""
@@ -323,10 +303,7 @@ GROUP_CHOICES: dict[str, dict[str, str | None]] = {
     "optim": dict.fromkeys(("fsdp", "megatron", *FSDP2_NAMES)),
 }
 """`group@package=choice`: what `strategy` becomes; None: nothing, there is one implementation of the group."""
-_MEGATRON = {
-    "actor_rollout_ref.actor.strategy": "megatron",
-    "critic.strategy": "megatron",
-}
+_MEGATRON = {"actor_rollout_ref.actor.strategy": "megatron", "critic.strategy": "megatron"}
 _POOL: dict[str, Any] = {
     "actor_rollout_ref.hybrid_engine": False,
     "actor_rollout_ref.rollout.nnodes": 1,
@@ -372,9 +349,9 @@ def canonical(path: str, entry: str) -> str:
     return path
 
 
-def no_effect(path: str) -> str | None:
-    """Why a key changes nothing, or None."""
-    return next((reason for glob, reason in NO_EFFECT.items() if compiled(glob).match(path)), None)
+def lookup(table: Mapping[str, Row], path: str) -> Row | None:
+    """What the first glob of a table that covers a path stands for, or None."""
+    return next((row for glob, row in table.items() if compiled(glob).match(path)), None)
 
 
 def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0.5) -> str:

@@ -16,12 +16,14 @@ EXIT_OK, EXIT_CONFIGURATION, EXIT_MACHINE = 0, 2, 3
 class Problem:
     """One thing to change. `kind` is "configuration", or "machine" for what this machine lacks.
 
-    `key` names the key (or keys) it is about and may be empty; `message` says what is wrong and what to do.
+    `key` names the key (or keys) it is about and may be empty; `message` says what is wrong and what to do. `left_to_run`: a run
+    deals with it itself: it fetches what this machine lacks, or finds the problem later and tells more of it.
     """
 
     key: str
     message: str
     kind: Kind = "configuration"
+    left_to_run: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}" if self.key else self.message
@@ -32,19 +34,16 @@ class ConfigError(UserError, ValueError):
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = list(problems)
-        super().__init__(_listed(self.problems, "{} in the configuration:"))
+        super().__init__(_text(self.problems))
 
 
 @dataclass
 class Report:
-    """All that a check found. `downloads` are models and files that a run would fetch first; `check_only` are
-    notices that the run gives itself, `found_later` problems that it finds and tells more of; `plan` tells the batches."""
+    """All that a check found. `check_only` are notices that the run gives itself; `plan` tells the batches."""
 
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     check_only: list[str] = field(default_factory=list)
-    downloads: list[Problem] = field(default_factory=list)
-    found_later: list[Problem] = field(default_factory=list)
     plan: list[str] = field(default_factory=list)
 
     def of(self, kind: Kind) -> list[Problem]:
@@ -59,23 +58,24 @@ class Report:
         return EXIT_MACHINE if self.problems else EXIT_OK
 
     def allow_run(self) -> None:
-        """A run may fetch what is not on disk: those problems become notices. What it finds later is left to it."""
-        for problem in self.downloads:
-            self.notices.append(f"{problem.key}: not on this disk, fetched at the start")
-        for problem in [*self.downloads, *self.found_later]:
-            self.problems.remove(problem)
-        self.downloads.clear()
-        self.found_later.clear()
+        """Leave to the run what it deals with itself; what it fetches becomes a notice."""
+        fetched = [p.key for p in self.of("machine") if p.left_to_run]
+        self.notices += [f"{key}: not on this disk, fetched at the start" for key in fetched]
+        self.problems = [p for p in self.problems if not p.left_to_run]
 
     def problem_text(self) -> str:
         """All problems, by class, or ""."""
-        heads: dict[Kind, str] = {
-            "configuration": "the configuration ({}):",
-            "machine": "this machine lacks ({}):",
-        }
-        return "\n".join(_listed(self.of(kind), head) for kind, head in heads.items() if self.of(kind))
+        return _text(self.problems)
 
 
-def _listed(problems: list[Problem], head: str) -> str:
-    count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
-    return "\n".join([head.format(count), *(f"  - {problem}" for problem in problems)])
+def _text(problems: list[Problem]) -> str:
+    lines = []
+    for kind, head in (("configuration", "the configuration"), ("machine", "this machine lacks")):
+        if found := [f"  - {problem}" for problem in problems if problem.kind == kind]:
+            lines += [f"{head} ({counted(len(found), 'problem')}):", *found]
+    return "\n".join(lines)
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -52,7 +52,7 @@ def written(value: Any) -> str:
         return "{" + ",".join(f"{k}:{written(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(written(v) for v in value) + "]"
-    return f"{value:g}" if isinstance(value, float) and value != int(value) else str(value)
+    return str(value)
 
 
 def allowed(known: Field) -> str:
@@ -65,12 +65,12 @@ def allowed(known: Field) -> str:
             said.append(f"one's own through {about['registry']}")
     low, high, above = (about.get(name) for name in ("low", "high", "above"))
     if low is not None and high is not None:
-        said.append(f"{low:g} to {high:g}")
+        said.append(f"{low} to {high}")
     else:
         limits = (("> ", above), ("≥ ", low), ("≤ ", high))
-        said += [", ".join(f"{sign}{limit:g}" for sign, limit in limits if limit is not None)]
+        said += [", ".join(f"{sign}{limit}" for sign, limit in limits if limit is not None)]
     if "also" in about:
-        said[-1] += f", or {about['also']:g}"
+        said[-1] += f", or {about['also']}"
     if about.get("inf"):
         said.append("inf = off")
     return "; ".join(part for part in said if part)
@@ -101,7 +101,7 @@ def help_text(entry: str, key: str) -> str:
     mapped = [path for path, field in known.items() if field.is_map and name.startswith(path + ".")]
     if blocks := [path for path in known if path.endswith("." + name)] or mapped:
         return "\n".join(block(path, known[path]) for path in blocks)
-    if reason := names.no_effect(name):
+    if reason := names.lookup(names.NO_EFFECT, name):
         return f"{name}: accepted, no effect: {reason}"
     near = names.nearest(name, known, 3) or "; nearest: none"
     raise ConfigError([Problem(f"--help {key}", f"no such key{near}")])

@@ -13,7 +13,7 @@ from verl.config.coerce import coerce, free
 from verl.config.fields import Place, fields_of, leaves, locate
 from verl.config.files import Layer
 from verl.config.grammar import NULLS, GrammarError, Value, parse
-from verl.config.names import ACCEPTED, canonical, no_effect
+from verl.config.names import ACCEPTED, NO_EFFECT, canonical, lookup
 from verl.config.problems import Problem
 from verl.config.schema.base import Group, Map, Root, select
 from verl.config.schema.entries import ROOTS
@@ -23,7 +23,7 @@ class Resolver:
     """Collects assignments on one configuration tree, with problems and notices.
 
     `interpolated` are values with `${…}` in them, `old` those of keys that stand for others by a computation, `written`
-    all values as they were given: `verl.config.fill` settles them.
+    all values as they were given, with the user's name of each: `verl.config.fill` settles them.
     """
 
     def __init__(self, entry: str):
@@ -32,11 +32,9 @@ class Resolver:
         self.problems: list[Problem] = []
         self.interpolated: dict[str, Value] = {}
         self.old: dict[str, Value] = {}
-        self.written: dict[str, Any] = {}
-        self._spelled: dict[str, tuple[str, Any]] = {}
+        self.written: dict[str, tuple[str, Any]] = {}
         self._unknown: list[tuple[str, Value | None, str]] = []
-        self._without_effect: dict[str, list[str]] = {}
-        self._unread: list[str] = []
+        self._without_effect: dict[str, dict[str, None]] = {}
         self._count = 0
 
     # ---- layers and overrides ----
@@ -104,7 +102,7 @@ class Resolver:
                 self._assign_parts(name, value, op, source, spelled)
             elif isinstance(value.data, str) and value.data in names.GROUP_CHOICES.get(name, ()):
                 self.choose(name, value.data, source)
-            elif isinstance(value.data, bool) and (reason := no_effect(name)):
+            elif isinstance(value.data, bool) and (reason := lookup(NO_EFFECT, name)):
                 self._has_no_effect(name, reason)
             elif value.data is not None:
                 keys = ", ".join(fields_of(place.field.group))
@@ -116,16 +114,15 @@ class Resolver:
             self.assign(f"{name}.{child}", part, op, source, f"{spelled}.{child}")
 
     def _assign_leaf(self, place: Place, name: str, value: Value, source: str, spelled: str) -> None:
-        if place.inside and (reason := no_effect(name)):
+        if place.inside and (reason := lookup(NO_EFFECT, name)):
             self._has_no_effect(name, reason)
             return
-        other, earlier = self._spelled.get(name, (spelled, value.data))
+        other, earlier = self.written.get(name, (spelled, value.data))
         if other != spelled and earlier != value.data:
             self.notice(f"{other}={earlier} and {spelled}={value.text} are one key; the later one counts")
-        self._spelled[name] = (spelled, value.data)
+        self.written[name] = (spelled, value.data)
         self._was_set(name)
         self.interpolated.pop(name, None)
-        self.written[name] = value.data
         if "${" in str(value.data):
             self.interpolated[name] = value
         else:
@@ -133,7 +130,7 @@ class Resolver:
 
     def set_leaf(self, place: Place, name: str, value: Value, source: str) -> None:
         """Convert and store; a value that does not fit is a problem."""
-        meant = names.VALUE_SYNONYMS.get(name, {}).get(str(value.data))
+        meant = (lookup(names.VALUE_SYNONYMS, name) or {}).get(str(value.data))
         if meant == "fsdp2":
             self.notice(f"{value.data} is FSDP2 here: its sizes and offloading count, its kernels do not")
         try:
@@ -166,20 +163,20 @@ class Resolver:
         if isinstance(value.data, dict) and not open_here:
             self._assign_parts(name, value, op, source, name)
         elif self._refused(name, value):
-            self.written[name] = value.data
+            self.written[name] = (name, value.data)
         elif name in ACCEPTED and str(value.data).lower() not in names.OFF:
             self._has_no_effect(name, ACCEPTED[name])
         elif self.entry == "ppo" and name in asynchronous.KEYS:
             self.old[name] = value
-        elif reason := no_effect(name):
+        elif reason := lookup(NO_EFFECT, name):
             self._has_no_effect(name, reason)
-            self.written[name] = value.data
+            self.written[name] = (name, value.data)
         elif open_here:
             self._add(name, value)
         elif self.entry == "ppo" and name.split(".")[:2] == ["trainer", "v1"]:
             self._has_no_effect(name, "one loop serves every mode")
         elif op == "++":
-            self._unread.append(name)
+            self._has_no_effect(name, "added by ++, read by nobody")
             self._add(name, value)
         else:
             self._unknown.append((name, value, source))
@@ -200,8 +197,7 @@ class Resolver:
 
     def _refused(self, name: str, value: Value) -> bool:
         """True if the key switches a feature outside the schema; a problem if it is switched on."""
-        found = (absent for glob, absent in names.REFUSED.items() if names.compiled(glob).match(name))
-        absent = next(found, None)
+        absent = lookup(names.REFUSED, name)
         if absent is not None and str(value.data).lower() not in absent.off:
             where = f"{name}={value.data}"
             self.refuse(where, f"{absent.what} is not in this release; closest: {absent.instead}")
@@ -216,8 +212,8 @@ class Resolver:
         parent, _, last = name.rpartition(".")
         node = select(self.root, parent) if parent else self.root
         if place is None:
-            extra = isinstance(node, Group) and node._extra.pop(last, node) is not node
-            if not (extra or no_effect(name) or (isinstance(node, Group) and node.open_keys)):
+            extra = isinstance(node, Group) and (node._extra.pop(last, node) is not node or node.open_keys)
+            if not extra and lookup(NO_EFFECT, name) is None:
                 self._unknown.append((name, None, source))
             return
         for key in [k for k in self.root._set if k == name or k.startswith(name + ".")]:
@@ -240,9 +236,7 @@ class Resolver:
             self.root._notices.append(text)
 
     def _has_no_effect(self, name: str, reason: str) -> None:
-        keys = self._without_effect.setdefault(reason, [])
-        if name not in keys:
-            keys.append(name)
+        self._without_effect.setdefault(reason, {})[name] = None
 
     def finish(self) -> None:
         """Settle the keys nobody knows, and say what has no effect."""
@@ -262,8 +256,6 @@ class Resolver:
             else:
                 [(name, shown)] = found.items()
                 self.refuse(shown, self._nearest(name))
-        if self._unread:
-            self.notice(f"added by ++, read by nobody: {', '.join(self._unread)}")
         for reason, keys in self._without_effect.items():
             if reason not in names.SILENT:
                 self.notice(f"no effect: {', '.join(keys)}: {reason}")
@@ -277,12 +269,11 @@ class Resolver:
     def _nearest(self, name: str) -> str:
         known = list(leaves(type(self.root)))
         parent, _, last = name.rpartition(".")
-        same = [k for k in known if k.rpartition(".")[2] == last]
-        same.sort(key=lambda k: -difflib.SequenceMatcher(None, k, name).ratio())
+        same = difflib.get_close_matches(name, [k for k in known if k.rpartition(".")[2] == last], 3, 0)
         siblings = [k for k in known if k.rpartition(".")[0] == parent]
         near = difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.75)
-        if found := list(dict.fromkeys([*same[:3], *near, *close]))[:3]:
+        if found := list(dict.fromkeys([*same, *near, *close]))[:3]:
             return f"no key {name}; nearest: {', '.join(found)}"
         group = parent if any(k.startswith(parent + ".") for k in known) else "all"
         return f"no key {name}, and none like it; --help {group} lists them (for your own code: ++{name}=…)"
@@ -290,7 +281,7 @@ class Resolver:
 
 def _synonyms(name: str, value: Any) -> Any:
     """The value; in a list, names of another system as they are here."""
-    table = names.VALUE_SYNONYMS.get(name, {})
+    table = lookup(names.VALUE_SYNONYMS, name) or {}
     if not isinstance(value, list):
         return value
     if name.endswith(("target_modules", "exclude_modules")):

@@ -74,15 +74,8 @@ RELEASED = tuple(name for name, found in CAPABILITIES.items() if found.released)
 """Names of the engines of this release, the default first."""
 
 # Names of floating types in the configuration.
-FLOATS = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "half": "float16",
-}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+FLOATS = {name: name for name in _SHORT.values()} | _SHORT
 
 
 def float_name(name: object) -> str | None:

@@ -385,7 +385,8 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
     if not source and not rules.needs_source:
         source = PLAIN
     if not isinstance(source, str) or not source:
-        raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r:.60}, not a name")
+        wanted = "a name is needed; data.reward_fn_key names its column"
+        raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r:.60}, {wanted}")
     taken = [rules.prompt_key, "raw_prompt", "extra_info", "agent_name", rules.source_key]
     if images:
         taken += rules.media_keys[:2]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl.data.dataset import SMALLER, CheckedRows, Progress
-from verl.data.files import DataError, Paths, RowFiles
+from verl.data.files import DataError, Paths, RowFile, RowFiles
 from verl.data.media import ImageProcessor, folder_of, with_images
 from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable, without_nulls
 from verl.data.sft_mask import Span, TurnFinder, token_mask
@@ -62,7 +62,8 @@ class SFTDataset(CheckedRows):
             why = "it gives the places of tokens in the text, from which the loss mask is taken"
             raise DataError(f"supervised training needs a fast tokenizer (one with tokenizer.json): {why}")
         self._special = self._end_tokens()
-        self._check_columns()
+        for file in self.source.files:
+            check_columns(file, config)
         self._kept: dict[int, SFTRow] | None = {}
         self._scan()
         self._refuse_too_long()
@@ -76,44 +77,7 @@ class SFTDataset(CheckedRows):
         openers = self._finder.openers() if self._renderer.has_template else set()
         return frozenset((marked | set(self.tokenizer.all_special_ids)) - openers)
 
-    # ---------------------------------------------------------------------------------------------- columns
-
-    @property
-    def question_answer(self) -> bool:
-        """True for question/answer rows, False for messages."""
-        return self.config.prompt_key is not None or self.config.response_key is not None
-
-    def _check_columns(self) -> None:
-        for name in ("prompt_key", "response_key") if self.question_answer else ("messages_key",):
-            column = self.config[name]
-            if column is None:
-                raise DataError(f"data.{name} is not set: data.prompt_key and data.response_key go together")
-            for file in self.source.files:
-                file.need(column, f"data.{name}", "" if self.question_answer else _hint(file.columns))
-
     # -------------------------------------------------------------------------------------------- one row
-
-    def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The row's dialogue. Raises BadRow."""
-        check_readable(row)
-        config, seeing = self.config, self._images is not None
-        unseen = {} if seeing else {config.image_key: "the model does not see images"}
-        unseen |= {config.video_key: "videos are not in this release"}
-        for key, why in unseen.items():
-            if row.get(key):
-                raise BadRow("media", f"column {key!r} is not empty: {why}")
-        if not self.question_answer:
-            key, cell = config.messages_key, row.get(config.messages_key)
-            if isinstance(cell, str):
-                detail = f"column {key!r} is text, a list of messages is needed"
-                raise BadRow("prompt is not messages", detail)
-            return as_messages(cell, key, images=seeing)
-        question = _reach(row, config.prompt_key, config.prompt_dict_keys)
-        response = _reach(row, config.response_key, config.response_dict_keys)
-        if not isinstance(response, str) or not response.strip():
-            raise BadRow("answer missing", f"column {config.response_key!r} is {response!r:.60}")
-        asked = as_messages(question, config.prompt_key, images=seeing)
-        return [*asked, {"role": "assistant", "content": response}]
 
     def _options(self, row: Mapping[str, Any]) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -126,10 +90,11 @@ class SFTDataset(CheckedRows):
         return options
 
     def _render(self, row: Mapping[str, Any]) -> _Rendered:
-        messages, images = self.messages(row), cells_of(row.get(self.config.image_key))
+        messages = dialogue(row, self.config, images=self._images is not None)
+        images = cells_of(row.get(self.config.image_key))
         if self._images is not None:
             messages, images = with_images(messages, images)
-        if not self._renderer.has_template and self.question_answer and len(messages) == 2:
+        if not self._renderer.has_template and _question_answer(self.config) and len(messages) == 2:
             question, response = messages[0]["content"], messages[1]["content"]
             whole = question + response + (self.tokenizer.eos_token or "")
             return _Rendered(whole, [(len(question), len(question) + len(response))])
@@ -256,6 +221,43 @@ class SFTDataset(CheckedRows):
             how = f"{self._limit} tokens (data.truncation={self.config.truncation})"
             lines.append(f"{split}: {facts['cut']} rows are cut to {how}")
         return lines + self.left_out()
+
+
+def _question_answer(config: Any) -> bool:
+    """True for question/answer rows, False for messages."""
+    return config.prompt_key is not None or config.response_key is not None
+
+
+def check_columns(file: RowFile, config: Any) -> None:
+    """DataError for a column that the `data` group `config` names and the file lacks."""
+    pair = _question_answer(config)
+    for name in ("prompt_key", "response_key") if pair else ("messages_key",):
+        column = config[name]
+        if column is None:
+            raise DataError(f"data.{name} is not set: data.prompt_key and data.response_key go together")
+        file.need(column, f"data.{name}", "" if pair else _hint(file.columns))
+
+
+def dialogue(row: Mapping[str, Any], config: Any, *, images: bool) -> list[dict[str, Any]]:
+    """The messages of a row, whose columns the `data` group `config` names; `images`: the model sees them. Raises BadRow."""
+    check_readable(row)
+    unseen = {} if images else {config.image_key: "the model does not see images"}
+    unseen |= {config.video_key: "videos are not in this release"}
+    for key, why in unseen.items():
+        if row.get(key):
+            raise BadRow("media", f"column {key!r} is not empty: {why}")
+    if not _question_answer(config):
+        key, cell = config.messages_key, row.get(config.messages_key)
+        if isinstance(cell, str):
+            detail = f"column {key!r} is text, a list of messages is needed"
+            raise BadRow("prompt is not messages", detail)
+        return as_messages(cell, key, images=images)
+    question = _reach(row, config.prompt_key, config.prompt_dict_keys)
+    response = _reach(row, config.response_key, config.response_dict_keys)
+    if not isinstance(response, str) or not response.strip():
+        raise BadRow("answer missing", f"column {config.response_key!r} is {response!r:.60}")
+    asked = as_messages(question, config.prompt_key, images=images)
+    return [*asked, {"role": "assistant", "content": response}]
 
 
 def _reach(row: Mapping[str, Any], column: str, keys: Sequence[str] | None) -> Any:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.needs import teacher_roles
-from verl.config.layout import own_pools
+from verl.config.layout import own_pools, reference_is_base
 
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
@@ -34,9 +34,7 @@ class Colocation:
         self._lenders: list[RolloutEngine | ServedJudge] = [sampler]
         if judge is not None and "judge" not in own_pools(config):
             self._lenders.append(judge)
-        adapted = arr.model.lora_rank > 0 or arr.model.lora_adapter_path
-        base_of_actor = adapted and not arr.ref.model.path  # `verl.workers.build.reference_engine`
-        groups = {"actor": arr.actor, "ref": arr.actor if base_of_actor else arr.ref}
+        groups = {"actor": arr.actor, "ref": arr.actor if reference_is_base(config) else arr.ref}
         groups["critic"] = config.critic.model
         groups |= dict.fromkeys(teacher_roles(config), arr.ref)
         fsdp = {name: group.fsdp_config for name, group in groups.items()}

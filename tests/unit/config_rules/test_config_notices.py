@@ -38,7 +38,7 @@ NOTICES = [
     ([f"{ARR}.rollout.val_kwargs.n=2"], "all responses to a prompt will be the same"),
     (["trainer.test_freq=5", "data.val_files=null"], "nothing to validate on"),
     ([f"{ARR}.model.exclude_modules=[x]"], "LoRA only"),
-    ([f"{ARR}.actor.freeze_vision_tower=True"], "no vision tower"),
+    ([f"{ARR}.actor.freeze_vision_tower=True"], "sees no images"),
     (["data.augmentation.rotate=5"], "data.augmentation.rotate=5.0: this model sees no images"),
     (["reward_model.images=True"], "sees no images"),
     ([f"{ARR}.rollout.top_p=0.9"], "not truncated"),
@@ -70,7 +70,7 @@ NOTICES = [
     (["trainer.resume_from_path=/x"], "resume_from_path=/x without trainer.resume_mode=resume_path"),
     ([f"{ARR}.rollout.response_length=2000"], "responses end at the smaller one"),
     (["data.train_batch_size=9", f"{ARR}.actor.ppo_mini_batch_size=4"], "3 mini-batches of 3 prompts"),
-    (["global_profiler.tool=npu", "global_profiler.steps=[2]"], "there is no Ascend device"),
+    (["global_profiler.tool=npu", "global_profiler.steps=[2]"], "no Ascend device"),
     (
         [
             "global_profiler.tool=torch",
@@ -94,7 +94,7 @@ def test_notices(base, tmp_path, overrides, part):
 
 
 NOTICES_BESIDE = [
-    (["trainer.max_staleness=1", "trainer.n_gpus_per_node=2"], "sampler and trainer compete for them"),
+    (["trainer.max_staleness=1", "trainer.n_gpus_per_node=2"], "sampler and trainer compete"),
     ([f"{ARR}.actor.policy_loss.loss_mode=gspo"], "its paper has clip_ratio_low=3e-4"),
     ([f"{ARR}.actor.policy_loss.loss_mode=dppo_kl"], "set both"),
     (["trainer.max_staleness=1"], "trained on uncorrected"),
@@ -185,7 +185,7 @@ def test_generation_and_evaluation(tmp_path):
     assert len(problems(entry="eval")) == 1
     assert problems(f"data.path={file}", entry="eval") == []
     wrong = problems(f"data.path={file}", "data.response_key=response", entry="eval")
-    only(wrong, "configuration", "nearest: responses")
+    only(wrong, "configuration", "the nearest is 'responses'")
     argv = [f"data.path={file}", f"model.path={write_model(tmp_path / 'model')}", "trainer.device=cpu"]
     only(problems(*argv, entry="generation"), "configuration", "data.output_path: is required")
     assert problems(*argv, f"data.output_path={tmp_path}/o.parquet", entry="generation") == []

@@ -16,7 +16,7 @@ _CORRECTION = "algorithm.rollout_correction"
 def check(c: Check) -> None:
     """All rules on algorithms (config.md §16, 1, 3 to 6, 14, 15, and their notices)."""
     if c.ppo:
-        for rules in (_kl, _estimator, _sampling, _loss, _correction, _routes, _staleness, _notices):
+        for rules in (_kl, _estimator, _sampling, _loss, _correction, _routes, _staleness, _images, _notices):
             rules(c)
     elif c.cfg.entry == "generation":
         _generation(c)
@@ -27,9 +27,7 @@ def _generation(c: Check) -> None:
     if rollout.n > 1 and (rollout.temperature == 0 or not rollout.do_sample):
         c.notice(f"{c.at('rollout.n')} and greedy: all responses to a prompt will be the same")
     if rollout.nnodes:
-        message = (
-            "no pool of its own here: trainer.nnodes and trainer.n_gpus_per_node are the sampling devices"
-        )
+        message = "no pool of its own: trainer.nnodes and trainer.n_gpus_per_node are the sampling devices"
         c.refuse(c.at("rollout.nnodes"), message)
 
 
@@ -56,16 +54,13 @@ def _estimator(c: Check) -> None:
     if algorithm.use_pf_ppo and name != "gae":
         keys = c.at("algorithm.use_pf_ppo", "algorithm.adv_estimator")
         c.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")
-    if n < 2 and (name == "grpo_passk" or algorithm.filter_groups.enable):
+    groups = algorithm.filter_groups
+    if n < 2 and (name == "grpo_passk" or groups.enable):
         what = "grpo_passk" if name == "grpo_passk" else "filter_groups"
         c.refuse(f"{ROLLOUT}.n", f"{what} compares responses to one prompt; set {ROLLOUT}.n=2 or more")
     elif n == 1 and name in GROUP_ESTIMATORS:
         c.notice(f"{ROLLOUT}.n=1 with {name}: a group of one has no baseline, the score is the advantage")
-    if (
-        algorithm.filter_groups.enable
-        and algorithm.use_kl_in_reward
-        and algorithm.filter_groups.metric == "seq_final_reward"
-    ):
+    if groups.enable and algorithm.use_kl_in_reward and groups.metric == "seq_final_reward":
         message = "the KL penalty is not known while groups are sampled; use metric=reward"
         c.refuse("algorithm.filter_groups.metric=seq_final_reward", message)
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
@@ -74,9 +69,7 @@ def _estimator(c: Check) -> None:
     if keys and weights and len(keys) != len(weights):
         c.refuse("algorithm.gdpo_reward_weights", f"{len(weights)} weights for {len(keys)} keys")
     if name == "gdpo" and algorithm.use_kl_in_reward:
-        c.notice(
-            "algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys, which the KL is not in"
-        )
+        c.notice("algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys alone")
 
 
 def _same_tokens(c: Check, key: str) -> None:
@@ -87,9 +80,7 @@ def _same_tokens(c: Check, key: str) -> None:
         return
     own, theirs = (one.text.get("vocab_size") for one in (facts, c.facts))
     if own and theirs and own != theirs:
-        c.refuse(
-            key, f"its vocabulary has {own} tokens, the policy's {theirs}; use a model of the same family"
-        )
+        c.refuse(key, f"its vocabulary has {own} tokens, the policy's {theirs}; use one of the same family")
 
 
 def _sampling(c: Check) -> None:
@@ -143,18 +134,13 @@ def _correction(c: Check) -> None:
 
 
 def _thresholds(c: Check, correction: Any) -> None:
-    """Weights and rejection rules have thresholds that parse, one for each rule or one for all."""
-    from verl.algorithms.correction import parse_rule, parse_rules, parse_weighting
+    """Weights and rejection rules have thresholds that parse."""
+    from verl.algorithms.correction import parse_rules, parse_weighting
 
     if correction.rollout_is in ("token", "sequence"):
         _attempt(c, parse_weighting, correction.rollout_is, correction.rollout_is_threshold)
-    rules = [name.strip() for name in (correction.rollout_rs or "").split(",") if name.strip()]
-    thresholds = [text.strip() for text in str(correction.rollout_rs_threshold).split(",")]
-    if rules and (correction.rollout_rs_threshold is None or len(thresholds) not in (1, len(rules))):
+    if correction.rollout_rs:
         _attempt(c, parse_rules, correction.rollout_rs, correction.rollout_rs_threshold)
-        thresholds = ["2"]
-    for rule, threshold in zip(rules, thresholds * (len(rules) // len(thresholds)), strict=True):
-        _attempt(c, parse_rule, rule, threshold)
 
 
 def _attempt(c: Check, parse: Callable[..., Any], *arguments: Any) -> None:
@@ -186,9 +172,7 @@ def _staleness(c: Check) -> None:
     lag, correction = c.cfg.trainer.max_staleness, c.cfg.algorithm.rollout_correction
     every, steps = c.trainer.weight_sync_every, c.trainer.max_steps_per_version
     if every > 1 and not c.rollout.nnodes:
-        own = (
-            f"give the sampler devices of its own ({ROLLOUT}.nnodes=1), for it keeps older weights; or set 1"
-        )
+        own = f"the sampler keeps older weights: give it devices of its own ({ROLLOUT}.nnodes=1), or set 1"
         c.refuse("trainer.weight_sync_every", own)
     if steps and not every <= steps <= every * (1 + lag):
         bounds = f"between weight_sync_every={every} and {every * (1 + lag)}, 1 + max_staleness times as many"
@@ -210,9 +194,17 @@ def _staleness(c: Check) -> None:
             f"devices of its own ({own}=1 {ROLLOUT}.n_gpus_per_node=1), or set trainer.max_staleness=0",
         )
     else:
-        c.notice(
-            f"{key} on shared devices: sampler and trainer compete for them; {own} gives sampling its own"
-        )
+        c.notice(f"{key} on shared devices: sampler and trainer compete; {own} gives sampling its own")
+
+
+def _images(c: Check) -> None:
+    """What has no effect on a text model."""
+    if c.facts is None or c.facts.vision:
+        return
+    names = [f"data.augmentation.{name}" for name in ("rotate", "crop", "color_jitter", "path")]
+    names += [f"{ACTOR}.freeze_vision_tower", "data.mm_processor_kwargs", "reward_model.images"]
+    for key in [name for name in names if c.was_set(name) and c.cfg.select(name)]:
+        c.notice(f"no effect: {c.at(key)}: this model sees no images")
 
 
 def _notices(c: Check) -> None:
@@ -223,9 +215,5 @@ def _notices(c: Check) -> None:
         c.notice(f"no effect: {c.at('critic.nnodes')}: there is no critic (critic.enable)")
     if not c.model.use_remove_padding:
         c.notice(f"no effect: {c.model_key}.use_remove_padding=False: sequences are packed without padding")
-    if actor.freeze_vision_tower and c.facts is not None and not c.facts.vision:
-        c.notice(f"{ACTOR}.freeze_vision_tower=True: this model has no vision tower")
-    if c.cfg.data.mm_processor_kwargs and c.facts is not None and not c.facts.vision:
-        c.notice("no effect: data.mm_processor_kwargs: this model sees no images")
     if "hf_model" in actor.checkpoint.save_contents:
         c.notice("checkpoint.save_contents: hf_model has no effect, weights are Hugging Face files always")

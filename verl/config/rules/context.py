@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from verl.config import devices
 from verl.config.fields import leaves
+from verl.config.layout import own_pools
 from verl.config.model_facts import ModelFacts, ModelTrouble, look
-from verl.config.problems import Problem, Report
+from verl.config.problems import Kind, Problem, Report
 from verl.config.schema.base import Root
 from verl.errors import UserError
 
@@ -28,21 +30,10 @@ class Check:
         self.keys = leaves(type(cfg))
         self.rows: dict[str, int] = {}
         self.agent_names: set[str] = set()  # of the rows
-        self._look_at(cfg)
-
-    def _look_at(self, cfg: Root) -> None:
         self.cfg: Any = cfg
         self.model: Any = cfg.select(self.model_key)
         self.rollout: Any = cfg.select(self.rollout_key)
         self.trainer: Any = cfg.get("trainer")
-
-    def mend(self, values: dict[str, Any]) -> None:
-        """Go on with other values for these keys (out-of-range ones were reported), on a copy."""
-        mended = copy.deepcopy(self.cfg)
-        for path, value in values.items():
-            group, _, name = path.rpartition(".")
-            mended.select(group)[name] = value
-        self._look_at(mended)
 
     def at(self, *paths: str) -> str:
         """The keys with their values, for a message; of the second and further ones the last part."""
@@ -51,15 +42,19 @@ class Check:
 
     def refuse(self, key: str, message: str, *, run_says: bool = False) -> None:
         """The configuration is wrong. One key alone in `key` is shown with its value. `run_says`: the run finds it itself."""
-        problem = Problem(self._shown(key), message)
-        if self._add(problem) and run_says:
-            self.report.found_later.append(problem)
+        self._add(key, message, "configuration", run_says)
 
     def lacks(self, key: str, message: str, download: bool = False) -> None:
         """This machine lacks something; `download` if a run could fetch it."""
-        problem = Problem(self._shown(key), message, "machine")
-        if self._add(problem) and download:
-            self.report.downloads.append(problem)
+        self._add(key, message, "machine", download)
+
+    @contextmanager
+    def refusing(self, key: str) -> Iterator[None]:
+        """A UserError inside is what is wrong with `key`."""
+        try:
+            yield
+        except UserError as error:
+            self.refuse(key, str(error))
 
     def notice(self, text: str, *, run_says: bool = False) -> None:
         """Say it, then go on. `run_says`: the run itself tells it when it comes to it; then only --check shows it."""
@@ -67,15 +62,12 @@ class Check:
         if text not in notices:
             notices.append(text)
 
-    def _shown(self, key: str) -> str:
+    def _add(self, key: str, message: str, kind: Kind, left_to_run: bool) -> None:
         value = self.cfg.select(key)
-        return f"{key}={value}" if isinstance(value, (bool, int, float, str)) else key
-
-    def _add(self, problem: Problem) -> bool:
-        if problem in self.report.problems:
-            return False
-        self.report.problems.append(problem)
-        return True
+        shown = f"{key}={value}" if isinstance(value, (bool, int, float, str)) else key
+        problem = Problem(shown, message, kind, left_to_run)
+        if problem not in self.report.problems:
+            self.report.problems.append(problem)
 
     def was_set(self, path: str) -> bool:
         """True if the user gave the key."""
@@ -89,39 +81,41 @@ class Check:
     @functools.cached_property
     def facts(self) -> ModelFacts | None:
         """The model's config, or None if it is not to be had (which is reported once)."""
-        if self.model is None:
+        if self.model is None or not self.model.path:
             return None
-        key = f"{self.model_key}.path"
-        if not self.model.path:
-            example = f"{key}=Qwen/Qwen3-0.6B"
-            self.refuse(key, f"is required: a Hugging Face id or a directory, for example {example}")
-            return None
-        return self.look(key, self.model.path, self.model.override_config, self.model.hf_config_path)
+        of_model = (self.model.path, self.model.override_config, self.model.hf_config_path)
+        return self.look(f"{self.model_key}.path", *of_model)
 
     @functools.cached_property
     def plugins(self) -> bool:
         """True if the plug-in modules import, which they are asked once; if one does not, it is reported."""
         from verl.plugins import import_modules
 
-        try:
+        with self.refusing(f"{self.model_key}.external_lib"):
             import_modules(self.model.external_lib if self.model is not None else None)
-        except UserError as error:
-            self.refuse(f"{self.model_key}.external_lib", str(error))
-            return False
-        return True
+            return True
+        return False
 
     def look(self, key: str, *what: Any) -> ModelFacts | None:
         """The facts of a model that `key` names (arguments of `model_facts.look`); None, and reported, if they are not to be had."""
         try:
             return look(*what)
         except ModelTrouble as trouble:
-            if trouble.kind == "machine":
-                self.lacks(key, str(trouble), download=trouble.download)
-            else:
-                self.refuse(key, str(trouble))
+            self._add(key, str(trouble), trouble.kind, trouble.download)
             return None
+
+    def rows_used(self, kind: str) -> int | None:
+        """Rows of the training ("train") or validation ("val") files that a run uses, as far as they are known."""
+        rows, most = self.rows.get(f"data.{kind}_files"), self.cfg.data[f"{kind}_max_samples"]
+        return min(rows, most) if rows and most >= 0 else rows
 
     @property
     def world(self) -> int:
         """`devices.ranks` of the run."""
         return devices.ranks(self.cfg)
+
+    @property
+    def several(self) -> bool:
+        """True for a run of several devices, of whatever pools."""
+        pools = self.ppo and (self.rollout.nnodes > 0 or own_pools(self.cfg))
+        return self.world > 1 or bool(pools)

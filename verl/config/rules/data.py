@@ -8,12 +8,11 @@ import importlib.util
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config.engine_packages import bound_names
+from verl.config.engine_packages import NO_TORCHVISION, bound_names
 from verl.config.model_facts import find
 from verl.config.names import nearest
 from verl.config.rollout_engines import CAPABILITIES
@@ -21,7 +20,6 @@ from verl.config.rules.context import Check
 from verl.config.weights import scores_by_model
 from verl.errors import UserError
 
-_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TEXT_METRICS = {"bleu": "sacrebleu", "rouge": "rouge-score"}
 """Names of `metrics.text`, and the package that computes each."""
 _LOOKED_AT = 256
@@ -38,67 +36,59 @@ def check(c: Check) -> None:
         if not any(c.cfg.data.train_files) and not c.trainer.get("val_only"):
             c.refuse("data.train_files", "names no file")
         for key in ("data.train_files", "data.val_files"):
-            paths = c.cfg.select(key) or []
-            opened = [file for path in paths if (file := _open(c, key, path)) is not None]
-            for file in opened:
-                with _refusing(c, key):
-                    sources |= _rl_file(c, key, file) if c.ppo else _sft_file(c, key, file)
-            if opened and len(opened) == len(paths):
-                c.rows[key] = sum(len(file) for file in opened)
+            for file in _opened(c, key):
+                with c.refusing(key):
+                    sources |= _prompt_columns(c, key, file) if c.ppo else _dialogue_columns(c, file)
+                    if _images(c, key, file):
+                        _first_rows(c, key, file)
         if c.ppo:
             _sources(c, sources)
-            _without_images(c)
         _enough_rows(c)
 
 
-@contextlib.contextmanager
-def _refusing(c: Check, key: str) -> Iterator[None]:
-    """What is found wrong with a file while it is looked at."""
-    try:
-        yield
-    except UserError as error:
-        c.refuse(key, str(error))
-
-
-def _open(c: Check, key: str, path: str) -> Any:
-    """A data file opened, or None (which is reported)."""
+def _opened(c: Check, key: str) -> list[Any]:
+    """The data files of a key that are here; what is wrong with others is reported. Their rows are counted where all are here."""
     from verl.data.files import DataError, is_remote, open_file
 
-    if is_remote(path):
-        c.notice(f"{key}={path}: remote, copied at the start; not looked at here")
-        return None
-    try:
-        return open_file(path)
-    except DataError as error:
-        report = c.refuse if os.path.exists(path) else c.lacks
-        report(key, str(error))
-        return None
+    given, files = c.cfg.select(key) or [], []
+    paths = [given] if isinstance(given, str) else given
+    for path in paths:
+        if is_remote(path):
+            c.notice(f"{key}={path}: remote, copied at the start; not looked at here")
+            continue
+        try:
+            files.append(open_file(path))
+        except DataError as error:
+            report = c.refuse if os.path.exists(path) else c.lacks
+            report(key, str(error))
+    if files and len(files) == len(paths):
+        c.rows[key] = sum(map(len, files))
+    return files
 
 
-def _rl_file(c: Check, key: str, file: Any) -> set[str]:
+def _prompt_columns(c: Check, key: str, file: Any) -> set[str]:
     """Check the columns of a file of prompts; returns the data sources found."""
     from verl.data.rows import RowRules, check_columns, check_plain_truth
 
     rules, said, sources = RowRules.of(c.cfg), io.StringIO(), set()
     with contextlib.redirect_stderr(said):
-        plain = check_columns(file, rules)
-        if not plain:
-            found = [value for value in file.values(rules.source_key) if value is not None]
-            if any(isinstance(value, (list, dict)) for value in found):
-                name = rules.source_key
-                raise UserError(
-                    f"{file.path}: column {name!r} holds no names; set data.reward_fn_key to the one that does"
-                )
-            sources = set(map(str, found))
+        if not check_columns(file, rules):
+            sources = {source for source in file.values(rules.source_key) if isinstance(source, str)}
         elif key == "data.train_files" and "response" in file.columns:
             check_plain_truth(file.path, file.values("response"), len(file), rules)
     for line in said.getvalue().splitlines():
         c.notice(line.removeprefix("[data] "), run_says=True)
     if "agent_name" in file.columns:
         c.agent_names |= {str(value) for value in file.values("agent_name") if value}
-    if _images(c, key, file):
-        _first_rows(c, key, file)
     return sources
+
+
+def _dialogue_columns(c: Check, file: Any) -> set[str]:
+    """Check the columns of a file of dialogues; they have no data sources."""
+    from verl.data.sft import check_columns
+
+    check_columns(file, c.cfg.data)
+    return set()
 
 
 def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> None:
@@ -149,17 +139,8 @@ def _no_video(c: Check, model: str) -> str:
         known = f"{c.rollout_key}.name=native with one of {', '.join(CAPABILITIES['native'].videos)}"
         return f"of {model} models are not sampled by {c.rollout.name} in this release; take {known}"
     if importlib.util.find_spec("torchvision") is None:
-        return "need torchvision, which is not installed: pip install torchvision (beside a CPU torch see docs/vllm.md)"
+        return f"need {NO_TORCHVISION}"
     return ""
-
-
-def _without_images(c: Check) -> None:
-    """What has no effect on a text model."""
-    if c.facts is None or c.facts.vision:
-        return
-    names = [f"data.augmentation.{name}" for name in ("rotate", "crop", "color_jitter", "path")]
-    for key in [key for key in (*names, "reward_model.images") if c.was_set(key)]:
-        c.notice(f"{c.at(key)}: this model sees no images; it has no effect")
 
 
 def chat_template(c: Check) -> str:
@@ -196,12 +177,12 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
     from verl.data.rows import BadRow
 
     data, bad = c.cfg.data, []
-    if c.facts is None or data.get("prompt_dict_keys"):
-        return  # nothing is found inside structs here
-    look, rows = _look_at_row(c, file, c.facts.vision), file.first(_LOOKED_AT)
+    if c.facts is None:
+        return
+    rows = file.first(_LOOKED_AT)
     for number, row in enumerate(rows):
         try:
-            look(row, number)
+            _look_at_row(c, file, row, number)
         except BadRow as wrong:
             found = {"file": file.path, "row": number, "problem": wrong.problem, "detail": wrong.detail}
             bad.append(found)
@@ -216,74 +197,40 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
         c.notice(f"{key}: {told}; they are left out", run_says=True)
 
 
-def _look_at_row(c: Check, file: Any, seeing: bool) -> Callable[[dict[str, Any], int], None]:
-    """A function that raises BadRow for a row that the run will not use."""
+def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
+    """Raises BadRow for a row that the run will not use."""
     from verl.data.media import folder_of, open_image, with_images
-    from verl.data.rows import RowRules, Video, as_messages, cells_of, check_readable, fields_of, is_plain
+    from verl.data.rows import RowRules, Video, as_messages, cells_of, fields_of, is_plain
+    from verl.data.sft import dialogue
     from verl.reward.rules import check_truth
 
-    data = c.cfg.data
-    rules = replace(RowRules.of(c.cfg), images=seeing) if c.ppo else RowRules()
-    plain = c.ppo and is_plain(file, rules)
-
-    def images_in(messages: list[Any], cells: Sequence[Any]) -> None:
-        for cell in with_images(messages, cells)[1] if cells and not data.allow_image_urls else ():
-            if not isinstance(cell, Video):
-                open_image(cell, folder_of(file.path))  # a remote one is not fetched here
-
-    def prompt(row: dict[str, Any], number: int) -> None:
+    data, seeing = c.cfg.data, c.facts is not None and c.facts.vision
+    if c.ppo:
+        rules = replace(RowRules.of(c.cfg), images=seeing)
+        plain = is_plain(file, rules)
         fields = fields_of(row, number, plain, rules)
         if rules.needs_truth:
             check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=not plain)
-        images_in(as_messages(fields.cell, data.prompt_key, images=seeing), fields.images)
-
-    def dialogue(row: dict[str, Any], number: int) -> None:
-        check_readable(row)
-        column = data.prompt_key or data.messages_key
-        messages = as_messages(row.get(column), column, images=seeing)
-        images_in(messages, cells_of(row.get(data.image_key)) if seeing else ())
-
-    return prompt if c.ppo else dialogue
+        messages, cells = as_messages(fields.cell, data.prompt_key, images=seeing), fields.images
+    else:
+        messages, cells = dialogue(row, data, images=seeing), cells_of(row.get(data.image_key))
+    for cell in with_images(messages, cells)[1] if cells and not data.allow_image_urls else ():
+        if not isinstance(cell, Video):
+            open_image(cell, folder_of(file.path))
 
 
 def _enough_rows(c: Check) -> None:
-    rows, size = c.rows.get("data.train_files"), c.cfg.data.train_batch_size
-    limit = c.cfg.data.train_max_samples
-    most = min(rows, limit) if rows and limit > 0 else rows
+    most, size = c.rows_used("train"), c.cfg.data.train_batch_size
     if most is not None and most < size:
-        c.refuse(
-            "data.train_batch_size", f"more than the {most} rows of data.train_files; lower it to {most}"
-        )
-
-
-def _sft_file(c: Check, key: str, file: Any) -> set[str]:
-    """Check the columns of a file of dialogues; they have no data sources."""
-    data = c.cfg.data
-    needed = [k for k in (data.prompt_key, data.response_key) if k] or [data.messages_key]
-    missing = [column for column in needed if column not in file.columns]
-    for column in missing:
-        absent = f"{_absent(column, file)}; set data.messages_key, or data.prompt_key and data.response_key"
-        c.refuse(key, f"{file.path}: no column {column!r}{absent}")
-    if not missing and _images(c, key, file):
-        _first_rows(c, key, file)
-    return set()
-
-
-def _absent(column: str, file: Any) -> str:
-    return f"{nearest(column, file.columns)} (columns: {', '.join(file.columns)})"
+        c.refuse("data.train_batch_size", f"more than {most} rows of data.train_files; lower it to {most}")
 
 
 def _table(c: Check) -> None:
     """The file of prompts or of responses that generation and evaluation read."""
-    data = c.cfg.data
     if "://" in (c.cfg.select("data.output_path") or ""):
         c.refuse("data.output_path", "is not a local path; write to a disk of this machine and copy the file")
-    paths = [data.path] if isinstance(data.path, str) else data.path or []
-    files = [file for path in paths if (file := _open(c, "data.path", path)) is not None]
-    if files and len(files) == len(paths):
-        c.rows["data.path"] = sum(map(len, files))
-    for file in files:
-        with _refusing(c, "data.path"):
+    for file in _opened(c, "data.path"):
+        with c.refusing("data.path"):
             if c.cfg.entry == "generation":
                 _has_columns(c, file, "prompt_key")
             else:
@@ -292,8 +239,8 @@ def _table(c: Check) -> None:
 
 def _has_columns(c: Check, file: Any, *keys: str) -> bool:
     for key in keys:
-        if (name := c.cfg.data[key]) not in file.columns:
-            c.refuse(f"data.{key}", f"{file.path} has no such column{_absent(name, file)}")
+        with c.refusing(f"data.{key}"):
+            file.need(c.cfg.data[key], f"data.{key}")
     return all(c.cfg.data[key] in file.columns for key in keys)
 
 
@@ -319,8 +266,8 @@ def _text_metrics(c: Check, file: Any) -> None:
             c.lacks(f"metrics.text={name}", f"needs {package}, which is not installed: {install}")
     reference = c.cfg.metrics.reference
     if reference and reference.split(".")[0] not in file.columns:
-        absent = _absent(reference.split(".")[0], file)
-        c.refuse("metrics.reference", f"{file.path} has no such column{absent}")
+        known = f"{nearest(reference, file.columns)} (columns: {', '.join(file.columns)})"
+        c.refuse("metrics.reference", f"{file.path} has no such column{known}")
 
 
 # ---- code of the user's own ----
@@ -393,11 +340,13 @@ def _source(c: Check, key: str) -> Path | None:
 
 def _takes(c: Check, key: str, function: Any) -> None:
     """A reward function takes what the manager calls it with."""
+    from verl.reward.load import MANY, ONE
+
     manager, given = c.cfg.select("reward_model.reward_manager"), function.args
     positional = [*given.posonlyargs, *given.args]
     if manager == "prime" and (given.vararg or len(positional) >= 3):
         return
-    called = _ARGUMENTS if manager != "batch" else tuple(f"{name}s" for name in _ARGUMENTS)
+    called = MANY if manager == "batch" else ONE
     names = [argument.arg for argument in (*positional, *given.kwonlyargs)]
     missing = [name for name in called if name not in names]
     if missing and given.kwarg is None:

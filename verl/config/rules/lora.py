@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 
 from verl.config.model_facts import ADAPTER_CONFIG, adapter_directory, read_adapter_config
+from verl.config.names import nearest
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
 from verl.errors import UserError
@@ -84,11 +84,10 @@ def _patterns(c: Check) -> None:
     if not missing:
         return
     ends = sorted({m.rpartition(".")[2] for m in modules})
-    close = [n for t in missing for n in difflib.get_close_matches(t.rpartition(".")[2], ends, 1, 0.5)]
+    close = "".join(nearest(t.rpartition(".")[2], ends) for t in missing)
     message = f"{', '.join(missing)} matches no module of the model"
     if close or len(missing) == len(targets):
-        hint = f"; nearest: {', '.join(dict.fromkeys(close))}" if close else ""
-        c.refuse(f"{key}=[{', '.join(targets)}]", f"{message}{hint}; its modules are {', '.join(ends)}")
+        c.refuse(f"{key}=[{', '.join(targets)}]", f"{message}{close}; its modules are {', '.join(ends)}")
     else:  # lists that are made for several architectures
         c.notice(f"{key}: {message}")
 

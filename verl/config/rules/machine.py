@@ -47,10 +47,9 @@ def _devices(c: Check) -> None:
         return
     if not cluster:
         _one_machine(c, sizes, kind, here)
-    several = c.world > 1 or c.rollout.nnodes > 0 or bool(c.ppo and own_pools(c.cfg))
-    if (several or cluster) and not _installed("ray"):
+    if (c.several or cluster) and not _installed("ray"):
         c.lacks(sizes, "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
-    if several:
+    if c.several:
         _open_files(c, sizes)
     folder = Path(c.trainer.default_local_dir).expanduser()
     if not folder.is_absolute() and "working_dir_files" in Path.cwd().parts:
@@ -75,10 +74,8 @@ def _one_machine(c: Check, sizes: str, kind: str, here: int) -> None:
     if c.rollout.nnodes:
         own.insert(0, OwnPool(c.rollout_key, c.rollout.nnodes, c.rollout.n_gpus_per_node))
     sizes = ", ".join([sizes, *map(str, own)])
-    wanted, nodes = (
-        c.world + sum(pool.devices for pool in own),
-        c.trainer.nnodes + sum(pool.nodes for pool in own),
-    )
+    wanted = c.world + sum(pool.devices for pool in own)
+    nodes = c.trainer.nnodes + sum(pool.nodes for pool in own)
     if nodes > 1 + len(own):
         c.lacks(
             sizes,
@@ -134,9 +131,7 @@ def _vllm(c: Check) -> None:
     for text in translated.notices:
         c.notice(text)
     if c.rollout.data_parallel_size > 1:
-        c.refuse(
-            f"{key}.data_parallel_size", "one engine is one copy here; set 1: more devices make more engines"
-        )
+        c.refuse(f"{key}.data_parallel_size", "an engine is one copy; set 1: more devices make more engines")
 
 
 def _model(c: Check) -> None:

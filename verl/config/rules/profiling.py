@@ -48,9 +48,7 @@ def check(c: Check) -> None:
         if profiler.tool == "nsys" and kind != "cuda":
             c.lacks(tool, f"nsys records CUDA devices, this run is on {kind}; set it to torch")
         if profiler.tool == "npu" and kind != "npu":
-            c.notice(
-                f"no effect: {tool}: there is no Ascend device, this run is on {kind} (torch profiles it)"
-            )
+            c.notice(f"no effect: {tool}: no Ascend device, this run is on {kind} (torch profiles it)")
     for path, group in roles.items():
         if any(options and options.get("discrete") for options in group.tool_config.values()):
             c.notice(f"no effect: {path}.tool_config.*.discrete=True: a profile here is of whole steps")

@@ -1,4 +1,4 @@
-"""What would be accepted and then do nothing, or something else than was meant: found before the run."""
+"""What would be accepted and then do nothing, or something else than was meant, or fail when it is loaded: found before the run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ _SHAPE = (
 )
 """Entries of config.json that the shapes of a model's weights follow from."""
 _ARGUMENTS_OF_TRANSFORMERS = ("tools", "documents", "continue_final_message", "add_generation_prompt")
+_WITHOUT_TOOLS = {"single_turn_agent", "environment_agent"}
 _TAG_OF_TRANSFORMERS = re.compile(r"{%-?\s*generation")
 
 
 def check(c: Check) -> None:
-    """Overrides against weights, tokenizers, templates, plug-ins, names of agent loops, folders, contents of checkpoints."""
+    """Tools, environments, overrides against weights, tokenizers, templates, plug-ins, names of agent loops, folders, checkpoints."""
+    if c.rollout is not None and c.model is not None:
+        _agents(c)
     if c.model is not None:
         _overrides(c)
         _tokenizer(c)
@@ -57,6 +60,8 @@ def _overrides(c: Check) -> None:
 
 def _tokenizer(c: Check) -> None:
     """A folder that is not there, and a template that does not compile."""
+    from verl.data.tokenizer import template_text
+
     for key in ("data.tokenizer", f"{c.model_key}.tokenizer_path"):
         path = str(c.cfg.select(key) or "") if c.was_set(key) else ""
         if path.startswith(("/", "~", "./", "../")) and not Path(path).expanduser().is_dir():
@@ -67,32 +72,21 @@ def _tokenizer(c: Check) -> None:
             except ModelTrouble as trouble:
                 c.lacks(key, str(trouble), download=trouble.download or "/" not in path)
     if template := c.model.get("custom_chat_template"):
-        problem = _template_problem(template)
-        if problem:
-            c.refuse(f"{c.model_key}.custom_chat_template", problem)
-
-
-def _template_problem(template: str) -> str:
-    """Why a chat template cannot be used, or ""."""
-    from jinja2 import TemplateSyntaxError
-
-    from verl.data.tokenizer import template_text
-
-    try:
-        text = template_text(template)
-        if not _TAG_OF_TRANSFORMERS.search(text):
-            _parsed(text)
-    except UserError as error:
-        return str(error)
-    except TemplateSyntaxError as error:
-        return f"is no Jinja template: {error.message} (line {error.lineno})"
-    return ""
+        with c.refusing(f"{c.model_key}.custom_chat_template"):
+            _parsed(template_text(template))
 
 
 def _parsed(text: str) -> Any:
+    """A chat template, None where it has a tag of transformers. UserError if it is none."""
+    from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    return ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    if _TAG_OF_TRANSFORMERS.search(text):
+        return None
+    try:
+        return ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateSyntaxError as error:
+        raise UserError(f"is no Jinja template: {error.message} (line {error.lineno})") from error
 
 
 def _template_arguments(c: Check) -> None:
@@ -101,13 +95,13 @@ def _template_arguments(c: Check) -> None:
     text = chat_template(c) if (given := c.cfg.select(key)) else ""
     if not text:
         return
-    from jinja2 import TemplateSyntaxError, meta
+    from jinja2 import meta
 
     try:
         parsed = _parsed(text)
-    except TemplateSyntaxError:  # a tag of transformers
+    except UserError:  # said where it is set, or when the tokenizer is loaded
         return
-    read = meta.find_undeclared_variables(parsed)
+    read = meta.find_undeclared_variables(parsed) if parsed is not None else given
     for name in given:
         if name in read or name in _ARGUMENTS_OF_TRANSFORMERS:
             continue
@@ -141,6 +135,38 @@ def _plugins(c: Check) -> None:
             c.refuse(where if where == key else f"{where} {name!r}", str(error))
 
 
+def _agents(c: Check) -> None:
+    """What tools and environments name is loaded, for that is the only way to know that it can be."""
+    turns, environment, key = c.rollout.multi_turn, c.rollout.agent.environment, c.rollout_key
+    if environment.name and not environment.path:
+        c.refuse(f"{key}.agent.environment.path", f"environment.name={environment.name} needs it")
+    elif environment.name and c.plugins:
+        from verl.rollout import environments
+
+        with c.refusing(f"{key}.agent.environment"):
+            tokenizer = c.cfg.select("data.tokenizer") or c.model.tokenizer_path or c.model.path
+            environments.check(environment, tokenizer)
+    files = ("tool_config_path", "function_tool_path", "interaction_config_path")
+    if given := [name for name in files if turns[name]]:
+        if {c.rollout.agent.default_agent_loop, *c.agent_names} <= _WITHOUT_TOOLS:
+            why = "no row is of tool_agent (multi_turn.enable=True, or agent_name in a row)"
+            c.notice(f"no effect: {key}.multi_turn.{', '.join(given)}: {why}")
+        if c.plugins:
+            with c.refusing(f"{key}.multi_turn"):
+                _tools(c)
+
+
+def _tools(c: Check) -> None:
+    from verl.data.tokenizer import tokenizer_of
+    from verl.rollout.tool_agent import checked_tools
+
+    model = c.model
+    checked_tools(c.rollout, None, None)
+    if Path(str(model.path)).expanduser().is_dir():
+        tokenizer = tokenizer_of(model, c.cfg.select("data.tokenizer"))
+        checked_tools(c.rollout, tokenizer, c.cfg.select("data.apply_chat_template_kwargs"))
+
+
 def _folders(c: Check) -> None:
     """Where a run writes, and that its checkpoints hold something."""
     key = "trainer.default_local_dir"
@@ -161,11 +187,8 @@ def _folders(c: Check) -> None:
 def _lengths(c: Check) -> None:
     size = c.facts.text.get("vocab_size") if c.facts is not None else None
     for key in (f"{c.rollout_key}.stop_token_ids", f"{c.rollout_key}.val_kwargs.stop_token_ids"):
-        if (
-            size
-            and c.was_set(key)
-            and (wrong := [token for token in c.cfg.select(key) or () if token >= size])
-        ):
+        given = c.cfg.select(key) if size and c.was_set(key) else None
+        if wrong := [token for token in given or () if token >= size]:
             c.refuse(f"{key}={wrong[0]}", f"the model's vocabulary has {size} tokens")
     own, of_data = f"{c.rollout_key}.response_length", "data.max_response_length"
     if c.was_set(own) and c.cfg.select(own) != c.cfg.select(of_data):
@@ -182,7 +205,5 @@ def _reward_arguments(c: Check) -> None:
     if not c.cfg.custom_reward_function.path:
         from verl.reward.rules import check_kwargs
 
-        try:
+        with c.refusing("custom_reward_function.reward_kwargs"):
             check_kwargs(c.cfg.custom_reward_function.reward_kwargs)
-        except UserError as error:
-            c.refuse("custom_reward_function.reward_kwargs", str(error))

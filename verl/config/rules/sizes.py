@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, own_pools, rank_problems
+from verl.config.layout import Sizes, divisors, model_problems, own_pools, rank_problems, reference_is_base
+from verl.config.problems import counted
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
 from verl.config.schema.trainer import EACH_EPOCH
@@ -24,9 +25,7 @@ def check(c: Check) -> None:
         _pools(c)
         _policy_layout(c)
     elif c.cfg.entry == "sft":
-        engine = c.cfg.engine
-        split, cut = engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size
-        _ranks(c, Sizes(split, cut, engine.fsdp_size, "engine.", ""), own_model=True)
+        _ranks(c, Sizes.of(c.cfg.engine, "engine.", ""), own_model=True)
         if c.cfg.data.use_dynamic_bsz and c.cfg.data.micro_batch_size_per_gpu:
             size = c.at("data.micro_batch_size_per_gpu")
             c.notice(f"no effect: {size}: data.use_dynamic_bsz=True packs by token budget")
@@ -134,7 +133,7 @@ def _policy_layout(c: Check) -> None:
     The reference gets the rows of the actor's layout: ranks that share its work must have the same ones.
     """
     actor, ref = c.cfg.actor_rollout_ref.actor, c.cfg.actor_rollout_ref.ref
-    ours, theirs = sizes_of(actor, f"{ACTOR}."), sizes_of(ref, f"{_REF}.")
+    ours, theirs = Sizes.of(actor, f"{ACTOR}."), Sizes.of(ref, f"{_REF}.")
     _ranks(c, ours, own_model=True)
     if ours.together % theirs.together:
         c.refuse(
@@ -142,9 +141,8 @@ def _policy_layout(c: Check) -> None:
             f"{theirs.together} devices share a sequence of the reference and {ours.together} one of the actor, which "
             f"gets the same rows: {theirs.together} must divide {ours.together}; leave it as the actor's",
         )
-    wanted = actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward
-    adapted = c.model.lora_rank > 0 or c.model.lora_adapter_path  # then the reference is the actor's base
-    if wanted and (ref.model.path or (not adapted and sizes_of(ref, "") != sizes_of(actor, ""))):
+    wanted = (actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward) and not reference_is_base(c.cfg)
+    if wanted and (ref.model.path or Sizes.of(ref) != Sizes.of(actor)):
         _ranks(c, theirs, own_model=not ref.model.path)
     if c.cfg.critic.enable:
         _critic_layout(c, ours.together)
@@ -152,15 +150,7 @@ def _policy_layout(c: Check) -> None:
 
 def _critic_layout(c: Check, together: int) -> None:
     """A critic on the policy's ranks has their rows, which as many of them share as share the actor's."""
-    critic, pool = c.cfg.critic, own_pools(c.cfg).get("critic")
-    cut = critic.model.fsdp_config
-    own = Sizes(
-        critic.ulysses_sequence_parallel_size,
-        cut.tensor_parallel_size,
-        cut.fsdp_size,
-        "critic.",
-        "model.fsdp_config.",
-    )
+    own, pool = Sizes.of(c.cfg.critic, "critic.", "model.fsdp_config."), own_pools(c.cfg).get("critic")
     if pool is None and own.together != together:
         message = (
             f"= {own.together} devices share a row of the critic and {together} one of the actor on the same devices; make "
@@ -171,19 +161,12 @@ def _critic_layout(c: Check, together: int) -> None:
         c.refuse(key, f"{message} (its ranks: {pool})")
 
 
-def sizes_of(role: Any, keys: str) -> Sizes:
-    """The parallel sizes of the actor's group or the reference's; `keys`: what their names begin with in messages."""
-    parallel = role.fsdp_config
-    return Sizes(role.ulysses_sequence_parallel_size, parallel.tensor_parallel_size, parallel.fsdp_size, keys)
-
-
 def _ranks(c: Check, sizes: Sizes, *, own_model: bool) -> None:
     """Do they fit the ranks, and the run's model if it is the role's own?"""
     for key, message in rank_problems(sizes, c.world):
         c.refuse(key, message)
     if own_model and c.facts is not None:
-        model = {key: c.facts.text.get(key) for key in MODEL_KEYS}
-        model |= {"num_attention_heads": c.facts.heads, "experts": c.facts.experts}
+        model = c.facts.text | {"num_attention_heads": c.facts.heads, "experts": c.facts.experts}
         for key, message in model_problems(sizes, model):
             c.refuse(key, message)
 
@@ -199,18 +182,18 @@ def plan(c: Check) -> list[str]:
     size = data.train_batch_size
     parts = math.ceil(size / min(actor.ppo_mini_batch_size, size))
     large = math.ceil(size / parts) * n
-    ranks = max(1, c.world // sizes_of(actor, "").together)
+    ranks = max(1, c.world // Sizes.of(actor).together)
     epochs = actor.ppo_epochs
     lines = [
         _steps(c),
         f"each step: {size} prompts × {n} responses = {size * n} trajectories "
         f"(≤ {data.max_prompt_length} + {data.max_response_length} tokens)",
-        f"→ {_count(parts * epochs, 'update')} ({parts} mini-batches of {_each(size, parts, n)} responses × {_count(epochs, 'epoch')})",
-        f"→ micro-batches on each of {_count(ranks, 'rank')}: {_micro(actor, large, ranks)}",
+        f"→ {counted(parts * epochs, 'update')} ({parts} mini-batches of {_each(size, parts, n)} responses × {counted(epochs, 'epoch')})",
+        f"→ micro-batches on each of {counted(ranks, 'rank')}: {_micro(actor, large, ranks)}",
     ]
     only = c.trainer.val_only
     if data.val_files and (c.trainer.test_freq > 0 or c.trainer.val_before_train or only):
-        rows = _rows(c, "val")
+        rows = c.rows_used("val")
         prompts = f"{rows} prompts" if rows else "validation prompts"
         lines.append(f"validation: {prompts} × {c.rollout.val_kwargs.n}")
     return lines[-1:] if only else lines
@@ -222,25 +205,15 @@ def _each(size: int, parts: int, n: int = 1) -> str:
     return f"{large}" if small == large else f"{small} to {large}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _rows(c: Check, kind: str) -> int | None:
-    """Rows of the training ("train") or validation ("val") files that a run uses, as far as they are known."""
-    rows, most = c.rows.get(f"data.{kind}_files"), c.cfg.data[f"{kind}_max_samples"]
-    return min(rows, most) if rows and most >= 0 else rows
-
-
 def _steps(c: Check) -> str:
-    rows, size = _rows(c, "train"), c.cfg.data.train_batch_size
+    rows, size = c.rows_used("train"), c.cfg.data.train_batch_size
     total, epochs = c.trainer.total_training_steps, c.trainer.total_epochs
     if total is not None:
         return f"{total} steps" + (f" over {rows} rows" if rows else "")
     if not rows:
         return f"{epochs} epochs"
-    each = f"{rows} rows, {_count(rows // size, 'step')} an epoch × {_count(epochs, 'epoch')}"
-    return f"{each} = {_count(rows // size * epochs, 'step')}"
+    each = f"{rows} rows, {counted(rows // size, 'step')} an epoch × {counted(epochs, 'epoch')}"
+    return f"{each} = {counted(rows // size * epochs, 'step')}"
 
 
 def _micro(actor: Any, responses: int, ranks: int) -> str:
@@ -256,7 +229,7 @@ def _other_plan(c: Check) -> list[str]:
     data = c.cfg.data
     if c.cfg.entry == "sft":
         if c.trainer.val_only:
-            return [f"validation: {_rows(c, 'val') or 'all'} rows"]
+            return [f"validation: {c.rows_used('val') or 'all'} rows"]
         each = f"{data.train_batch_size} sequences of at most {data.max_length} tokens"
         return [_steps(c), f"each step: {each}"]
     if c.cfg.entry == "generation":

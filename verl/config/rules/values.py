@@ -2,59 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
 from verl.config.engine_packages import names_in
 from verl.config.fields import Field, Limits, limits_of
-from verl.config.layout import own_pools
-from verl.config.names import built_in, nearest
+from verl.config.names import built_in, lookup, nearest
 from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
 from verl.config.rules.context import Check
+from verl.config.schema.base import put
 
 REGISTRIES = {
     "algorithm.adv_estimator": "ESTIMATORS",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "LOSSES",
 }
 """Key → the registry in verl.algorithms.registry that its names are of."""
+_MODEL = ": a Hugging Face id or a directory, for example Qwen/Qwen3-0.6B"
 
 
 def check(c: Check) -> None:
     """Bounds and names of every key, then the features that are not in this release."""
-    mended: dict[str, Any] = {}
     for path, known in c.keys.items():
         value = c.cfg.select(path)
-        if "same_as" in known.about and not c.was_set(path):
-            if not isinstance(value, list) and _outside(value, known):
-                mended[path] = _inside(known)
-            continue
-        if value is None:
-            if known.about.get("required") and path != f"{c.model_key}.path":
-                c.refuse(path, "is required")
-            continue
-        if _bounds(c, path, value, known):
-            mended[path] = _inside(known)
-        if "options" in known.about:
-            for name in value if isinstance(value, list) else [value]:
-                _name(c, path, str(name), known)
-        if path.endswith("dtype"):
-            _dtype(c, path, value)
-        if path.endswith(".betas") and (len(value) != 2 or max(value) == 1):
-            c.refuse(f"{path}={value}", "expected two numbers from 0 to below 1, as [0.9,0.999]")
-        if path.endswith("optim.optimizer"):
-            _optimizer(c, path, value)
-        if path.endswith(".stop") and "" in value:
-            c.refuse(f"{path}={value}", 'the empty text is in every response; remove ""')
-        if path.endswith(".override_optimizer_config") and "lr" in value:
-            c.refuse(f"{path}.lr", f"the schedule sets it in each step; set {path.rpartition('.')[0]}.lr")
-    if mended:
-        c.mend(mended)
+        follows = "same_as" in known.about and not c.was_set(path)  # what it follows is looked at
+        if not value and known.about.get("required"):
+            c.refuse(path, f"is required{_MODEL if path.endswith('model.path') else ''}")
+        elif value is not None and not follows:
+            _value(c, path, value, known)
+        if _outside(value, known):
+            put(c.cfg, path, _inside(known))
     _unread(c)
     for path in filter(c.cfg.select, c.keys):
-        found = (absent for glob, absent in names.FEATURES.items() if names.compiled(glob).match(path))
-        if (absent := next(found, None)) and not _unused(c, path):
+        if (absent := lookup(names.FEATURES, path)) and not _unused(c, path):
             c.refuse(c.at(path), f"not in this release ({absent.what}); {absent.instead}")
+
+
+def _value(c: Check, path: str, value: Any, known: Field) -> None:
+    """A value that the user or the schema gives."""
+    for item in value if isinstance(value, list) else [value]:
+        if _outside(item, known):
+            c.refuse(f"{path}={item}", f"out of range; {_said(limits_of(known, type(item)))}")
+        if "options" in known.about:
+            _name(c, path, str(item), known)
+    if path.endswith("dtype"):
+        _dtype(c, path, value)
+    if path.endswith(".betas") and (len(value) != 2 or max(value) == 1):
+        c.refuse(f"{path}={value}", "expected two numbers from 0 to below 1, as [0.9,0.999]")
+    if path.endswith("optim.optimizer"):
+        _optimizer(c, path, value)
+    if path.endswith(".stop") and "" in value:
+        c.refuse(f"{path}={value}", 'the empty text is in every response; remove ""')
+    if path.endswith(".override_optimizer_config") and "lr" in value:
+        c.refuse(f"{path}.lr", f"the schedule sets it in each step; set {path.rpartition('.')[0]}.lr")
 
 
 def _optimizer(c: Check, path: str, name: str) -> None:
@@ -83,14 +84,10 @@ def _dtype(c: Check, path: str, value: Any) -> None:
 def _unread(c: Check) -> None:
     """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
     engine = c.rollout.name if c.rollout is not None else "native"
-    several = c.world > 1 or (
-        c.ppo and (c.rollout.nnodes > 0 or bool(ray_address(c.cfg) or own_pools(c.cfg)))
-    )
-    alone = (
-        () if several else ("one device", *(["one process"] if CAPABILITIES[engine].in_place_weights else []))
-    )
-    tables = [table for when, table in names.UNREAD.items() if when in ("", engine, *alone)]
-    rows = [row for table in tables for row in table.items()]
+    where = ["", engine]
+    if not (c.several or (c.ppo and ray_address(c.cfg))):
+        where += ["one device", "one process"] if CAPABILITIES[engine].in_place_weights else ["one device"]
+    unread = {glob: reason for when in where for glob, reason in names.UNREAD.get(when, {}).items()}
     found: dict[str, list[str]] = {}
     for path, known in c.keys.items():
         value = c.cfg.select(path)
@@ -102,25 +99,16 @@ def _unread(c: Check) -> None:
             continue
         if path.endswith(".checkpoint_engine.backend") and c.ppo and c.rollout.nnodes > 0:
             continue
-        reason = next((reason for glob, reason in rows if names.compiled(glob).match(path)), None)
-        if reason:
+        if reason := lookup(unread, path):
             found.setdefault(reason, []).append(c.at(path))
     for reason, keys in found.items():
         c.notice(f"no effect: {', '.join(keys)}: {reason}")
 
 
-def _bounds(c: Check, path: str, value: Any, known: Field) -> bool:
-    """Rules 13 and 14, and every other range of a number; True if a single number is out of range."""
-    wrong = [number for number in (value if isinstance(value, list) else [value]) if _outside(number, known)]
-    for number in wrong:
-        c.refuse(f"{path}={number}", f"out of range; {_said(limits_of(known, type(number)))}")
-    return bool(wrong) and not isinstance(value, list)
-
-
 def _said(limits: Limits) -> str:
-    least = f"above {limits.above:g}" if limits.above >= limits.low else f"at least {limits.low:g}"
-    most = "" if limits.inf else f" and at most {limits.high:g}"
-    return least + most + (f", or {limits.also:g}" if limits.also is not None else "")
+    least = f"above {limits.above}" if limits.above >= limits.low else f"at least {limits.low}"
+    most = "" if limits.inf else f" and at most {limits.high}"
+    return least + most + (f", or {limits.also}" if limits.also is not None else "")
 
 
 def _outside(number: Any, known: Field) -> bool:
@@ -142,15 +130,14 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
     """Rule 2: a name outside its list, or one of the list that this release does not have."""
     options, foreign = known.about["options"], names.REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name)
     here: Any = names.STRATEGIES if path.endswith("strategy") else options
-    if registry := REGISTRIES.get(path):
-        here = built_in(registry)
-        if name in here or name in _plugins(c, registry):
-            return
-    if name in here or (path == "reward_model.reward_manager" and _own_manager(c, name)):
+    if path in REGISTRIES:
+        here = built_in(REGISTRIES[path])
+    if name in here:
         return
-    if path.endswith("multi_turn.format") and _own_parser(c, name):
-        return
-    if _unused(c, path):
+    if name in _registered(c, path):
+        if path == "reward_model.reward_manager":
+            _by_class(c, name)
+    elif _unused(c, path):
         c.notice(f"no effect: {path}={name}: there is no critic (critic.enable)")
     elif name in options:
         default = "" if c.was_set(path) else " (it is the default)"
@@ -164,27 +151,26 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
         c.refuse(f"{path}={name}", f"none of {', '.join(options)}{nearest(name, options)}{more}")
 
 
-def _own_manager(c: Check, name: str) -> bool:
-    """True for a manager class that a plug-in registers: the run has it as it has a class of a module, `source=importlib`."""
+def _registered(c: Check, path: str) -> Collection[str]:
+    """Names that plug-in modules register for a key, beside ours."""
+    if path in REGISTRIES and c.plugins:
+        from verl.algorithms import registry
+
+        return tuple(getattr(registry, REGISTRIES[path]).functions)
+    if path == "reward_model.reward_manager" and c.plugins:
+        from verl.reward.registry import REWARD_MANAGER_REGISTRY
+
+        return REWARD_MANAGER_REGISTRY
+    if path.endswith("multi_turn.format") and c.plugins:
+        from verl.rollout.tools.parsers import OWN_PARSERS
+
+        return OWN_PARSERS
+    return ()
+
+
+def _by_class(c: Check, name: str) -> None:
+    """The run has a manager that a plug-in registers as it has a class of a module, `source=importlib`."""
     from verl.reward.registry import REWARD_MANAGER_REGISTRY
 
-    found = REWARD_MANAGER_REGISTRY.get(name) if c.plugins else None
-    if found is not None:
-        own = c.cfg.reward_manager
-        own.source, own.name, own.module.path = "importlib", found.__name__, f"pkg://{found.__module__}"
-    return found is not None
-
-
-def _own_parser(c: Check, name: str) -> bool:
-    """True for a parser of tool calls that a plug-in registers."""
-    from verl.rollout.tools.parsers import OWN_PARSERS
-
-    return c.plugins and name in OWN_PARSERS
-
-
-def _plugins(c: Check, registry: str) -> set[str]:
-    """Names that plug-in modules register."""
-    from verl.algorithms import registry as registries
-
-    functions = getattr(registries, registry).functions if c.plugins else {}
-    return {name for name, f in functions.items() if not f.__module__.startswith("verl.algorithms.")}
+    own, found = c.cfg.reward_manager, REWARD_MANAGER_REGISTRY[name]
+    own.source, own.name, own.module.path = "importlib", found.__name__, f"pkg://{found.__module__}"

@@ -129,6 +129,12 @@ def select(node: Any, path: str, default: Any = None) -> Any:
     return node
 
 
+def put(node: Any, path: str, value: Any) -> None:
+    """Set the value at a dotted path whose groups are there."""
+    group, _, name = path.rpartition(".")
+    (select(node, group) if group else node)[name] = value
+
+
 def setting(group: Any, path: str, default: Any = None) -> Any:
     """`setting(actor, "optim.lr")`: the value at a path of names of whatever carries the configuration: typed groups, mappings, or
     nothing at all. `default` where a name is missing or holds None."""

@@ -172,7 +172,5 @@ class GenerationConfig(Root):
     ray_kwargs: RayConfig = sub(RayConfig)
 
 
-ROOTS: dict[str, type[Root]] = {
-    root.entry: root for root in (Config, SFTConfig, EvalConfig, GenerationConfig)
-}
+ROOTS: dict[str, type[Root]] = {cls.entry: cls for cls in (Config, SFTConfig, EvalConfig, GenerationConfig)}
 """The whole configuration by entry point."""

@@ -152,7 +152,7 @@ class OptimConfig(Group):
         use_checkpoint_opt_param_scheduler: Megatron only: take the schedule from the checkpoint.
     """
 
-    lr: float = key(1e-6, low=0, high=1e4)
+    lr: float = key(1e-6, low=0, high=10**4)
     weight_decay: float = key(0.01, low=0)
     betas: list[float] = items(0.9, 0.999, low=0, high=1)
     lr_warmup_steps: int = -1
@@ -177,7 +177,7 @@ class OptimConfig(Group):
 class CriticOptimConfig(OptimConfig):
     """As the actor's, with a larger learning rate."""
 
-    lr: float = key(1e-5, low=0, high=1e4)
+    lr: float = key(1e-5, low=0, high=10**4)
 
 
 class SFTOptimConfig(OptimConfig):
@@ -187,7 +187,7 @@ class SFTOptimConfig(OptimConfig):
         grad_clip: Largest global gradient norm.
     """
 
-    lr: float = key(1e-5, low=0, high=1e4)
+    lr: float = key(1e-5, low=0, high=10**4)
     grad_clip: float = key(1.0, above=0, inf=True)
 
 
@@ -205,6 +205,9 @@ class LogProbConfig(Group):
     log_prob_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", low=1)
 
 
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
 class CheckpointConfig(Group):
     """What a checkpoint of this role holds and how it is written.
 
@@ -218,10 +221,8 @@ class CheckpointConfig(Group):
         strict: Refuse missing or extra tensors.
     """
 
-    save_contents: list[str] = items(
-        "model", "optimizer", "extra", options=("model", "optimizer", "extra", "hf_model")
-    )
-    load_contents: list[str] = same_as(".save_contents", options=("model", "optimizer", "extra", "hf_model"))
+    save_contents: list[str] = items("model", "optimizer", "extra", options=CONTENTS)
+    load_contents: list[str] = same_as(".save_contents", options=CONTENTS)
     async_save: bool = False
     save_lora_only: bool = False
     strict: bool = True

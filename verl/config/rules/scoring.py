@@ -1,23 +1,71 @@
-"""Distillation: teachers that are complete and apart, terms that see the teacher, what has no effect."""
+"""Models beside the policy that judge responses: the reward model, and how several rewards add up; the teachers of distillation."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from verl.config.layout import own_pools
+from verl.config.layout import Sizes, own_pools
 from verl.config.model_facts import ModelFacts
 from verl.config.names import nearest
 from verl.config.rules.context import ACTOR, Check
-from verl.config.rules.sizes import sizes_of
 from verl.config.schema.distillation import TEACHER_KEYS
+from verl.config.weights import scores_by_model
 
+_KEY = "reward_model"
+_JUDGE = "custom_reward_function.path=pkg://verl.reward.judge"
 _LOSS, _TEACHERS = "distillation.distillation_loss", "distillation.teacher_models"
 
 
 def check(c: Check) -> None:
-    """All rules on distillation, where it is on."""
-    if not c.ppo or not c.cfg.distillation.enabled:
+    """The reward model, and distillation where it is on."""
+    if c.ppo:
+        _reward_model(c)
+        if c.cfg.distillation.enabled:
+            _distillation(c)
+
+
+def _reward_model(c: Check) -> None:
+    """Rule 17, the weights of several rewards, and where a judge can be served."""
+    own, weights, path = c.cfg.reward_model, c.cfg.reward_model.weights, f"{_KEY}.model.path"
+    if wrong := [n for n, w in weights.items() if isinstance(w, bool) or not isinstance(w, (int, float))]:
+        c.refuse(f"{_KEY}.weights", f"{', '.join(wrong)}: a weight is a number, {{function: 1, model: 0.5}}")
         return
+    if "model" in weights and not own.enable:
+        c.refuse(f"{_KEY}.weights", f"model needs {_KEY}.enable=True and {path}")
+    if not own.enable:
+        return
+    if not own.model.path:
+        c.refuse(path, f"{_KEY}.enable=True needs it")
+        return
+    classifier, scores, problem = _classifier(c), scores_by_model(c.cfg), ""
+    if scores and classifier is False:
+        problem = f"is no sequence classifier with one label; to ask it as a judge set {_JUDGE}"
+    elif not scores and classifier:
+        problem = f"a sequence classifier beside a function: set {_KEY}.weights={{function: 1, model: 1}}"
+    elif not (scores or c.cfg.custom_reward_function.path):
+        problem = f"nothing asks this model; to ask it as a judge set {_JUDGE}"
+    elif not scores and "judge" not in own_pools(c.cfg) and c.several:
+        problem = (
+            f"beside several devices a judge has a pool of its own: set {_KEY}.enable_resource_pool=True, {_KEY}.nnodes and "
+            f"{_KEY}.n_gpus_per_node; or start a server and set reward_kwargs.reward_router_address"
+        )
+    if problem:
+        c.refuse(path, problem)
+
+
+def _classifier(c: Check) -> bool | None:
+    """Whether the reward model is a sequence classifier; None where that cannot be seen here."""
+    key, path = f"{_KEY}.model.path", c.cfg.reward_model.model.path
+    facts = c.look(key, path)
+    if facts is None:
+        return None
+    config = facts.config
+    named = any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
+    return named and len(config.get("id2label") or (0, 1)) == 1
+
+
+def _distillation(c: Check) -> None:
+    """Teachers that are complete and apart, terms that see the teacher, what has no effect."""
     if not c.cfg.distillation.nnodes and c.was_set("distillation.n_gpus_per_node"):
         c.notice("no effect: distillation.n_gpus_per_node: teachers run on the policy's devices")
     _teachers(c)
@@ -50,7 +98,7 @@ def _model(c: Check, at: str, teacher: Any) -> None:
     """Its model is there, and its parallel size fits the ranks: those of the policy, whose rows it gets, or the teachers' own."""
     inference, arr = teacher.get("inference") or {}, c.cfg.actor_rollout_ref
     size = inference.get("tensor_model_parallel_size") or 1
-    ours, split = sizes_of(arr.actor, "").together, arr.ref.ulysses_sequence_parallel_size
+    ours, split = Sizes.of(arr.actor).together, arr.ref.ulysses_sequence_parallel_size
     message = f"a teacher's rows are the policy's, which {ours} of its devices share; set 1"
     if pool := own_pools(c.cfg).get("teacher"):
         ours, split = pool.devices, 1
