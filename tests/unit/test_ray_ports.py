@@ -27,7 +27,7 @@ def outside(sockets: list[tuple[str, str]]) -> list[tuple[str, str]]:
 @pytest.mark.slow
 def test_all_ports_of_a_run_of_two_ranks_are_on_the_loopback(tmp_path: Path, fork_server: ForkServer) -> None:
     more = ["trainer.n_gpus_per_node=2", "trainer.save_freq=-1", "trainer.test_freq=-1"]
-    words = TinyRun(tmp_path / "tiny").overrides(tmp_path / "out", *more, "trainer.total_training_steps=1")
+    words = TinyRun(tmp_path / "tiny").overrides(tmp_path / "out", *more, "trainer.total_training_steps=2")
     plugged = {"VERL_USE_EXTERNAL_MODULES": "tests.ray_own", **forking(fork_server)}
     run, seen = fork_server.start(words, RAY_ADDRESS=None, **plugged), set()
     while not run.ended:
