@@ -98,11 +98,11 @@ class Echo:
     def __init__(self) -> None:
         self.rows: list[Any] = []
 
-    def receive_rows(self, payload: dict[str, np.ndarray]) -> None:
+    def receive_rows(self, payload: dict[str, np.ndarray], *inputs: dict[str, np.ndarray]) -> None:
         """Decode, as a rank does."""
         from verl.workers import codec
 
-        self.rows = codec.decode(payload)
+        self.rows = codec.decode(payload, inputs)
 
     def forward(self, phase: str, role: str, outputs: Mapping[str, str]) -> dict[str, np.ndarray]:
         """Zeros in every column."""

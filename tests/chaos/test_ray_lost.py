@@ -120,9 +120,10 @@ def test_a_lost_node_of_the_training_ends_the_run_with_that_said(
 @pytest.mark.parametrize(
     ("kill", "said"),
     [
-        (
+        pytest.param(
             "kill_raylet",
             r"the Ray daemon of the driver's node \(.*; head {address}\) was lost in gen: its process ended",
+            marks=pytest.mark.long,
         ),
         ("kill_gcs_server", r"the head of the Ray cluster \({address}\) was lost in \w+: no answer for 5 s"),
     ],

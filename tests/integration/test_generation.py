@@ -101,9 +101,9 @@ def test_greedy_responses_are_the_same(tiny: TinyRun, tmp_path: Path, capfd: Any
     ("more", "status", "message"),
     [
         (["rollout.prompt_length=8"], 2, "every prompt is longer than rollout.prompt_length=8"),
-        (["rollout.nnodes=1"], 2, "no pool of its own here"),
+        (["rollout.nnodes=1"], 2, "no pool of its own"),
         (["data.output_path=s3://bucket/x.parquet"], 2, "is not a local path"),
-        (["data.prompt_key=question"], 2, "has no such column"),
+        (["data.prompt_key=question"], 2, "there is no column 'question'"),
         (["trainer.nnodes=2"], 3, "need a Ray cluster"),
         (["rollout.name=vllm", "model.lora_rank=8"], 2, "give it the merged model"),
     ],

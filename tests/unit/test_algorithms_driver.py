@@ -248,7 +248,7 @@ def test_an_estimator_receives_what_it_names(estimator: Any) -> None:
 def test_an_estimator_with_kwargs_receives_everything_there_is(estimator: Any) -> None:
     seen: dict[str, Any] = {}
 
-    def greedy(**kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def greedy(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         seen.update(kwargs)
         return kwargs["token_level_rewards"], kwargs["token_level_rewards"]
 

@@ -86,6 +86,11 @@ def test_nodes_that_are_alike_are_fine() -> None:
     assert verdict(findings, "It stops", "It runs.") == (0, "It runs.")
 
 
+def test_holes_are_refused_where_they_are() -> None:
+    found = two(**version("ray", "2.50.0"))
+    assert [f.name for f in judged(found) if "10.0.0.2 has a known security hole" in f.found] == ["ray"]
+
+
 def version(name: str, text: str) -> dict[str, Any]:
     """Facts of a node with another version of one thing."""
     return {"versions": FACTS["versions"] | {name: text}}

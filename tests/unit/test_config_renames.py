@@ -209,6 +209,10 @@ def test_backends_that_are_fsdp2_under_another_name(name):
     assert load([f"actor@{ARR}.actor={name}_actor"]).actor_rollout_ref.actor.strategy == "fsdp2"
     assert load([f"{ARR}.actor.strategy={name}"]).actor_rollout_ref.actor.strategy == "fsdp2"
     assert load([f"engine={name}", f"optim={name}"], entry="sft").engine.strategy == "fsdp2"
+    own = load(
+        [f"+custom_reward_function.reward_kwargs.strategy={name}"]
+    ).custom_reward_function.reward_kwargs
+    assert own["strategy"] == name, "a value of the user's own keeps its text"
 
 
 def test_keys_of_a_group_that_is_not_there_are_one_line():

@@ -110,7 +110,7 @@ def test_columns_that_hide_behind_an_agent_loops_arguments_are_named(tmp_path, t
     prompt = open_rows(tmp_path, [row], tokenizer).prompt(0)
     assert prompt.columns["uid"] == "mine" and prompt.uid != "mine"
     said = capsys.readouterr().err
-    assert "names uid, sampling_params; it finds the columns in `columns`" in said and "level" not in said
+    assert "columns uid, sampling_params: an agent loop" in said and "level" not in said
 
 
 def test_plain_format_with_own_function_keeps_whole_response(tmp_path: Path, tokenizer: Any) -> None:

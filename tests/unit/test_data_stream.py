@@ -100,8 +100,10 @@ def test_a_row_that_fails_is_replaced_by_the_next(capsys: pytest.CaptureFixture[
     assert [s["row"] for s in one.skipped] == [1] and "gone" in capsys.readouterr().err
     assert uids(one.take()) == ["0:3@0", "0:4@0"]
     assert uids(one.take()) == ["0:0@1", "0:2@1"]
-    with pytest.raises(DataError, match="2 of 2 rows of epoch 0 failed"):
+    with pytest.raises(DataError, match="2 rows in a row failed"):
         stream(2, 1, broken=(0, 1)).take()
+    with pytest.raises(DataError, match="6 rows in a row failed"):  # the only row that the sampler gives
+        stream(6, 1, broken=(3,), sampler=Always(3)).take()
     limited = stream(6, 1, broken=(1, 4), shuffle=False, max_bad_ratio=0.2)
     assert uids([one for _ in range(3) for one in limited.take()]) == ["0:0@0", "0:2@0", "0:3@0"]
     with pytest.raises(
@@ -111,6 +113,16 @@ def test_a_row_that_fails_is_replaced_by_the_next(capsys: pytest.CaptureFixture[
 
 
 # ------------------------------------------------------------------------------------------- samplers, plugins
+
+
+class Always:
+    """One row an epoch, without saying so."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.row
 
 
 class Plain:

@@ -77,7 +77,7 @@ def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expec
     host.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model))
     trainer = Trainer()
     host.engines, host.rank, host.profiler = {"actor": trainer}, 0, None
-    Worker.send_weights.__wrapped__(host, None, [], 1, "")
+    Worker.send_weights(host, None, [], 1, "")
     assert trainer.said == expected
 
 
@@ -169,8 +169,8 @@ def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
 ) -> None:
     asked = {}
 
-    def attention(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
-        asked.update(options, heads=(query.shape[1], key.shape[1], value.shape[1]))
+    def attention(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
+        asked.update(options, mask=mask, heads=(query.shape[1], key.shape[1], value.shape[1]))
         return query
 
     monkeypatch.setattr(
@@ -182,7 +182,7 @@ def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
     plan._one(query, key, key, AttentionOptions(0.25))
     assert asked["heads"] == ((8, 8, 8) if repeated else (8, 2, 2))
     assert asked["enable_gqa"] == (not repeated)
-    assert asked["is_causal"] == (new == total) and (asked["attn_mask"] is None) == (new == total)
+    assert asked["is_causal"] == (new == total) and (asked["mask"] is None) == (new == total)
 
 
 def test_scores_on_a_device_are_float32(shapes_only: None) -> None:

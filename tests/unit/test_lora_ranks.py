@@ -95,7 +95,7 @@ def sharded(path: str, **more: Any) -> Any:
     return FSDPEngine(path, role_cfg=trained(), model_cfg=lora(**more), device="cpu")
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("arch", [pytest.param("qwen3", marks=pytest.mark.long), "qwen3_moe"])
 def test_checkpoints_move_between_numbers_of_ranks(tmp_path: Path, arch: str) -> None:
     path = str(tiny_model(tmp_path / "model", arch, scale=4.0, tied=True))
     (tmp_path / "two").mkdir()

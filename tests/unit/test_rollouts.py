@@ -1,6 +1,7 @@
 """RolloutManager: groups in draw order, scoring that starts early, responses that are lost, seeds."""
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ class Scripted(RolloutEngine):
         await asyncio.sleep(0.02 / len(self.calls))
         if request_id in self._fail:
             raise RuntimeError("engine broke")
+        if "all" in self._fail:
+            raise SamplerGone("no sampler is left")
         tokens = np.array([len(prompt_ids), 5, 6])
         return Completion(tokens, np.full(3, -0.5, np.float32), "stop", versions=(7,))
 
@@ -42,6 +45,10 @@ class Scripted(RolloutEngine):
 
     def wake(self):
         return None
+
+
+class SamplerGone(RuntimeError):
+    ends_the_run = True
 
 
 def _prompts(count: int) -> list[Prompt]:
@@ -93,6 +100,13 @@ def test_a_lost_answer_is_never_scored_and_too_many_stop_the_run() -> None:
     assert events[0][0] == "rollout_failure" and events[0][1]["row"] == 1
     with pytest.raises(RolloutError, match="lost 1 of 4"):
         asyncio.run(go(("0:1@0#1",), 0.1))
+
+
+def test_a_sampler_that_is_gone_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SamplerGone, match="no sampler is left"):
+        asyncio.run(_rollouts(Scripted(("all",)), []).take(_prompts(3)))
+    gc.collect()
+    assert not caplog.records, "asyncio complains of errors that nobody took"
 
 
 def test_a_group_has_one_greedy_response_beside_its_own() -> None:

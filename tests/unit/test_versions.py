@@ -49,11 +49,11 @@ def test_no_model_is_loaded_with_a_transformers_that_has_one(tmp_path, monkeypat
 
 
 def test_no_cluster_with_a_ray_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    pytest.importorskip("ray", reason="Ray is not installed")
     from verl.config import load
     from verl.workers.ray.cluster import Cluster
 
-    monkeypatch.setattr(ray, "__version__", "2.53.1")
+    pretend(monkeypatch, ray="2.53.1")
     with pytest.raises(UserError, match=r"ray 2\.53\.1 .*security"):
         Cluster(load([]), "cpu")
 

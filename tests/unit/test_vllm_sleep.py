@@ -216,7 +216,7 @@ def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
     parts = SimpleNamespace(
         loop=SimpleNamespace(run=lambda value: value),
         phases=lambda name: contextlib.nullcontext(),
-        rollouts=SimpleNamespace(pause=note("pause"), resume=note("resume")),
+        rollouts=SimpleNamespace(requests=SimpleNamespace(pause=note("pause"), resume=note("resume"))),
     )
     trainer = PPOTrainer.__new__(PPOTrainer)
     trainer.parts = parts  # type: ignore[assignment]

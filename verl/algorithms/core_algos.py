@@ -57,7 +57,7 @@ POLICY_LOSS_REGISTRY: dict[str, Algorithm] = LOSSES.functions
 
 register_adv_est = ESTIMATORS.register
 # Decorator: an advantage estimator under a name, for `algorithm.adv_estimator=name`. The function is called with keywords and
-# receives those it names among token_level_rewards, response_mask, index, config, … (verl.algorithms.driver); it returns
+# receives those it names among token_level_rewards, response_mask, index, config, … (verl.algorithms.of_batches); it returns
 # (advantages, returns), both [N, L]. `needs`: columns that have to be there, e.g. {"ref_log_probs"}, beside those that required
 # parameters name. ValueError if another function has the name.
 get_adv_estimator_fn = ESTIMATORS.get

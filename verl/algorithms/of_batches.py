@@ -40,7 +40,8 @@ def estimate_on_tensors(
     mask = padded(rows, "response_mask")
     offered = _offer(rows, algorithm, baselines)
     parameters = inspect.signature(estimator).parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in collecting]
     if missing := [name for name in required if name not in offered]:
         raise ValueError(
             f"adv_estimator={algorithm.adv_estimator} asks for {', '.join(missing)}, which this step does not have; "

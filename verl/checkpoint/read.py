@@ -128,7 +128,11 @@ def resolve_resume(
     if mode == "auto":
         return newest(root, on_event=on_event)
     clean(root, on_event=on_event)
-    return None if mode == "disable" else _resume_path(Path(path or "").expanduser(), on_event)
+    if mode == "disable":
+        return None
+    if not path:
+        raise CheckpointError("resume_mode=resume_path needs trainer.resume_from_path=<run or global_step_N>")
+    return _resume_path(Path(path).expanduser(), on_event)
 
 
 def _resume_path(path: Path, on_event: OnEvent) -> Checkpoint:

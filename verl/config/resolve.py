@@ -130,7 +130,8 @@ class Resolver:
 
     def set_leaf(self, place: Place, name: str, value: Value, source: str) -> None:
         """Convert and store; a value that does not fit is a problem."""
-        meant = (lookup(names.VALUE_SYNONYMS, name) or {}).get(str(value.data))
+        synonyms = None if place.inside else lookup(names.VALUE_SYNONYMS, name)
+        meant = (synonyms or {}).get(str(value.data))
         if meant == "fsdp2":
             self.notice(f"{value.data} is FSDP2 here: its sizes and offloading count, its kernels do not")
         try:

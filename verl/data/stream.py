@@ -75,27 +75,33 @@ class PromptStream:
         if not cross and self.rows_per_epoch - self.offset < n:
             self.epoch, self.offset = self.epoch + 1, 0
         out: list[Prompt] = []
+        failed = 0
         while len(out) < n:
             row = self._next_row()
             try:
                 prompt = self.dataset.prompt(row, self.epoch)
             except BadRow as bad:
-                self._skip(row, bad)
+                failed += 1
+                self._skip(row, bad, failed)
                 continue
+            failed = 0
             if self._sampler is not None:
                 # A sampler may give a row twice in an epoch; the place in the order keeps the groups apart.
                 prompt.uid = f"{prompt.uid}+{self.offset - 1}"
             out.append(prompt)
         return out
 
-    def _skip(self, row: int, bad: BadRow) -> None:
-        """Record a row that failed when it was drawn. DataError where too many of the epoch's did, or all."""
+    def _skip(self, row: int, bad: BadRow, in_a_row: int) -> None:
+        """Record a row that failed when it was drawn. DataError where too many of the epoch's did, or as many in a row as an epoch
+        has."""
         record = {"row": row, "epoch": self.epoch, "problem": bad.problem, "detail": bad.detail}
         self.skipped.append(record)
         notice(f"prompt {row} of epoch {self.epoch} is skipped: {bad}")
         self._failed[self.epoch] += 1
         failed, rows = self._failed[self.epoch], self.rows_per_epoch
-        if failed > self._max_bad_ratio * rows or failed >= rows:
+        if in_a_row >= rows:
+            raise DataError(f"{in_a_row} rows in a row failed when they were drawn; the last: {bad}")
+        if failed > self._max_bad_ratio * rows:
             raise DataError(
                 f"{failed} of {rows} rows of epoch {self.epoch} failed when they were drawn, which "
                 f"data.max_bad_row_ratio={self._max_bad_ratio} does not allow; the last: {bad}. Repair the rows, or raise it"

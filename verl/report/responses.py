@@ -193,13 +193,14 @@ class _Packer:
     def _dialogue(self, record: Record) -> Record:
         """`dl`: its messages, each with role, content, calls and, of the policy's turns, when they began, seconds, reward."""
         messages, left = record.get("messages", []), list(record.get("turns", []))
-        if not messages or not all(isinstance(message, dict) for message in messages):
+        is_dialogue = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+        if not messages or not is_dialogue:
             return {}
         packed: list[Record] = []
         for message, images in reversed(list(zip(messages, self._shown(record, messages), strict=True))):
             entry: Record = {"r": str(message.get("role", "")), "c": self._cut(_said(message.get("content")))}
             calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
-            functions = [call.get("function", {}) for call in calls]
+            functions = [f for call in calls if isinstance(f := call.get("function"), dict)]
             entry["k"] = [[self._cut(f.get(name)) for name in ("name", "arguments")] for f in functions]
             if images:
                 entry["im"] = images

@@ -224,7 +224,7 @@ def _judge_scores(report: Report, built_in: bool) -> None:
     wrong = [trial for trial in scored if trial.kind != "reference"]
     best, of_wrong = _best_by_row(right), _best_by_row(wrong)
     bars = {uid: of_wrong[uid].score if uid in of_wrong else 0.0 for uid in best}
-    low = [trial for uid, trial in best.items() if _is_low(trial.score, bars[uid], built_in)]
+    low = [t for uid, t in best.items() if uid in of_wrong and _is_low(t.score, bars[uid], built_in)]
     if low:
         trial, rows = low[0], {trial.prompt.uid for trial in scored}
         report.problems.append(

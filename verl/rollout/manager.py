@@ -265,7 +265,11 @@ class RolloutManager:
 
         for group in groups:
             numbers = [*range(group.size), *([GREEDY] if baseline else [])]
-            self._responses[group] = [asyncio.ensure_future(one(group, i)) for i in numbers]
+            self._responses[group] = begun = [asyncio.ensure_future(one(group, i)) for i in numbers]
+            for (
+                task
+            ) in begun:  # the first error is raised; asyncio would complain of those that failed with it
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _finish(self, groups: Sequence[PromptGroup], on_progress: Callable[[int], None] | None) -> None:
         """Wait for every response of the groups. An error, or a signal that was noted, ends all that is under way."""

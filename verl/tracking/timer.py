@@ -144,7 +144,7 @@ class Profiled:
 
 class StepTimes:
     """A step on the clock. phases: `Phases.spans`, the whole "step" once among them; sampler: spans in which the sampler had
-    requests (`RolloutManager.busy`)."""
+    requests (`ResumableGeneration.busy`)."""
 
     def __init__(self, phases: Sequence[PhaseSpan], sampler: Sequence[Span]):
         ((self.begin, self.end),) = [(a, b) for name, a, b in phases if name == _WHOLE]

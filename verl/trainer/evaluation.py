@@ -176,7 +176,8 @@ def _reward_settings(config: EvalConfig) -> RewardSettings:
 async def _score(rewards: RewardRunner, responses: Sequence[Trajectory]) -> None:
     """Every failure is an event of the runner; the response stays without a score."""
     progress = Progress(len(responses), title="Scoring")
-    scorings = asyncio.as_completed([rewards.score(trajectory) for trajectory in responses])
+    begun = [asyncio.ensure_future(rewards.score(trajectory)) for trajectory in responses]  # in their order
+    scorings = asyncio.as_completed(begun)
     try:
         for done, scoring in enumerate(scorings, 1):
             await scoring

@@ -13,6 +13,7 @@ from typing import Any
 from verl.config.fields import for_elsewhere
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.weights import scores_by_model
+from verl.versions import HOLES, satisfies
 from verl.workers.node_facts import CODE, model_files
 from verl.workers.resources import ResourceRequest, placeable
 
@@ -126,12 +127,18 @@ def _transfer_room(rollout: Any, model: str) -> int:
 def compare(nodes: Sequence[Facts], driver: Facts, needs: NodeNeeds) -> Iterator[Finding]:
     """What has to be like the driver's on every node, and what each must have for itself. A node is a dict of facts with
     a "name"; the driver's own node may be among them."""
+    if not nodes:
+        return
     found = {node["name"]: node for node in nodes}
     every = {"the driver": driver} | found
     for name in dict.fromkeys(name for node in every.values() for name in node["versions"]):
         have = {who: node["versions"].get(name, _MISSING) for who, node in every.items()}
         todo = _SAME_CODE if name == CODE else f"install one {name} on every node and for the driver"
         yield _alike("versions", name, have, todo, partial(_decisive, name, packages=needs.packages))
+        for who, text in have.items() if name in HOLES and name in needs.packages else ():
+            if text != _MISSING and satisfies(text, HOLES[name]):
+                said = f"{text} on {who} has a known security hole; it is refused"
+                yield bad("versions", name, said, f"pip install -U {name} there")
     if any(name.endswith("(driver)") for name in found):
         every = found  # one of them sees the driver's disk
     for path in needs.models:

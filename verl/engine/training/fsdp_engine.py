@@ -396,9 +396,11 @@ class FSDPEngine(TrainingEngine):
 
     def _clear_gradients(self) -> None:
         """Make all gradients zero: in place where products are added straight into them; FSDP makes its own."""
-        self._require_optimizer().zero_grad(set_to_none=bool(self._sharded))
-        if not self._sharded:
-            self._fill_gradients()
+        if self._sharded:
+            return self._drop_gradients()
+        if kept := self._gradients():
+            torch._foreach_zero_(kept)
+        self._fill_gradients()
 
     def _fill_gradients(self) -> None:
         for parameter in self._parameters:

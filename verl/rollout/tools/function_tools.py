@@ -39,9 +39,11 @@ class FunctionTool(Tool):
         found = await (self.fn(**parameters) if self.is_async else in_thread(self.fn, **parameters))
         return await found if inspect.isawaitable(found) else found  # of a function that another one wraps
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Call it; what it may return: `normalize_function_tool_return`."""
-        return await self.call(parameters)
+        return normalize_function_tool_return(await self.call(parameters))
 
 
 def normalize_function_tool_return(found: Any) -> tuple[ToolResponse, float, dict[str, Any]]:

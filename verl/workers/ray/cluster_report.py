@@ -54,7 +54,7 @@ def examine(config: Any, megabytes: int, timeout: float, say: Callable[[str], No
         findings = list(judge(nodes, node_facts.collect(needs.models), kind, pools, needs))
         findings += _ports([node for node in nodes if "problem" not in node], probes, timeout)
         used = large_enough(nodes, pools)
-        if needs.folder is not None and len(nodes) > 1:
+        if used and needs.folder is not None and len(nodes) > 1:
             seeing = {node["name"]: probes[node["name"]] for node in used}
             findings.append(folder_is_shared(needs.folder, seeing, timeout))
         if used:  # one rank for each node, two on a single one
@@ -126,7 +126,7 @@ def _all_reduce(
     """What an all-reduce takes, on devices where the ranks' nodes have free ones, else in host memory."""
     world, address, resource = len(ranks), ranks[0]["address"], platform_of(kind).ray_resource
     free, options = available_resources_per_node(), dict[str, Any]()
-    if resource and all(free[node["id"]].get(resource, 0) >= ranks.count(node) for node in ranks):
+    if resource and all(free.get(node["id"], {}).get(resource, 0) >= ranks.count(node) for node in ranks):
         options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
     kind = kind if options else "cpu"
     say(f"all-reduce over {world} ranks ({kind}) …")

@@ -120,7 +120,8 @@ def engine_arguments(
     if s.lora is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
         # What it sets room aside for is one of a list; a rank above the largest is refused with the configuration.
-        arguments["max_lora_rank"] = next(r for r in CAPABILITIES["vllm"].lora_ranks if r >= int(s.lora["r"]))
+        rank, known_ranks = int(s.lora["r"]), CAPABILITIES["vllm"].lora_ranks
+        arguments["max_lora_rank"] = next((known for known in known_ranks if known >= rank), rank)
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"

@@ -79,8 +79,9 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._settings = s = EngineSettings(str(model_path), **settings)
         cpu, sleeps = launch.platform()
         launch.check_main_script()
-        # vLLM's sockets and the configuration it reads. It leaves the sockets behind, however it ends.
-        self._folder = TemporaryDirectory(prefix="verl-vllm-")
+        # vLLM's sockets and the configuration it reads. It leaves the sockets behind, however it ends. A short name: that of a
+        # socket has at most 107 characters.
+        self._folder = TemporaryDirectory(prefix="verl-")
         model_config = launch.model_config(s, self._folder.name)
         options: dict[str, Any] = {"cpu": cpu, "sleeps": sleeps, "vision": sees_images(model_config)}
         arguments = engine_arguments(s, vllm_arguments(), **options, notice=notice)
