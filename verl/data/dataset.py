@@ -382,7 +382,7 @@ class Scanner:
     def dialogue(self, fields: RowFields) -> tuple[list[dict[str, Any]], list[Any]]:
         """A row's messages with places for its images, and these in order. Raises BadRow."""
         messages = as_messages(fields.cell, self.rules.prompt_key, images=self.rules.images)
-        return with_images(messages, fields.images)
+        return with_images(messages, fields.images) if self.rules.images else (messages, [])
 
     def text(self, fields: RowFields, messages: Sequence[dict[str, Any]]) -> str:
         """A row's `dialogue`, rendered; a string without a template stays raw text. Raises BadRow."""

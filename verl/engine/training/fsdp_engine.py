@@ -392,7 +392,8 @@ class FSDPEngine(TrainingEngine):
 
     def _gradients(self) -> list[torch.Tensor]:
         """The gradients, this rank's share."""
-        return [local(p.grad) for p in self._parameters if p.grad is not None]
+        found = [p.grad for p in self._parameters if p.grad is not None]
+        return [local(gradient) for gradient in found] if self._sharded else found
 
     def _clear_gradients(self) -> None:
         """Make all gradients zero: in place where products are added straight into them; FSDP makes its own."""
