@@ -32,7 +32,7 @@
 
   const axis = (side, log) => ({
     scale: side === 1 ? "r" : side === 3 ? "y" : "x", side,
-    stroke: R.css("--muted"), font: "11px " + R.css("--sans"), size: side === 2 ? 26 : 50, gap: 5,
+    stroke: R.css("--muted"), font: "11px " + R.css("--sans"), size: side === 2 ? 26 : 54, gap: 5,
     grid: { show: side !== 1, stroke: R.css("--grid"), width: 1, ...(log ? { filter: powers } : {}) }, ticks: { show: false },
     values: side === 2 ? undefined : (u, splits) => splits.map((v) => (v === null ? "" : R.num(v))),
     space: side === 2 ? 60 : 34, ...(side === 2 ? { incrs: WHOLE } : {}),

@@ -60,7 +60,7 @@ R.num = (x) => {
   if (Number.isInteger(x) && a < 1e6) return x.toLocaleString("en-US");
   if (a >= 1e6) return (x / 1e6).toPrecision(3).replace(/\.?0+$/, "") + " M";
   if (a >= 1000) return Math.round(x).toLocaleString("en-US");
-  if (a < 1e-3) return x.toExponential(1).replace("e-", "e−").replace("-", "−");
+  if (a < 1e-3) return x.toExponential(2).replace(/\.?0+e/, "e").replace("e-", "e−").replace("-", "−");
   return String(Number(x.toPrecision(a < 1 ? 3 : 4))).replace("-", "−");
 };
 
