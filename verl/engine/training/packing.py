@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -193,10 +194,7 @@ def pack(
             own[0] = first + length - 1
             source.append(own)
 
-    def tensor(parts: list[np.ndarray]) -> torch.Tensor:
-        joined = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        return torch.from_numpy(joined.astype(np.int64, copy=False)).to(device)
-
+    tensor = partial(_joined, device=device)
     laid = [row for run in runs for row in run]
     targets = tensor([row.response_ids for row in laid])
     packed = Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets, runs=runs)
@@ -211,6 +209,11 @@ def pack(
         packed.media = VisionInputs.tensors(media, device)
         packed.images = sum(one.images for one in media) - packed.blank
     return packed
+
+
+def _joined(parts: Sequence[np.ndarray], device: torch.device | str) -> torch.Tensor:
+    joined = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return torch.from_numpy(joined.astype(np.int64, copy=False)).to(device)
 
 
 def _blank_row(rows: Sequence[Segment], vision: VisionInputs) -> Segment:
