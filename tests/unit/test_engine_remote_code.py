@@ -111,13 +111,31 @@ def test_overrides_that_cannot_take_effect_are_refused(tmp_path) -> None:
     for name in ("rope_thetaa", "to_dict"):
         with pytest.raises(UserError, match="Qwen3Config has no such field"):
             _rotations(path, **{name: 1.0})
-    with pytest.raises(UserError, match=r"rope_scaling='yarn'.*give a mapping"):
+    with pytest.raises(UserError, match=r"rope_scaling: give a mapping"):
         _rotations(path, rope_scaling="yarn")
     with pytest.raises(UserError, match=r"rope_scaling.*factor"):
         _rotations(path, rope_scaling={"rope_type": "linear"})
     mixed = tiny_model(tmp_path / "g", "gemma3_text", sliding_window=8)
     with pytest.raises(UserError, match=r"rope_parameters\.\w+_attention\.rope_theta"):
         _rotations(mixed, rope_theta=5.0)
+
+
+def test_parts_of_a_configuration_are_checked_as_the_whole(tmp_path) -> None:
+    from transformers import Qwen2_5_VLConfig
+
+    from verl.models.overrides import refused
+
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    right = {"text_config": {"rms_norm_eps": 1e-5}, "vision_config": {"depth": 2}, "use_cache": False}
+    assert refused(tmp_path, right) == {}
+    wrong = {"text_config": {"hiden_size": 3, "hidden_size": "x"}, "vision_config": 4, "use_cach": True}
+    found = refused(tmp_path, wrong)
+    assert {name: why[:30] for name, why in found.items()} == {
+        "text_config.hiden_size": "a Qwen2_5_VLTextConfig has no ",
+        "text_config.hidden_size": "Validation error for field 'hi",
+        "vision_config": "give a mapping of the fields o",
+        "use_cach": "a Qwen2_5_VLConfig has no such",
+    }
 
 
 def test_layers_of_two_kinds_are_set_by_kind(tmp_path) -> None:

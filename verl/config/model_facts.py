@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FOLDER = "lora_adapter"
 """The adapter's folder inside `actor/` of a checkpoint."""
-_FIELD = re.compile(r"^ {4}(?:def )?(\w+)|self\.(\w+)|\"(\w+)\"", re.M)
-"""Fields, properties, attributes and their further names (`attribute_map`) in the source of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +63,6 @@ class ModelFacts:
     def remote_code(self) -> bool:
         """True if the model can only be built by code that is shipped with it."""
         return "auto_map" in self.config and not _transformers(self.name)
-
-    def fields(self) -> set[str]:
-        """Fields of the configuration and its language model's part: those in config.json, and those in the source of
-        transformers' classes. Empty if a class is not found there."""
-        types = {str(part.get("model_type")) for part in (self.config, self.text)}
-        folders = [folder for name in types if (folder := _transformers(name))]
-        files = [file for folder in folders for file in folder.glob("configuration_*.py")]
-        files += [folder.parents[1] / "configuration_utils.py" for folder in folders]
-        source = "\n".join(file.read_text("utf-8") for file in files)
-        if "auto_map" in self.config or not all(f'"{name}"' in source for name in types):
-            return set()
-        found = {name for names in _FIELD.findall(source) for name in names}
-        return found.union(self.config, self.text, {"attn_implementation"})
 
     def weight_names(self) -> list[str]:
         """Names of the tensors in the safetensors files, from the index or the file's header; empty if not to be had."""

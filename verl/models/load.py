@@ -290,7 +290,9 @@ def load_config(path: str | Path, model_cfg: Any = None) -> Any:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={source}: the configuration cannot be read: {error}") from error
-    overrides.apply(config, setting(model_cfg, "override_config", {}) or {})
+    refused = overrides.apply(config, setting(model_cfg, "override_config", {}) or {})
+    if refused:
+        raise UserError("; ".join(f"model.override_config.{name}: {why}" for name, why in refused.items()))
     return config
 
 

@@ -7,34 +7,58 @@ layer where layers differ. The old names are still what users write; here they r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+
 from verl.config.model_facts import flat_overrides
+from verl.config.names import nearest
 from verl.errors import UserError
+from verl.platform.host import prepare_process
 
 _IGNORED = ("attn_implementation", "_attn_implementation")
 """Attention always goes through ours."""
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
-def apply(config: Any, overrides: Mapping[str, Any]) -> None:
+def refused(folder: Path, overrides: Mapping[str, Any]) -> dict[str, str]:
+    """Why overrides cannot be applied to the configuration in a folder, by name; it takes transformers' import, and torch's.
+
+    Empty where that configuration itself cannot be read, as the model's loading will say.
+    """
+    prepare_process()
+    from transformers import AutoConfig
+
+    try:
+        return apply(AutoConfig.from_pretrained(folder), overrides)
+    except (OSError, ValueError):
+        return {}
+
+
+def apply(config: Any, overrides: Mapping[str, Any], within: str = "") -> dict[str, str]:
     """Set every override on the configuration, or on its text part; `model_config` may hold some of them.
 
-    UserError for a field that there is not, and for a value that cannot take effect.
+    Returns why those that were not set cannot be, by name: fields that there are not, values that cannot take effect. `within`
+    precedes the names of a part of a configuration.
     """
+    refused = {}
     for name, value in flat_overrides(overrides).items():
         if name in _IGNORED:
             continue
-        holder = _holder(config, name)
-        if name in _ROPE and isinstance(getattr(holder, "rope_parameters", None), dict):
-            _set_rope(holder, name, value)
-        elif isinstance(value, Mapping) and hasattr(getattr(holder, name), "to_dict"):
-            apply(getattr(holder, name), value)
-        else:
-            try:
+        try:
+            holder = _holder(config, name)
+            if name in _ROPE and isinstance(getattr(holder, "rope_parameters", None), dict):
+                _set_rope(holder, name, value)
+            elif hasattr(part := getattr(holder, name, None), "to_dict"):
+                if not isinstance(value, Mapping):
+                    raise UserError(f"give a mapping of the fields of its {type(part).__name__}")
+                refused |= apply(part, value, f"{within}{name}.")
+            else:
                 setattr(holder, name, value)
-            except Exception as error:  # of transformers' own, which derives from nothing else
-                raise UserError(f"model.override_config.{name}={value!r}: {error}") from error
+        except (UserError, StrictDataclassFieldValidationError) as error:
+            refused[within + name] = " ".join(str(error).split())
+    return refused
 
 
 def _holder(config: Any, name: str) -> Any:
@@ -43,7 +67,8 @@ def _holder(config: Any, name: str) -> Any:
         there = hasattr(candidate, name) and not callable(getattr(candidate, name))
         if there or (name in _ROPE and hasattr(candidate, "rope_parameters")):
             return candidate
-    raise UserError(f"model.override_config.{name}: a {type(config).__name__} has no such field")
+    known = {*config.to_dict(), *config.get_text_config().to_dict()}
+    raise UserError(f"a {type(config).__name__} has no such field{nearest(name, known)}")
 
 
 def _set_rope(config: Any, name: str, value: Any) -> None:
@@ -53,21 +78,18 @@ def _set_rope(config: Any, name: str, value: Any) -> None:
     if name == "rope_theta":
         if kinds:
             raise UserError(
-                f"model.override_config.rope_theta={value}: the layers of a {type(config).__name__} differ "
-                f"({', '.join(kinds)}): set model.override_config.rope_parameters.{kinds[0]}.rope_theta"
+                f"the layers of a {type(config).__name__} differ ({', '.join(kinds)}): "
+                f"set rope_parameters.{kinds[0]}.rope_theta"
             )
         parameters["rope_theta"] = float(value)
     elif not isinstance(value, Mapping):
-        raise UserError(
-            f"model.override_config.{name}={value!r}: give a mapping, as {{rope_type:yarn,factor:4.0}}"
-        )
+        raise UserError("give a mapping, as {rope_type:yarn,factor:4.0}")
     elif kinds and set(value) <= set(kinds):
         for kind, inner in value.items():
             parameters[kind] = _merged(parameters[kind], inner)
     elif kinds:
         raise UserError(
-            f"model.override_config.{name}: the layers of a {type(config).__name__} differ; name the kind of layer "
-            f"({', '.join(kinds)}) first"
+            f"the layers of a {type(config).__name__} differ; name the kind of layer ({', '.join(kinds)}) first"
         )
     else:
         parameters = _merged(parameters, value)
@@ -76,7 +98,7 @@ def _set_rope(config: Any, name: str, value: Any) -> None:
         config.standardize_rope_params()
         config.validate_rope()
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"model.override_config.{name}={value!r}: {error.args[0]}") from error
+        raise UserError(str(error.args[0])) from error
 
 
 def _merged(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

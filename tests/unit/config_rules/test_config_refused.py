@@ -198,6 +198,7 @@ REFUSED = [
     ([f"{ARR}.rollout.n=1000000000000"], ["at most 65536"]),
     ([f"+{ARR}.model.override_config.rms_norm_epz=1"], ["no such field; nearest: rms_norm_eps"]),
     ([f"+{ARR}.model.override_config.model_config.use_cach=1"], ["override_config.use_cach", "use_cache"]),
+    ([f"+{ARR}.model.override_config.rms_norm_eps=small"], ["override_config.rms_norm_eps=small", "float"]),
     (["trainer.weight_sync_every=4"], ["keeps older weights", f"{ARR}.rollout.nnodes=1"]),
     # not in this release
     ([f"{ARR}.rollout.multi_turn.tool_config_path=no.yaml"], ["multi_turn", "no.yaml: cannot be read"]),

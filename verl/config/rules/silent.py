@@ -44,14 +44,16 @@ def check(c: Check) -> None:
 
 
 def _overrides(c: Check) -> None:
-    """Fields that the model's configuration has; a model with weights has the shape of its weights."""
+    """What transformers' configuration takes; a model with weights has the shape of its weights."""
     key, changes = f"{c.model_key}.override_config", flat_overrides(c.model.override_config)
     if c.facts is None or not changes:
         return
     own = look(c.model.path, None, c.model.hf_config_path)
-    known = own.fields() or set(changes)
-    for name in sorted(changes.keys() - known):
-        c.refuse(f"{key}.{name}", f"the model's configuration has no such field{nearest(name, known)}")
+    if not own.remote_code:
+        from verl.models import overrides
+
+        for name, why in overrides.refused(own.folder, changes).items():
+            c.refuse(f"{key}.{name}", why)
     for name in _SHAPE:
         if name in changes and changes[name] != own.text.get(name) and own.weight_names():
             of = f"of a model with {name}={own.text.get(name)}"
