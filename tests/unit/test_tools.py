@@ -175,6 +175,15 @@ def test_a_tool_with_state_lives_as_long_as_its_config_says(
     assert box.by_name["count"].released == (["0", "1"] if lifetime == "call" else ["0"])
 
 
+def test_a_row_that_means_another_tool_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    box = Toolbox.load(**multi_turn(tmp_path))
+    for _ in range(2):
+        box.warn_of_unknown({"add": {}, "adds": {"create_kwargs": {"ground_truth": "3"}}, "other": None})
+    assert [record.getMessage() for record in caplog.records] == [
+        "tool 'adds': is in a row's tools_kwargs, and the run has no such tool (add, sleep)"
+    ]
+
+
 def test_function_tools_and_calls_that_go_wrong(tmp_path: Path) -> None:
     box = Toolbox.load(**multi_turn(tmp_path))
     assert list(box.schemas) == ["add", "sleep"] and box.schemas["add"]["function"]["parameters"][

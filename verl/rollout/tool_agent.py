@@ -42,6 +42,7 @@ class ToolAgent(AgentLoopBase):
         extra = row["extra_info"] or {}
         schemas = tools_of_row(self.toolbox.schemas, extra, row["columns"].get("tools"))
         names = [schema["function"]["name"] for schema in schemas]
+        self.toolbox.warn_of_unknown(extra.get("tools_kwargs") or {})
         self.tools = ToolRun(
             {name: self.toolbox.by_name[name] for name in names},
             extra.get("tools_kwargs"),

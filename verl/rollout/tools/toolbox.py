@@ -88,6 +88,12 @@ class Toolbox:
             self.by_name[name], places[name] = tool, where
         self.tools = list(self.by_name.values())
 
+    def warn_of_unknown(self, kwargs: Mapping[str, Any]) -> None:
+        """Say which names in a row's `extra_info.tools_kwargs` are no tools: what a row holds for them reaches nothing."""
+        for name in [name for name, given in kwargs.items() if given is not None and name not in self.by_name]:
+            known = ", ".join(self.by_name) or "none"
+            _warn_once(name, "unknown", f"is in a row's tools_kwargs, and the run has no such tool ({known})")
+
     @classmethod
     def load(cls, tool_config_path: str | None = None, function_tool_path: str | None = None) -> Toolbox:
         """The tools of a tools file and of a file of functions. ToolError for one that cannot be used."""
@@ -148,10 +154,10 @@ _WARNED: set[tuple[str, str]] = set()
 
 
 def _warn_once(tool: str, kind: str, what: str) -> None:
-    """Say on the console, in each process once for a kind of error, what a tool did wrong: the model alone would be told."""
+    """Say on the console, in each process once for a kind of error, what is wrong with a tool."""
     if (tool, kind) not in _WARNED:
         _WARNED.add((tool, kind))
-        logging.getLogger(__name__).warning("tool %r: %s (the model is told so)", tool, what)
+        logging.getLogger(__name__).warning("tool %r: %s", tool, what)
 
 
 class ToolRun:
@@ -203,7 +209,7 @@ class ToolRun:
             late = isinstance(error, TimeoutError) and deadline.expired()
             self.counts["timeouts" if late else "errors"] += 1
             what = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
-            _warn_once(call.name, type(error).__name__, what)
+            _warn_once(call.name, type(error).__name__, f"{what} (the model is told so)")
             return self._cut(f"Error: tool {call.name!r}: {what}")
         finally:
             self.seconds += time.monotonic() - started
