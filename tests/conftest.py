@@ -12,6 +12,8 @@ from tests.chaos.fork_server import ForkServer
 from tests.ray_cluster import shared
 from tests.runs import TinyRun
 
+# A token in the home directory, where any Ray of a run's own leaves one, would be asked for by whatever starts next.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 gc.disable()  # what is imported and collected stays: to look through it again and again takes seconds
 
 

@@ -134,14 +134,15 @@ def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_serv
     assert head.returncode == 0 and "2 of 2 nodes are here" in said, said + problem
     address = f"127.0.0.1:{common['MASTER_PORT']}"
     words = TinyRun(tmp_path / "tiny").overrides(out, *SHORT)
-    refused = fork_server.run(
-        words,
-        RAY_ADDRESS=address,
-        HOME=str(tmp_path),
-        RAY_AUTH_MODE="disabled",
-        RAY_NUM_REDIS_GET_RETRIES="1",
-    )
-    assert refused.status == 2 and "asks for its token" in refused.stderr, refused.stderr[-2000:]
+    for mode, said in (("disabled", "asks for its token"), ("token", "a token, and none is here")):
+        refused = fork_server.run(
+            words,
+            RAY_ADDRESS=address,
+            HOME=str(tmp_path),
+            RAY_AUTH_MODE=mode,
+            RAY_NUM_REDIS_GET_RETRIES="1",
+        )
+        assert refused.status == 2 and said in refused.stderr, refused.stderr[-2000:]
     done = fork_server.run(words, timeout=240, RAY_ADDRESS=address, HOME=str(home), RAY_AUTH_MODE="token")
     assert done.status == 0, (done.stdout + done.stderr)[-3000:]
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]

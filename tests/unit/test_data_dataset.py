@@ -131,11 +131,14 @@ def test_plain_format_without_ground_truth_is_refused(tmp_path: Path, response: 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "p", "response": "#### 1", "Reward": 1.0}, ["'reward'", "'Reward'"]),
-        ({"prompt": "p", "Response": "#### 1", "reward": 1.0}, ["'response'", "'Response'"]),
-        ({"promt": "p", "response": "#### 1", "reward": 1.0}, ["'prompt'", "'promt'", "data.prompt_key"]),
-        ({"prompt": "p", "reward_model": {}, "datasource": "x"}, ["'data_source'", "'datasource'"]),
-        ({"prompt": "p", "reward_modle": {}, "data_source": "x"}, ["'reward_modle'"]),
+        ({"prompt": "p", "response": "#### 1", "Reward": 1.0}, ["'reward'", "nearest: Reward "]),
+        ({"prompt": "p", "Response": "#### 1", "reward": 1.0}, ["'response'", "nearest: Response "]),
+        (
+            {"promt": "p", "response": "#### 1", "reward": 1.0},
+            ["'prompt'", "nearest: promt ", "data.prompt_key"],
+        ),
+        ({"prompt": "p", "reward_model": {}, "datasource": "x"}, ["'data_source'", "nearest: datasource "]),
+        ({"prompt": "p", "reward_modle": {}, "data_source": "x"}, ["nearest: reward_modle "]),
         ({"prompt": chat()["prompt"], "answer": "x"}, ["'data_source'", "data.reward_fn_key"]),
     ],
 )

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl.config.names import nearest
 from verl.data import files
-from verl.data.files import DataError, RowFiles, local_path, nearest, open_file
+from verl.data.files import DataError, RowFiles, local_path, open_file
 
 ROWS = [{"prompt": f"q{i}", "extra": {"index": i, "tags": ["a", "b"]}, "n": i} for i in range(7)]
 
@@ -119,8 +120,8 @@ def test_parquet_without_rows_and_directories_are_refused(tmp_path: Path) -> Non
 
 
 def test_nearest_column_is_blind_to_case() -> None:
-    assert nearest("reward", ["prompt", "Reward"]) == "; the nearest is 'Reward'"
-    assert nearest("prompt", ["promt", "answer"]) == "; the nearest is 'promt'"
+    assert nearest("reward", ["prompt", "Reward"]) == "; nearest: Reward"
+    assert nearest("prompt", ["promt", "answer"]) == "; nearest: promt"
     assert nearest("data_source", ["x", "y"]) == ""
 
 

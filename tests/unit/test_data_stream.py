@@ -243,7 +243,7 @@ def test_load_extern_object(tmp_path: Path) -> None:
         (f"{tmp_path}/none.py", "x", "no such file"),
         ("pkg://no_such_module_here", "x", "no_such_module_here"),
     )
-    for path, name, words in (*missing, (f"{tmp_path}/mod.py", "compte", "'compute'")):
+    for path, name, words in (*missing, (f"{tmp_path}/mod.py", "compte", "nearest: compute ")):
         with pytest.raises(DataError, match=words):
             load_extern_object(path, name)
     for path, kind in ((f"{tmp_path}/none.py", FileNotFoundError), (f"{tmp_path}/mod.py", AttributeError)):

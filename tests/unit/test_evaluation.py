@@ -98,7 +98,7 @@ def test_a_function_that_fails_on_a_row_is_counted(tmp_path, capfd) -> None:
         ([row([1, 2])], [], "responses must be a list of strings"),
         ([row(["#### 1"], "")], [], "no usable row is left: 1 × no ground truth"),
         ([row(["x"], source="nobody")], [], "data_source 'nobody' has no built-in reward"),
-        ([row(["x"])], ["data.response_key=response"], "the nearest is 'responses'"),
+        ([row(["x"])], ["data.response_key=response"], "nearest: responses"),
         ([row(["x"])], ["metrics.reference=answer"], "no such column"),
         ([row(["x"])], ["metrics.text=[blue]"], "nearest: bleu"),
         ([row(["x"])], ["metrics.k=[0]"], "out of range"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ def test_all_ports_of_a_run_of_two_ranks_are_on_the_loopback(tmp_path: Path, for
     more = ["trainer.n_gpus_per_node=2", "trainer.save_freq=-1", "trainer.test_freq=-1"]
     words = TinyRun(tmp_path / "tiny").overrides(tmp_path / "out", *more, "trainer.total_training_steps=2")
     plugged = {"VERL_USE_EXTERNAL_MODULES": "tests.ray_own", **forking(fork_server)}
-    run, seen = fork_server.start(words, RAY_ADDRESS=None, **plugged), set()
+    run, seen = fork_server.start(words, RAY_ADDRESS=None, RAY_AUTH_MODE=None, **plugged), set()
     while not run.ended:
         for one in children_of(psutil.Process(fork_server.pid)):  # the run and, among others, its workers
             try:
@@ -66,6 +67,7 @@ def test_options_of_ray_init_and_the_timeline_have_their_effect(
     def work_of_a_test() -> None: ...
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE")
     # A socket's path has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
         options = {"num_cpus": 3, "object_store_memory": 100 << 20, "_temp_dir": short}
@@ -81,6 +83,7 @@ def test_options_of_ray_init_and_the_timeline_have_their_effect(
         finally:
             cluster.close()
         assert not ray.is_initialized()
+        assert "RAY_AUTH_MODE" not in os.environ, "a cluster that is joined next may have no tokens"
     timeline = json.loads((tmp_path / "timeline.json").read_text())
     assert any("work_of_a_test" in str(entry["name"]) for entry in timeline)
 
@@ -99,6 +102,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.slow
 def test_rays_folder_is_private_and_nothing_of_it_outlives_a_killed_driver(monkeypatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", KILLED], **pipes) as driver:
         folder = Path(driver.stdout.readline().strip()).parents[1]

@@ -140,7 +140,7 @@ def test_a_missing_file_a_directory_and_a_missing_module_are_named(user_file: st
 
 
 def test_a_missing_name_lists_the_functions_there(user_file: str) -> None:
-    with pytest.raises(RewardLoadError, match="defines no 'compute'; the nearest is 'compute_score'"):
+    with pytest.raises(RewardLoadError, match="defines no 'compute'; nearest: compute_score"):
         load.load_function(user_file, "compute")
     with pytest.raises(RewardLoadError, match="this is a int, not a function"):
         load.load_function(user_file, "CONSTANT")

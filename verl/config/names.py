@@ -355,9 +355,10 @@ def lookup(table: Mapping[str, Row], path: str) -> Row | None:
 
 
 def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0.5) -> str:
-    """Text that names the most similar options, or ""."""
-    found = difflib.get_close_matches(str(name), list(options), count, cutoff)
-    return f"; nearest: {', '.join(found)}" if found else ""
+    """Text that names the options most similar to `name`, whatever its case; "" if none is like it."""
+    lowered = {option.lower(): option for option in reversed(list(options))}
+    found = difflib.get_close_matches(str(name).lower(), list(lowered), count, cutoff)
+    return f"; nearest: {', '.join(lowered[match] for match in found)}" if found else ""
 
 
 @functools.cache

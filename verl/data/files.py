@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config.names import nearest
 from verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,13 +53,6 @@ class UnreadableRow(dict[str, Any]):
         super().__init__()
         self.problem = problem
         self.detail = detail
-
-
-def nearest(name: str, present: Sequence[str]) -> str:
-    """Text that says which of `present` `name` was probably meant to be, whatever its case; "" if none is like it."""
-    lowered = {column.lower(): column for column in reversed(list(present))}
-    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
-    return f"; the nearest is {lowered[close[0]]!r}" if close else ""
 
 
 # ---------------------------------------------------------------------------------------------------- places

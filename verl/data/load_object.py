@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl.data.files import DataError, files_beside, nearest
+from verl.config.names import nearest
+from verl.data.files import DataError, files_beside
 
 
 class NoSuchFile(DataError, FileNotFoundError):

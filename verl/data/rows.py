@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from verl.config.names import nearest
 from verl.config.schema.base import select
 from verl.config.weights import built_in_scores
-from verl.data.files import DataError, RowFile, UnreadableRow, nearest, notice
+from verl.data.files import DataError, RowFile, UnreadableRow, notice
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt
 
 GSM8K = "openai/gsm8k"
@@ -311,7 +312,7 @@ def check_columns(file: RowFile, rules: RowRules) -> bool:
     for name in ("response", "reward"):
         if name in columns or not rules.needs_source:
             continue
-        if nearest(name, others) or (name == "response" and rules.needs_truth):
+        if nearest(name, others, cutoff=0.6) or (name == "response" and rules.needs_truth):
             file.need(name, "")
         notice(f"{file.path}: plain format without a column {name!r}; taken as null")
     if "reward" in columns:

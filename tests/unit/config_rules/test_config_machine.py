@@ -148,7 +148,7 @@ def test_remote_files_are_not_looked_at(base):
 
 def test_columns(base, tmp_path):
     file = f"data.train_files={write_rows(tmp_path / 'a.parquet', Prompt=['x'] * 16, prompt=None)}"
-    only(problems(*base, file), "configuration", "no column 'prompt'", "nearest is 'Prompt'")
+    only(problems(*base, file), "configuration", "no column 'prompt'", "nearest: Prompt")
     file = f"data.train_files={write_rows(tmp_path / 'b.parquet', data_source=None)}"
     only(problems(*base, file), "configuration", "data_source")
 

@@ -185,7 +185,7 @@ def test_generation_and_evaluation(tmp_path):
     assert len(problems(entry="eval")) == 1
     assert problems(f"data.path={file}", entry="eval") == []
     wrong = problems(f"data.path={file}", "data.response_key=response", entry="eval")
-    only(wrong, "configuration", "the nearest is 'responses'")
+    only(wrong, "configuration", "nearest: responses")
     argv = [f"data.path={file}", f"model.path={write_model(tmp_path / 'model')}", "trainer.device=cpu"]
     only(problems(*argv, entry="generation"), "configuration", "data.output_path: is required")
     assert problems(*argv, f"data.output_path={tmp_path}/o.parquet", entry="generation") == []

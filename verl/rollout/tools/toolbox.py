@@ -90,9 +90,12 @@ class Toolbox:
 
     def warn_of_unknown(self, kwargs: Mapping[str, Any]) -> None:
         """Say which names in a row's `extra_info.tools_kwargs` are no tools: what a row holds for them reaches nothing."""
-        for name in [name for name, given in kwargs.items() if given is not None and name not in self.by_name]:
-            known = ", ".join(self.by_name) or "none"
-            _warn_once(name, "unknown", f"is in a row's tools_kwargs, and the run has no such tool ({known})")
+        known = ", ".join(self.by_name) or "none"
+        for name, given in kwargs.items():
+            if given is not None and name not in self.by_name:
+                _warn_once(
+                    name, "unknown", f"is in a row's tools_kwargs, and the run has no such tool ({known})"
+                )
 
     @classmethod
     def load(cls, tool_config_path: str | None = None, function_tool_path: str | None = None) -> Toolbox:

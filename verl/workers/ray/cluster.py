@@ -27,6 +27,7 @@ LOOPBACK = "127.0.0.1"
 _TIMELINE_S = 60.0
 _LONGEST_PLACE = 25  # Ray puts 80 more characters behind it, and sockets have names of at most 107
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_AUTH_SWITCH = "RAY_AUTH_MODE"
 # The agents of a Ray whose driver was killed live on for a minute: they try to tell its head, which is gone too.
 _SWEEP = """
 read -r _
@@ -68,6 +69,7 @@ class Cluster:
     def __init__(self, config: Any, kind: str):
         self.kind = kind
         self.own = False
+        self._auth_mode = os.environ.get(_AUTH_SWITCH)
         self._sweeper: subprocess.Popen[bytes] | None = None
         self._timeline = config.ray_kwargs.timeline_json_file
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
@@ -99,6 +101,8 @@ class Cluster:
             # Ray's answer to SIGTERM is sys.exit, in the middle of whatever is going on.
             with interrupt.kept():
                 ray.init(**(defaults | options))
+        except ray.exceptions.AuthenticationError as error:
+            raise UserError(f"Ray asks for a token, and none is here: {error}") from error
         except (ConnectionError, TimeoutError) as error:
             if "InvalidAuthToken" in f"{error}{error.__cause__}":
                 raise UserError(
@@ -168,6 +172,8 @@ class Cluster:
         if self.own:
             ray.shutdown()
             _clustered(True)
+            if self._auth_mode is None:
+                _forget_auth_mode()
         if self._sweeper is not None:
             self._sweeper.communicate()
             self._sweeper = None
@@ -207,6 +213,14 @@ def _clustered(wanted: bool) -> None:
     else:
         os.environ[_CLUSTER_SWITCH] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = wanted
+
+
+def _forget_auth_mode() -> None:
+    """A Ray of our own has tokens, and switched this process to them; a cluster that it joins next may have none."""
+    from ray._raylet import Config
+
+    os.environ.pop(_AUTH_SWITCH, None)
+    Config.initialize("")
 
 
 def worker_environment(threads: int) -> dict[str, str]:
