@@ -10,7 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from verl.algorithms.objective import ActorObjective, count_denominators, trajectory_tokens
-from verl.engine.training.base import MicroBatch, StepAccumulator
+from verl.engine.training.base import MicroBatch
+from verl.engine.training.optimizer import StepAccumulator
 from verl.trajectory import Prompt, Segment, Trajectory
 
 

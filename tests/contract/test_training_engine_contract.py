@@ -58,7 +58,7 @@ def learn(one: Any, loss: Any = None) -> Any:
 
 def state(one: Any) -> dict[str, torch.Tensor]:
     """Copies of weights and optimizer, whole, by name."""
-    from verl.engine.training.sharding import whole
+    from verl.engine.training.process_group import whole
 
     out = {name: tensor.clone() for name, tensor in one.named_weights()}
     for name, parameter in one._names.items():
@@ -105,7 +105,7 @@ def test_outputs_are_those_of_a_padded_pass(on: Run, tmp_path: Path) -> None:
 
 
 def stepped(path: Path, clip: float) -> Any:
-    from verl.engine.training.sharding import whole
+    from verl.engine.training.process_group import whole
 
     one = engine(path, role(grad_clip=clip))
     result = one.step(share(one), simple_loss(TOTAL, 0.1), BOTH, temperature=0.7)
@@ -255,7 +255,7 @@ def test_what_is_saved_is_a_hugging_face_directory(on: Run, tmp_path: Path) -> N
 
 def refusals(path: Path, folder: Path) -> list[str]:
     """What is said of a folder without state, of weights cut short, and of weights that are not finite."""
-    from verl.engine.training.sharding import local
+    from verl.engine.training.process_group import local
 
     one = engine(path)
     messages = [told(lambda: one.load_optimizer(folder)), told(lambda: one.load_weights(folder))]

@@ -160,7 +160,7 @@ def one_rank(platform: Any) -> Iterator[None]:
 def test_the_sharded_engine_on_one_device(platform: Any, model_path: str, record_property: Any) -> None:
     """FSDP2 over the device's own collectives against the engine of one process."""
     from verl.engine.training.fsdp_engine import FSDPEngine
-    from verl.engine.training.sharding import whole
+    from verl.engine.training.process_group import whole
 
     def driven() -> tuple[Any, ...]:
         engine, rows = FSDPEngine(model_path, role_cfg=role(), device=platform), rows_of(GROUPS)

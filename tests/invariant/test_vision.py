@@ -205,7 +205,7 @@ def of_two_ranks(
 ) -> tuple[float, dict[str, torch.Tensor], np.ndarray]:
     """Norm, gradients and this rank's log-probs; made-up responses, the same on every rank. mode: of router replay; sequence:
     ranks that share each sequence."""
-    from verl.engine.training.sharding import whole
+    from verl.engine.training.process_group import whole
 
     how = {"ppo_micro_batch_size_per_gpu": 2, "ulysses_sequence_parallel_size": sequence}
     role = trained(**how, router_replay={"mode": mode})

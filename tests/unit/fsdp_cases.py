@@ -45,7 +45,7 @@ def shares(kind: str, ranks: int) -> list[list[int]]:
 
 def drive(engine: Any, rows: Sequence[Trajectory], total: int, steps: int = 1) -> dict[str, Any]:
     """Log-probs of the rows, then steps; everything that must not depend on the number of ranks."""
-    from verl.engine.training.sharding import whole
+    from verl.engine.training.process_group import whole
 
     found = engine.forward(rows, (*BOTH, "sum_pi_squared", *TOPK), temperature=0.8)
     asked = (*BOTH, *CANDIDATE_OUTPUTS)

@@ -30,7 +30,7 @@ def engine(path: str, role_cfg: dict[str, Any] | None = None, **more: Any) -> An
 
 def disturb(one: Any, size: float = 0.05) -> None:
     """Give B values, the same on any number of ranks, so that the adapter does something."""
-    from verl.engine.training.sharding import take_share
+    from verl.engine.training.process_group import take_share
 
     with torch.no_grad():
         for number, (name, parameter) in enumerate(one.module.named_parameters()):

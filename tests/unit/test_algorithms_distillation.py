@@ -16,7 +16,8 @@ from verl.algorithms.distillation import Distillation, topk_terms
 from verl.algorithms.objective import ActorObjective, count_denominators, trajectory_tokens
 from verl.algorithms.policy_loss import MODES
 from verl.config.schema.actor import KL_NAMES
-from verl.engine.training.base import MicroBatch, StepAccumulator
+from verl.engine.training.base import MicroBatch
+from verl.engine.training.optimizer import StepAccumulator
 from verl.trajectory import segments_of
 
 H, K = 9.0, 4

@@ -27,7 +27,7 @@ GROUPS = [(7, [5, 9, 1]), (4, [6, 2])]
 
 def state(engine: Any) -> dict[str, torch.Tensor]:
     """Weights and optimizer, whole, by name."""
-    from verl.engine.training.sharding import whole
+    from verl.engine.training.process_group import whole
 
     out = {name: tensor.clone() for name, tensor in engine.named_weights()}
     for name, parameter in engine._names.items():

@@ -178,10 +178,14 @@ def test_question_and_answer_without_template(tmp_path: Path) -> None:
     ("row", "keys", "words"),
     [
         ({"prompt": "q", "response": "a"}, [], ["'messages'", "key=prompt data.response_key=response"]),
-        ({"mesages": []}, [], ["'mesages'"]),
+        ({"mesages": []}, [], ["nearest: mesages "]),
         ({"extra_info": {"a": 1}}, [], ["data.prompt_dict_keys=[question]"]),
         ({"prompt": "q", "response": "a"}, ["data.prompt_key=prompt"], ["data.response_key"]),
-        ({"p": "q", "Response": "a"}, ["data.prompt_key=p", "data.response_key=response"], ["'Response'"]),
+        (
+            {"p": "q", "Response": "a"},
+            ["data.prompt_key=p", "data.response_key=response"],
+            ["nearest: Response "],
+        ),
     ],
 )
 def test_absent_columns(tmp_path: Path, row: dict[str, Any], keys: list[str], words: list[str]) -> None:

@@ -240,6 +240,9 @@ def test_the_page_of_a_run_is_written_beside_it_and_waited_for_at_the_end(tmp_pa
     flushed, events = [], []
     report = LiveReport(tmp_path, lambda: flushed.append(1), lambda kind, **fields: events.append(kind))
     RunFolder(tmp_path, print).close()
+    report.write()
+    assert not report._thread.is_alive(), "a short run writes it once"
+    monkeypatch.setattr(report, "_not_before", 0.0)
     held = threading.Event()
     with monkeypatch.context() as patched:
         patched.setattr(report, "_build", held.wait)

@@ -42,7 +42,7 @@ def apply(config: Any, overrides: Mapping[str, Any], within: str = "") -> dict[s
     Returns why those that were not set cannot be, by name: fields that there are not, values that cannot take effect. `within`
     precedes the names of a part of a configuration.
     """
-    refused = {}
+    refused: dict[str, str] = {}
     for name, value in flat_overrides(overrides).items():
         if name in _IGNORED:
             continue

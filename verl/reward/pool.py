@@ -36,6 +36,7 @@ from verl.reward.outcome import Outcome, failed
 START_LIMIT, STACK_WAIT, EXIT_WAIT, ASYNC_GRACE = 300.0, 0.5, 1.0, 2.0
 START_ATTEMPTS = 3
 CONCURRENCY = 128  # calls at once in a process with an async function
+_CLOSED = failed("crash", "the scoring pool was closed before it was scored")
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class Pool:
 
     async def _until_closed(self) -> None:
         await self._stop.wait()
-        self._unusable = failed("crash", "the scoring pool was closed before it was scored")
+        self._unusable = _CLOSED
         tasks = [worker.task for worker in self._workers]
         for worker in self._workers:
             worker.failure = self._unusable

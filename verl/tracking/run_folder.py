@@ -36,6 +36,8 @@ PATIENCE_S = 10.0
 """A run that was told to end just now gets so long to leave its folder."""
 PAGE_S = 120.0
 """A page that takes longer is given up."""
+_FIRST_PAGE_S = 5.0
+"""A run that is shorter writes its page once, at its end."""
 
 _PACKAGES = (
     *("verl", "torch", "transformers", "numpy", "pyarrow", "safetensors", "tokenizers", "hydra-core"),
@@ -265,7 +267,7 @@ class LiveReport:
         self._flush = flush
         self._event = event
         self._thread = threading.Thread()
-        self._not_before = 0.0
+        self._not_before = time.monotonic() + _FIRST_PAGE_S
         self._failing = False
 
     def write(self, *, last: bool = False) -> None:

@@ -6,7 +6,7 @@ The engine never learns which algorithm runs: `step` receives a loss as a callab
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 LOG_PROBS = ("log_probs",)
 ROUTES = "routed_experts"
 LOG_PROBS_AND_ENTROPY = ("log_probs", "entropy")
-
-# Endings of metrics of which the least or the largest of all micro-batches counts.
-_EXTREMES: dict[str, Any] = {"_min": min, "_max": max}
 
 
 @dataclass(slots=True)
@@ -61,31 +58,6 @@ class StepResult:
     grad_norm: float
     refused: str = ""
     tokens: int = 0
-
-
-@dataclass(slots=True)
-class StepAccumulator:
-    """What the micro-batches of a step came to: metrics as name → [sum, weight], tokens computed, and why the step
-    must be refused ("" if it need not be)."""
-
-    sums: dict[str, list[float]] = field(default_factory=dict)
-    tokens: int = 0
-    refused: str = ""
-
-    def add(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        for name, (total, weight) in metrics.items():
-            if extreme := _EXTREMES.get(name[-4:]):
-                if weight:
-                    kept = self.sums.setdefault(name, [total / weight, 1.0])
-                    kept[0] = extreme(kept[0], total / weight)
-                continue
-            entry = self.sums.setdefault(name, [0.0, 0.0])
-            entry[0] += total
-            entry[1] += weight
-
-    def metrics(self) -> dict[str, float]:
-        """Σsum / Σweight; the sum where there is no weight."""
-        return {n: total / weight if weight else total for n, (total, weight) in self.sums.items()}
 
 
 class TrainingEngine(ABC):

@@ -33,13 +33,13 @@ from verl.engine.training.base import (
     ROUTES,
     MicroBatch,
     MicroLoss,
-    StepAccumulator,
     StepResult,
     TrainingEngine,
 )
 from verl.engine.training.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.optimizer import (
     Schedule,
+    StepAccumulator,
     build_optimizer,
     clip_gradients,
     global_norm,
@@ -48,9 +48,9 @@ from verl.engine.training.optimizer import (
     sum_of_squares,
 )
 from verl.engine.training.packing import MicroBatching, Pack, keep_routes, pack, split_rows
-from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
+from verl.engine.training.process_group import all_gather_json, local, on_all_ranks, waiting, whole
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
-from verl.engine.training.sharding import layout, local, sharded_modules, whole
+from verl.engine.training.sharding import layout, sharded_modules
 from verl.errors import UserError
 from verl.models import adapters, attention
 from verl.models import load as models

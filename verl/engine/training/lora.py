@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from verl.config import model_facts
 from verl.config.schema.base import setting
-from verl.engine.training.process_group import on_all_ranks, this_rank
-from verl.engine.training.sharding import take_share, whole
+from verl.engine.training.process_group import on_all_ranks, take_share, this_rank, whole
 from verl.engine.training.weight_files import FileSource, WeightSource, reading, untied
 from verl.errors import UserError
 from verl.models import adapters

@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule, and the clipped global gradient norm."""
+"""The optimizer, its learning-rate schedule, the clipped global gradient norm, and what a step's micro-batches add up to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from verl.errors import UserError
 # have no step for them at all.
 _FUSED_OVER_RANKS = ("torch.optim.Adam", "torch.optim.AdamW")
 _NOT_OVER_RANKS = ("torch.optim.Adafactor", "torch.optim.Rprop")
+# Endings of metrics of which the least or the largest of all micro-batches counts.
+_EXTREMES: dict[str, Any] = {"_min": min, "_max": max}
 
 
 def optim_config(group: Mapping[str, Any] | None) -> OptimConfig:
@@ -133,3 +136,28 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and (value.ndim or scalars):
                 state[name] = value.to(device)
+
+
+@dataclass(slots=True)
+class StepAccumulator:
+    """What the micro-batches of a step came to: metrics as name → [sum, weight], tokens computed, and why the step
+    must be refused ("" if it need not be)."""
+
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    tokens: int = 0
+    refused: str = ""
+
+    def add(self, metrics: Mapping[str, Sequence[float]]) -> None:
+        for name, (total, weight) in metrics.items():
+            if extreme := _EXTREMES.get(name[-4:]):
+                if weight:
+                    kept = self.sums.setdefault(name, [total / weight, 1.0])
+                    kept[0] = extreme(kept[0], total / weight)
+                continue
+            entry = self.sums.setdefault(name, [0.0, 0.0])
+            entry[0] += total
+            entry[1] += weight
+
+    def metrics(self) -> dict[str, float]:
+        """Σsum / Σweight; the sum where there is no weight."""
+        return {n: total / weight if weight else total for n, (total, weight) in self.sums.items()}

@@ -1,5 +1,5 @@
 """Joining the ranks of one training engine, and what they tell each other: counts, metrics, reasons, as JSON over a
-collective of bytes, nothing pickled.
+collective of bytes, nothing pickled; and a rank's part of a tensor.
 
 The host of an engine (a Ray actor, a process of torchrun) calls `init_process_group` or `init_from_environment`
 before it builds the engine. Tensors in host memory go over gloo, those on a device over the device's own library;
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from verl.errors import UserError
 from verl.platform import Platform
@@ -192,3 +193,37 @@ def _stay_on_loopback(address: str) -> None:
     if address in ("localhost", "::1") or address.startswith("127."):
         names = (name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", next(names, "lo"))
+
+
+# -- a rank's part of a tensor ---------------------------------------------------------------------------------
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a sharded tensor; any other as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor; collective for a sharded one."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with waiting("gathering a weight"):
+        # Where its ranks talk to each other: an offloaded share is brought there.
+        return tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+
+
+def take_share(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy this rank's share of a full tensor into a sharded one; the whole into any other."""
+    if not isinstance(target, DTensor):
+        target.copy_(full)
+        return
+    mesh = target.device_mesh
+    place = mesh.get_coordinate()
+    assert place is not None
+    # Tensor parallelism, the last dimension of the mesh, cuts first.
+    for number in reversed(range(mesh.ndim)):
+        cut = getattr(target.placements[number], "dim", None)
+        if cut is not None:
+            pieces = full.chunk(mesh.size(number), cut)
+            full = pieces[place[number]] if place[number] < len(pieces) else full.narrow(cut, 0, 0)
+    target._local_tensor.copy_(full)

@@ -1,4 +1,4 @@
-"""Which ranks hold which rows and which parts of the weights, and a rank's part of a tensor.
+"""Which ranks hold which rows and which parts of the weights.
 
     rank = ((replica × shards + shard) … ) with sequence- and tensor-parallel neighbours next to each other
 
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from verl.config.layout import Sizes, rank_problems
 from verl.engine.training import process_group
@@ -85,40 +84,6 @@ def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: in
     return Layout(mesh, tensor, sequence, rank, size, tensor_size, sequence_size)
 
 
-# -- a rank's part of a tensor ---------------------------------------------------------------------------------
-
-
 def sharded_modules(module: torch.nn.Module) -> list[FSDPModule]:
     """The roots of the units inside, itself included."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a sharded tensor; any other as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor; collective for a sharded one."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with process_group.waiting("gathering a weight"):
-        # Where its ranks talk to each other: an offloaded share is brought there.
-        return tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
-
-
-def take_share(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy this rank's share of a full tensor into a sharded one; the whole into any other."""
-    if not isinstance(target, DTensor):
-        target.copy_(full)
-        return
-    mesh = target.device_mesh
-    place = mesh.get_coordinate()
-    assert place is not None
-    # Tensor parallelism, the last dimension of the mesh, cuts first.
-    for number in reversed(range(mesh.ndim)):
-        cut = getattr(target.placements[number], "dim", None)
-        if cut is not None:
-            pieces = full.chunk(mesh.size(number), cut)
-            full = pieces[place[number]] if place[number] < len(pieces) else full.narrow(cut, 0, 0)
-    target._local_tensor.copy_(full)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from verl.engine.training.sharding import local
+from verl.engine.training.process_group import local
 from verl.errors import UserError
 
 if TYPE_CHECKING:

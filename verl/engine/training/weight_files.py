@@ -25,8 +25,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils import swap_tensors
 
-from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
-from verl.engine.training.sharding import local, take_share, whole
+from verl.engine.training.process_group import (
+    all_gather_json,
+    local,
+    on_all_ranks,
+    take_share,
+    this_rank,
+    whole,
+)
 from verl.errors import UserError
 from verl.models.adapters import PlainView
 from verl.models.names import checkpoint_parts

@@ -217,7 +217,7 @@ def _clustered(wanted: bool) -> None:
 
 def _forget_auth_mode() -> None:
     """A Ray of our own has tokens, and switched this process to them; a cluster that it joins next may have none."""
-    from ray._raylet import Config
+    from ray._raylet import Config  # type: ignore[attr-defined]
 
     os.environ.pop(_AUTH_SWITCH, None)
     Config.initialize("")
