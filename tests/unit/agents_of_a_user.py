@@ -1,6 +1,7 @@
 """A tool, environments, an interaction and a loop as a user's module holds them."""
 
 import asyncio
+import time
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
@@ -40,6 +41,10 @@ class Guess:
 
     def __init__(self, steps=2, fail=""):
         self.left, self.fail = steps, fail
+        if fail == "open":
+            raise RuntimeError("no table")
+        if fail == "slow":
+            time.sleep(0.5)
 
     def reset(self, row):
         if self.fail == "reset":

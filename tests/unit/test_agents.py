@@ -196,6 +196,8 @@ def test_a_text_environment_of_gymnasium() -> None:
 @pytest.mark.parametrize(
     ("fail", "said"),
     [
+        ("open", "no table"),
+        ("slow", "make: TimeoutError: no answer"),
         ("reset", "no game"),
         ("hang", "no answer"),
         ("tuple", "StepResult, not tuple.*name=gym"),

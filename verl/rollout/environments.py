@@ -16,7 +16,7 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -66,13 +66,24 @@ class GymEnv:
         self._env.close()
 
 
-def make(spec: Mapping[str, Any]) -> Env:
-    """The environment that {name, path, kwargs} describes. UserError for one that does not exist."""
+def maker(spec: Mapping[str, Any]) -> Callable[[], Env | Awaitable[Env]]:
+    """What makes the environment that {name, path, kwargs} describes. UserError for one that does not exist.
+
+    It is async where `reset` is: what such a constructor opens belongs to the event loop."""
     path, kwargs = str(spec["path"]), {k: v for k, v in (spec.get("kwargs") or {}).items() if v is not None}
     if spec["name"] == "openenv":
-        return openenv.OpenEnv(path, **kwargs)
-    env = load_class(path, _PATH_KEY)(**kwargs)
-    return env if spec["name"] == "custom" else GymEnv(env)
+        cls, kwargs = openenv.OpenEnv, {"url": path, **kwargs}
+    else:
+        cls = load_class(path, _PATH_KEY)
+
+    def make() -> Env:
+        env: Any = cls(**kwargs)
+        return env if spec["name"] in ("custom", "openenv") else GymEnv(env)
+
+    async def make_on_the_loop() -> Env:
+        return make()
+
+    return make_on_the_loop if inspect.iscoroutinefunction(getattr(cls, "reset", None)) else make
 
 
 def check(spec: Mapping[str, Any], tokenizer: str) -> None:
@@ -122,7 +133,8 @@ class EnvironmentAgent(AgentLoopBase):
         return self.session.outputs(status=status, **self._about())
 
     async def _play(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
-        env, self._played = make(spec), True
+        make, self._played = maker(spec), True
+        env: Env = await self._ask(make, object)
         own = {name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")}
         try:
             start: Observation = await self._ask(env.reset, Observation, row=row["columns"] | own)
