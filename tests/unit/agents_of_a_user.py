@@ -93,8 +93,13 @@ class Nags(BaseInteraction):
     """Says no once."""
 
     async def generate_response(self, instance_id, messages, **kwargs):
+        if kwargs["word"] == "hangs":
+            await asyncio.sleep(60)
         said = sum(m["role"] == "assistant" for m in messages)
         return said > 1, kwargs["word"], 0.5 * said, {}
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        raise RuntimeError("it ends badly")
 
 
 @register("public_loop")

@@ -147,22 +147,24 @@ def test_how_a_dialogue_ends(texts: list[str], words: list[str], status: str, co
     assert t.score == 1.0 and t.length <= 600
 
 
-def test_an_interaction_answers_where_no_tool_is_called(tmp_path: Path) -> None:
+def test_an_interaction_answers_where_no_tool_is_called(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "i.yaml").write_text(
         f"interaction: [{{name: nags, class_name: '{USER}:Nags', config: {{}}}}]"
     )
     from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 
     assert list(initialize_interactions_from_config(str(tmp_path / "i.yaml"))) == ["nags"]
+    words = ["multi_turn.enable=True", f"multi_turn.interaction_config_path={tmp_path / 'i.yaml'}"]
     row = {"extra_info": {"interaction_kwargs": {"name": "nags", "word": "No.", "unused": None}}}
-    (t,), _ = play(
-        ["12", "13"],
-        "multi_turn.enable=True",
-        f"multi_turn.interaction_config_path={tmp_path / 'i.yaml'}",
-        row=row,
-    )
+    (t,), _ = play(["12", "13"], *words, row=row)
     assert t.status == "completed" and t.extra["reward_scores"]["turn_scores"] == [0.5, 1.0]
     assert [m["content"] for m in t.fields["messages"]] == ["3*4?", "12", "No.", "13"]
+    assert caplog.text.count("it ends badly") == 1
+    row["extra_info"]["interaction_kwargs"]["word"] = "hangs"
+    with pytest.raises(RolloutError, match="environment_error: interaction: TimeoutError: no answer"):
+        play(["12"], *words, "agent.tool_timeout=0.1", "agent.max_resamples=0", row=row)
 
 
 ENV = ["agent.environment.name=custom", f"agent.environment.path={USER}:Guess"]

@@ -11,7 +11,7 @@ import pytest
 
 from verl.config import Map
 from verl.data.rows import BadRow, tools_of_row
-from verl.rollout.tools.base import ToolError
+from verl.rollout.tools.base import BaseTool, ToolError, ToolResponse
 from verl.rollout.tools.function_tools import function_tool
 from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
@@ -173,6 +173,59 @@ def test_a_tool_with_state_lives_as_long_as_its_config_says(
     assert asyncio.run(go()) == texts and run.rewards == rewards
     assert run.metrics == [{"tool": "count", "by": 2}, {"tool": "count", "by": 3}]
     assert box.by_name["count"].released == (["0", "1"] if lifetime == "call" else ["0"])
+
+
+class Faulty(BaseTool):
+    """Is wrong in one of its methods: raises, hangs, or gives a text."""
+
+    done: list[str]
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return await self._do("execute", (ToolResponse(text="ok"), 0.5, {}))
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return await self._do("calc_reward", 1.0)
+
+    async def release(self, instance_id, **kwargs):
+        await self._do("release", None)
+
+    async def _do(self, method: str, gives: Any) -> Any:
+        wrong = self.config.get(method)
+        if wrong == "raises":
+            raise KeyError(method)
+        if wrong == "hangs":
+            await asyncio.sleep(60)
+        self.done.append(method)
+        return "much" if wrong == "text" else gives
+
+
+@pytest.mark.parametrize(
+    ("config", "said", "rewards", "done"),
+    [
+        ({"release": "hangs"}, "ok", [0.5], ["execute"]),
+        ({"release": "raises"}, "ok", [0.5], ["execute"]),
+        ({"execute": "hangs", "release": "hangs"}, "0.05 s", [], []),
+        ({"lifetime": "trajectory", "calc_reward": "raises"}, "ok", [0.5], ["execute", "release"]),
+        ({"lifetime": "trajectory", "calc_reward": "text"}, "ok", [0.5], ["execute", "calc_reward", "release"]),
+        ({"lifetime": "trajectory", "calc_reward": "hangs"}, "ok", [0.5], ["execute", "release"]),
+        ({"lifetime": "trajectory", "release": "hangs"}, "ok", [0.5, 1.0], ["execute", "calc_reward"]),
+    ],
+)  # fmt: skip
+def test_a_tool_that_is_wrong_when_it_is_asked_for_its_end(
+    config: dict, said: str, rewards: list, done: list, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("verl.rollout.tools.toolbox._WARNED", set())
+    tool = Faulty(config, SCHEMA)
+    tool.done = []
+    run = run_of(Toolbox([("here", tool)]), timeout=0.05)
+
+    async def go() -> Any:
+        answer = await run.call(ToolCall("find", {}))
+        await run.close()
+        return answer
+
+    assert said in asyncio.run(asyncio.wait_for(go(), 10)) and (run.rewards, tool.done) == (rewards, done)
+    assert run.counts["errors"] == 1 and any("find" in record.getMessage() for record in caplog.records)
 
 
 def test_a_row_that_means_another_tool_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -69,7 +69,8 @@ class ToolAgent(AgentLoopBase):
         found = load_interactions(self._turns.interaction_config_path)
         if name not in found:
             raise UserError(f"interaction_kwargs.name={name!r}: known are {', '.join(found) or 'none'}")
-        return Partner(found[name], {key: value for key, value in kwargs.items() if value is not None})
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        return Partner(found[name], given, self._agent.tool_timeout)
 
     async def _dialogue(self, schemas: list[dict[str, Any]]) -> str | None:
         """Turn after turn; the status, None where the sampler's finish reason says it."""

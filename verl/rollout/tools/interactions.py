@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
 from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.tools.base import ToolError
-from verl.rollout.tools.toolbox import load_yaml, made
+from verl.rollout.tools.toolbox import load_yaml, made, told, warn_once
 
 
 class BaseInteraction:
@@ -52,29 +53,37 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
 
 
 class Partner:
-    """The interaction of one trajectory. EnvironmentFailed for what it raises: the policy is not to blame."""
+    """The interaction of one trajectory. timeout: seconds of one answer, None for no deadline."""
 
-    def __init__(self, interaction: BaseInteraction, kwargs: Mapping[str, Any]):
-        self._interaction, self._kwargs = interaction, dict(kwargs)
+    def __init__(self, interaction: BaseInteraction, kwargs: Mapping[str, Any], timeout: float | None):
+        self._interaction, self._kwargs, self._timeout = interaction, dict(kwargs), timeout
         self._id: str | None = None
         self.rewards: list[float] = []
 
     async def answer(self, messages: list[dict[str, Any]]) -> str | None:
-        """What the user says to the model's last turn; None where the dialogue is over."""
+        """What the user says to the model's last turn; None where the dialogue is over. EnvironmentFailed for what goes wrong: the
+        policy is not to blame."""
         try:
-            if self._id is None:
-                self._id = await self._interaction.start_interaction(uuid4().hex, **self._kwargs)
-            over, text, reward, _ = await self._interaction.generate_response(
-                self._id, messages, **self._kwargs
-            )
+            async with asyncio.timeout(self._timeout):
+                if self._id is None:
+                    self._id = await self._interaction.start_interaction(uuid4().hex, **self._kwargs)
+                over, text, reward, _ = await self._interaction.generate_response(
+                    self._id, messages, **self._kwargs
+                )
             if not over and not isinstance(text, str):
                 raise TypeError(f"what generate_response gives second is no text: {text!r:.100}")
+            self.rewards.append(float(reward or 0.0))
         except Exception as error:
-            raise EnvironmentFailed(f"interaction: {type(error).__name__}: {error}") from error
-        self.rewards.append(float(reward or 0.0))
+            raise EnvironmentFailed(f"interaction: {told(error)}") from error
         return None if over else text
 
     async def close(self) -> None:
-        """End the dialogue."""
-        if self._id is not None:
-            await self._interaction.finalize_interaction(self._id, **self._kwargs)
+        """End the dialogue. What goes wrong then is said, and costs no trajectory that is over."""
+        if self._id is None:
+            return
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._interaction.finalize_interaction(self._id, **self._kwargs)
+        except Exception as error:
+            what = f"finalize_interaction: {told(error)}"
+            warn_once(str(self._kwargs.get("name")), type(error).__name__, what, of="interaction")

@@ -93,7 +93,7 @@ class Toolbox:
         known = ", ".join(self.by_name) or "none"
         for name, given in kwargs.items():
             if given is not None and name not in self.by_name:
-                _warn_once(
+                warn_once(
                     name, "unknown", f"is in a row's tools_kwargs, and the run has no such tool ({known})"
                 )
 
@@ -156,11 +156,16 @@ def _tool(where: str, entry: dict[str, Any]) -> BaseTool:
 _WARNED: set[tuple[str, str]] = set()
 
 
-def _warn_once(tool: str, kind: str, what: str) -> None:
-    """Say on the console, in each process once for a kind of error, what is wrong with a tool."""
-    if (tool, kind) not in _WARNED:
-        _WARNED.add((tool, kind))
-        logging.getLogger(__name__).warning("tool %r: %s", tool, what)
+def warn_once(name: str, kind: str, what: str, *, of: str = "tool") -> None:
+    """Say on the console, in each process once for a kind of error, what is wrong with a tool, or with another part of a user's."""
+    if (name, kind) not in _WARNED:
+        _WARNED.add((name, kind))
+        logging.getLogger(__name__).warning("%s %r: %s", of, name, what)
+
+
+def told(error: Exception) -> str:
+    """An error in words; one of a deadline has none of its own."""
+    return f"{type(error).__name__}: {str(error) or 'no answer within its deadline'}"
 
 
 class ToolRun:
@@ -193,11 +198,11 @@ class ToolRun:
             self.counts["invalid"] += 1
             known = f"there is no tool {call.name!r}; the tools are {', '.join(self._tools) or 'none'}"
             return f"Error: {call.error or known}"
-        timeout = tool.config.get("timeout", self._timeout)
-        deadline = asyncio.timeout(timeout)
+        timeout = self._deadline(tool)
+        deadline, own = asyncio.timeout(timeout), list[str]()
         try:
             async with deadline:
-                found = await self._execute(tool, call.arguments)
+                found = await self._execute(tool, call.arguments, own)
                 response, reward, metrics = normalize_function_tool_return(found)
                 if response.video:
                     raise ToolError("it gave a video, and videos are not in this release")
@@ -212,22 +217,23 @@ class ToolRun:
             late = isinstance(error, TimeoutError) and deadline.expired()
             self.counts["timeouts" if late else "errors"] += 1
             what = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
-            _warn_once(call.name, type(error).__name__, f"{what} (the model is told so)")
+            warn_once(call.name, type(error).__name__, f"{what} (the model is told so)")
             return self._cut(f"Error: tool {call.name!r}: {what}")
         finally:
+            for instance in own:
+                await self._release(tool, instance)
             self.seconds += time.monotonic() - started
         self.rewards.append(reward)
         self.metrics.append(metrics)
         text = self._cut(response.text or "")
         return [*images, {"type": "text", "text": text}] if images else text
 
-    async def _execute(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+    async def _execute(self, tool: Tool, arguments: dict[str, Any], own: list[str]) -> Any:
+        """What a tool gives. own: takes the instance that was made for this call alone."""
         if tool.config.get("lifetime") != "trajectory":
             instance, _ = await tool.create(**self._of_row(tool, "create_kwargs"))
-            try:
-                return await tool.execute(instance, arguments, **self._of_row(tool, "execute_kwargs"))
-            finally:
-                await tool.release(instance, **self._of_row(tool, "release_kwargs"))
+            own.append(instance)
+            return await tool.execute(instance, arguments, **self._of_row(tool, "execute_kwargs"))
         async with self._locks.setdefault(tool.name, asyncio.Lock()):
             if tool.name not in self._instances:
                 self._instances[tool.name], _ = await tool.create(**self._of_row(tool, "create_kwargs"))
@@ -255,11 +261,26 @@ class ToolRun:
         for name, instance in self._instances.items():
             tool = self._tools[name]
             try:
-                async with asyncio.timeout(tool.config.get("timeout", self._timeout)):
+                async with asyncio.timeout(self._deadline(tool)):
                     reward = await tool.calc_reward(instance, **self._of_row(tool, "calc_reward_kwargs"))
-                    await tool.release(instance, **self._of_row(tool, "release_kwargs"))
-            except Exception:
-                self.counts["errors"] += 1
-            else:
                 self.rewards.append(float(reward or 0.0))
+            except Exception as error:
+                self._failed(tool, "calc_reward", error)
+            await self._release(tool, instance)
         self._instances.clear()
+
+    async def _release(self, tool: Tool, instance: str) -> None:
+        """Give up an instance, within a deadline of its own: that of the call may have passed. What goes wrong is counted and said."""
+        try:
+            async with asyncio.timeout(self._deadline(tool)):
+                await tool.release(instance, **self._of_row(tool, "release_kwargs"))
+        except Exception as error:
+            self._failed(tool, "release", error)
+
+    def _deadline(self, tool: Tool) -> float | None:
+        timeout: float | None = tool.config.get("timeout", self._timeout)
+        return timeout
+
+    def _failed(self, tool: Tool, method: str, error: Exception) -> None:
+        self.counts["errors"] += 1
+        warn_once(tool.name, f"{method} {type(error).__name__}", f"{method}: {told(error)}")
