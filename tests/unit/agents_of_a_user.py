@@ -56,6 +56,8 @@ class Guess:
             return "higher", 0.5, False, False, {}
         if self.fail == "text":
             return StepResult("higher")
+        if self.fail == "parts":
+            return StepResult([{"role": "user", "content": [{"type": "sound"}]}])
         if self.fail == "hang":
             await asyncio.sleep(60)
         self.left -= 1

@@ -204,6 +204,7 @@ def test_a_text_environment_of_gymnasium() -> None:
         ("hang", "no answer"),
         ("tuple", "StepResult, not tuple.*name=gym"),
         ("text", "not 'higher'"),
+        ("parts", "the chat template does not take the environment's messages"),
     ],
 )
 def test_an_environment_that_fails_is_never_a_zero(fail: str, said: str) -> None:

@@ -207,6 +207,23 @@ def test_thinking_that_the_template_drops(thinks: bool, as_inference: bool, segm
     assert ("Hm" in tokenizer.decode(seen[1])) is (thinks and not as_inference)
 
 
+@pytest.mark.parametrize(
+    ("said", "content"),
+    [
+        ("<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>north", "north"),
+        ("<|channel|>commentary to=functions.go<|message|>{}<|call|>", ""),
+        ("<|channel|>analysis<|message|>Hm.", ""),
+        ("north", "north"),
+    ],
+)
+def test_the_channels_of_gpt_oss_are_no_content_without_tools_either(said: str, content: str) -> None:
+    tokenizer = tiny_tokenizer()
+    send, _ = script(tokenizer, said + "<|im_end|>")
+    session = session_of(tokenizer, send, tool_format="gpt-oss")
+    reply = asyncio.run(session.chat([{"role": "user", "content": "Where?"}]))
+    assert reply.message == {"role": "assistant", "content": content} and not reply.calls
+
+
 def test_generate_records_what_goes_on_and_what_does_not() -> None:
     async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
         return Completion(np.array([len(ids), 9]), np.full(2, -1.0, np.float32), "stop")

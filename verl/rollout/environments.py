@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from verl.config.weights import user_scores
+from verl.data.rows import BadRow
 from verl.errors import UserError
 from verl.platform.parent_channel import die_with_parent
 from verl.rollout import openenv, verifiers_server
@@ -152,6 +153,9 @@ class EnvironmentAgent(AgentLoopBase):
                 reply = await self.session.chat(self._messages, tools)
             except OutOfTokens:
                 return "length"
+            except BadRow as error:
+                what = f"the chat template does not take the environment's messages: {error}"
+                raise EnvironmentFailed(what) from error
             self._messages.append(reply.message)
             if reply.completion.finish_reason != "stop":
                 return None

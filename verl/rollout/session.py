@@ -248,8 +248,10 @@ class Session:
             content = content.removesuffix(tokenizer.decode(ids[-1:]) if ended else "").strip()
         else:
             content = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
-            if tools:
-                content, calls = parse(self.runner.tool_format, content, tools)
+            # The channels of gpt-oss are there without tools, too: its template takes no content that holds their marks.
+            if tools or self.runner.tool_format == "gpt-oss":
+                content, found = parse(self.runner.tool_format, content, tools)
+                calls = found if tools else []
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if read := [call for call in calls if not call.error]:
             message["tool_calls"] = [call.message() for call in read]

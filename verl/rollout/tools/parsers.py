@@ -211,12 +211,12 @@ _FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?:<\|end\|>|<\|return
 
 
 def _harmony(text: str, types: Types) -> tuple[str, list[ToolCall]]:
-    """Messages to functions.name on the commentary channel; the answer is on the final channel."""
+    """Messages to functions.name on the commentary channel; the answer is on the final channel, what is on others is thinking."""
     calls = [with_arguments(name, body) for name, _, body in _HARMONY.findall(text)]
     if "to=functions." in text and not calls:
         calls = [ToolCall("", error="the call has no <|message|>{…}")]
     final = _FINAL.search(text)
-    return (final[1] if final else ("" if calls else text)), calls
+    return (final[1] if final else ("" if calls or "<|channel|>" in text else text)), calls
 
 
 PARSERS: dict[str, Read] = {
