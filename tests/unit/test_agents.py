@@ -20,7 +20,7 @@ from verl.config import load
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.reward.runner import RewardRunner
 from verl.rollout import agent_loop
-from verl.rollout.loop_processes import LoopProcesses
+from verl.rollout.loop_processes import LoopEnded, LoopProcesses
 from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings
 from verl.trajectory import Batch, Prompt, Trajectory
 
@@ -228,6 +228,22 @@ def test_a_trajectory_past_its_deadline_and_its_policies(policy: str) -> None:
     (t,), engine = play(["5"], *words, delay=0.1)
     assert t.status == "timeout" and t.scored and len(set(engine.seeds)) == 1
     assert t.extra.get("without_gradient", False) is (policy == "mask")
+
+
+@pytest.mark.parametrize("policy", ["score", "mask", "drop", "resample"])
+def test_the_end_of_a_loop_process_is_no_loss_of_the_samplers(policy: str, monkeypatch: Any) -> None:
+    async def ends(self: Any, name: str, session: Any, sampling: Any, row: dict) -> list:
+        if row["sample_index"]:
+            raise LoopEnded("out of memory")
+        return [agent_loop.AgentLoopOutput(row["prompt_ids"], [5, 258], [1, 1])]
+
+    monkeypatch.setattr(LoopProcesses, "run", ends)
+    words = [*ENV, f"agent.on_status.environment_error={policy}", "agent.max_resamples=1"]
+    batch, _ = play([], *words, n=2, processes=1, max_lost_ratio=0.0)
+    assert [(t.finish_reason, t.status, t.scored) for t in batch] == [
+        ("stop", "completed", True), ("lost", "environment_error", False)
+    ]  # fmt: skip
+    assert batch.meta["lost"] == 0 and batch.trajectories[1].extra.get("resamples", 0) == (policy == "resample")
 
 
 PROGRAM = """

@@ -301,7 +301,9 @@ class RolloutManager:
             why = trajectory.fields.get("failure") or trajectory.score_error
             about = {"index": index, "status": trajectory.status, "attempt": attempt}
             self._failed("trajectory_failed", prompt, why, **about)
-        if not lost and policy in ("drop", "resample"):
+        if lost:  # without tokens there is nothing to score: left out
+            return trajectory
+        if policy in ("drop", "resample"):
             why = trajectory.fields.get("failure") or f"rollout.agent.on_status.{trajectory.status}={policy}"
             trajectory.score, trajectory.finish_reason = None, "lost"
             trajectory.score_error = f"left out, status {trajectory.status}: {why}"
@@ -337,7 +339,7 @@ class RolloutManager:
             if getattr(error, "ends_the_run", False):
                 raise
             lost = self._lost(prompt, index, error)
-            if isinstance(error, LoopEnded) and settings.on_status.get("environment_error") == "resample":
+            if isinstance(error, LoopEnded):
                 lost.status, lost.extra["agent_loop"] = "environment_error", name
             return lost
         finally:
