@@ -218,16 +218,25 @@ def test_an_environment_that_fails_is_never_a_zero(fail: str, said: str) -> None
 @pytest.mark.parametrize("policy", ["score", "mask", "drop", "resample"])
 def test_a_trajectory_past_its_deadline_and_its_policies(policy: str) -> None:
     words = [
-        *ENV, "agent.environment.kwargs.steps=9", "agent.trajectory_timeout=0.25", "agent.max_resamples=1",
+        *ENV, "agent.environment.kwargs.steps=9", "agent.trajectory_timeout=0.5", "agent.max_resamples=1",
         f"agent.on_status.timeout={policy}",
     ]  # fmt: skip
     if policy in ("drop", "resample"):
         with pytest.raises(RolloutError, match=r"longer than rollout\.agent\.trajectory_timeout"):
-            play(["5"], *words, delay=0.1)
+            play(["5"], *words, delay=0.2)
         return
-    (t,), engine = play(["5"], *words, delay=0.1)
+    (t,), engine = play(["5"], *words, delay=0.2)
     assert t.status == "timeout" and t.scored and len(set(engine.seeds)) == 1
     assert t.extra.get("without_gradient", False) is (policy == "mask")
+    earned = 0.25 * (len(t.fields["messages"]) // 2)
+    assert t.score == t.fields["environment_reward"] == t.extra["step_reward"] == earned > 0
+
+
+def test_what_tools_earned_is_known_of_a_trajectory_past_its_deadline() -> None:
+    words = [*TOOLS, "agent.trajectory_timeout=0.5", "agent.on_status.timeout=score"]
+    (t,), _ = play([CALL], *words, delay=0.2)
+    assert t.status == "timeout" and t.extra["tool_counts"]["calls"] == len(t.fields["tool_rewards"]) > 0
+    assert t.num_turns == len(t.fields["messages"]) and "longer than" in t.fields["failure"]
 
 
 @pytest.mark.parametrize("policy", ["score", "mask", "drop", "resample"])

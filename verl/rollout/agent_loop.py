@@ -158,6 +158,11 @@ class AgentLoopBase(ABC):
         each token sequence that the model saw: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
         `sample_index`, then the row's other columns, as keywords; `columns` has all of those by name."""
 
+    def known_so_far(self) -> dict[str, Any]:
+        """Fields of `AgentLoopOutput` (num_turns, metrics, extra_fields, reward_score) of a trajectory that was ended from outside: past
+        its deadline, or its environment failed."""
+        return {}
+
     async def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: Any = None, **media: Any
     ) -> list[int]:

@@ -131,7 +131,7 @@ class EnvironmentAgent(AgentLoopBase):
             )
         play = {"command": self._command, "verifiers": self._verifiers}.get(spec["name"], self._play)
         status = await play(spec, row)
-        return self.session.outputs(status=status, **self._about())
+        return self.session.outputs(status=status, **self.known_so_far())
 
     async def _play(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
         make, self._played = maker(spec), True
@@ -248,7 +248,8 @@ class EnvironmentAgent(AgentLoopBase):
             found = json.loads(lines[-1]) if lines else {}
             self._earn(StepResult(reward=float(found["reward"]), metrics=dict(found.get("metrics") or {})))
 
-    def _about(self) -> dict[str, Any]:
+    def known_so_far(self) -> dict[str, Any]:
+        """See `AgentLoopBase.known_so_far`."""
         total = sum(reward for _, _, reward in self._earned)
         metrics: dict[str, Any] = {"tool_calls": self._seconds, "step_reward": total}
         if self._agent.step_rewards == "tokens":
@@ -259,12 +260,13 @@ class EnvironmentAgent(AgentLoopBase):
                     scores[id(segment)][place] += reward
             metrics["token_scores"] = np.concatenate([np.zeros(0), *scores.values()])
         scored = not user_scores(self.config) and (self._earned or self._played)
+        messages = self._messages or self.session.messages  # of a program that was ended: what its session saw
         return {
-            "num_turns": len(self._messages) if self._messages else 2,
+            "num_turns": len(messages) if messages else 2,
             "reward_score": total if scored else None,
             "metrics": metrics,
             "extra_fields": {
-                "messages": without_images(self._messages),
+                "messages": without_images(messages),
                 "environment_reward": total,
                 "environment_metrics": self._metrics,
             },

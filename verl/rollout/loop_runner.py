@@ -80,16 +80,18 @@ class LoopRunner:
         params: Any = Map(asdict(sampling), logprobs=True) if agent_loop.is_users(name) else sampling
         columns = {key: value for key, value in row["columns"].items() if key not in AGENT_LOOP_ARGUMENTS}
         deadline = asyncio.timeout(self._timeout)
+        loop: agent_loop.AgentLoopBase | None = None
         try:
             async with deadline:
-                outputs = await self._loop(name, session).run(params, **columns | row)
+                loop = self._loop(name, session)
+                outputs = await loop.run(params, **columns | row)
         except TimeoutError:
             if not deadline.expired():
                 raise
             why = f"the trajectory took longer than rollout.agent.trajectory_timeout={self._timeout} s"
-            outputs = session.outputs(status="timeout", extra_fields={"failure": why})
+            outputs = _ended(session, loop, "timeout", why)
         except EnvironmentFailed as error:
-            outputs = session.outputs(status="environment_error", extra_fields={"failure": str(error)})
+            outputs = _ended(session, loop, "environment_error", str(error))
         finally:
             session.close()
         found = outputs if isinstance(outputs, list) else [outputs]
@@ -116,3 +118,12 @@ class LoopRunner:
             **more,
             **agent_loop.ARGUMENTS.get(name, {}),
         )
+
+
+def _ended(
+    session: Session, loop: agent_loop.AgentLoopBase | None, status: str, why: str
+) -> list[AgentLoopOutput]:
+    """What was written and earned until a trajectory was ended from outside."""
+    known = loop.known_so_far() if loop is not None else {}
+    fields = {**known.pop("extra_fields", {}), "failure": why}
+    return session.outputs(status=status, extra_fields=fields, **known)

@@ -63,6 +63,10 @@ class ToolAgent(AgentLoopBase):
                 await self.partner.close()
         return self.session.outputs(status=status, **self._about())
 
+    def known_so_far(self) -> dict[str, Any]:
+        """See `AgentLoopBase.known_so_far`: nothing before the first turn."""
+        return self._about() if self.session.turns else {}
+
     def _partner(self, kwargs: Any) -> Partner | None:
         if not (name := (kwargs or {}).get("name")):
             return None
