@@ -257,7 +257,11 @@ def test_the_end_of_a_loop_process_is_no_loss_of_the_samplers(policy: str, monke
 
 PROGRAM = """
 import json, os, sys, urllib.request
-row, base = json.loads(os.environ["VERL_ROW"]), os.environ["OPENAI_BASE_URL"]
+row, base = json.load(open(os.environ["VERL_ROW_FILE"])), os.environ["OPENAI_BASE_URL"]
+if row["extra_info"]:
+    assert len(row["extra_info"]["text"]) == 200_000 and "VERL_ROW" not in os.environ
+else:
+    assert json.loads(os.environ["VERL_ROW"]) == row
 def post(path, body):
     request = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     return json.loads(urllib.request.urlopen(request).read())
@@ -272,8 +276,8 @@ print(json.dumps({"reward": 0.5, "metrics": {"asked": 2}}))
 """
 
 
-@pytest.mark.parametrize("status", ["", " 3"])
-def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str) -> None:
+@pytest.mark.parametrize(("status", "long"), [("", False), (" 3", False), ("", True)])
+def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str, long: bool) -> None:
     program = tmp_path / "agent.py"
     program.write_text(PROGRAM)
     words = [
@@ -289,7 +293,10 @@ def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str) ->
         )  # main_generation counts what is lost of all its prompts
         assert t.finish_reason == "lost"
         return
-    (t,), _ = play(["12", "Yes."], *words)
+    with pytest.raises(RolloutError, match="environment_error: no_such_program cannot be started"):
+        play(["12"], *words, "agent.environment.path=no_such_program")
+    row = {"extra_info": {"text": "x" * 200_000}} if long else None
+    (t,), _ = play(["12", "Yes."], *words, row=row)
     assert (t.status, t.score, len(t.segments)) == ("completed", 0.5, 1)
     assert t.text.startswith("12<|im_end|>\n<|im_start|>user\nSure?") and t.fields["environment_metrics"] == {
         "asked": 2

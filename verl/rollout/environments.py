@@ -18,6 +18,8 @@ import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,6 +38,7 @@ from verl.rollout.tools.toolbox import load_class
 
 _PATH_KEY = "rollout.agent.environment.path"
 _KEPT_OUTPUT = 2**16  # bytes of what a program prints, from its end
+_LONGEST_VARIABLE = 2**17 - 16  # bytes: Linux starts no program with a longer `VERL_ROW=…`
 _POLL = 0.05  # seconds between two looks at whether a program has ended
 _EXIT_WAIT = 1.0  # seconds in which output may still come; a process that it started may hold its end open
 
@@ -196,32 +199,20 @@ class EnvironmentAgent(AgentLoopBase):
     async def _command(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
         """Run a program until it ends. A last line of output that is JSON with `reward` says what it earned."""
         told = {"messages": row["raw_prompt"], "extra_info": row["extra_info"], "uid": row["uid"]}
-        variables = {
-            "OPENAI_BASE_URL": self.session.base_url,
-            "OPENAI_API_KEY": "session",
-            "VERL_ROW": json.dumps(told, default=str),
-            **{name: str(value) for name, value in (spec.get("kwargs") or {}).items() if value is not None},
-        }
-        process = await asyncio.create_subprocess_exec(
-            *shlex.split(str(spec["path"])),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **variables},
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        output = bytearray()
-        reading = asyncio.ensure_future(_keep_end(process.stdout, output))
-        try:
-            while process.returncode is None:  # wait() would wait for all that hold its output open, too
-                await asyncio.sleep(_POLL)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.wait([reading], timeout=_EXIT_WAIT)
-            reading.cancel()
-        if process.returncode and not self.session.full:
-            raise EnvironmentFailed(f"{spec['path']}: exit status {process.returncode}")
+        data = json.dumps(told, default=str)
+        with TemporaryDirectory(prefix="verl_row_") as folder:
+            file = Path(folder) / "row.json"
+            file.write_text(data)
+            variables = {
+                "OPENAI_BASE_URL": self.session.base_url,
+                "OPENAI_API_KEY": "session",
+                "VERL_ROW_FILE": str(file),
+                **({"VERL_ROW": data} if len(data) < _LONGEST_VARIABLE else {}),
+                **{n: str(value) for n, value in (spec.get("kwargs") or {}).items() if value is not None},
+            }
+            status, output = await _run_program(str(spec["path"]), variables)
+        if status and not self.session.full:
+            raise EnvironmentFailed(f"{spec['path']}: exit status {status}")
         self._messages = self.session.messages or list(row["raw_prompt"])
         self._read(output.decode(errors="replace"))
         return "length" if self.session.full else None
@@ -271,6 +262,32 @@ class EnvironmentAgent(AgentLoopBase):
                 "environment_metrics": self._metrics,
             },
         }
+
+
+async def _run_program(command: str, variables: Mapping[str, str]) -> tuple[int, bytes]:
+    """(exit status, end of its output) of a program, which ends with all that it started. EnvironmentFailed if it cannot be started."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *shlex.split(command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **variables},
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+    except OSError as error:
+        raise EnvironmentFailed(f"{command} cannot be started: {error}") from error
+    output = bytearray()
+    reading = asyncio.ensure_future(_keep_end(process.stdout, output))
+    try:
+        while process.returncode is None:  # wait() would wait for all that hold its output open, too
+            await asyncio.sleep(_POLL)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait([reading], timeout=_EXIT_WAIT)
+        reading.cancel()
+    return process.returncode, bytes(output)
 
 
 async def _keep_end(stream: Any, output: bytearray) -> None:
