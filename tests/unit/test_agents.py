@@ -252,7 +252,9 @@ def test_the_end_of_a_loop_process_is_no_loss_of_the_samplers(policy: str, monke
     assert [(t.finish_reason, t.status, t.scored) for t in batch] == [
         ("stop", "completed", True), ("lost", "environment_error", False)
     ]  # fmt: skip
-    assert batch.meta["lost"] == 0 and batch.trajectories[1].extra.get("resamples", 0) == (policy == "resample")
+    assert batch.meta["lost"] == 0 and batch.trajectories[1].extra.get("resamples", 0) == (
+        policy == "resample"
+    )
 
 
 PROGRAM = """

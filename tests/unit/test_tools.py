@@ -17,7 +17,9 @@ from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
 
 SCHEMA = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {
-    "text": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "boolean"}}}}}  # fmt: skip
+    "text": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "boolean"},
+    "any": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "not": {}}}}}  # fmt: skip
 ONE = {"text": "1, {a}", "count": 2}
 XML = (
     "<function=find>\n<parameter=text>\n1, {a}\n</parameter>\n<parameter=count>\n2\n</parameter>\n</function>"
@@ -25,6 +27,8 @@ XML = (
 INVOKE = '<invoke name="find">\n<parameter name="text">1, {a}</parameter>\n<parameter name="count">2</parameter>\n</invoke>'
 DSML = '<｜DSML｜invoke name="find"><｜DSML｜parameter name="text" string="true">1, {a}</｜DSML｜parameter><｜DSML｜parameter name="count" string="false">2</｜DSML｜parameter></｜DSML｜invoke>'
 JSON = '{"name": "find", "arguments": {"text": "1, {a}", "count": 2}}'
+JSON_CALL = f"<tool_call>{JSON}</tool_call>"
+ENDS = '<tool_call>{"name": "find", "arguments": {"text": "</think>"}}</tool_call>'
 ARGUMENTS = '{"text": "1, {a}", "count": 2}'
 # Format → a call of `find` as the model writes it, and one that is broken.
 WRITTEN = {
@@ -63,8 +67,8 @@ def test_each_format_reads_its_calls(tool_format: str) -> None:
     assert content == f"<think>a {call}</think>{before.strip()}"
     _, (bad,) = parse(tool_format, broken, [SCHEMA])
     assert bad.error and not bad.arguments
-    text, none = parse(tool_format, "The answer is {4}.", [SCHEMA])
-    assert (text, none) == ("The answer is {4}.", [])
+    for answer in ("The answer is {4}.", "{1, 2} is the set", "{'a', 'b'} too"):
+        assert parse(tool_format, answer, [SCHEMA]) == (answer, [])
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,12 @@ def test_each_format_reads_its_calls(tool_format: str) -> None:
         ("llama3_json", f"<|python_tag|>{JSON}; {JSON}", [("find", ONE)] * 2),
         ("llama3_json", '{"answer": 4}', []),
         ("qwen3_coder", "<tool_call><function=find><parameter=deep>True</parameter>", [("find", {"deep": True})]),
+        ("llama3_json", '{"name": "find", "parameters": {"text": "</think>"}}', [("find", {"text": "</think>"})]),
+        ("hermes", f"<think>a <tool_call> or {ENDS}</think>{ENDS}{JSON_CALL}", [("find", {"text": "</think>"}), ("find", ONE)]),
+        ("qwen3_coder", "<think>Hm</think><tool_call><function=find><parameter=text></think></function></tool_call>",
+         [("find", {"text": "</think>"})]),
+        ("qwen3_coder", f"<tool_call><function=find>{''.join(f'<parameter={k}>5</parameter>' for k in ('text', 'any', 'maybe', 'not', 'free'))}",
+         [("find", {"text": "5", "any": 5, "maybe": "5", "not": 5, "free": "5"})]),
         ("gpt-oss", "<|channel|>final<|message|>4", []),
     ],
 )  # fmt: skip

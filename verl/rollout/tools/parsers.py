@@ -43,14 +43,23 @@ def parse(
 
     tools: OpenAI schemas, from which formats without types take those of the arguments. KeyError for an unknown format.
     """
-    thought, end, said = text.rpartition("</think>")
+    thought, said = _split_thinking(tool_format, text)
     types = {
         tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
         for tool in tools or ()
     }
     content, calls = PARSERS[tool_format](said, types)
     numbered = [replace(call, id=call.id or f"call_{number}") for number, call in enumerate(calls)]
-    return thought + end + content.strip(), numbered
+    return thought + content.strip(), numbered
+
+
+def _split_thinking(tool_format: str, text: str) -> tuple[str, str]:
+    """The text up to its last `</think>`, and what follows; one in the arguments of a call is the call's."""
+    whole = _WHOLE_CALLS.get(tool_format)
+    seen = whole.sub(lambda found: " " * len(found[0]), text) if whole else text
+    at = seen.rfind("</think>")
+    at = at + len("</think>") if at >= 0 else 0
+    return text[:at], text[at:]
 
 
 # ------------------------------------------------------------------------------------------- bodies of single calls
@@ -87,12 +96,17 @@ def _typed(name: str, pairs: Iterable[tuple[str, str]], types: Types) -> ToolCal
     """A call whose arguments are text: what its schema says is no string is read as JSON."""
     arguments: dict[str, Any] = {}
     for key, value in pairs:
-        kind = types.get(name, {}).get(key, {}).get("type", "string")
         arguments[key] = value
-        if kind != "string":
+        if not _takes_text(types.get(name, {}).get(key, {"type": "string"})):
             with suppress(ValueError):
                 arguments[key] = json.loads({"True": "true", "False": "false"}.get(value.strip(), value))
     return ToolCall(name, arguments)
+
+
+def _takes_text(schema: Mapping[str, Any]) -> bool:
+    """True if a parameter may be a string. One whose schema does not say it may not."""
+    branches = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    return "string" in (schema.get("type") or ()) or any(_takes_text(branch) for branch in branches)
 
 
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.S)
@@ -186,11 +200,14 @@ def _between(begin: str, end: str, read: ReadBody, section: str = "") -> Read:
     return reader
 
 
+_LLAMA_CALL = re.compile(r"""\{\s*["'].*\bname\b""", re.S)
+
+
 def _llama(text: str, types: Types) -> tuple[str, list[ToolCall]]:
     """The whole text is JSON objects, `;` between them, perhaps after <|python_tag|>."""
     content, tag, body = text.rpartition("<|python_tag|>")
     body = body.strip()
-    if not body.startswith("{"):
+    if not body.startswith("{") or not (tag or _LLAMA_CALL.match(body)):
         return text, []
     calls, decoder = [], json.JSONDecoder(strict=False)
     while body:
@@ -219,24 +236,33 @@ def _harmony(text: str, types: Types) -> tuple[str, list[ToolCall]]:
     return (final[1] if final else ("" if calls or "<|channel|>" in text else text)), calls
 
 
+_MARKED: dict[str, tuple[str, str, ReadBody, str]] = {
+    "hermes": ("<tool_call>", "</tool_call>", _json, ""),
+    "qwen3_coder": ("<tool_call>", "</tool_call>", _function_tags, ""),
+    "seed": ("<seed:tool_call>", "</seed:tool_call>", _function_tags, ""),
+    "glm": ("<tool_call>", "</tool_call>", _argument_pairs, ""),
+    "minimax": ("<minimax:tool_call>", "</minimax:tool_call>", _invoke_tags, ""),
+    "kimi": ("<|tool_call_begin|>", "<|tool_call_end|>", _kimi, "<|tool_calls_section_begin|>"),
+    "deepseek": ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek, "<｜tool▁calls▁begin｜>"),
+    "deepseek_v4": ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _invoke_tags, ""),
+    "gemma4": ("<|tool_call>", "<tool_call|>", _gemma, ""),
+}
+"""Format → what a call stands between, its reader, and what may stand before the first."""
+
 PARSERS: dict[str, Read] = {
-    "hermes": _between("<tool_call>", "</tool_call>", _json),
-    "qwen3_coder": _between("<tool_call>", "</tool_call>", _function_tags),
-    "seed": _between("<seed:tool_call>", "</seed:tool_call>", _function_tags),
-    "glm": _between("<tool_call>", "</tool_call>", _argument_pairs),
-    "minimax": _between("<minimax:tool_call>", "</minimax:tool_call>", _invoke_tags),
-    "kimi": _between(
-        "<|tool_call_begin|>", "<|tool_call_end|>", _kimi, section="<|tool_calls_section_begin|>"
-    ),
-    "deepseek": _between(
-        "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek, section="<｜tool▁calls▁begin｜>"
-    ),
-    "deepseek_v4": _between("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _invoke_tags),
-    "gemma4": _between("<|tool_call>", "<tool_call|>", _gemma),
+    **{name: _between(*marked) for name, marked in _MARKED.items()},
     "llama3_json": _llama,
     "gpt-oss": _harmony,
 }
 PARSERS["qwen"] = PARSERS["hermes"]
+
+_WHOLE_CALLS = {
+    name: re.compile(f"{re.escape(begin)}(?:(?!{re.escape(begin)}).)*?{re.escape(end)}", re.S)
+    for name, (begin, end, _, _) in _MARKED.items()
+}
+_WHOLE_CALLS["qwen"] = _WHOLE_CALLS["hermes"]
+_WHOLE_CALLS["llama3_json"] = re.compile(r"(?:\A|<\|python_tag\|>)\s*\{(?:(?!<\|python_tag\|>).)*\Z", re.S)
+"""Format → one call that is there from mark to mark."""
 
 OWN_PARSERS: dict[str, type[Any]] = {}
 """Name → the class that a module of the user's registered under it (`public_parsers.ToolParser`); of a name of ours it takes the
