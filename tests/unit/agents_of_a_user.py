@@ -49,7 +49,9 @@ class Guess:
     def reset(self, row):
         if self.fail == "reset":
             raise RuntimeError("no game")
-        return Observation([{"role": "user", "content": f"Guess {row['uid']}"}])
+        tool = {"type": "function", "function": {"name": "calculate", "parameters": {}}}
+        tools = [tool] if self.fail == "call" else None
+        return Observation([{"role": "user", "content": f"Guess {row['uid']}"}], tools)
 
     async def step(self, message):
         if self.fail == "tuple":

@@ -147,6 +147,18 @@ def test_how_a_dialogue_ends(texts: list[str], words: list[str], status: str, co
     assert t.score == 1.0 and t.length <= 600
 
 
+def test_a_tool_that_the_row_did_not_choose_is_called_invalidly(tmp_path: Path) -> None:
+    tool = '@function_tool\ndef {}() -> str:\n    """Does."""\n    return ""\n'
+    head = "from verl.tools.function_tool import function_tool\n"
+    (tmp_path / "two.py").write_text(head + tool.format("chosen") + tool.format("other"))
+    words = ["multi_turn.enable=True", f"multi_turn.function_tool_path={tmp_path / 'two.py'}"]
+    row = {"extra_info": {"tool_selection": ["chosen"]}}
+    for name, status in (("other", "invalid_calls"), ("chosen", "max_turns")):
+        call = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+        (t,), _ = play([call], *words, "multi_turn.max_assistant_turns=4", row=row)
+        assert t.status == status
+
+
 def test_an_interaction_answers_where_no_tool_is_called(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +193,24 @@ def test_an_environment_gives_the_reward(rewards: str) -> None:
         scores = t.extra["token_scores"]
         ends = np.flatnonzero(t.response_ids == 258)[[0, -1]]
         assert scores.shape == (t.length,) and scores[ends].tolist() == [0.25, 0.5] and scores.sum() == 0.75
+
+
+@pytest.mark.parametrize(
+    ("texts", "status", "roles", "counts"),
+    [
+        ([BROKEN, CALL, CALL], "completed", "tool assistant user assistant", {"calls": 3, "invalid": 1}),
+        ([CALL + BROKEN, CALL], "completed", "tool user assistant", {"calls": 3, "invalid": 1}),
+        ([BROKEN], "invalid_calls", "tool assistant tool assistant", {"calls": 3, "invalid": 3}),
+    ],
+)
+def test_calls_that_an_environment_cannot_see_are_answered(
+    texts: list[str], status: str, roles: str, counts: dict
+) -> None:
+    (t,), _ = play(texts, *ENV, "agent.environment.kwargs.fail=call")
+    assert (t.status, t.extra["tool_counts"]) == (status, counts)
+    said = t.fields["messages"][2:]
+    assert [m["role"] for m in said] == roles.split()
+    assert said[0]["content"].startswith("Error: the call is no valid JSON")
 
 
 def test_a_text_environment_of_gymnasium() -> None:

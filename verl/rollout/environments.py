@@ -16,6 +16,7 @@ import os
 import shlex
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ from verl.rollout.boundary import without_images
 from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
 from verl.rollout.session import OutOfTokens, Recorded
 from verl.rollout.tools.base import in_thread
+from verl.rollout.tools.parsers import INVALID_TURNS, ToolCall
 from verl.rollout.tools.toolbox import load_class
 
 _PATH_KEY = "rollout.agent.environment.path"
@@ -121,6 +123,7 @@ class EnvironmentAgent(AgentLoopBase):
         self._earned: list[tuple[Recorded | None, int, float]] = []
         self._metrics: dict[str, Any] = {}
         self._messages: Messages = []
+        self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._played = False
 
@@ -150,7 +153,7 @@ class EnvironmentAgent(AgentLoopBase):
                 await self._ask(env.close, object)
 
     async def _turns(self, env: Env, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
-        most, turns = self.rollout_config.multi_turn.max_assistant_turns, 0
+        most, turns, invalid = self.rollout_config.multi_turn.max_assistant_turns, 0, 0
         while True:
             try:
                 reply = await self.session.chat(self._messages, tools)
@@ -162,14 +165,26 @@ class EnvironmentAgent(AgentLoopBase):
             self._messages.append(reply.message)
             if reply.completion.finish_reason != "stop":
                 return None
-            step: StepResult = await self._ask(env.step, StepResult, message=reply.message)
-            self._earn(step)
             turns += 1
-            if step.done:
-                return "max_turns" if step.truncated else "completed"
+            following = self._unread(reply.calls) if tools else []
+            invalid = invalid + 1 if following and len(following) == len(reply.calls) else 0
+            if not invalid:
+                step: StepResult = await self._ask(env.step, StepResult, message=reply.message)
+                self._earn(step)
+                if step.done:
+                    return "max_turns" if step.truncated else "completed"
+                following += step.messages
+            if invalid >= INVALID_TURNS:
+                return "invalid_calls"
             if most is not None and turns >= most:
                 return "max_turns"
-            self._messages += step.messages
+            self._messages += following
+
+    def _unread(self, calls: Sequence[ToolCall]) -> Messages:
+        """What answers the calls that cannot be read: the environment does not see them."""
+        unread = [call for call in calls if call.error]
+        self._counts.update(calls=len(calls), invalid=len(unread))
+        return [{"role": "tool", "content": f"Error: {call.error}", "name": call.name} for call in unread]
 
     async def _ask(self, method: Callable[..., Any], gives: type, **arguments: Any) -> Any:
         """Call the environment within its deadline. EnvironmentFailed for whatever goes wrong there, an answer of another type too."""
@@ -243,6 +258,8 @@ class EnvironmentAgent(AgentLoopBase):
         """See `AgentLoopBase.known_so_far`."""
         total = sum(reward for _, _, reward in self._earned)
         metrics: dict[str, Any] = {"tool_calls": self._seconds, "step_reward": total}
+        if self._counts:
+            metrics["tool_counts"] = dict(self._counts)
         if self._agent.step_rewards == "tokens":
             segments = self.session.segments()
             scores = {id(segment): np.zeros(len(segment.tokens)) for segment in segments}

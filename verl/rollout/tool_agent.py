@@ -16,11 +16,8 @@ from verl.rollout.boundary import Boundaries, without_images
 from verl.rollout.session import OutOfTokens, Reply
 from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.interactions import Partner, load_interactions
-from verl.rollout.tools.parsers import OWN_PARSERS, PARSERS, ToolCall, parse
+from verl.rollout.tools.parsers import INVALID_TURNS, OWN_PARSERS, PARSERS, ToolCall, parse
 from verl.rollout.tools.toolbox import Content, Toolbox, ToolRun
-
-INVALID_TURNS = 3
-"""A trajectory ends after so many turns in a row whose calls are all invalid."""
 
 
 @register("tool_agent")
@@ -92,7 +89,7 @@ class ToolAgent(AgentLoopBase):
                 return None
             if not reply.calls and self.partner is None:
                 return "completed"
-            valid = [c for c in reply.calls if not c.error and c.name in self.toolbox.by_name]
+            valid = [c for c in reply.calls if not c.error and c.name in self.tools.names]
             invalid = invalid + 1 if reply.calls and not valid else 0
             if status := self._limit(answered, invalid, len(reply.calls)):
                 return status

@@ -13,6 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+INVALID_TURNS = 3
+"""A trajectory ends after so many turns in a row whose calls are all invalid."""
+
 Types = Mapping[str, Mapping[str, Any]]
 """Tool → its parameters' schemas, by name: formats without types need them."""
 

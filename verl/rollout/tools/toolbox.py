@@ -181,6 +181,7 @@ class ToolRun:
     def __init__(
         self, tools: Mapping[str, Tool], kwargs: Any, *, timeout: float | None, longest: int, side: str
     ):
+        self.names = set(tools)
         self._tools, self._kwargs = tools, kwargs or {}
         self._timeout, self._longest, self._side = timeout, longest, side
         self._instances: dict[str, str] = {}
