@@ -117,13 +117,16 @@ class PublicLoop(AgentLoopBase):
 
     async def run(self, sampling_params, **kwargs):
         messages, metrics = list(kwargs["raw_prompt"]), {}
+        media = (
+            {"image_data": kwargs["extra_info"]["image_data"]} if "image_data" in kwargs["extra_info"] else {}
+        )
         prompt_ids = await self.ct_build_initial_tokens(messages)
         ids, mask, log_probs = list(prompt_ids), [], []
         for turn in range(2):
             sampling_params["top_k"] = -1
             with simple_timer("generate_sequences", metrics):
                 done = await self.server_manager.generate(
-                    request_id="r", prompt_ids=ids, sampling_params=sampling_params
+                    request_id="r", prompt_ids=ids, sampling_params=sampling_params, **media
                 )
             merged, mask, log_probs = await self.ct_merge_assistant_token(
                 ids, done.token_ids, mask, log_probs, done.log_probs

@@ -389,11 +389,15 @@ def test_a_session_over_http() -> None:
         refused = [
             await asked(ask, "/chat/completions", {"messages": messages, "stream": True}),
             await asked(ask, "/chat/completions", {}),
+            await asked(ask, "/chat/completions", {"messages": messages, "tool_choice": "required"}),
+            await asked(ask, "/chat/completions", {"messages": messages, "response_format": {"type": "json_object"}}),
             await asked(ask, "/completions", {"prompt": "x" * 5000}),
-        ]
-        assert [status for status, _ in refused] == [400] * 3 and refused[2][1]["error"][
-            "code"
-        ] == "context_length_exceeded"
+        ]  # fmt: skip
+        assert [status for status, _ in refused] == [400] * 5
+        assert refused[4][1]["error"]["code"] == "context_length_exceeded"
+        assert [name in str(refused[i][1]) for i, name in ((2, "tool_choice"), (3, "response_format"))] == [
+            True
+        ] * 2
         session.close()
         assert (await asked(ask, "/models"))[0] == 404
 
@@ -415,6 +419,9 @@ def test_a_loop_of_the_public_system(tmp_path: Path) -> None:
     ].any()
     (t,), _ = play(["12", "Yes."], "agent.default_agent_loop=public_loop", row={"extra_info": {"adds": True}})
     assert t.extra["unrecorded_tokens"] == 1 and not t.response_mask[-1] and t.rollout_log_probs[-1] == 0
+    row = {"extra_info": {"image_data": [b"png"]}}
+    with pytest.raises(RolloutError, match=r"generate takes no image_data.*session\.chat"):
+        play(["12"], "agent.default_agent_loop=public_loop", row=row)
 
 
 def test_a_users_own_test_of_a_loop_brings_its_server_manager() -> None:

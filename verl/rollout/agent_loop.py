@@ -87,6 +87,9 @@ class TokenOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
+_MEDIA = ("image_data", "video_data", "audio_data")
+
+
 class ServerManager:
     """The public system's way to the sampler, over a session. Images and the like are those of the row's prompt."""
 
@@ -101,7 +104,15 @@ class ServerManager:
         sampling_params: Mapping[str, Any],
         **more: Any,
     ) -> TokenOutput:
-        """Sample a continuation of `prompt_ids`. request_id is not needed: the session keeps its prefix in one replica."""
+        """Sample a continuation of `prompt_ids`. request_id is not needed: the session keeps its prefix in one replica. UserError for
+        images and the like: they would not reach the model."""
+        for name in _MEDIA:
+            given = more.get(name)
+            if given is not None and (not hasattr(given, "__len__") or len(given)):
+                raise UserError(
+                    f"server_manager.generate takes no {name}: the row's own images are there already, others are shown "
+                    "through session.chat (docs/agents.md)"
+                )
         done = await self.session.generate(prompt_ids, sampling_params)
         reason = "aborted" if done.finish_reason == "abort" else "completed"
         return TokenOutput(done.token_ids.tolist(), done.log_probs.tolist(), None, reason, done.num_preempted)

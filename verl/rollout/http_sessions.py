@@ -112,6 +112,10 @@ def _checked(body: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} is not supported: ask without it")
     if body.get("n", 1) not in (None, 1):
         raise ValueError("n must be 1: a trajectory is one line of tokens")
+    if (body.get("response_format") or {}).get("type", "text") != "text":
+        raise ValueError("response_format is not supported: what the policy writes is not constrained")
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise ValueError("tool_choice must be auto or none: the policy itself decides whether it calls")
     most = body.get("max_completion_tokens") or body.get("max_tokens")
     return {name: v for name, v in (("max_tokens", most), ("stop", body.get("stop"))) if v}
 
