@@ -44,7 +44,7 @@ class Guess:
         if fail == "open":
             raise RuntimeError("no table")
         if fail == "slow":
-            time.sleep(0.5)
+            time.sleep(1)
 
     def reset(self, row):
         if self.fail == "reset":

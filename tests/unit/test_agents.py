@@ -238,11 +238,19 @@ def test_a_text_environment_of_gymnasium() -> None:
     ],
 )
 def test_an_environment_that_fails_is_never_a_zero(fail: str, said: str) -> None:
-    words = [*ENV, f"agent.environment.kwargs.fail={fail}", "agent.max_resamples=2", "agent.tool_timeout=0.1"]
+    words = [
+        *ENV,
+        f"agent.environment.kwargs.fail={fail}",
+        "agent.max_resamples=2",
+        "agent.tool_timeout=0.25",
+    ]
     events: list = []
     with pytest.raises(RolloutError, match=rf"no trajectory of this step.*environment_error.*{said}"):
         play(["5"], *words, events=events)
     assert [fields["attempt"] for kind, fields in events if kind == "trajectory_failed"] == [0, 1, 2]
+    if fail == "reset":  # before there is a token there is nothing to score
+        with pytest.raises(RolloutError, match="no trajectory of this step.*environment_error: reset"):
+            play(["5"], *words, "agent.on_status.environment_error=score")
 
 
 @pytest.mark.parametrize("policy", ["score", "mask", "drop", "resample"])

@@ -214,7 +214,7 @@ class Faulty(BaseTool):
     [
         ({"release": "hangs"}, "ok", [0.5], ["execute"]),
         ({"release": "raises"}, "ok", [0.5], ["execute"]),
-        ({"execute": "hangs", "release": "hangs"}, "0.05 s", [], []),
+        ({"execute": "hangs", "release": "hangs"}, "0.1 s", [], []),
         ({"lifetime": "trajectory", "calc_reward": "raises"}, "ok", [0.5], ["execute", "release"]),
         ({"lifetime": "trajectory", "calc_reward": "text"}, "ok", [0.5], ["execute", "calc_reward", "release"]),
         ({"lifetime": "trajectory", "calc_reward": "hangs"}, "ok", [0.5], ["execute", "release"]),
@@ -227,7 +227,7 @@ def test_a_tool_that_is_wrong_when_it_is_asked_for_its_end(
     monkeypatch.setattr("verl.rollout.tools.toolbox._WARNED", set())
     tool = Faulty(config, SCHEMA)
     tool.done = []
-    run = run_of(Toolbox([("here", tool)]), timeout=0.05)
+    run = run_of(Toolbox([("here", tool)]), timeout=0.1)
 
     async def go() -> Any:
         answer = await run.call(ToolCall("find", {}))

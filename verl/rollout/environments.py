@@ -268,9 +268,8 @@ class EnvironmentAgent(AgentLoopBase):
                     scores[id(segment)][place] += reward
             metrics["token_scores"] = np.concatenate([np.zeros(0), *scores.values()])
         scored = not user_scores(self.config) and (self._earned or self._played)
-        messages = (
-            self._messages or self.session.messages
-        )  # of a program that was ended: what its session saw
+        # Of a program that was ended there is what its session saw.
+        messages = self._messages or self.session.messages
         return {
             "num_turns": len(messages) if messages else 2,
             "reward_score": total if scored else None,

@@ -303,7 +303,8 @@ class RolloutManager:
             self._failed("trajectory_failed", prompt, why, **about)
         if lost:  # without tokens there is nothing to score: left out
             return trajectory
-        if policy in ("drop", "resample"):
+        failed = trajectory.status in ("timeout", "environment_error")
+        if policy in ("drop", "resample") or (failed and not trajectory.length):
             why = trajectory.fields.get("failure") or f"rollout.agent.on_status.{trajectory.status}={policy}"
             trajectory.score, trajectory.finish_reason = None, "lost"
             trajectory.score_error = f"left out, status {trajectory.status}: {why}"
