@@ -249,7 +249,7 @@ def test_an_environment_that_fails_is_never_a_zero(fail: str, said: str) -> None
         play(["5"], *words, events=events)
     assert [fields["attempt"] for kind, fields in events if kind == "trajectory_failed"] == [0, 1, 2]
     if fail == "reset":  # before there is a token there is nothing to score
-        with pytest.raises(RolloutError, match="no trajectory of this step.*environment_error: reset"):
+        with pytest.raises(RolloutError, match=r"no trajectory of this step.*environment_error: reset"):
             play(["5"], *words, "agent.on_status.environment_error=score")
 
 
