@@ -158,7 +158,7 @@ def test_a_prompt_has_the_tokens_that_were_measured(model: Path, tmp_path: Path)
         assert sum(prompt.media.tokens_of_images) == prompt.media.tokens
         assert len(prompt.media.inputs["pixel_values"]) == patches
         assert "images" not in prompt.columns
-    assert data.images.counts == {"decoded": 3, "processed": 3}
+    assert data.images.counts == {"decoded": 3, "processed": 3, "drawn": 3}
     assert prompts[2].messages == [{"role": "user", "content": "<image>?"}], "literal text without an image"
 
 

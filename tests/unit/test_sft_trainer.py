@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests import ranks
-from tests.tiny import tiny_model, tiny_vision_model
+from tests.tiny import tiny_model, tiny_vision_model, unseeing
 from tests.unit.test_data_media import noise, picture
 from verl.data.sft import SFTRow
 from verl.trainer.sft_setup import as_trajectory
@@ -187,5 +187,9 @@ def test_a_row_whose_image_cannot_be_drawn_is_replaced(tmp_path, count) -> None:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     (told,) = (event for event in events if event["event"] == "row_skipped")
     assert "rows.jsonl row 2: " in told["detail"] and told["problem"] == "undecodable image"
+    assert sum(event["event"] == "images_seen" for event in events) == 1
     if count == 1:
         assert main([*words, "data.max_bad_row_ratio=0.1", "trainer.resume_mode=disable"]) == 2
+        unseeing(files)
+        assert main([*words, "trainer.resume_mode=disable"]) == 1
+        assert "does not see them" in (run / "events.jsonl").read_text()

@@ -317,6 +317,8 @@ class PromptDataset(CheckedRows):
                 less = ", or augment less" if self._augment else ""
                 raise BadRow("prompt too long", f"{found}; raise data.max_prompt_length={self._limit}{less}")
             ids = truncate(ids, self._limit, self.config.data.truncation)
+        if self.images is not None:
+            self.images.counts["drawn"] += len(cells)
         place = {"file": self.paths[file], "row": number, "epoch": epoch, "media": media}
         return fields.prompt(f"{file}:{number}@{epoch}", ids, messages, **place)
 

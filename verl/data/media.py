@@ -224,14 +224,16 @@ def _parts(content: str | list[dict[str, Any]], places: str) -> list[dict[str, A
 
 @dataclass
 class ImageProcessor:
-    """The processor of a vision-language model. `limit`: most images of a prompt; `counts`: images decoded and processed since the
-    start; `scored`: what scores the responses gets the images, too."""
+    """The processor of a vision-language model. `limit`: most images of a prompt; `counts`: images decoded, processed, and in the prompts that
+    were drawn since the start; `scored`: what scores the responses gets the images, too."""
 
     processor: Any
     urls: bool = False
     limit: int | None = None
     scored: bool = False
-    counts: dict[str, int] = field(default_factory=lambda: {"decoded": 0, "processed": 0})
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("decoded", "processed", "drawn"), 0)
+    )
 
     def headers(self, cells: Sequence[Any], folder: Path) -> list[Image]:
         """The images of a row, their pixels not read. Raises BadRow, for a video too."""

@@ -65,6 +65,7 @@ class SFTTrainer:
         self.total_steps: int = trainer.total_training_steps or trainer.total_epochs * self.steps_per_epoch
         self.step = 0
         self.total_tokens = 0
+        self._saw_images = False
         self.counters = Counters()
         self.profiler = open_profiler(
             config, roles=("sft",), rank=self.ranks.rank, device=engine.platform.name
@@ -125,6 +126,7 @@ class SFTTrainer:
         self.phases.start_step()
         with self.phases("update"):
             rows, skipped = self._drawn(self.step)
+            self._check_images(rows)
             loss = CrossEntropy(sum(int(row.loss_mask.sum()) for row in rows if row.loss_mask is not None))
             mine = self.ranks.share(rows, self.engine)
             result: StepResult = self.engine.step(mine, loss, temperature=1.0)
@@ -151,6 +153,19 @@ class SFTTrainer:
             self.tracking.event("row_skipped", step=self.step, epoch=metrics["training/epoch"], **record)
         refusals = [Refusal(result.refused, rows)] if result.refused else []
         return metrics, UpdateResult(result.metrics, updates=int(not refusals), refused=refusals)
+
+    def _check_images(self, rows: list[Trajectory]) -> None:
+        """At the first step with images: a response changes where its images are blanked. ImagesUnseen if not."""
+        with_images = (s for row in rows for s in row.segments if s.media is not None)
+        if self._saw_images or (row := next(with_images, None)) is None or row.media is None:
+            return
+        from verl.trainer.seeing import changes_of, probes_of, refuse_unseen
+
+        self._saw_images = True
+        probes = [segment for probe in probes_of(row, row.media) for segment in probe.segments]
+        log_probs = self.engine.forward(probes, temperature=1.0)["log_probs"]
+        changes = changes_of(np.split(log_probs, len(probes)))
+        refuse_unseen(self.step, row.uid, self.ranks.first(lambda: list(changes)), self.tracking)
 
     def _validate(self) -> dict[str, float]:
         """Mean loss over the learned tokens of the validation rows."""
