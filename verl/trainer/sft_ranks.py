@@ -88,9 +88,9 @@ class Ranks:
                 except BadRow as error:
                     bad[number] = error
             bad = self._anywhere(bad) if getattr(data, "processor", None) is not None else bad
-            for number, error in bad.items():
+            for number, why in bad.items():
                 rows.pop(number, None)
-                data.leave_out(number, error, ratio)
+                data.leave_out(number, why, ratio)
             failed |= bad
             numbers = list(islice(rest, len(bad)))
         return rows, failed
