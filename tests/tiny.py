@@ -209,3 +209,12 @@ def tiny_vision_model(
         patch_size=patch, min_pixels=4 * side * side, max_pixels=64 * side * side
     ).save_pretrained(path)
     return path
+
+
+def unseeing(model: Path) -> None:
+    """Make a vision model's projection give nothing: every image is the same to the language model."""
+    from safetensors.torch import load_file, save_file
+
+    file = model / "model.safetensors"
+    held = {name: t * 0 if "merger" in name else t for name, t in load_file(file).items()}
+    save_file(held, file, metadata={"format": "pt"})

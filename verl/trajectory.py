@@ -109,6 +109,7 @@ class Media:
     files   the images as JPEG files for what scores the responses; empty unless `reward_model.images`
     key     of its own, by which another process knows it again
     stored  where other processes find `inputs`, once they were sent there: a reference into an object store
+    puts    how often they were sent there
     """
 
     inputs: dict[str, np.ndarray]
@@ -117,6 +118,7 @@ class Media:
     files: tuple[bytes, ...] = ()
     key: str = field(default_factory=lambda: uuid4().hex)
     stored: Any = field(default=None, repr=False)
+    puts: int = 0
 
     @classmethod
     def joined(cls, parts: Sequence[Media]) -> Media:

@@ -28,11 +28,20 @@ require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HERE = importlib.util.find_spec("torchvision") is not None
 BESIDE = Path(sys.prefix) / "torchvision"
+VIDEOS = Path(__file__).parents[1] / "unit" / "test_data_media.py"
 
 
 @pytest.mark.skipif(HERE or not BESIDE.is_dir(), reason=f"no torchvision in {BESIDE}, or it is installed")
-def test_with_torchvision_on_the_path() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "qwen2_5_vl"]
+@pytest.mark.parametrize(
+    "words",
+    [
+        (__file__, "-k", "qwen2_5_vl"),
+        pytest.param((__file__, str(VIDEOS), "-k", "agree or video"), marks=pytest.mark.long),
+    ],
+    ids=["one", "all"],
+)
+def test_with_torchvision_on_the_path(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *words]
     path = environment(PYTHONPATH=f"{BESIDE}:{Path(__file__).parents[2]}")
     done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-5000:]

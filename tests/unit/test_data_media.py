@@ -6,6 +6,8 @@ import base64
 import io
 import pickle
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,10 @@ def test_any_mode_becomes_rgb_and_what_is_transparent_white(
         ({"bytes": None, "path": None}, "image missing"),
         ("http://localhost/x.png", "image is remote"),
         ("data:image/png;base64,$$$", "undecodable image"),
+        ("data:image/png;base64,ä", "undecodable image"),
+        ("~nobody-of-that-name/a.png", "image missing"),
+        (Image.new("1", (10_000, 10_000)), "image too large"),
+        (picture((20_000, 10_000), "1"), "image too large"),
         (7, "wrong column type"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -152,7 +158,7 @@ def test_a_prompt_has_the_tokens_that_were_measured(model: Path, tmp_path: Path)
         assert sum(prompt.media.tokens_of_images) == prompt.media.tokens
         assert len(prompt.media.inputs["pixel_values"]) == patches
         assert "images" not in prompt.columns
-    assert data.images.counts == {"decoded": 3, "processed": 3}
+    assert data.images.counts == {"decoded": 3, "processed": 3, "drawn": 3}
     assert prompts[2].messages == [{"role": "user", "content": "<image>?"}], "literal text without an image"
 
 
@@ -165,6 +171,36 @@ def test_limits_of_the_size_come_from_the_configuration(model: Path, tmp_path: P
     assert free is not None and small is not None and free.tokens == 64 and small.tokens == 16
     with pytest.raises(DataError, match="max_pixles"):
         open_rows(model, [row], tmp_path, "+data.mm_processor_kwargs.max_pixles=1")
+
+
+class Pictures(BaseHTTPRequestHandler):
+    """/a.png is there; /cut.png is said to come in chunks, and ends within one."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path not in ("/a.png", "/cut.png"):
+            return self.send_error(404)
+        self.send_response(200)
+        if self.path == "/cut.png":
+            self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"50\r\nxyz" if self.path == "/cut.png" else picture())
+
+    def log_message(self, *values: Any) -> None:
+        pass
+
+
+def test_images_are_fetched_where_that_is_allowed(model: Path, tmp_path: Path) -> None:
+    with HTTPServer(("127.0.0.1", 0), Pictures) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        rows = [shown(path=f"{address}/{name}") for name in ("a.png", "cut.png", "gone.png", "a b.png")]
+        data = open_rows(model, rows, tmp_path, "data.allow_image_urls=True")
+        assert data.prompt(0).media is not None
+        server.shutdown()
+    found = {record["row"]: record["detail"] for record in data.bad_rows}
+    assert list(found) == [1, 2, 3] and all(address in detail for detail in found.values())
 
 
 def gif() -> bytes:

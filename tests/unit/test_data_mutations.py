@@ -27,7 +27,7 @@ from verl.config import load
 from verl.config.rules import data as data_rules
 from verl.config.rules.context import Check
 from verl.data.dataset import CheckedRows, PromptDataset
-from verl.data.media import load_processor
+from verl.data.media import decoded, has_frames, load_processor, open_image
 from verl.data.rows import BadRow, RowTools
 from verl.data.sft import SFTDataset
 from verl.data.tokenizer import load_tokenizer
@@ -290,6 +290,25 @@ def outcome(open_file: Callable[..., Any], path: Path, sees: bool) -> str:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     return Reader(tiny_vision_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP"])
+def test_a_damaged_animation_is_an_image_or_a_bad_row(kind: str) -> None:
+    out, rng, ends = io.BytesIO(), random.Random(0), Counter[str]()
+    frames = [Image.effect_noise((20, 12), 60).convert("RGB").rotate(30 * turn) for turn in range(3)]
+    frames[0].save(out, kind, save_all=True, append_images=frames[1:])
+    whole = out.getvalue()
+    for content in [
+        *(whole[:end] for end in range(1, len(whole))),
+        *(damaged(rng, whole) for _ in range(200)),
+    ]:
+        try:
+            image = open_image(content, Path())
+            has_frames(image)
+            ends[decoded(image).mode] += 1
+        except BadRow as bad:
+            ends[bad.problem] += 1
+    assert set(ends) <= {"RGB", "undecodable image", "image too large"} and len(ends) > 1, ends
 
 
 def test_mutated_files_end_in_no_traceback(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import urllib.error
 import urllib.request
@@ -446,3 +447,26 @@ def test_clip_compares_the_response_with_the_image(tmp_path: Path) -> None:
         assert one["score"] == pytest.approx(2.5 * max(0, one["clip_similarity"]))
     with pytest.raises(ValueError, match="is not set"):
         compute_score("x", "a", None, {}, model=str(tmp_path))
+
+
+def test_siglip_reads_texts_as_it_was_trained_on_them(tmp_path: Path) -> None:
+    from transformers import SiglipConfig, SiglipModel
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    from verl.reward.clip import compute_score
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = shape | {"vocab_size": 264, "max_position_embeddings": 8, "projection_size": 16}
+    sight = shape | {"image_size": 16, "patch_size": 8}
+    model = SiglipModel(SiglipConfig(text_config=text, vision_config=sight)).eval()
+    model.save_pretrained(tmp_path)
+    images = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    images.save_pretrained(tmp_path)
+    tokenizer, picture_ = tiny_tokenizer(tmp_path), Media({}, files=(picture(),))
+    found = compute_score("x", "ab", None, {"images": picture_.uris()}, model=str(tmp_path))
+    ids = tokenizer("ab", padding="max_length", max_length=8, return_tensors="pt")["input_ids"]
+    pixels = images(Image.open(io.BytesIO(picture_.files[0])), return_tensors="pt")["pixel_values"]
+    with torch.inference_mode():
+        said = model(input_ids=ids, pixel_values=pixels)
+    assert ids.shape == (1, 8)
+    assert found["clip_similarity"] == pytest.approx(float((said.text_embeds @ said.image_embeds.T)[0, 0]))

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tiny import tiny_model
+from tests import ranks
+from tests.tiny import tiny_model, tiny_vision_model, unseeing
+from tests.unit.test_data_media import noise, picture
 from verl.data.sft import SFTRow
 from verl.trainer.sft_setup import as_trajectory
 from verl.trainer.sft_trainer import main
@@ -164,3 +166,30 @@ def test_lora_trains_the_adapter_and_resumes_exactly(model: Path, data: Path, tm
     assert main(arguments(model, data, alone, *words)) == 0
     assert records(alone) == records(whole)
     assert not list((alone / "global_step_8/actor").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_row_whose_image_cannot_be_drawn_is_replaced(tmp_path, count) -> None:
+    """Said and counted, on two ranks too; more than the ratio end the run."""
+    files = tiny_vision_model(tmp_path / "m")
+    (tmp_path / "cut.png").write_bytes(noise(cut=900))
+    (tmp_path / "a.png").write_bytes(picture())
+    rows = [{"question": f"{w} <image>?", "answer": w, "images": ["a.png"]} for w in WORDS]
+    rows[2]["images"] = ["cut.png"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    run, once = tmp_path / "run", ("trainer.total_training_steps=2", "data.max_length=200")
+    words = arguments(
+        files, tmp_path / "rows.jsonl", run, *once, "trainer.test_freq=2", "data.train_batch_size=3"
+    )
+    words = [*words, "data.max_bad_row_ratio=0.2"]
+    assert (ranks.run(main, 2, words, join=False) == [0, 0]) if count > 1 else (main(words) == 0)
+    assert sum(line.get("training/skipped_rows", 0) for line in records(run)) == 1
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    (told,) = (event for event in events if event["event"] == "row_skipped")
+    assert "rows.jsonl row 2: " in told["detail"] and told["problem"] == "undecodable image"
+    assert sum(event["event"] == "images_seen" for event in events) == 1
+    if count == 1:
+        assert main([*words, "data.max_bad_row_ratio=0.1", "trainer.resume_mode=disable"]) == 2
+        unseeing(files)
+        assert main([*words, "trainer.resume_mode=disable"]) == 1
+        assert "does not see them" in (run / "events.jsonl").read_text()

@@ -115,6 +115,17 @@ class CheckedRows:
                     records,
                 )
 
+    def leave_out(self, row: int, bad: BadRow, ratio: float) -> None:
+        """Usable row number `row` cannot be drawn: said once, and a bad row from now on. DataError where a file has more than this
+        share of them, or none is left."""
+        index = int(self._rows[row])
+        if index not in self.bad:
+            notice(f"{self.split}: left out {self.where(index)}: {bad}")
+        self.bad[index] = (bad.problem, bad.detail)
+        self.refuse_too_many_bad(ratio)
+        if self.bad.keys() >= set(self._rows.tolist()):
+            raise DataError(f"{self.names}: no usable row is left; the last: {bad}", self.bad_rows)
+
     def choose(self, rows: np.ndarray, wanted: int, *, shuffle: bool, seed: int) -> None:
         """Use `wanted` of the rows (−1: all): the first, or with `shuffle` a draw. DataError if none is left."""
         if 0 <= wanted < len(rows):
@@ -281,13 +292,10 @@ class PromptDataset(CheckedRows):
         for row in rows:
             if most is not None and len(out) >= most:
                 break
-            index = int(self._rows[row])
             try:
-                out.append(self._prompt(index, 0))
+                out.append(self._prompt(int(self._rows[row]), 0))
             except BadRow as bad:
-                notice(f"{self.split}: left out {self.where(index)}: {bad}")
-                self.bad[index] = (bad.problem, bad.detail)
-                self.refuse_too_many_bad(float(self.config.data.max_bad_row_ratio))
+                self.leave_out(row, bad, float(self.config.data.max_bad_row_ratio))
         return out
 
     def _prompt(self, index: int, epoch: int) -> Prompt:
@@ -309,6 +317,8 @@ class PromptDataset(CheckedRows):
                 less = ", or augment less" if self._augment else ""
                 raise BadRow("prompt too long", f"{found}; raise data.max_prompt_length={self._limit}{less}")
             ids = truncate(ids, self._limit, self.config.data.truncation)
+        if self.images is not None:
+            self.images.counts["drawn"] += len(cells)
         place = {"file": self.paths[file], "row": number, "epoch": epoch, "media": media}
         return fields.prompt(f"{file}:{number}@{epoch}", ids, messages, **place)
 

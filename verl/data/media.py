@@ -9,7 +9,6 @@ where torchvision is. Specification: data.md §4, §5.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 import re
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.data.files import DataError
-from verl.data.rows import BadRow, Video
+from verl.data.rows import BadRow, Video, path_in
 from verl.data.videos import as_images, open_video
 from verl.trajectory import Media
 
@@ -59,7 +58,7 @@ def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
     cell: encoded bytes, {bytes, path} (bytes win), {image: …}, a path (relative to `folder`), a data URI, an http URL where
     `urls` allows it, or a Pillow image.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     while isinstance(cell, Mapping):
         held = [cell[key] for key in ("bytes", "image", "path", "url") if cell.get(key)]
@@ -67,7 +66,7 @@ def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
             raise BadRow("image missing", "neither bytes nor a path; give one, or leave the image out")
         cell = held[0]
     if isinstance(cell, Image.Image):
-        return cell
+        return _of_a_size(cell)
     source = _source(cell, folder, urls) if isinstance(cell, str) else cell
     if isinstance(source, bytes | bytearray | memoryview):
         source = io.BytesIO(source)
@@ -79,8 +78,15 @@ def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
             image = Image.open(source)
     except FileNotFoundError as error:
         raise BadRow("image missing", f"{source}: no such file (a path begins at the data file)") from error
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:
+        raise BadRow("image too large", f"{error}; the most is {MOST_PIXELS}: scale it down") from error
+    except Exception as error:  # of a damaged file each format has its own
         raise BadRow("undecodable image", f"{_REPAIR} ({type(error).__name__}: {error})") from error
+    return _of_a_size(image)
+
+
+def _of_a_size(image: Image) -> Image:
+    """The image, unless it is too large."""
     if image.width * image.height > MOST_PIXELS:
         size = f"{image.width} × {image.height} pixels"
         raise BadRow("image too large", f"{size}, the most is {MOST_PIXELS}: scale it down")
@@ -91,7 +97,7 @@ def has_frames(image: Image) -> bool:
     """True for an animation and its like, of which only the first frame is used."""
     try:
         return bool(getattr(image, "is_animated", False))
-    except (OSError, ValueError, SyntaxError):  # a damaged one; decoding tells
+    except Exception:  # a damaged one; decoding tells
         return False
 
 
@@ -100,22 +106,23 @@ def _source(text: str, folder: Path, urls: bool) -> Path | bytes:
     if text.startswith("data:"):
         try:
             return base64.b64decode(text.partition(",")[2], validate=True)
-        except binascii.Error as error:
+        except ValueError as error:
             raise BadRow("undecodable image", f"data URI: {error}") from error
     if text.startswith(("http://", "https://")):
         if not urls:
             raise BadRow("image is remote", f"{text[:200]}: data.allow_image_urls=True would fetch it")
         return _fetched(text)
-    return folder / Path(text.removeprefix("file://")).expanduser()
+    return path_in(folder, text)
 
 
 def _fetched(url: str) -> bytes:
+    from http.client import HTTPException
     from urllib.request import urlopen
 
     try:
         with urlopen(url, timeout=_URL_SECONDS) as answer:
             content = answer.read(_URL_BYTES + 1)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise BadRow("image missing", f"{url[:200]}: {error}") from error
     if len(content) > _URL_BYTES:
         raise BadRow("image too large", f"{url[:200]}: more than {_URL_BYTES} bytes")
@@ -132,7 +139,7 @@ def decoded(image: Image) -> Image:
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image)
         return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, MemoryError) as error:
+    except Exception as error:  # as when it is opened
         raise BadRow("undecodable image", f"{_REPAIR} ({type(error).__name__}: {error})") from error
 
 
@@ -217,14 +224,16 @@ def _parts(content: str | list[dict[str, Any]], places: str) -> list[dict[str, A
 
 @dataclass
 class ImageProcessor:
-    """The processor of a vision-language model. `limit`: most images of a prompt; `counts`: images decoded and processed since the
-    start; `scored`: what scores the responses gets the images, too."""
+    """The processor of a vision-language model. `limit`: most images of a prompt; `counts`: images decoded, processed, and in the prompts that
+    were drawn since the start; `scored`: what scores the responses gets the images, too."""
 
     processor: Any
     urls: bool = False
     limit: int | None = None
     scored: bool = False
-    counts: dict[str, int] = field(default_factory=lambda: {"decoded": 0, "processed": 0})
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("decoded", "processed", "drawn"), 0)
+    )
 
     def headers(self, cells: Sequence[Any], folder: Path) -> list[Image]:
         """The images of a row, their pixels not read. Raises BadRow, for a video too."""

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,14 @@ def cells_of(column: Any) -> list[Any]:
         return list(column)
     empty = column is None or (isinstance(column, Mapping | str | bytes) and not column)
     return [] if empty else [column]
+
+
+def path_in(folder: Path, text: str) -> Path:
+    """A file that a row names by a path, relative to `folder`, or by a file URI. Raises BadRow."""
+    try:
+        return folder / Path(text.removeprefix("file://")).expanduser()
+    except RuntimeError as error:
+        raise BadRow("image missing", f"{text[:200]}: {error}") from error
 
 
 def _no_media(kind: str) -> str:

@@ -44,7 +44,7 @@ class SFTDataset(CheckedRows):
 
     files: path or list; config: the `data` group of the SFT configuration; processor: of a model that sees images. Bad rows are
     in `bad_rows`.
-    Raises DataError for files, columns or lengths that cannot be used.
+    Raises DataError for files, columns or lengths that cannot be used; `dataset[i]` BadRow for an image that cannot be decoded.
     """
 
     def __init__(
@@ -139,17 +139,13 @@ class SFTDataset(CheckedRows):
         return folder_of(self.paths[self.source.locate(index)[0]])
 
     def _with_media(self, index: int, row: SFTRow) -> SFTRow:
-        """The row and what the model sees, decoded now. DataError if that has failed since the row was measured."""
+        """The row and what the model sees, decoded now. Raises BadRow if it is not what was measured."""
         rendered = self._render(self.source.row(index))
         if self._images is None or not len(rendered.images):
             return row
-        try:
-            ids, media = self._images(rendered.text, rendered.images, self._folder(index))
-        except BadRow as bad:
-            raise DataError(f"{self.where(index)}: {bad}; leave the row out to go on") from bad
+        ids, media = self._images(rendered.text, rendered.images, self._folder(index))
         if not np.array_equal(ids, row.ids):
-            found = f"{len(ids)} tokens with its images, {len(row.ids)} were measured"
-            raise DataError(f"{self.where(index)}: {found}")
+            raise BadRow("image tokens", f"{len(ids)} tokens with its images, {len(row.ids)} were measured")
         return SFTRow(row.ids, row.mask, media)
 
     def _cut(self, row: SFTRow) -> SFTRow:
@@ -199,6 +195,12 @@ class SFTDataset(CheckedRows):
 
     def __getitem__(self, item: int) -> SFTRow:
         index = int(self._rows[item])
+        try:
+            return self._row(index)
+        except BadRow as bad:
+            raise BadRow(bad.problem, f"{self.where(index)}: {bad.detail}") from bad
+
+    def _row(self, index: int) -> SFTRow:
         if self._kept is not None:
             kept = self._kept[index]
             row = SFTRow(kept.ids.astype(np.int64), kept.mask)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.rows import BadRow
+from verl.data.rows import BadRow, path_in
 from verl.trajectory import VIDEO_SECONDS
 
 FRAMES_A_SECOND = 2.0
@@ -41,7 +41,7 @@ def open_video(cell: Any, folder: Path, processor: Any, image: Callable[[Any], A
             raise BadRow("wrong column type", f"a video's fps is {rate!r}, not frames a second")
         cell = next((cell[key] for key in ("frames", "video", "path") if cell.get(key)), None)
     if isinstance(cell, str):
-        return _read(folder / Path(cell.removeprefix("file://")).expanduser(), rate, processor)
+        return _read(path_in(folder, cell), rate, processor)
     if not isinstance(cell, Sequence) or isinstance(cell, bytes) or not cell:
         raise BadRow("wrong column type", f"a video is {type(cell).__name__}, not a path or a list of frames")
     frames = [np.asarray(image(frame)) for frame in cell]

@@ -52,7 +52,9 @@ def _load(path: str) -> tuple[Any, Any, Any]:
 def _text_features(path: str, text: str) -> Any:
     model, tokenizer, _ = _load(path)
     longest = model.config.text_config.max_position_embeddings
-    ids = tokenizer(text or " ", truncation=True, max_length=longest, return_tensors="pt")
+    # SigLIP was trained on padded texts, and takes what its last position says.
+    padding = "max_length" if model.config.model_type.startswith("siglip") else False
+    ids = tokenizer(text or " ", truncation=True, padding=padding, max_length=longest, return_tensors="pt")
     return _unit(model.get_text_features, input_ids=ids["input_ids"])
 
 

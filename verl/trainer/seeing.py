@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +13,10 @@ from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
 if TYPE_CHECKING:
     from verl.trainer.colocation import Colocation
     from verl.trainer.run import Parts
+
+
+# So much more than rounding does a seen image change.
+_CLEARLY = 3
 
 
 class ImagesUnseen(RuntimeError):
@@ -38,20 +43,11 @@ class ImageRecord:
         if row is None or row.media is None:
             return
         self._checked = True
-        policy = self._parts.workers.policy
-        probes = [_probe(row, media) for media in (row.media, row.media.blanked())]
+        policy, probes = self._parts.workers.policy, probes_of(row, row.media)
         with colocation.computing(policy):
             policy.forward(Batch(probes), "images", {"log_probs": "old_log_probs"})
-        seen, blank = (probe.old_log_probs for probe in probes)
-        difference = float(np.abs(seen - blank).max())
-        if difference == 0:
-            raise ImagesUnseen(
-                f"step {step}: the log-probs of the response to {row.uid} are the same with its images blanked: the model does "
-                "not see them. Is its vision tower in the checkpoint, and its processor the model's own?"
-            )
-        said = f"images are seen: blanked, they change a token's log-prob by up to {difference:.3g}"
-        event = self._parts.tracking.event
-        event("images_seen", step=step, uid=row.uid, log_prob_diff=difference, message=said)
+        changes = changes_of([probe.old_log_probs for probe in probes])
+        refuse_unseen(step, row.uid, changes, self._parts.tracking)
 
     def metrics(self, batch: Batch, sampler: dict[str, float]) -> dict[str, Number]:
         """perf/images/* of a step; {} without images. sampler: its `stats()`."""
@@ -62,17 +58,41 @@ class ImageRecord:
         count = sum(one.images for one in media)
         now = self._counts()
         since, self._before = {name: total - self._before[name] for name, total in now.items()}, now
-        out: dict[str, Number] = {
-            f"perf/images/{name}_per_image": total / count for name, total in since.items()
-        }
-        out["perf/images/count"] = count
-        out["perf/images/sent_per_node"] = sum(one.images for one in media if one.stored is not None) / count
+        out: dict[str, Number] = {"perf/images/count": count}
+        out["perf/images/sent_per_node"] = sum(one.images * one.puts for one in media) / count
+        # Not `count`: images are drawn ahead, and for groups that are then left out of the batch.
+        if drawn := since.pop("drawn"):
+            out |= {f"perf/images/{name}_per_image": total / drawn for name, total in since.items()}
         if "images" in sampler:
-            out["perf/images/encoded_per_image/sampler"] = sampler["images"] / count
+            out["perf/images/encoded_per_image/sampler"] = sampler["images"] / (drawn or count)
         trained = self._parts.workers.policy.images()
         if trained.get("distinct"):
             out["perf/images/encoded_per_image/trainer"] = trained["encoded"] / trained["distinct"]
         return out
+
+
+def probes_of(row: Segment, media: Media) -> list[Trajectory]:
+    """The response again, alone: in front of its images, of blank ones, and of its images."""
+    again = Media(media.inputs, media.tokens)  # counted as an image of its own
+    return [_probe(row, shown) for shown in (media, media.blanked(), again)]
+
+
+def changes_of(log_probs: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Of the log-probs of `probes_of`: how much blank images change a token's, and how much only its place in a pack does."""
+    seen, blank, again = log_probs
+    return float(np.abs(seen - blank).max()), float(np.abs(seen - again).max())
+
+
+def refuse_unseen(step: int, uid: str, changes: Sequence[float], tracking: Any) -> None:
+    """An event that says that images are seen; ImagesUnseen where blank ones change no more than rounding does."""
+    difference, rounding = changes
+    if difference <= _CLEARLY * rounding:
+        raise ImagesUnseen(
+            f"step {step}: the log-probs of the response to {uid} are the same with its images blanked: the model does "
+            "not see them. Is its vision tower in the checkpoint, and its processor the model's own?"
+        )
+    said = f"images are seen: blanked, they change a token's log-prob by up to {difference:.3g}"
+    tracking.event("images_seen", step=step, uid=uid, log_prob_diff=difference, message=said)
 
 
 def _probe(row: Segment, media: Media) -> Trajectory:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verl.data.rows import BadRow
 from verl.errors import UserError
 
 if TYPE_CHECKING:
+    from verl.data.sft import SFTRow
     from verl.engine.training.base import TrainingEngine
     from verl.trajectory import Segment, Trajectory
 
@@ -68,6 +71,39 @@ class Ranks:
 
         mine: Any = on_all_ranks(lambda: work() if self.lead else None)
         return all_gather_json(mine)[0]
+
+    def draw(
+        self, data: Any, numbers: Sequence[int], others: Iterable[int], ratio: float
+    ) -> tuple[dict[int, SFTRow], dict[int, BadRow]]:
+        """Rows by number, the same on every rank, and those that could not be drawn by one of them: each counts as a bad row of
+        `data` and is replaced by the next of `others`. DataError where these are too many."""
+        rows: dict[int, SFTRow] = {}
+        failed: dict[int, BadRow] = {}
+        rest = iter(others)
+        while numbers:
+            bad: dict[int, BadRow] = {}
+            for number in numbers:
+                try:
+                    rows[number] = data[number]
+                except BadRow as error:
+                    bad[number] = error
+            bad = self._anywhere(bad) if getattr(data, "processor", None) is not None else bad
+            for number, why in bad.items():
+                rows.pop(number, None)
+                data.leave_out(number, why, ratio)
+            failed |= bad
+            numbers = list(islice(rest, len(bad)))
+        return rows, failed
+
+    def _anywhere(self, bad: dict[int, BadRow]) -> dict[int, BadRow]:
+        """What failed on any rank, as on the first of them: an address may answer to some of them only."""
+        if self.size == 1:
+            return bad
+        from verl.engine.training.process_group import all_gather_json
+
+        told = all_gather_json([[number, error.problem, error.detail] for number, error in bad.items()])
+        found = {number: BadRow(*why) for one in reversed(told) for number, *why in one}
+        return dict(sorted(found.items()))
 
     def lead_jobs(self, jobs: Jobs, save: Callable[[Jobs], Any]) -> None:
         """On rank 0: save(jobs), each job run by all ranks at once. The others call `follow_jobs`."""

@@ -35,6 +35,7 @@ from verl.trajectory import Trajectory
 if TYPE_CHECKING:
     from verl.checkpoint import Checkpoint
     from verl.config import SFTConfig
+    from verl.data.rows import BadRow
     from verl.data.sft import SFTDataset
     from verl.engine.training.base import StepResult, TrainingEngine
 
@@ -64,6 +65,7 @@ class SFTTrainer:
         self.total_steps: int = trainer.total_training_steps or trainer.total_epochs * self.steps_per_epoch
         self.step = 0
         self.total_tokens = 0
+        self._saw_images = False
         self.counters = Counters()
         self.profiler = open_profiler(
             config, roles=("sft",), rank=self.ranks.rank, device=engine.platform.name
@@ -104,12 +106,18 @@ class SFTTrainer:
 
     def rows(self, step: int) -> list[Trajectory]:
         """The batch of a step (counted from 1): a function of data, seed and step alone."""
+        return self._drawn(step)[0]
+
+    def _drawn(self, step: int) -> tuple[list[Trajectory], dict[int, BadRow]]:
+        """The batch, and rows of it that others stand for, the next of the epoch's order, because they could not be drawn."""
         data = self.config.data
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         seed = data.seed if data.seed is not None else self.config.trainer.seed
         order = self.train.order(seed=int(seed), shuffle=data.shuffle, epoch=epoch)
-        chosen = order[place * self.batch_size : (place + 1) * self.batch_size]
-        return [as_trajectory(self.train[int(i)], f"{i}@{epoch}") for i in chosen]
+        start, stop = place * self.batch_size, (place + 1) * self.batch_size
+        numbers, others = order[start:stop].tolist(), [*order[stop:].tolist(), *order[:start].tolist()]
+        rows, failed = self.ranks.draw(self.train, numbers, others, data.max_bad_row_ratio)
+        return [as_trajectory(row, f"{i}@{epoch}") for i, row in rows.items()], failed
 
     def _train_step(self) -> tuple[dict[str, float], Any]:
         from verl.workers.plan import Refusal, UpdateResult
@@ -117,7 +125,8 @@ class SFTTrainer:
         started = time.perf_counter()
         self.phases.start_step()
         with self.phases("update"):
-            rows = self.rows(self.step)
+            rows, skipped = self._drawn(self.step)
+            self._check_images(rows)
             loss = CrossEntropy(sum(int(row.loss_mask.sum()) for row in rows if row.loss_mask is not None))
             mine = self.ranks.share(rows, self.engine)
             result: StepResult = self.engine.step(mine, loss, temperature=1.0)
@@ -137,19 +146,41 @@ class SFTTrainer:
         if (cost := self.engine.cost()) is not None:
             lengths = (len(row.prompt.ids) + row.length for row in rows)
             metrics["train/mfu"] = mfu(cost, lengths, metrics["train/time"], passes=1 + BACKWARD)
+        if skipped:
+            metrics["training/skipped_rows"] = len(skipped)
+        for row, bad in skipped.items():
+            record = {"row": row, "problem": bad.problem, "detail": bad.detail}
+            self.tracking.event("row_skipped", step=self.step, epoch=metrics["training/epoch"], **record)
         refusals = [Refusal(result.refused, rows)] if result.refused else []
         return metrics, UpdateResult(result.metrics, updates=int(not refusals), refused=refusals)
+
+    def _check_images(self, rows: list[Trajectory]) -> None:
+        """At the first step with images: a response changes where its images are blanked. ImagesUnseen if not."""
+        with_images = (s for row in rows for s in row.segments if s.media is not None)
+        if self._saw_images or (row := next(with_images, None)) is None or row.media is None:
+            return
+        from verl.trainer.seeing import changes_of, probes_of, refuse_unseen
+
+        self._saw_images = True
+        probes = [segment for probe in probes_of(row, row.media) for segment in probe.segments]
+        log_probs = self.engine.forward(probes, temperature=1.0)["log_probs"]
+        changes = changes_of(np.split(log_probs, len(probes)))
+        refuse_unseen(self.step, row.uid, self.ranks.first(lambda: list(changes)), self.tracking)
 
     def _validate(self) -> dict[str, float]:
         """Mean loss over the learned tokens of the validation rows."""
         if self.validation is None:
             raise UserError("trainer.val_only=True needs data.val_files")
         total, tokens = 0.0, 0.0
+        ratio = self.config.data.max_bad_row_ratio
         progress = self.tracking.progress("validation", total=len(self.validation))
         with self.phases("testing"):
             for start in range(0, len(self.validation), self.batch_size):
                 numbers = range(start, min(start + self.batch_size, len(self.validation)))
-                rows = [as_trajectory(self.validation[i], f"val{i}") for i in numbers]
+                found, _ = self.ranks.draw(self.validation, numbers, (), ratio)
+                if not found:
+                    continue
+                rows = [as_trajectory(row, f"val{i}") for i, row in found.items()]
                 mine = self.ranks.share(rows, self.engine)
                 learned = np.concatenate([np.zeros(0, bool), *(row.loss_mask for row in mine)])
                 log_probs = self.engine.forward(mine, temperature=1.0)["log_probs"]

@@ -191,8 +191,13 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
     write_model(tmp_path / "vl", model_type="qwen2_5_vl", vision_config={}, text_config=MODEL)
     vision = f"{ARR}.model.path={tmp_path / 'vl'}"
     only(problems(*base, file, vision), "configuration", "no chat template", "custom_chat_template")
+    part = [{"role": "user", "content": [{"type": "image", "image": "b.png"}]}]
+    inside = f"data.train_files={write_rows(tmp_path / 'd.parquet', prompt=[part] * 16)}"
+    only(problems(*base, inside), "configuration", "this model does not see")
+    assert "no chat template" in str(problems(*base, inside, vision))
     (tmp_path / "vl" / "chat_template.jinja").write_text("x")
     assert problems(*base, file, vision) == []
+    only(problems(*base, inside, vision), "configuration", "16 × image missing", "b.png: no such file")
     images[3] = [{"bytes": None, "path": "b.png"}]
     bad = f"data.train_files={write_rows(tmp_path / 'c.parquet', images=images)}"
     told = ("1 × image missing", "c.parquet row 3", "b.png: no such file", "data.max_bad_row_ratio")

@@ -110,8 +110,10 @@ def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> No
 def _images(c: Check, key: str, file: Any) -> bool:
     """Rule 25: rows with images need a model that sees them; videos more. False if that refuses the file."""
     named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
-    filled = [k for k in named if file.filled(k)]
-    if not filled or c.facts is None:
+    if c.facts is None:
+        return True
+    filled = [k for k in named if file.filled(k)] or _in_messages(c, file)
+    if not filled:
         return True
     column = filled[0]
     if not c.facts.vision:
@@ -129,6 +131,21 @@ def _images(c: Check, key: str, file: Any) -> bool:
         why = f"reads text, and {file.path} has rows with {column}; score these with a function, or set"
         c.lacks("reward_model.model.path", f"{why} reward_model.images=True for a model that sees them")
     return True
+
+
+def _in_messages(c: Check, file: Any) -> list[str]:
+    """The media columns that parts of messages stand for; of a text model none, whose rows with parts are bad ones."""
+    from verl.data.rows import cells_of
+
+    data = c.cfg.data
+    column = data.prompt_key if c.ppo else (data.prompt_key or data.messages_key)
+    rows = file.first(_LOOKED_AT) if c.facts is not None and c.facts.vision else []
+    messages = (message for row in rows for message in cells_of(row.get(column)) if isinstance(message, dict))
+    parts = (
+        part for message in messages for part in cells_of(message.get("content")) if isinstance(part, dict)
+    )
+    kinds = {str(part.get("type")) for part in parts}
+    return [key for kind, key in (("image", data.image_key), ("video", data.video_key)) if kind in kinds]
 
 
 def _no_video(c: Check, model: str) -> str:
@@ -214,7 +231,7 @@ def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
         messages, cells = as_messages(fields.cell, data.prompt_key, images=seeing), fields.images
     else:
         messages, cells = dialogue(row, data, images=seeing), cells_of(row.get(data.image_key))
-    for cell in with_images(messages, cells)[1] if cells and not data.allow_image_urls else ():
+    for cell in with_images(messages, cells)[1] if seeing and not data.allow_image_urls else ():
         if not isinstance(cell, Video):
             open_image(cell, folder_of(file.path))
 

@@ -234,7 +234,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         calculate_log_probs: Keep the sampler's log-probs.
         enable_rollout_routing_replay: Keep the experts that the sampler's tokens went to, for `actor.router_replay.mode=R3`.
         logprobs_mode: Of the distribution sampled from, or before temperature and top-p.
-        limit_images: Images per prompt; null = the data set's maximum.
+        limit_images: Most images of a prompt; more are a bad row. null = any number (vLLM: its own 999).
         quantization: fp8 and the like, if the engine has it.
         quantization_config_file: The quantization's own settings.
         scheduling_policy: Order in which an engine serves requests.

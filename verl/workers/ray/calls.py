@@ -81,7 +81,7 @@ def share_media(media: Iterable[Media | None]) -> list[Any]:
     distinct = distinct_media(media)
     for one in distinct:
         if one.stored is None:
-            one.stored = ray.put(one.inputs)
+            one.stored, one.puts = ray.put(one.inputs), one.puts + 1
     return [one.stored for one in distinct]
 
 
