@@ -21,7 +21,8 @@ from tests.unit.test_adapters import fake_python
 from tests.unit.test_mcp import STDIO, tools_file
 from tests.unit.test_session import _QWEN
 
-# Who finds the file "kill" takes it away and kills itself, once; who finds "delete", the folder that is named there.
+# Who finds the file "kill" takes it away and kills itself, once; who finds "delete", the folder that
+# is named there, once a step is recorded.
 TOOLS = """
 import os, shutil, time
 from pathlib import Path
@@ -35,8 +36,9 @@ def calculate(expression: str) -> str:
         expression: Like 3*4.
     '''
     time.sleep(0.02)
-    if (named := Path(__file__).parent / "delete").exists():
-        folder = named.read_text()
+    named = Path(__file__).parent / "delete"
+    folder = Path(named.read_text()) if named.exists() else None
+    if folder and (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").stat().st_size:
         named.unlink()
         shutil.rmtree(folder)
     try:
@@ -167,8 +169,10 @@ def test_a_tool_that_deletes_the_run_folder_costs_what_was_in_it(
 ) -> None:
     (dialogues.root / "delete").write_text(str(tmp_path / "run"))
     done = fork_server.run(words_of(dialogues, tmp_path / "run", 1))
-    assert done.status == 0 and "cannot be written" in done.stderr, done.stderr
-    assert sorted(records(tmp_path / "run")) == [1, 2] and weights(tmp_path / "run", 2)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        assert done.status == 0 and done.stderr.count(f"{tmp_path / 'run' / name} is gone") == 1, done.stderr
+    assert sorted(records(tmp_path / "run")) == [2] and weights(tmp_path / "run", 2)
+    assert '"run_end"' in (tmp_path / "run/events.jsonl").read_text()
 
 
 @pytest.mark.slow

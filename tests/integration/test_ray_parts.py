@@ -44,7 +44,7 @@ def joined(kind: str) -> Any:
 def test_a_pool_of_four_nodes_gives_every_rank_its_own_device() -> None:
     from verl.workers.ray.placement import Pool
 
-    pool = Pool(joined("npu"), "training", 4, 2, 60, print)
+    pool = Pool(joined("npu"), "training", 4, 2, float("inf"), print)
     actor = ray.remote(ray_stubs.Where)
     owners = [actor.options(**pool.owner_options(rank // 2, 1)).remote() for rank in range(8)]
     seen = ray.get([owner.look.remote() for owner in owners])

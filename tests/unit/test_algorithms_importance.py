@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 
 from tests.algorithms_rows import actor, algorithm, matrices, response, run_objective
 from verl.algorithms.correction import (
+    LIMIT,
+    Tokens,
     correct,
+    importance_weights,
     parse_correction,
     parse_rules,
     parse_weighting,
+    rejection,
     weights_of_the_update,
 )
 from verl.algorithms.driver import compute_advantages
@@ -219,7 +223,12 @@ def test_what_cannot_be_is_named(names: str, threshold: str | None, said: str) -
 def test_kinds_and_thresholds_of_weights() -> None:
     with pytest.raises(ValueError, match="token or sequence"):
         parse_weighting("geometric", 2.0)
-    for bad in ("0", "-1", "x", "5_0.5", "1_2_3", "inf"):
+    off = Tokens(np.array([-3.0, 30.0]), np.array([0, 0]), 1)
+    for text in ("inf", "1e-9_inf"):
+        assert np.allclose(importance_weights(off, parse_weighting("token", text))[0], np.exp([-3.0, LIMIT]))
+        assert rejection(off, parse_rules("token_k1", text))[0].all()
+    assert rejection(off, parse_rules("token_k2", "inf"))[0].all()
+    for bad in ("0", "-1", "x", "5_0.5", "1_2_3", "nan", "inf_inf"):
         with pytest.raises(ValueError, match="rollout_is_threshold"):
             parse_weighting("token", bad)
 

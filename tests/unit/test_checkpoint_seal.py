@@ -253,6 +253,26 @@ def test_newer_format_is_refused_with_the_reason(tmp_path):
         open_checkpoint(path)
 
 
+def test_a_manifest_that_was_changed_is_none_and_one_from_before_its_own_seal_is(tmp_path):
+    write(tmp_path, 1)
+    file = write(tmp_path, 2) / "manifest.json"
+    sealed = file.read_text()
+    for old, new in (
+        ('"serial": 2', '"serial": 9'),
+        ('"size": 5000', '"size": 5001'),
+        ('"step": 2', '"step": 7'),
+    ):
+        assert old in sealed
+        file.write_text(sealed.replace(old, new))
+        assert newest(tmp_path).step == 1
+        with pytest.raises(CheckpointError, match="not what was written"):
+            open_checkpoint(file.parent)
+    record = json.loads(sealed)
+    del record["sha256"]
+    file.write_text(json.dumps(record))
+    assert newest(tmp_path).step == 2
+
+
 def test_links_are_refused(tmp_path):
     events = Events()
     linked = {"actor": lambda d: (d / "x").symlink_to("/etc/hosts")}

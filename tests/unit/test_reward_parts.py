@@ -17,7 +17,7 @@ import pytest
 from verl import config
 from verl.platform import parent_channel as codec
 from verl.reward import load
-from verl.reward.outcome import BadScore, RewardLoadError, normalise
+from verl.reward.outcome import LARGEST_RESULT, BadScore, RewardLoadError, normalise, outcome_of
 from verl.reward.pool import RateGate
 from verl.reward.registry import get_reward_manager_cls, register
 from verl.reward.settings import Overlong, RewardSettings
@@ -70,6 +70,14 @@ def test_results_that_are_scores(value: Any, score: float) -> None:
 def test_results_that_are_not(value: Any, message: str) -> None:
     with pytest.raises(BadScore, match=message):
         normalise(value)
+
+
+@pytest.mark.parametrize("much", ["a" * LARGEST_RESULT, list(range(3_000_000))], ids=["text", "list"])
+def test_a_result_that_is_too_large_to_keep_is_no_score(much: Any) -> None:
+    found = outcome_of({"score": 1, "much": much}, 0.1)
+    assert (found.score, found.kind, found.parts) == (None, "value", {}) and "bytes and at most" in str(
+        found.error
+    )
 
 
 def test_parts_keep_numbers_and_hashables_and_turn_the_rest_into_text() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -82,6 +83,18 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path, monkeypatch):
     room[0] = 1000
     lines.close()
     assert [r["n"] for r in records(tmp_path / "a.jsonl")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("deletion", [lambda path: path.unlink(), lambda path: shutil.rmtree(path.parent)])
+def test_a_file_that_is_taken_away_is_named_once_and_begun_anew(tmp_path, deletion):
+    heard, path = [], tmp_path / "run/a.jsonl"
+    lines = JsonLines(path, heard.append)
+    lines.append({"n": 0})
+    deletion(path)
+    for n in (1, 2):
+        lines.append({"n": n})
+    lines.close()
+    assert [r["n"] for r in records(path)] == [1, 2] and len(heard) == 1 and f"{path} is gone" in heard[0]
 
 
 def fill(folder: RunFolder, steps) -> None:

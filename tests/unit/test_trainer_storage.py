@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.unit.test_checkpoint_seal import Events, content, parts_for
 from verl.checkpoint import CheckpointError, newest
@@ -178,6 +179,23 @@ def test_a_local_checkpoint_is_deleted_after_loading_only_if_there_is_another(tm
     save(alone, 1)
     alone.loaded(alone.find())
     assert newest(tmp_path / "alone").step == 1 and "is kept" in records(alone).notices[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (MemoryError(), MemoryError),
+        (torch.OutOfMemoryError(), torch.OutOfMemoryError),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), RuntimeError),
+        (ValueError("nonsense"), CheckpointError),
+    ],
+)
+def test_only_what_a_checkpoint_is_to_blame_for_says_to_move_it_away(tmp_path, error, raised) -> None:
+    one = storage(tmp_path)
+    save(one, 1)
+    with pytest.raises(raised), one.loading(one.find()):
+        raise error
+    assert ("checkpoint_not_loaded" in records(one).events.kinds()) is (raised is CheckpointError)
 
 
 def test_parts_that_are_not_read_are_named(tmp_path) -> None:

@@ -52,6 +52,12 @@ def start(
     return WeightGroup(0, Rendezvous("127.0.0.1", port, size, 20)), hosts, samplers
 
 
+def test_a_limit_of_infinity_is_one_that_torch_can_count():
+    group = WeightGroup(0, Rendezvous("127.0.0.1", free_port(), 1, float("inf")))
+    group.broadcast(torch.ones(2))
+    group.close()
+
+
 def gathered(out: Any, count: int) -> dict[Any, list[Any]]:
     found: dict[Any, list[Any]] = {}
     for _ in range(count):

@@ -160,17 +160,18 @@ def parse_rule(name: str, threshold: str) -> Rule:
         raise ValueError(
             f'rollout_rs_threshold={threshold}: {name} needs ratio bounds, "0.5_2.0", or one number above 1'
         )
-    return Rule(name, over, k, float(np.log(parts[0])), float(np.log(parts[1])))
+    low, high = (math.log(part) if part else -math.inf for part in parts)
+    return Rule(name, over, k, low, high)
 
 
 def _numbers(threshold: float | str | None) -> list[float]:
-    """[c], or [lo, hi] of "lo_hi"; [] for anything else: all must be above 0, and lo below hi."""
+    """[c], or [lo, hi] of "lo_hi", where infinity is no upper bound; [] for anything else: all must be above 0, and lo below hi."""
     try:
         parts = [float(part) for part in str(threshold).split("_")]
     except ValueError:
         return []
     ordered = len(parts) == 1 or (len(parts) == 2 and parts[0] < parts[1])
-    return parts if ordered and all(0 < part < np.inf for part in parts) else []
+    return parts if ordered and all(part > 0 for part in parts) else []
 
 
 def importance_weights(tokens: Tokens, how: Weighting) -> tuple[np.ndarray, dict[str, float]]:

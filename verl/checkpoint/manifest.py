@@ -1,9 +1,11 @@
 """The seal of a checkpoint: `manifest.json`, a list of all files with sizes and SHA-256, written last.
 
-{"format": 1, "step": 12, "serial": 3, "time": unix, "files": {"actor/config.json": {"size": 812, "sha256": "…"}}}
+{"format": 1, "step": 12, "serial": 3, "time": unix, "files": {"actor/config.json": {"size": 812, "sha256": "…"}},
+ "sha256": "…"}
 
 `serial` counts the checkpoints ever sealed in a folder: it, not the step, says which one is newest, because a
-run may be started again from the beginning in a folder that already holds checkpoints.
+run may be started again from the beginning in a folder that already holds checkpoints. The last `sha256` is that of the
+rest; manifests of before it was written have none.
 """
 
 from __future__ import annotations
@@ -100,8 +102,13 @@ def hash_files(directory: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Seal: write the manifest and sync it. Everything else must be on disk already."""
-    write_synced(directory / NAME, json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1))
+    record = {"format": FORMAT, **asdict(manifest)}
+    write_synced(directory / NAME, json.dumps(record | {"sha256": _digest(record)}, indent=1))
     sync_directory(directory)
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -112,6 +119,8 @@ def read_manifest(directory: Path) -> Manifest:
         if record["format"] != FORMAT:
             what = f"checkpoint format {record['format']!r}, this version of verl reads format {FORMAT}"
             raise CheckpointError(f"{directory} has {what}: use the one that wrote it")
+        if (digest := record.pop("sha256", None)) is not None and digest != _digest(record):
+            raise CheckpointError(f"{path} is damaged: it is not what was written")
         files = {name: {"size": int(e["size"]), "sha256": e["sha256"]} for name, e in record["files"].items()}
         return Manifest(int(record["step"]), int(record["serial"]), float(record["time"]), files)
     except FileNotFoundError:

@@ -37,7 +37,10 @@ class ModelFacts:
         kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
         factor = scaling.get("factor", 1.0) if kind in ("yarn", "linear", "dynamic") else 1.0
         original = scaling.get("original_max_position_embeddings") if kind == "yarn" else None
-        return max(length, int((original or length) * factor))
+        try:
+            return max(length, int((original or length) * factor))
+        except (TypeError, ValueError, OverflowError):  # no number: said where the configuration is applied
+            return length
 
     @property
     def heads(self) -> int | None:
@@ -118,11 +121,11 @@ def look(path: str, overrides: dict[str, Any] | None = None, config_path: str | 
     if file is None:
         holds = f"the directory holds {_content(folder)}"
         raise ModelTrouble(f"{places[0]} does not exist ({holds}); name a model's directory")
-    config = _json_object(file)
-    config |= (changes := flat_overrides(overrides or {}))
+    changes = flat_overrides(overrides or {})
+    config = _changed(_json_object(file), changes)
     text = config.get("text_config") or config.get("llm_config") or config
     if text is not config:
-        text = {**text, **{k: v for k, v in changes.items() if k in text}}
+        text = _changed(text, {k: v for k, v in changes.items() if k in text})
     return ModelFacts(file.parent, config, text)
 
 
@@ -141,6 +144,30 @@ def flat_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     nested = given.get("model_config") or {}
     inside = "model_config" if isinstance(nested, Mapping) else None
     return {name: value for name, value in given.items() if name != inside} | (dict(nested) if inside else {})
+
+
+def _changed(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """With the changes in place; parts that are mappings are merged, as the run does it (verl/models/overrides.py)."""
+    new = dict(config)
+    for name, value in changes.items():
+        old = config.get(name)
+        if not isinstance(old, Mapping) or not isinstance(value, Mapping):
+            new[name] = value
+        else:
+            merge = merged_positions if name in ("rope_scaling", "rope_parameters") else _changed
+            new[name] = merge(dict(old), value)
+    return new
+
+
+def merged_positions(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` with those given in their place; another kind of scaling keeps nothing of the old but theta."""
+    new = dict(given)
+    if "type" in new:
+        new.setdefault("rope_type", new.pop("type"))
+    old = parameters.get("rope_type", parameters.get("type"))
+    if new.get("rope_type", old) != old:
+        parameters = {k: v for k, v in parameters.items() if k in ("rope_theta", "partial_rotary_factor")}
+    return {**parameters, **new}
 
 
 def _content(folder: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from verl.config.model_facts import flat_overrides
+from verl.config.model_facts import flat_overrides, merged_positions
 from verl.config.names import nearest
 from verl.errors import UserError
 from verl.platform.host import prepare_process
@@ -86,26 +86,16 @@ def _set_rope(config: Any, name: str, value: Any) -> None:
         raise UserError("give a mapping, as {rope_type:yarn,factor:4.0}")
     elif kinds and set(value) <= set(kinds):
         for kind, inner in value.items():
-            parameters[kind] = _merged(parameters[kind], inner)
+            parameters[kind] = merged_positions(parameters[kind], inner)
     elif kinds:
         raise UserError(
             f"the layers of a {type(config).__name__} differ; name the kind of layer ({', '.join(kinds)}) first"
         )
     else:
-        parameters = _merged(parameters, value)
+        parameters = merged_positions(parameters, value)
     config.rope_parameters = parameters
     try:
         config.standardize_rope_params()
         config.validate_rope()
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(str(error.args[0])) from error
-
-
-def _merged(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters with those given in their place; another kind of scaling keeps nothing of the old but theta."""
-    new = dict(given)
-    if "type" in new:
-        new.setdefault("rope_type", new.pop("type"))
-    if new.get("rope_type", parameters.get("rope_type")) != parameters.get("rope_type"):
-        parameters = {k: v for k, v in parameters.items() if k in ("rope_theta", "partial_rotary_factor")}
-    return {**parameters, **new}

@@ -1,11 +1,20 @@
-"""Sockets that listen where they were told to and nowhere else, and whether a server listens."""
+"""Sockets that listen where they were told to and nowhere else, whether a server listens, and limits of waiting."""
 
 from __future__ import annotations
 
 import socket
 import time
+from datetime import timedelta
+
+LONGEST_WAIT = 24 * 86400.0
+"""Seconds. torch counts waits in milliseconds, in places as 32-bit numbers."""
 
 _reserved: dict[tuple[str, int], int] = {}
+
+
+def time_limit(seconds: float) -> timedelta:
+    """As torch.distributed takes it; infinity and what it could not count are `LONGEST_WAIT`."""
+    return timedelta(seconds=min(seconds, LONGEST_WAIT))
 
 
 def reserve(address: str) -> int:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import UserError
-from verl.platform.parent_channel import NotPlain, to_plain
+from verl.platform.parent_channel import NotPlain, encode, to_plain
 
 TRACEBACK_CHARACTERS = 6000
+LARGEST_RESULT = 16 * 2**20
+"""Bytes of what a call may return: it travels to the run, is kept until the step ends and is dumped."""
 
 
 class RewardError(Exception):
@@ -98,6 +100,10 @@ def outcome_of(value: Any, seconds: float) -> Outcome:
     """The outcome of a call that returned `value`."""
     try:
         score, parts, bare = normalise(value)
+        if parts and (size := len(encode(parts))) > LARGEST_RESULT:
+            raise BadScore(
+                f"what it returned is {size} bytes and at most {LARGEST_RESULT} are kept; return less"
+            )
     except Exception as error:
         return failed("value", text_of(error).partition(": ")[2] or text_of(error), seconds=seconds)
     return Outcome(score, parts, bare, seconds)

@@ -48,7 +48,8 @@ def mend(path: Path) -> int:
 class JsonLines:
     """Appends objects to a file, one write each. What cannot be written (disk full) is kept and tried again.
 
-    `warn(text)` hears of the first failure in a row; nothing here raises OSError.
+    `warn(text)` hears of the first failure in a row, and of a file that something else took away, which is begun anew;
+    nothing here raises OSError.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]):
@@ -66,7 +67,12 @@ class JsonLines:
 
     def _flush(self, *, sync: bool = False) -> None:
         try:
+            if self._handle >= 0 and self._taken_away():
+                where = f"it was deleted or replaced while the run wrote to it, with what else was in {self.path.parent} perhaps"
+                self._warn(f"{self.path} is gone: {where}; what it held is lost, later lines go to a new one")
+                self._let_go()
             if self._handle < 0:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 mend(self.path)
                 self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             while self._pending:
@@ -80,9 +86,19 @@ class JsonLines:
                 self._warn(f"{self.path} cannot be written ({error}); {further}")
             self._failing = True
 
+    def _taken_away(self) -> bool:
+        """True if what is open is no longer the file of that name: lines would go where nobody finds them."""
+        try:
+            return not os.path.samestat(os.fstat(self._handle), os.stat(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+
     def close(self) -> None:
         """Try once more to write what is pending, sync, close. May be called twice."""
         self._flush(sync=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1

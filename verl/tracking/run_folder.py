@@ -154,10 +154,9 @@ class RunFolder:
             record = self._saved = self._saved | record
             path = self._metrics.path
             with suppress(OSError):  # a full disk: one more line
+                self._metrics.close()
                 lines = path.read_bytes().splitlines(keepends=True)
                 write_whole(path, [raw for raw in lines if _step(raw) != step])
-                self._metrics.close()
-                self._metrics = JsonLines(path, self._warn)
         self._metrics.append(record)
 
     def data_report(self, rows: Iterable[Mapping[str, Any]]) -> None:

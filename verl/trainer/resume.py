@@ -173,7 +173,7 @@ class Storage:
         try:
             yield
         except Exception as error:
-            if getattr(error, "ends_the_run", False):  # a worker died
+            if getattr(error, "ends_the_run", False) or _out_of_memory(error):  # the first: a worker died
                 raise
             what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             self._tracking.event(
@@ -210,6 +210,14 @@ class Storage:
                 "(trainer.default_hdfs_dir would hold copies)"
             )
         return found.step
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """True for what says nothing of the file that was being read."""
+    import torch
+
+    of_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    return of_host or isinstance(error, torch.OutOfMemoryError)
 
 
 def _parts(contents: Iterable[str]) -> frozenset[str]:

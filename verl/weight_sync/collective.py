@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from verl.platform import Platform, platform_of
-from verl.platform.network import address_towards, listen
+from verl.platform.network import address_towards, listen, time_limit
 from verl.weight_sync import buckets
 from verl.weight_sync.base import SyncResult, WeightSyncError
 from verl.weight_sync.shared_memory import TIMEOUT, Channel, SharedMemorySink
@@ -71,7 +71,7 @@ class WeightGroup:
         self.device = device
         self.on_host = platform_of(self.device).on_host
         self._told = 0
-        limit, where = timedelta(seconds=rendezvous.timeout), (rendezvous.address, rendezvous.port)
+        limit, where = time_limit(rendezvous.timeout), (rendezvous.address, rendezvous.port)
         with _named(f"rank {rank} of {self.size} cannot meet the others at {where[0]}:{where[1]}"):
             self._store = dist.TCPStore(
                 *where,

@@ -28,6 +28,7 @@ NOTICES = [
         ["distillation.enabled=True", "+distillation.teacher_models.math.model_path={model}"],
         "teacher_model has no model_path and is left out",
     ),
+    ([f"+{REWARD}.penalty=3"], "reward_kwargs.penalty: no manager of ours takes it"),
     (["trainer.critic_warmup=3"], "no critic to warm up"),
     (["critic.strategy=megatron"], "critic.strategy=megatron: there is no critic"),
     (["critic.strategy=mindspeed", "critic.optim.optimizer=Nope"], "critic.strategy=mindspeed: there is no"),

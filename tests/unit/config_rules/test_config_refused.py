@@ -41,6 +41,16 @@ REFUSED = [
     ([f"{ARR}.model.tokenizer_path=/nowhere/tokenizer"], ["no such directory"]),
     ([f"{ARR}.model.external_lib=no_such_module"], ["no module no_such_module"]),
     ([f"{ARR}.model.custom_chat_template='{{% if %}}'"], ["is no Jinja template", "line 1"]),
+    ([f"{ARR}.model.custom_chat_template='{{{{ m|nofilter }}}}'"], ["No filter named 'nofilter'"]),
+    ([f"{ARR}.model.custom_chat_template=''"], ["neither Jinja text nor an existing file"]),
+    (["trainer.default_local_dir=false"], ["name a folder"]),
+    (["+data.apply_chat_template_kwargs.tokenize=True"], ["tokenize=True: is set by the system"]),
+    ([f"+{ARR}.model.override_config.rms_norm_eps=inf"], ["rms_norm_eps=inf", "within ±10^12"]),
+    ([f"+{ARR}.model.override_config.rope_scaling={{rope_type:linear,factor:nan}}"], ["factor=nan"]),
+    ([f"+{ARR}.actor.optim.override_optimizer_config.eps=1e300"], ["eps=1e+300", "within ±10^12"]),
+    ([f"+{ARR}.actor.optim.override_optimizer_config.wieght_decay=0.1"], ["AdamW", "nearest: weight_decay"]),
+    (["reward_model.weights={function: inf}"], ["weights.function=inf", "within ±10^9"]),
+    (["reward_model.weights={function: 1e300}"], ["weights.function=1e+300"]),
     ([f"{ARR}.rollout.agent.default_agent_loop=nonsense"], ["unknown agent loop 'nonsense'", "tool_agent"]),
     (["+reward_model.reward_kwargs.overlong_bufer_cfg.enable=True"], ["nearest: overlong_buffer_cfg"]),
     (["custom_reward_function.name=mine"], ["nothing is loaded without custom_reward_function.path"]),
@@ -388,6 +398,31 @@ def test_an_override_that_contradicts_the_weights(base, tmp_path):
     from safetensors.numpy import save_file
 
     save_file({"lm_head.weight": np.zeros(2, np.float32)}, tmp_path / "model" / "model.safetensors")
-    key = f"{ARR}.model.override_config.num_hidden_layers"
-    only(problems(*base, f"+{key}=3"), "configuration", f"{key}=3", "num_hidden_layers=2")
-    assert problems(*base, f"+{key}=2") == []
+    gae = [*CRITIC[:1], f"critic.model.path={tmp_path / 'model'}"]
+    for model, more in ((f"{ARR}.model", []), ("critic.model", gae)):
+        key = f"{model}.override_config.num_hidden_layers"
+        only(problems(*base, *more, f"+{key}=3"), "configuration", f"{key}=3", "num_hidden_layers=2")
+        assert problems(*base, *more, f"+{key}=2") == []
+
+
+def test_an_override_of_a_part_of_a_configuration_leaves_the_rest(base, tmp_path):
+    from safetensors.numpy import save_file
+
+    from verl.config.model_facts import look
+
+    folder = tmp_path / "seeing"
+    text = {"vocab_size": 512, "num_attention_heads": 4, "max_position_embeddings": 64, "hidden_size": 8}
+    write_model(folder, model_type="qwen3_vl", text_config=text, vision_config={"depth": 2})
+    save_file({"lm_head.weight": np.zeros(2, np.float32)}, folder / "model.safetensors")
+    facts = look(str(folder), {"text_config": {"max_position_embeddings": 128}, "vision_config": {"a": 1}})
+    assert (facts.context, facts.heads, facts.config["vision_config"]) == (128, 4, {"depth": 2, "a": 1})
+    key = f"{ARR}.model.override_config"
+    words = [f"+{key}.vision_config.depth=3", f"+{key}.text_config.hidden_size=9"]
+    found = "\n".join(problems(*base, f"{ARR}.model.path={folder}", *words))
+    for word, own in zip(words, ("depth=2", "hidden_size=8"), strict=True):
+        assert f"{word[1:]}: the weights" in found and own in found, found
+
+
+def test_the_models_own_template_is_compiled(base, tmp_path):
+    (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}")
+    only(problems(*base), "configuration", f"{ARR}.model.path=", "is no Jinja template")

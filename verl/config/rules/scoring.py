@@ -8,6 +8,7 @@ from verl.config.layout import Sizes, own_pools
 from verl.config.model_facts import ModelFacts
 from verl.config.names import nearest
 from verl.config.rules.context import ACTOR, Check
+from verl.config.rules.values import beyond
 from verl.config.schema.distillation import TEACHER_KEYS
 from verl.config.weights import scores_by_model
 
@@ -30,6 +31,8 @@ def _reward_model(c: Check) -> None:
     if wrong := [n for n, w in weights.items() if isinstance(w, bool) or not isinstance(w, (int, float))]:
         c.refuse(f"{_KEY}.weights", f"{', '.join(wrong)}: a weight is a number, {{function: 1, model: 0.5}}")
         return
+    for at, number in beyond(weights, 10**9, f"{_KEY}.weights"):
+        c.refuse(f"{at}={number}", "out of range; a weight is within ±10^9")
     if "model" in weights and not own.enable:
         c.refuse(f"{_KEY}.weights", f"model needs {_KEY}.enable=True and {path}")
     if not own.enable:

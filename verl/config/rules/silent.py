@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.model_facts import ModelTrouble, find, flat_overrides, look
+from verl.config.model_facts import ModelFacts, ModelTrouble, find, flat_overrides, look
 from verl.config.names import nearest
 from verl.config.rules.context import Check
 from verl.config.rules.data import chat_template
@@ -20,6 +21,10 @@ _SHAPE = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "moe_intermediate_size",
+    "depth",
 )
 """Entries of config.json that the shapes of a model's weights follow from."""
 _ARGUMENTS_OF_TRANSFORMERS = ("tools", "documents", "continue_final_message", "add_generation_prompt")
@@ -32,32 +37,50 @@ def check(c: Check) -> None:
     if c.rollout is not None and c.model is not None:
         _agents(c)
     if c.model is not None:
-        _overrides(c)
+        _overrides(c, c.model_key, c.facts)
         _tokenizer(c)
         _template_arguments(c)
         _plugins(c)
     if c.trainer is not None:
         _folders(c)
     if c.ppo:
+        critic = c.cfg.critic
+        if critic.enable and critic.model.path and critic.model.override_config:
+            key, model = "critic.model", critic.model
+            facts = c.look(f"{key}.path", model.path, model.override_config, model.hf_config_path)
+            _overrides(c, key, facts)
         _lengths(c)
         _reward_arguments(c)
 
 
-def _overrides(c: Check) -> None:
+def _overrides(c: Check, model_key: str, facts: ModelFacts | None) -> None:
     """What transformers' configuration takes; a model with weights has the shape of its weights."""
-    key, changes = f"{c.model_key}.override_config", flat_overrides(c.model.override_config)
-    if c.facts is None or not changes:
+    model: Any = c.cfg.select(model_key)
+    key, changes = f"{model_key}.override_config", flat_overrides(model.override_config)
+    if facts is None or not changes:
         return
-    own = look(c.model.path, None, c.model.hf_config_path)
+    own = look(model.path, None, model.hf_config_path)
     if not own.remote_code:
         from verl.models import overrides
 
         for name, why in overrides.refused(own.folder, changes).items():
             c.refuse(f"{key}.{name}", why)
-    for name in _SHAPE:
-        if name in changes and changes[name] != own.text.get(name) and own.weight_names():
-            of = f"of a model with {name}={own.text.get(name)}"
-            c.refuse(f"{key}.{name}", f"the weights of {c.model.path} are {of}; remove it")
+    for name, found in _contradictions(changes, own.config, own.text):
+        if own.weight_names():
+            of = f"of a model with {name}={found}"
+            c.refuse(f"{key}.{name}", f"the weights of {model.path} are {of}; remove it")
+
+
+def _contradictions(
+    changes: Mapping[str, Any], config: Mapping[str, Any], text: Mapping[str, Any], within: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Overrides of shapes, those of parts of a configuration too, that differ from what the configuration says: name, and that."""
+    for name, value in changes.items():
+        part = config.get(name)
+        if isinstance(value, Mapping) and isinstance(part, Mapping):
+            yield from _contradictions(value, part, part, f"{within}{name}.")
+        elif name in _SHAPE and value != text.get(name):
+            yield within + name, text.get(name)
 
 
 def _tokenizer(c: Check) -> None:
@@ -73,28 +96,44 @@ def _tokenizer(c: Check) -> None:
                 find(path)
             except ModelTrouble as trouble:
                 c.lacks(key, str(trouble), download=trouble.download or "/" not in path)
-    if template := c.model.get("custom_chat_template"):
-        with c.refusing(f"{c.model_key}.custom_chat_template"):
+    template, key = c.model.get("custom_chat_template"), f"{c.model_key}.custom_chat_template"
+    if template is not None:
+        with c.refusing(key):
             _parsed(template_text(template))
+    elif own := chat_template(c):
+        keys = ("data.tokenizer", f"{c.model_key}.tokenizer_path", f"{c.model_key}.path")
+        with c.refusing(next(filter(c.was_set, keys), keys[-1])):
+            _parsed(own)
 
 
 def _parsed(text: str) -> Any:
-    """A chat template, None where it has a tag of transformers. UserError if it is none."""
+    """A chat template, None where it has a tag of transformers, or is several ones by name. UserError if it does not compile."""
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    if _TAG_OF_TRANSFORMERS.search(text):
+    if _TAG_OF_TRANSFORMERS.search(text) or text.startswith("[{"):
         return None
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        return ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        parsed = environment.parse(text)
+        environment.compile(parsed)  # filters and tests that there are not
+        return parsed
     except TemplateSyntaxError as error:
         raise UserError(f"is no Jinja template: {error.message} (line {error.lineno})") from error
+    except (SyntaxError, RecursionError) as error:
+        raise UserError(f"is no Jinja template that can be run: {error}") from error
 
 
 def _template_arguments(c: Check) -> None:
-    """Arguments that the chat template does not read. A name close to one that it reads is taken for a mistake."""
+    """Arguments that the system sets, or that the chat template does not read. A name close to one that it reads is taken for a
+    mistake."""
     key = "data.apply_chat_template_kwargs"
     text = chat_template(c) if (given := c.cfg.select(key)) else ""
+    if given:
+        from verl.data.rows import _RESERVED
+
+        for name in filter(_RESERVED.__contains__, given):
+            c.refuse(f"{key}.{name}", "is set by the system; remove it")
     if not text:
         return
     from jinja2 import meta
@@ -105,7 +144,7 @@ def _template_arguments(c: Check) -> None:
         return
     read = meta.find_undeclared_variables(parsed) if parsed is not None else given
     for name in given:
-        if name in read or name in _ARGUMENTS_OF_TRANSFORMERS:
+        if name in read or name in _ARGUMENTS_OF_TRANSFORMERS or name in _RESERVED:
             continue
         if near := nearest(name, sorted(read), cutoff=0.8):
             c.refuse(f"{key}.{name}", f"the chat template reads no such variable{near}")
@@ -172,7 +211,7 @@ def _tools(c: Check) -> None:
 def _folders(c: Check) -> None:
     """Where a run writes, and that its checkpoints hold something."""
     key = "trainer.default_local_dir"
-    if c.was_set(key) and str(c.trainer.get("default_local_dir")) in ("", "False", "True"):
+    if c.was_set(key) and str(c.trainer.get("default_local_dir")).lower() in ("", "false", "true"):
         c.refuse(key, "name a folder")
     for name in ("project_name", "experiment_name"):
         given = c.trainer.get(name)
@@ -198,12 +237,16 @@ def _lengths(c: Check) -> None:
 
 
 def _reward_arguments(c: Check) -> None:
-    """Arguments of the reward manager are open: a name close to one of ours is taken for a mistake."""
+    """Arguments of the reward manager are open: a name close to one of ours is taken for a mistake; another goes to a manager
+    class of the user's own, and nowhere else."""
     arguments = c.cfg.reward_model.reward_kwargs
     known = [name for name in type(arguments).__dataclass_fields__ if not name.startswith("_")]
     for name in arguments:
         if name not in known and (near := nearest(name, known, cutoff=0.8)):
             c.refuse(f"reward_model.reward_kwargs.{name}", f"no such argument{near}")
+        elif name not in known and c.cfg.reward_manager.source != "importlib":
+            why = "no manager of ours takes it; those of a function are custom_reward_function.reward_kwargs"
+            c.notice(f"no effect: reward_model.reward_kwargs.{name}: {why}")
     if not c.cfg.custom_reward_function.path:
         from verl.reward.rules import check_kwargs
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.errors import UserError
 from verl.platform import Platform
-from verl.platform.network import listen
+from verl.platform.network import listen, time_limit
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -55,7 +55,7 @@ def init_process_group(
     """
     global _limit, _limit_key
     _stay_on_loopback(master_addr)
-    limit = timedelta(seconds=timeout)
+    limit = time_limit(timeout)
     try:
         listening = listen(master_addr, master_port) if rank == 0 else None
         meeting: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False, "timeout": limit}
@@ -73,7 +73,7 @@ def init_from_environment(platform: Platform, timeout: float = DEFAULT_TIMEOUT) 
     """Join the ranks that torchrun started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). No key sets the timeout."""
     global _limit, _limit_key
     _stay_on_loopback(os.environ.get("MASTER_ADDR", ""))
-    limit = timedelta(seconds=timeout)
+    limit = time_limit(timeout)
     dist.init_process_group(backend_of(platform), init_method="env://", timeout=limit)
     _limit, _limit_key = limit, ""
 

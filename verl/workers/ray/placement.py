@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import UserError
 from verl.platform import platform_of
+from verl.platform.network import LONGEST_WAIT
 from verl.workers.ray.calls import NoRoom, WorkerDied, within
 from verl.workers.ray.cluster import Cluster, worker_environment
 
@@ -45,7 +46,7 @@ class Pool:
         if self._resource:
             bundle[self._resource] = per_node
         self.group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK")
-        if not self.group.wait(timeout):
+        if not self.group.wait(min(timeout, LONGEST_WAIT)):
             remove_placement_group(self.group)
             raise UserError(
                 f"{name}: {nodes} × {per_node} {cluster.kind} devices are in the cluster but were not free within "
