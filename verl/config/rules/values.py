@@ -68,9 +68,8 @@ def _optimizer(c: Check, path: str, name: str) -> None:
 
 
 def _unused(c: Check, path: str) -> bool:
-    """True for a key of the critic in a run that has none: public commands set them all the same. Estimators of plug-ins may need it."""
-    ours = c.ppo and c.cfg.algorithm.adv_estimator in built_in("ESTIMATORS")
-    return path.startswith("critic.") and not c.cfg.critic.enable and ours
+    """True for a key of the critic in a run that has none: public commands set them all the same."""
+    return path.startswith("critic.") and not c.cfg.critic.enable
 
 
 def _dtype(c: Check, path: str, value: Any) -> None:
