@@ -156,7 +156,7 @@ def _registered(c: Check, path: str) -> Collection[str]:
         from verl.algorithms import registry
 
         return tuple(getattr(registry, REGISTRIES[path]).functions)
-    if path == "reward_model.reward_manager" and c.plugins:
+    if path == "reward_model.reward_manager" and c.ppo and c.plugins:
         from verl.reward.registry import REWARD_MANAGER_REGISTRY
 
         return REWARD_MANAGER_REGISTRY
