@@ -106,7 +106,11 @@ def test_a_function_that_fails_on_a_row_is_counted(tmp_path, capfd) -> None:
         ([row(["x"])], ["reward_model.enable=True"], "closest: main_ppo with trainer.val_only=True"),
         ([row(["x"])], ["reward_model.weights={function:2}"], "closest: main_ppo with trainer.val_only=True"),
         ([row(["x"])], [OVERLONG], "the penalty needs it"),
-        ([row(["x"])], [OVERLONG, "reward_model.reward_kwargs.max_resp_len=9"], "no column 'response_lengths'"),
+        (
+            [row(["x"])],
+            [OVERLONG, "reward_model.reward_kwargs.max_resp_len=9"],
+            "no column 'response_lengths'",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_one_message(rows, words, message, tmp_path, capfd) -> None:

@@ -240,7 +240,8 @@ class Absent(NamedTuple):
 REFUSED = {
     "*.model.mtp.enable": Absent("multi-token prediction", "train without the extra heads"),
     "reward_model.{enable, model, rollout, weights}": Absent(
-        "a reward model or weights of rewards outside training", "main_ppo with trainer.val_only=True and data.val_files"
+        "a reward model or weights of rewards outside training",
+        "main_ppo with trainer.val_only=True and data.val_files",
     ),
     "*.qat.enable": Absent("quantisation-aware training", "actor.fsdp_config.dtype=bfloat16"),
     _OWN + "{expert_parallel_size, ep_size}": Absent("expert parallelism with FSDP2", _SHARD, _ONE),

@@ -19,7 +19,9 @@ from verl.config import Config, GenerationConfig
 from verl.config.fill import complete
 from verl.errors import UserError
 from verl.tracking.console import Progress, say
+from verl.tracking.names import Number, spread
 from verl.tracking.responses import SAMPLED
+from verl.tracking.step_metrics import Played, dialogue_metrics
 from verl.trajectory import Batch, Trajectory
 
 if TYPE_CHECKING:
@@ -154,6 +156,7 @@ class Generated:
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     shown: list[Trajectory] = field(default_factory=list)
+    played: list[Played] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     cut: int = 0
     lost: int = 0
@@ -166,15 +169,17 @@ class Generated:
         self.texts[row] = [None if t.finish_reason == "lost" else t.text for t in batch]
         self.tokens[row] = [max(segment.length for segment in t.segments) for t in batch]
         self.lengths += [t.policy_tokens for t in kept]
+        self.played += Played.of(kept)
         self.cut += sum(t.finish_reason == "length" for t in kept)
         self.lost += len(batch) - len(kept)
         if number < SAMPLED:
             self.shown += batch
 
-    def metrics(self) -> dict[str, float]:
-        """metrics.md: generation/…, and the lengths as in training."""
+    def metrics(self) -> dict[str, Number]:
+        """metrics.md: generation/…, the lengths as in training, and what agent loops did as in validation."""
         tokens, count = sum(self.lengths), max(1, len(self.lengths))
-        return {
+        turns = spread("num_turns", [t.num_turns for t in self.played], ("min", "max", "mean"))
+        return (turns | dialogue_metrics(self.played) if self.played else {}) | {
             "generation/num_prompts": len(self.texts),
             "generation/num_tokens": tokens,
             "generation/tokens_per_s": tokens / max(self.seconds, 1e-9),
