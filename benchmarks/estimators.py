@@ -1,8 +1,8 @@
 """What advantages cost the driver: every estimator over 8,192 trajectories of up to 4,096 tokens.
 
-    python benchmarks/estimators.py [--trajectories 8192] [--tokens 4096] [--only grpo,gae] [--out FILE]
+    python benchmarks/estimators.py [--trajectories 8192] [--tokens 4096] [--shortest 4096] [--lam 0.95] [--only grpo,gae] [--out FILE]
 
-Lengths are uniform between half of `--tokens` and all of it. Reported are the seconds of `compute_advantages` (the median of
+Lengths are uniform between `--shortest`, by default half of `--tokens`, and all of it. Reported are the seconds of `compute_advantages` (the median of
 three calls) and how far the process's memory peaked above the batch itself.
 """
 
@@ -26,7 +26,7 @@ from verl.trajectory import Batch, Prompt, Trajectory
 GROUP = 8
 
 
-def batch_of(trajectories: int, tokens: int, rng: np.random.Generator) -> Batch:
+def batch_of(trajectories: int, shortest: int, tokens: int, rng: np.random.Generator) -> Batch:
     """Groups of eight with every column that an estimator may need."""
     rows = []
     prompts = [
@@ -34,7 +34,7 @@ def batch_of(trajectories: int, tokens: int, rng: np.random.Generator) -> Batch:
         for n in range(-(-trajectories // GROUP))
     ]
     for number in range(trajectories):
-        length = int(rng.integers(tokens // 2, tokens + 1))
+        length = int(rng.integers(shortest, tokens + 1))
         score = float(rng.integers(0, 2))
         columns = {
             "values": rng.standard_normal(length, np.float32),
@@ -59,9 +59,9 @@ def batch_of(trajectories: int, tokens: int, rng: np.random.Generator) -> Batch:
     return Batch(rows, {})
 
 
-def measured(batch: Batch, name: str) -> dict[str, Any]:
+def measured(batch: Batch, name: str, lam: float) -> dict[str, Any]:
     """Seconds and GiB of one estimator."""
-    settings = AlgorithmConfig(adv_estimator=name)
+    settings = AlgorithmConfig(adv_estimator=name, lam=lam)
     settings.gdpo_reward_keys = ["accuracy", "format"]
     settings.gdpo_reward_weights = [1.0, 1.0]
     seconds = []
@@ -76,14 +76,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trajectories", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--shortest", type=int)
+    parser.add_argument("--lam", type=float, default=1.0)
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    batch = batch_of(args.trajectories, args.tokens, np.random.default_rng(0))
+    args.shortest = args.shortest or args.tokens // 2
+    batch = batch_of(args.trajectories, args.shortest, args.tokens, np.random.default_rng(0))
     found = {}
     for name in args.only.split(",") if args.only else ESTIMATORS.functions:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        found[name] = measured(batch, name)
+        found[name] = measured(batch, name, args.lam)
         more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         found[name]["further_peak_gib"] = round(more / 2**20, 2)
         print(name, found[name], flush=True)

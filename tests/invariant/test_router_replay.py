@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests import ranks
-from tests.runs import TinyRun, records, weights
+from tests.runs import TinyRun, main_ppo, records, weights
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine_cases import assert_close, gradients, rows_of, simple_loss
 from verl.engine.rollout.base import SamplingParams
@@ -252,13 +252,13 @@ def test_a_model_that_it_does_not_fit_is_refused_by_name() -> None:
         engine_of(model)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["router_replay.mode=R2", "actor.ppo_epochs=2"],
-        ["actor.megatron.router_replay.mode=R3", "rollout.enable_rollout_routing_replay=True"],
-    ],
-)
+MODES = [
+    ["router_replay.mode=R2", "actor.ppo_epochs=2"],
+    ["actor.megatron.router_replay.mode=R3", "rollout.enable_rollout_routing_replay=True"],
+]
+
+
+@pytest.mark.parametrize("words", MODES)
 def test_it_trains_and_resumes(tmp_path, words: list[str]) -> None:
     """Four steps from the command line, in one go and with an end in between: bit for bit the same."""
     tiny = TinyRun(tmp_path / "tiny", arch="qwen3_moe")
@@ -272,3 +272,22 @@ def test_it_trains_and_resumes(tmp_path, words: list[str]) -> None:
     assert weights(whole, 4) == weights(halves, 4)
     fracs = [record["actor/router_replay/changed_frac"] for record in found.values()]
     assert all(0.0 <= one <= 1.0 for one in fracs)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("words", MODES)
+def test_two_ranks_over_ray_train_as_one_process(tmp_path, words: list[str]) -> None:
+    pytest.importorskip("ray")
+    tiny, found = TinyRun(tmp_path / "tiny", arch="qwen3_moe"), []
+    words = [f"actor_rollout_ref.{word}" for word in words]
+    words += ["trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.total_training_steps=2"]
+    for size, more in ((1, []), (2, ["+ray_kwargs.ray_init.address=local"])):
+        out = tmp_path / f"{size}"
+        done = main_ppo(tiny.overrides(out, *words, f"trainer.n_gpus_per_node={size}", *more))
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(records(out))
+    for step in (1, 2):
+        one, two = (record[step] for record in found)
+        assert one["actor/router_replay/changed_frac"] == two["actor/router_replay/changed_frac"]
+        assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)

@@ -136,7 +136,8 @@ def whiten_responses(values: np.ndarray, inputs: EstimatorInputs) -> np.ndarray:
 
 def whiten_tokens(values: Arrays, inputs: EstimatorInputs) -> Arrays:
     """The same for values of tokens, [K_i] of each response."""
-    kept = [v[mask] for v, mask in zip(values, inputs.loss_masks, strict=True) if mask.any()]
+    masked = zip(values, inputs.loss_masks, strict=True)
+    kept = [v if mask.all() else v[mask] for v, mask in masked if mask.any()]
     total = sum(map(len, kept))
     if not total:
         return [np.zeros_like(v) for v in values]
