@@ -41,7 +41,9 @@ def test_a_checkpoints_score_is_what_validation_logged(tiny: TinyRun, tmp_path: 
     """The same file, seed and settings: the same samples, scores and metrics, bit for bit; with a manager of whole batches and a
     penalty on long responses."""
     batch = tmp_path / "batch.py"
-    batch.write_text("def compute_score(solution_strs, **rows):\n    return [len(t) / 9 for t in solution_strs]\n")
+    batch.write_text(
+        "def compute_score(solution_strs, **rows):\n    return [len(t) / 9 for t in solution_strs]\n"
+    )
     buffer = "{enable:True,len:8,log:True}"
     scoring = [
         f"custom_reward_function.path={batch}",

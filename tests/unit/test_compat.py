@@ -99,7 +99,10 @@ def batch() -> Batch:
     ]
     rows[1].prompt.ids = np.array([7])
     rows[0].prompt.ground_truth = "72"
-    rows[0].fields, rows[0].extra = {"tool_metrics": [{"hits": 1}]}, {"reward_scores": {"tool_rewards": [2.0]}}
+    rows[0].fields, rows[0].extra = (
+        {"tool_metrics": [{"hits": 1}]},
+        {"reward_scores": {"tool_rewards": [2.0]}},
+    )
     return Batch(rows, {"temperature": 0.5})
 
 

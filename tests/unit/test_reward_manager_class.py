@@ -155,7 +155,12 @@ def test_an_async_manager_scores_answers_one_by_one(config) -> None:
     good.extra["reward_scores"] = {"turns_earned": 2.5}
     tried = score(config("Async"), [good, bad, raising])
     assert (tried.score, tried.parts["acc"]) == (1.0, True), "a text that is tried is tokenised"
-    assert good.score == 1.0 and good.score_parts == {"acc": True, "level": 3, "steps": 17, "turns_earned": 2.5}
+    assert good.score == 1.0 and good.score_parts == {
+        "acc": True,
+        "level": 3,
+        "steps": 17,
+        "turns_earned": 2.5,
+    }
     assert bad.score == 1.0 and bad.score_parts["acc"] is False, "the built-in function it was given"
     assert raising.score is None and "no such thing" in raising.score_error
 
