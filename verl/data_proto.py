@@ -74,7 +74,8 @@ class DataProto:
         `batch`: prompts [N, P] (padded on the left), responses [N, L] (on the right), input_ids, position_ids,
         attention_mask [N, P + L] int64, response_mask float32, token_level_scores, and every column that all
         rows carry, float32. `non_tensor_batch`: uid, data_source, reward_model, extra_info, raw_prompt,
-        __num_turns__, the row's other columns, and what the reward function returned.
+        __num_turns__, reward_scores (rewards of tools and turns, as rollout_reward_scores too), the row's other columns, what the
+        agent loop returned in extra_fields (messages, tool_metrics, …), and what the reward function returned.
         """
         return cls(_tensors(rows), _objects_of(rows), rows.meta)
 
@@ -160,9 +161,10 @@ def _objects_of(rows: Batch) -> dict[str, np.ndarray]:
 
 def _record(t: Trajectory) -> dict[str, Any]:
     """Non-tensor values of one row; the public names win over columns and parts of the same name."""
-    prompt = t.prompt
+    prompt, scores = t.prompt, t.extra.get("reward_scores", {})
     return {
         **prompt.columns,
+        **t.fields,
         **t.score_parts,
         "uid": t.uid,
         "data_source": prompt.data_source,
@@ -171,4 +173,6 @@ def _record(t: Trajectory) -> dict[str, Any]:
         "raw_prompt": prompt.messages,
         "agent_name": prompt.agent_name,
         "__num_turns__": t.num_turns,
+        "reward_scores": scores,
+        "rollout_reward_scores": scores,
     }

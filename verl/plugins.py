@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from verl.errors import UserError
 
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+"""The environment variable that lists modules beside `model.external_lib`."""
 
 
 def import_modules(external_lib: str | Sequence[str] | None) -> None:

@@ -18,6 +18,13 @@ def near_the_reference(token_level_rewards, response_mask, index, old_log_probs,
     return advantages, advantages
 
 
+@register_adv_est("beyond_the_critic", needs={"values"})
+def beyond_the_critic(token_level_rewards, response_mask, values, **kwargs):
+    """Rewards of the whole response, less what the critic expected at each token."""
+    returns = token_level_rewards.sum(-1, keepdim=True) * response_mask
+    return returns - values * response_mask, returns
+
+
 @register_policy_loss("against_the_sampler", needs={"rollout_log_probs", "entropy"})
 def against_the_sampler(inputs):
     """A policy gradient weighted by the ratio to the sampler, more where the policy was unsure."""

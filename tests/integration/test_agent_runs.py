@@ -14,6 +14,7 @@ from tests.runs import TinyRun, records, weights
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, VISION, tiny_tokenizer
 from tests.unit.test_reward_model import classifier, plain_scores
 from tests.unit.test_session import _QWEN
+from verl.trainer import main_generation
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Trajectory
 
@@ -78,6 +79,29 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_processes(
 
     there = run(tiny, tmp_path / "processes", 2)
     assert [(r["uid"], r["output"]) for r in there] == [(r["uid"], r["output"]) for r in whole]
+
+
+def test_generation_plays_the_loop_and_counts_what_it_did(tiny: TinyRun, tmp_path: Path) -> None:
+    words = [word.replace("actor_rollout_ref.", "") for word in WORDS if "rollout_ref" in word]
+    more = [
+        "rollout.agent.num_workers=0",
+        "rollout.prompt_length=400",
+        "rollout.response_length=300",
+        "data.n_samples=1",
+        "trainer.device=cpu",
+    ]
+    places = [
+        f"model.path={tiny.model}",
+        f"data.path={tiny.val}",
+        f"data.output_path={tmp_path / 'o.parquet'}",
+    ]
+    assert main_generation.main([*words, *more, *places]) == 0
+    [record] = [
+        json.loads(line) for line in (tmp_path / "o_generation/metrics.jsonl").read_text().splitlines()
+    ]
+    assert record["num_turns/max"] == 6 and record["agent/status/max_turns"] > 0
+    assert record["tool_call_counts/mean"] > 1 and record["agent/calls/max"] == 3
+    assert record["timing_s/agent_loop/tool_calls/max"] > 0
 
 
 SHOWS = """

@@ -38,19 +38,30 @@ def last_record(folder: Path) -> dict[str, Any]:
 
 
 def test_a_checkpoints_score_is_what_validation_logged(tiny: TinyRun, tmp_path: Path) -> None:
-    """The same file, seed and settings: the same samples, scores and metrics, bit for bit."""
+    """The same file, seed and settings: the same samples, scores and metrics, bit for bit; with a manager of whole batches and a
+    penalty on long responses."""
+    batch = tmp_path / "batch.py"
+    batch.write_text(
+        "def compute_score(solution_strs, **rows):\n    return [len(t) / 9 for t in solution_strs]\n"
+    )
+    buffer = "{enable:True,len:8,log:True}"
+    scoring = [
+        f"custom_reward_function.path={batch}",
+        "reward_model.reward_manager=batch",
+        f"reward_model.reward_kwargs={{overlong_buffer_cfg:{buffer},max_resp_len:12}}",
+    ]
     val = "actor_rollout_ref.rollout.val_kwargs"
     steps = ["trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.val_before_train=False"]
     sampling = [f"{val}.n=2", f"{val}.do_sample=True", f"{val}.temperature=0.8"]
-    assert main_ppo.main(tiny.overrides(tmp_path / "run", *steps, *sampling)) == 0
+    assert main_ppo.main(tiny.overrides(tmp_path / "run", *steps, *sampling, *scoring)) == 0
     out = tmp_path / "responses.parquet"
     actor = tmp_path / "run/global_step_2/actor"
     assert main_generation.main(words(tiny, out, f"model.path={actor}", "rollout.temperature=0.8")) == 0
-    scoring = [f"custom_reward_function.path={tiny.reward}", "reward_model.num_workers=1"]
-    assert main_eval.main([f"data.path={out}", *scoring]) == 0
+    assert main_eval.main([f"data.path={out}", "reward_model.num_workers=1", *scoring]) == 0
     logged = {k: v for k, v in last_record(tmp_path / "run").items() if k.startswith("val")}
     found = last_record(tmp_path / "responses_evaluation")
     assert "val-core/test/letters/reward/mean@2" in logged and "val/accuracy" in logged
+    assert logged["val-aux/test/letters/overlong_reward/mean@2"] < 0
     assert {name: found.get(name) for name in logged} == logged
 
 

@@ -35,6 +35,24 @@ def test_declared_needs_are_there_when_they_are_asked_for(tiny: TinyRun, tmp_pat
     assert all({"timing_s/ref", "timing_s/old_log_prob", "actor/mine"} <= set(r) for r in found) and found
 
 
+def test_an_estimator_that_needs_values_has_a_critic(
+    tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        PLUG_IN,
+        "algorithm.adv_estimator=beyond_the_critic",
+        "trainer.critic_warmup=2",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=0",
+    ]
+    assert main(tiny.overrides(tmp_path / "out", *words)) == 0
+    assert "no critic" not in capfd.readouterr().err
+    warm, then = records(tmp_path / "out")
+    assert "critic/vf_loss" in warm and "actor/grad_norm" not in warm and "actor/grad_norm" in then
+    assert main(tiny.overrides(tmp_path / "off", *words, "critic.enable=False")) == 2
+    assert "beyond_the_critic needs values" in capfd.readouterr().err
+
+
 def test_a_need_that_nothing_produces_is_refused(
     tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

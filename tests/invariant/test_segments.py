@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config
 from tests.unit.engine_cases import assert_close, gradients, rows_of
+from tests.unit.test_value_engine import engine as critic_engine
+from tests.unit.test_value_engine import stepped, with_a_head
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.policy_loss import MODES
 from verl.engine.training.fsdp_engine import FSDPEngine
@@ -126,6 +129,32 @@ def test_segments_change_nothing(mode: str, size: int | None) -> None:
     assert len(whole[2]) == len(cut[2]) == 2
     for a, b in zip(whole[2], cut[2], strict=True):
         assert_close(a, b, 2e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_critic_and_gae_see_one_trajectory(mode: str, tmp_path: Path) -> None:
+    """Values, returns and advantages by gae, and the critic's update."""
+    path, found = with_a_head(tmp_path), []
+    algorithm = SimpleNamespace(
+        adv_estimator="gae", gamma=0.9, lam=0.8, rollout_correction=None, use_kl_in_reward=False
+    )
+    for cut in (False, True):
+        batch = Batch(trajectories(cut))
+        rows = [segment for row in batch for segment in row.segments]
+        values = critic_engine(path).forward(rows, ("values",), temperature=1.0)["values"]
+        values = values + np.random.default_rng(2).normal(size=len(values)).astype(np.float32)
+        for row, own in zip(batch, np.split(values, np.cumsum(batch.lengths)[:-1]), strict=True):
+            row.values = own
+        compute_advantages(batch, algorithm, 3)
+        metrics, weights = stepped(path, rows, rows, mode, ppo_micro_batch_size_per_gpu=2 if cut else None)
+        found.append(
+            ([flat(batch.trajectories, n) for n in ("values", "returns", "advantages")], metrics, weights)
+        )
+    whole, parts = found
+    for a, b in zip(whole[0], parts[0], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+    assert parts[1] == pytest.approx(whole[1], rel=2e-4, abs=1e-5) and whole[1]["critic/vf_clipfrac"] > 0
+    assert_close(parts[2], whole[2], 2e-3)
 
 
 @pytest.mark.parametrize(

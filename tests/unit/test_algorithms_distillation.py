@@ -134,6 +134,14 @@ def test_it_adds_to_the_task_and_segments_change_nothing(mode: str) -> None:
         )
 
 
+def test_dppo_has_its_own_constant_unless_one_is_set() -> None:
+    case, loss = Case(3, False), settings(use_policy_gradient=True, policy_loss_mode="dppo_tv")
+    for r in case.batch:
+        r.old = [v - 1.8 for v in r.new]  # ratios of 6
+    unset, its_own, lower = (case.run(actor(clip_ratio_c=c), loss, 1)[0] for c in (3.0, 20.0, 4.0))
+    assert unset == its_own != lower
+
+
 def test_the_overlap_of_the_most_likely_tokens() -> None:
     case = Case(2, topk=True)
     found = case.run(actor(), settings(loss_mode="forward_kl_topk"), 2)[3]

@@ -99,6 +99,10 @@ def batch() -> Batch:
     ]
     rows[1].prompt.ids = np.array([7])
     rows[0].prompt.ground_truth = "72"
+    rows[0].fields, rows[0].extra = (
+        {"tool_metrics": [{"hits": 1}]},
+        {"reward_scores": {"tool_rewards": [2.0]}},
+    )
     return Batch(rows, {"temperature": 0.5})
 
 
@@ -120,6 +124,9 @@ def test_data_proto_is_a_padded_view(batch: Batch) -> None:
     assert view.non_tensor_batch["reward_model"][0]["ground_truth"] == "72"
     assert list(view.non_tensor_batch["uid"]) == ["a", "a", "b"]
     assert list(view.non_tensor_batch["acc"]) == [True, None, None]
+    assert list(view.non_tensor_batch["tool_metrics"]) == [[{"hits": 1}], None, None]
+    for name in ("reward_scores", "rollout_reward_scores"):
+        assert list(view.non_tensor_batch[name]) == [{"tool_rewards": [2.0]}, {}, {}]
 
 
 def test_data_proto_indexing(batch: Batch) -> None:

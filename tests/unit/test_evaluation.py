@@ -18,6 +18,7 @@ from verl.trainer import main_eval
 from verl.trainer.evaluation import Responses, evaluation_metrics
 
 GSM8K, DAPO = "openai/gsm8k", "math_dapo"
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg={enable:True,len:4}"
 
 
 def row(responses: Any, truth: Any = "1", source: str = GSM8K, **more: Any) -> dict[str, Any]:
@@ -102,6 +103,14 @@ def test_a_function_that_fails_on_a_row_is_counted(tmp_path, capfd) -> None:
         ([row(["x"])], ["metrics.reference=answer"], "no such column"),
         ([row(["x"])], ["metrics.text=[blue]"], "nearest: bleu"),
         ([row(["x"])], ["metrics.k=[0]"], "out of range"),
+        ([row(["x"])], ["reward_model.enable=True"], "closest: main_ppo with trainer.val_only=True"),
+        ([row(["x"])], ["reward_model.weights={function:2}"], "closest: main_ppo with trainer.val_only=True"),
+        ([row(["x"])], [OVERLONG], "the penalty needs it"),
+        (
+            [row(["x"])],
+            [OVERLONG, "reward_model.reward_kwargs.max_resp_len=9"],
+            "no column 'response_lengths'",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_one_message(rows, words, message, tmp_path, capfd) -> None:

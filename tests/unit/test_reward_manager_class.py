@@ -32,6 +32,7 @@ class Async(RewardManagerBase):
             raise KeyError("no such thing")
         truth = item.non_tensor_batch["reward_model"]["ground_truth"]
         extra = {"acc": text == truth, "level": item.non_tensor_batch["level"], "steps": self.config.trainer.save_freq}
+        extra |= item.non_tensor_batch["reward_scores"]
         base = self.compute_score("openai/gsm8k", text, "72")
         return {"reward_score": float(text == truth) + base, "reward_extra_info": extra}
 
@@ -151,9 +152,15 @@ def test_a_class_that_a_plugin_registers_is_one_by_its_name(config, model, tmp_p
 
 def test_an_async_manager_scores_answers_one_by_one(config) -> None:
     good, bad, raising = answer("72"), answer("#### 72", truth="7"), answer("raise")
+    good.extra["reward_scores"] = {"turns_earned": 2.5}
     tried = score(config("Async"), [good, bad, raising])
     assert (tried.score, tried.parts["acc"]) == (1.0, True), "a text that is tried is tokenised"
-    assert good.score == 1.0 and good.score_parts == {"acc": True, "level": 3, "steps": 17}
+    assert good.score == 1.0 and good.score_parts == {
+        "acc": True,
+        "level": 3,
+        "steps": 17,
+        "turns_earned": 2.5,
+    }
     assert bad.score == 1.0 and bad.score_parts["acc"] is False, "the built-in function it was given"
     assert raising.score is None and "no such thing" in raising.score_error
 

@@ -328,7 +328,10 @@ def test_required_parts(make: Any) -> None:
 def test_overlong_penalty_is_part_of_the_score_and_acc_is_not(make: Any) -> None:
     runner = make(overlong=Overlong(10, 1.0, 100, log=True))
     rows = [answer("72", tokens=50), answer("72", tokens=95), answer("dict", tokens=100)]
-    short, long, parts = run(runner, rows)
+    both = answer("72", tokens=80).segments + answer("72", tokens=95).segments
+    rows.append(Trajectory(rows[0].prompt, 3, segments=both, text="72"))
+    short, long, parts, of_segments = run(runner, rows)
+    assert of_segments.score == 0.5, "the limit is on each segment, and so is the penalty"
     assert short.score == 1.0 and short.score_parts == {"acc": 1.0, "overlong_reward": 0.0, "overlong": False}
     assert long.score == 0.5 and long.score_parts == {"acc": 1.0, "overlong_reward": -0.5, "overlong": True}
     assert parts.score == -0.5 and parts.score_parts["acc"] is True

@@ -14,7 +14,7 @@ from tests import ranks
 from tests.algorithm_references import share_of
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine_cases import assert_close, rows_of
-from verl.algorithms.objective import count_denominators
+from verl.algorithms.objective import count_denominators, trajectory_tokens
 from verl.algorithms.value_loss import ValueObjective
 from verl.config import Map
 from verl.engine.training.fsdp_engine import FSDPEngine
@@ -90,10 +90,12 @@ def test_any_decoder_takes_a_value_head(tmp_path: Path, arch: str) -> None:
 
 def stepped(path: Any, batch: list[Any], mine: list[Any], mode: str, **options: Any) -> tuple[Any, Any]:
     critic = engine(path, **options)
-    config = CRITIC | {"loss_agg_mode": mode}
-    result = critic.step(
-        mine, ValueObjective(Map(config), count_denominators(batch, 12.0)), ("values",), temperature=1.0
+    counts = trajectory_tokens(batch)
+    tokens_of = None if counts is None else dict(zip(map(id, batch), counts, strict=True))
+    objective = ValueObjective(
+        Map(CRITIC | {"loss_agg_mode": mode}), count_denominators(batch, 12.0), tokens_of
     )
+    result = critic.step(mine, objective, ("values",), temperature=1.0)
     return result.metrics, {name: tensor.clone() for name, tensor in critic.named_weights()}
 
 

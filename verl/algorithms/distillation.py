@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.policy_loss import CLIP_KEYS, LossInputs, on_inputs
+from verl.algorithms.policy_loss import CLIP_KEYS, CLIP_RATIO_C, DPPO_CLIP_RATIO_C, LossInputs, on_inputs
 from verl.algorithms.registry import LOSSES
 from verl.config.schema.base import Map, setting
 
@@ -78,6 +78,9 @@ class Distillation:
                 f"distillation_loss.policy_loss_mode={self.config.policy_loss_mode} takes responses of one segment; use vanilla"
             )
         config = Map(inputs.config | {name: setting(self.config, name) for name in CLIP_KEYS})
+        cap = setting(inputs.config, "clip_ratio_c", CLIP_RATIO_C)
+        if self.config.policy_loss_mode.startswith("dppo_") and cap == CLIP_RATIO_C:  # not set for it
+            config["clip_ratio_c"] = DPPO_CLIP_RATIO_C
         loss = on_inputs(LOSSES.get(self.config.policy_loss_mode))
         return loss(replace(inputs, config=config, columns={}))
 

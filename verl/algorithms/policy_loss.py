@@ -28,7 +28,7 @@ LOG_RATIO_LIMIT = 20.0
 CLIP_RATIO = 0.2
 CLIP_RATIO_C = 3.0
 DPPO_CLIP_RATIO_C = 20.0
-CLIP_KEYS = ("clip_ratio_low", "clip_ratio_high")
+CLIP_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 PolicyLoss = tuple[torch.Tensor, dict[str, Any]]
 Count = float | torch.Tensor
@@ -352,6 +352,7 @@ def compute_policy_loss_bypass_mode(inputs: LossInputs) -> PolicyLoss:
     ppo_clip: the configured loss_mode with the ratio to the sampler; weights would count twice and are left out.
     reinforce: `compute_policy_loss_reinforce` with the weights given, else those of `rollout_is` from current over
     sampler, over the policy's tokens. Rejection is the caller's: it changes the counts of the mini-batch.
+    Source: Liu, Li et al. 2025, "When Speed Kills Stability".
     """
     correction = parse_correction(setting(inputs.config, "rollout_correction"))
     if not correction.reinforce:

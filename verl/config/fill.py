@@ -17,10 +17,14 @@ from verl.config.coerce import coerce, expand
 from verl.config.fields import Field, leaves, locate
 from verl.config.grammar import GrammarError, Value
 from verl.config.layout import Sizes
+from verl.config.names import built_in
 from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Root, put, select
 from verl.config.schema.distillation import ONLY_TEACHER
+from verl.errors import UserError
+from verl.plugins import VARIABLE as PLUG_INS
+from verl.plugins import import_modules
 
 
 def fill(resolver: Resolver) -> None:
@@ -193,7 +197,7 @@ def _ppo(root: Any, say: Callable[[str], None]) -> None:
         actor.clip_ratio_c = 20.0
     _teachers(root.distillation.teacher_models, say)
     if root.critic.enable is None:
-        root.critic.enable = root.algorithm.adv_estimator == "gae"
+        root.critic.enable = bool(reader_of_values(root))
     if "optimal_token_baseline" in root.algorithm.adv_estimator:
         actor.calculate_sum_pi_squared = True
     if root.reward_manager.source == "register":
@@ -211,6 +215,27 @@ def _ppo(root: Any, say: Callable[[str], None]) -> None:
     if rollout[key] < longest and not given:
         rollout[key] = longest
         say(f"rollout.{key}={longest}: a prompt is not cut (enable_chunked_prefill=False)")
+
+
+def reader_of_values(root: Any) -> str:
+    """The key=name of the estimator or the loss that needs a critic's values, or "". A name that is none of ours is looked up in
+    the plug-in modules, which are imported for that; those that do not import are left to the check."""
+    arr, name = root.actor_rollout_ref, root.algorithm.adv_estimator
+    mode = arr.actor.policy_loss.loss_mode
+    if name == "gae":
+        return "algorithm.adv_estimator=gae"
+    ours = name in built_in("ESTIMATORS") and mode in built_in("LOSSES")
+    if ours or not (arr.model.external_lib or os.environ.get(PLUG_INS)):
+        return ""
+    from verl.algorithms.core_algos import ESTIMATORS, LOSSES
+
+    with contextlib.suppress(UserError, ValueError):
+        import_modules(arr.model.external_lib)
+        if "values" in ESTIMATORS.needs(name):
+            return f"algorithm.adv_estimator={name}"
+        if "values" in LOSSES.needs(mode):
+            return f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+    return ""
 
 
 def _teachers(models: Any, say: Callable[[str], None]) -> None:

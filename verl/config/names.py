@@ -239,6 +239,10 @@ class Absent(NamedTuple):
 
 REFUSED = {
     "*.model.mtp.enable": Absent("multi-token prediction", "train without the extra heads"),
+    "reward_model.{enable, model, rollout, weights}": Absent(
+        "a reward model or weights of rewards outside training",
+        "main_ppo with trainer.val_only=True and data.val_files",
+    ),
     "*.qat.enable": Absent("quantisation-aware training", "actor.fsdp_config.dtype=bfloat16"),
     _OWN + "{expert_parallel_size, ep_size}": Absent("expert parallelism with FSDP2", _SHARD, _ONE),
     _OWN + "{pipeline_parallel_size, pp_size}": Absent("pipeline parallelism with FSDP2", _SHARD, _ONE),
@@ -263,10 +267,13 @@ REFUSED = {
     "actor_rollout_ref.rollout.over_sample_rate": Absent("over-sampling", "algorithm.filter_groups.enable"),
 }
 """Keys outside the schema that switch something on."""
+_FULL = {"full": Absent("the KL of whole distributions, which needs all logits,", "low_var_kl")}
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "name": {"trtllm": Absent("TensorRT-LLM as sampling engine", "rollout.name=vllm or native")},
     "strategy": {"mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2")},
     "loss_mode": {"reverse_kl_topk": Absent("reverse KL of few tokens", "k1 with use_policy_gradient=True")},
+    "kl_loss_type": _FULL,
+    "kl_penalty": _FULL,
     "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
 }
 """By the last part of the key: values of other systems."""

@@ -67,6 +67,7 @@ def row_of(trajectory: Trajectory, extra_info: dict[str, Any]) -> dict[str, Any]
     """The fields of the response and of its prompt from which `Manager` makes them again, as values that travel."""
     prompt = {name: getattr(trajectory.prompt, name) for name in _PROMPT}
     response = {name: getattr(trajectory, name) for name in _RESPONSE}
+    response["extra"] = {"reward_scores": trajectory.extra.get("reward_scores", {})}
     return {"prompt": prompt | {"extra_info": extra_info}, "response": response}
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -77,7 +77,7 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
     A response that the sampler lost is counted (training/rollout_failure/evicted_samples) and in nothing else.
     """
     out: dict[str, Number] = {"training/global_step": facts.step, "training/epoch": facts.epoch}
-    out |= reward_metrics(batch) | dialogue_metrics(batch)
+    out |= reward_metrics(batch) | dialogue_metrics(Played.of(batch))
     batch = Batch([t for t in batch if t.finish_reason != LOST], batch.meta)
     known = [t for t in batch if t.entropy is not None]
     out["actor/entropy"] = _over_tokens("", known, "entropy", "response_mask")["/mean"]
@@ -194,26 +194,47 @@ def agent_metrics(batch: Batch) -> dict[str, Number]:
     return out
 
 
-def dialogue_metrics(batch: Iterable[Trajectory]) -> dict[str, Number]:
-    """agent/*: how trajectories of agent loops ended (those left out too), segments, calls, rewards of turns. {} where there is
-    none."""
-    rows = [t for t in batch if "agent_loop" in t.extra]
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What the metrics of dialogues need of an agent loop's trajectory, without its tokens and messages: `seconds` in tools or in
+    the environment, None where nothing counts them; `extra` as the trajectory's."""
+
+    status: str
+    segments: int
+    num_turns: int
+    seconds: float | None
+    extra: dict[str, Any]
+
+    @classmethod
+    def of(cls, batch: Iterable[Trajectory]) -> list[Played]:
+        """Those of the trajectories that agent loops played."""
+        rows = [t for t in batch if "agent_loop" in t.extra]
+        return [
+            cls(t.status, len(t.segments), t.num_turns, t.timing.get("tool_calls"), t.extra) for t in rows
+        ]
+
+
+def dialogue_metrics(rows: Sequence[Played]) -> dict[str, Number]:
+    """agent/*: how trajectories of agent loops ended (those left out too), segments, calls, rewards of turns, seconds in tools. {}
+    where there is none."""
     if not rows:
         return {}
     ended = Counter(t.status for t in rows)
     out: dict[str, Number] = {
         f"agent/status/{status}": _ratio(ended[status], len(rows)) for status in STATUSES
     }
-    out |= spread("agent/segments_per_trajectory", [len(t.segments) for t in rows])
+    out |= spread("agent/segments_per_trajectory", [t.segments for t in rows])
     out |= spread("agent/calls", [t.extra.get("sampler_calls", 0) for t in rows], ("mean", "max"))
     out["agent/unrecorded_tokens"] = sum(int(t.extra.get("unrecorded_tokens", 0)) for t in rows)
     out["agent/resampled"] = sum(int(t.extra.get("resamples", 0)) for t in rows)
     turns = [turn for t in rows for turn in t.extra.get("turns", ())]
     if earned := [turn["reward"] for turn in turns if "reward" in turn]:
         out |= spread("agent/step_reward", earned)
-    played = [t.timing.get("tool_calls", 0.0) for t in rows if t.extra["agent_loop"] == "environment_agent"]
+    played = [t.seconds or 0.0 for t in rows if t.extra["agent_loop"] == "environment_agent"]
     if played:
         out |= spread("timing_s/agent_loop/environment", played, ("mean", "max"))
+    if seconds := [t.seconds for t in rows if t.seconds is not None]:
+        out |= spread("timing_s/agent_loop/tool_calls", seconds, ("min", "max", "mean"))
     prefill = np.array([t.extra["prefill"] for t in rows if "prefill" in t.extra])
     if len(prefill):
         out["agent/prefix_reuse_ratio"] = _ratio(*prefill.sum(0).tolist())

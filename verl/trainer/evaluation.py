@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config import Config
 from verl.config.schema.base import setting
 from verl.data.dataset import CHUNK, CheckedRows, by_problem
 from verl.data.files import DataError, RowFiles
@@ -22,7 +23,6 @@ from verl.data.media import folder_of, shown
 from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
 from verl.reward.answers import final_answer, has_answers, predicted
-from verl.reward.pool import FunctionSpec
 from verl.reward.rules import check_truth, unsupported
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
@@ -32,6 +32,7 @@ from verl.tracking.jsonl import write_lines
 from verl.tracking.names import Number, plain
 from verl.tracking.responses import dump_rows
 from verl.tracking.validation_metrics import validation_metrics
+from verl.trainer.generation import LENGTHS
 from verl.trajectory import Batch, Trajectory
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class Responses(CheckedRows):
         needed = ("response_key", "data_source_key", "reward_model_key")
         for key in needed[:1] if plain_format else needed:
             file.need(data[key], f"data.{key}")
+        if config.reward_model.reward_kwargs.overlong_buffer_cfg.enable:
+            file.need(LENGTHS, "", f": the overlong penalty is on tokens; main_generation writes {LENGTHS}")
         for start in range(0, len(file), CHUNK):
             for number, row in enumerate(file.rows(start, min(start + CHUNK, len(file))), start):
                 try:
@@ -115,7 +118,10 @@ class Responses(CheckedRows):
         fields = fields_of(row, number, plain_format, rules)
         if rules.needs_truth:
             check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=True)
-        self.all += _responses(row.pop(data.response_key), fields, self.names, number)
+        responses = _responses(row.pop(data.response_key), fields, self.names, number)
+        for response, length in zip(responses, row.pop(LENGTHS, None) or [], strict=False):
+            response.extra["tokens"] = length or 0
+        self.all += responses
         texts = _reference(row, config.metrics.reference, fields.facts["ground_truth"])
         self.references[self.all[-1].uid] = texts
 
@@ -168,13 +174,19 @@ def _reference(row: Mapping[str, Any], path: str | None, truth: Any) -> list[str
 
 
 def _reward_settings(config: EvalConfig) -> RewardSettings:
-    custom, processes = config.custom_reward_function, config.reward_model
-    function = FunctionSpec(path=custom.path or None, name=custom.name, kwargs=dict(custom.reward_kwargs))
-    return RewardSettings(function, num_workers=processes.num_workers, timeout=processes.timeout)
+    """Those of a training run with these keys."""
+    run = Config()
+    run.custom_reward_function = config.custom_reward_function
+    for name in config.reward_model:
+        run.reward_model[name] = config.reward_model[name]
+    return RewardSettings.from_config(run)
 
 
 async def _score(rewards: RewardRunner, responses: Sequence[Trajectory]) -> None:
     """Every failure is an event of the runner; the response stays without a score."""
+    if not rewards.per_response:
+        await rewards.score_batch(responses)
+        return
     progress = Progress(len(responses), title="Scoring")
     begun = [asyncio.ensure_future(rewards.score(trajectory)) for trajectory in responses]  # in their order
     scorings = asyncio.as_completed(begun)

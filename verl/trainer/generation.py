@@ -1,6 +1,6 @@
 """Responses to the prompts of a file, by the engines, sessions and agent loops of training, written beside the prompts.
 
-    file → prompts → `data.batch_size` of them at a time → RolloutManager.sample → the file's rows with a column `responses`
+    file → prompts → `data.batch_size` of them at a time → RolloutManager.sample → the file's rows with their responses
 
 A prompt has the seed, and so the responses, that validation on this file would give it. Nothing is scored here.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,9 @@ from verl.config import Config, GenerationConfig
 from verl.config.fill import complete
 from verl.errors import UserError
 from verl.tracking.console import Progress, say
+from verl.tracking.names import Number, spread
 from verl.tracking.responses import SAMPLED
+from verl.tracking.step_metrics import Played, dialogue_metrics
 from verl.trajectory import Batch, Trajectory
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from verl.tracking.tracker import Tracking
     from verl.workers.roles import WorkerSet
 
-COLUMN = "responses"
+COLUMN, LENGTHS = "responses", "response_lengths"
 MAX_LOST_RATIO = 0.1
 
 
@@ -58,7 +60,7 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
         finally:
             loop.run(rollouts.stop())
             workers.close()
-    write_responses(rows, data.source.files, done.texts, output)
+    write_responses(rows, data.source.files, done, output)
     done.tell(tracking)
     say(f"{output}: {len(data.source)} rows, {len(done.texts)} of them with responses")
     if done.lost:
@@ -148,11 +150,13 @@ async def _unscored(trajectory: Trajectory) -> None:
 
 @dataclass
 class Generated:
-    """What came of it. texts: "{file number}:{row}" → responses, None where the sampler lost one; shown: those of the
-    first rows, for the page."""
+    """What came of it. texts: "{file number}:{row}" → responses, None where the sampler lost one; tokens: their lengths (of the
+    longest segment); shown: those of the first rows, for the page."""
 
     texts: dict[str, list[str | None]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
     shown: list[Trajectory] = field(default_factory=list)
+    played: list[Played] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     cut: int = 0
     lost: int = 0
@@ -163,16 +167,19 @@ class Generated:
         kept = [t for t in batch if t.finish_reason != "lost"]
         row = batch[0].uid.removesuffix("@0")
         self.texts[row] = [None if t.finish_reason == "lost" else t.text for t in batch]
+        self.tokens[row] = [max(segment.length for segment in t.segments) for t in batch]
         self.lengths += [t.policy_tokens for t in kept]
+        self.played += Played.of(kept)
         self.cut += sum(t.finish_reason == "length" for t in kept)
         self.lost += len(batch) - len(kept)
         if number < SAMPLED:
             self.shown += batch
 
-    def metrics(self) -> dict[str, float]:
-        """metrics.md: generation/…, and the lengths as in training."""
+    def metrics(self) -> dict[str, Number]:
+        """metrics.md: generation/…, the lengths as in training, and what agent loops did as in validation."""
         tokens, count = sum(self.lengths), max(1, len(self.lengths))
-        return {
+        turns = spread("num_turns", [t.num_turns for t in self.played], ("min", "max", "mean"))
+        return (turns | dialogue_metrics(self.played) if self.played else {}) | {
             "generation/num_prompts": len(self.texts),
             "generation/num_tokens": tokens,
             "generation/tokens_per_s": tokens / max(self.seconds, 1e-9),
@@ -229,7 +236,7 @@ def _check_lost(lost: int, total: int, batch: Batch) -> None:
 
 
 def joined_rows(files: Sequence[RowFile]) -> pa.Table:
-    """All rows of the files, less a column `responses`. UserError for columns of one name that hold different things."""
+    """All rows of the files, less columns that `write_responses` adds. UserError for columns of one name that hold different things."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -244,7 +251,7 @@ def joined_rows(files: Sequence[RowFile]) -> pa.Table:
             table = pa.Table.from_pylist(rows)
         # Notes of other libraries on the columns would no longer hold.
         table = table.replace_schema_metadata(None)
-        tables.append(table.drop_columns([COLUMN]) if COLUMN in table.column_names else table)
+        tables.append(table.drop_columns([name for name in (COLUMN, LENGTHS) if name in table.column_names]))
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
@@ -253,16 +260,16 @@ def joined_rows(files: Sequence[RowFile]) -> pa.Table:
         ) from error
 
 
-def write_responses(
-    rows: pa.Table, files: Sequence[RowFile], texts: Mapping[str, list[str | None]], target: Path
-) -> None:
-    """Write `rows` with a column `responses` (list of strings; null for rows that were left out), as parquet."""
+def write_responses(rows: pa.Table, files: Sequence[RowFile], done: Generated, target: Path) -> None:
+    """Write `rows` with columns `responses` (list of strings) and `response_lengths` (of integers, in tokens), both null for rows
+    that were left out, as parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from verl.data.files import written_whole
 
     places = [f"{number}:{row}" for number, file in enumerate(files) for row in range(len(file))]
-    column = pa.array([texts.get(place) for place in places], pa.list_(pa.string()))
+    texts = pa.array([done.texts.get(place) for place in places], pa.list_(pa.string()))
+    lengths = pa.array([done.tokens.get(place) for place in places], pa.list_(pa.int64()))
     with written_whole(target) as beside:
-        pq.write_table(rows.append_column(COLUMN, column), beside)
+        pq.write_table(rows.append_column(COLUMN, texts).append_column(LENGTHS, lengths), beside)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.config.devices import ray_address
+from verl.config.fill import reader_of_values
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, ROLLOUT, Check
 from verl.config.schema.algorithm import GROUP_ESTIMATORS
@@ -47,8 +48,8 @@ def _kl(c: Check) -> None:
 def _estimator(c: Check) -> None:
     algorithm, n = c.cfg.algorithm, c.rollout.n
     name = algorithm.adv_estimator
-    if name == "gae" and c.cfg.critic.enable is False:
-        c.refuse("critic.enable", "algorithm.adv_estimator=gae needs values; enable the critic or use grpo")
+    if not c.cfg.critic.enable and (reader := reader_of_values(c.cfg)):
+        c.refuse("critic.enable", f"{reader} needs values; enable the critic or use grpo")
     if c.cfg.critic.enable:
         _same_tokens(c, "critic.model.path")
     if algorithm.use_pf_ppo and name != "gae":

@@ -24,6 +24,8 @@ def check(c: Check) -> None:
         _overlong(c)
         _pools(c)
         _policy_layout(c)
+    elif c.cfg.entry == "eval":
+        _overlong(c)
     elif c.cfg.entry == "sft":
         _ranks(c, Sizes.of(c.cfg.engine, "engine.", ""), own_model=True)
         if c.cfg.data.use_dynamic_bsz and c.cfg.data.micro_batch_size_per_gpu:
@@ -108,9 +110,13 @@ def _batches(c: Check) -> None:
 
 
 def _overlong(c: Check) -> None:
-    kwargs, limit = c.cfg.reward_model.reward_kwargs, c.cfg.data.max_response_length
+    kwargs = c.cfg.reward_model.reward_kwargs
+    limit = c.cfg.data.max_response_length if c.ppo else kwargs.max_resp_len
     buffer, key = kwargs.overlong_buffer_cfg, "reward_model.reward_kwargs"
     if not buffer.enable:
+        return
+    if kwargs.max_resp_len is None:
+        c.refuse(f"{key}.max_resp_len", "the penalty needs it: data.max_response_length of the run")
         return
     most = c.at(f"{key}.max_resp_len")
     if not 0 < buffer.len <= kwargs.max_resp_len:

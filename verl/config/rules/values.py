@@ -93,9 +93,8 @@ def _optimizer_arguments(c: Check, path: str, given: Mapping[str, Any]) -> None:
 
 
 def _unused(c: Check, path: str) -> bool:
-    """True for a key of the critic in a run that has none: public commands set them all the same. Estimators of plug-ins may need it."""
-    ours = c.ppo and c.cfg.algorithm.adv_estimator in built_in("ESTIMATORS")
-    return path.startswith("critic.") and not c.cfg.critic.enable and ours
+    """True for a key of the critic in a run that has none: public commands set them all the same."""
+    return path.startswith("critic.") and not c.cfg.critic.enable
 
 
 def _dtype(c: Check, path: str, value: Any) -> None:
@@ -182,7 +181,7 @@ def _registered(c: Check, path: str) -> Collection[str]:
         from verl.algorithms import registry
 
         return tuple(getattr(registry, REGISTRIES[path]).functions)
-    if path == "reward_model.reward_manager" and c.plugins:
+    if path == "reward_model.reward_manager" and c.ppo and c.plugins:
         from verl.reward.registry import REWARD_MANAGER_REGISTRY
 
         return REWARD_MANAGER_REGISTRY

@@ -21,7 +21,8 @@ class DistillationLossConfig(Group):
         distillation_loss_coef: Weight beside the actor's loss.
         loss_max_clamp: Limit of the term, to both sides.
         log_prob_min_clamp: Limit of log-probs from below.
-        policy_loss_mode: The policy loss of `use_policy_gradient`; its constants are those of the actor.
+        policy_loss_mode: The policy loss of `use_policy_gradient`; its constants are those of the actor, but that
+            `dppo_*` has its own c = 20 where `actor.clip_ratio_c` is 3.
         clip_ratio: ε of its clipped ratio.
         clip_ratio_low: ε below 1.
         clip_ratio_high: ε above 1.

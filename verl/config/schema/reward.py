@@ -118,17 +118,41 @@ class RewardModelConfig(Group):
     n_gpus_per_node: int = key(8, low=1)
 
 
-class EvalRewardConfig(Group):
-    """The processes that score in an evaluation.
+class EvalRewardKwargsConfig(Group):
+    """Arguments of the reward manager.
 
     Attributes:
+        max_resp_len: Length limit of the overlong penalty: what the run had as `data.max_response_length`.
+    """
+
+    open_keys: ClassVar[bool] = True
+    overlong_buffer_cfg: OverlongBufferConfig = sub(OverlongBufferConfig)
+    max_resp_len: int | None = key(None, low=1)
+
+
+class EvalRewardConfig(Group):
+    """How an evaluation scores, with the meanings that the keys have in training.
+
+    Attributes:
+        reward_manager: What is called for a response; `limited` = `rate_limited`.
         num_workers: Scoring processes.
         timeout: Seconds per response.
+        max_concurrent: rate_limited: calls at a time.
+        max_rpm: rate_limited: calls a minute.
+        max_tpm: rate_limited: tokens a minute.
+        estimated_tokens_per_request: rate_limited: tokens one call is counted as.
         images: The judge sees the row's images, another function has them as data URIs in `extra_info.images`.
     """
 
+    reward_manager: str = choice("naive", *MANAGERS)
+    reward_kwargs: EvalRewardKwargsConfig = sub(EvalRewardKwargsConfig)
     num_workers: int = key(8, low=1)
     timeout: float = key(300.0, above=0, inf=True)
+    max_concurrent: int = key(1, low=1)
+    max_rpm: int | None = key(None, low=1)
+    max_tpm: int | None = key(None, low=1)
+    estimated_tokens_per_request: int = key(2000, low=1)
+    sandbox_fusion: SandboxConfig = sub(SandboxConfig)
     images: bool = False
 
 
