@@ -70,38 +70,16 @@ def arguments_in(source: str) -> frozenset[str]:
 
 def names_in(module: str) -> set[str] | None:
     """Names that a module binds: none if there is no such module, None if its source does not tell."""
-    tree = _tree(module)
-    found = None if tree is None else bound_names(tree)
-    return None if found is None or {"*", "__getattr__"} & found else found
-
-
-def arguments_of(module: str, name: str) -> set[str] | None:
-    """Arguments that the constructor of a class takes by name, read where the module defines it or imports it from; None if
-    that does not tell them all."""
-    tree = _tree(module)
-    for node in tree.body if tree is not None else ():
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            found = [f.args for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
-            if len(found) != 1 or found[0].kwarg:
-                return None
-            return {argument.arg for argument in (*found[0].args[2:], *found[0].kwonlyargs)}
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    return arguments_of(node.module, alias.name)
-    return None
-
-
-def _tree(module: str) -> ast.Module | None:
-    """A module's source, without importing it: empty if there is none, None if it cannot be read."""
     top, *inner = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
         for part in inner:
             spec = spec and PathFinder.find_spec(part, spec.submodule_search_locations or [])
-        return ast.parse(Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else "")
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+        found = bound_names(ast.parse(source))
     except (ImportError, ValueError, OSError, SyntaxError):
         return None
+    return None if {"*", "__getattr__"} & found else found
 
 
 def bound_names(tree: ast.Module) -> set[str]:

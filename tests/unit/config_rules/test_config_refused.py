@@ -48,7 +48,6 @@ REFUSED = [
     ([f"+{ARR}.model.override_config.rms_norm_eps=inf"], ["rms_norm_eps=inf", "within ±10^12"]),
     ([f"+{ARR}.model.override_config.rope_scaling={{rope_type:linear,factor:nan}}"], ["factor=nan"]),
     ([f"+{ARR}.actor.optim.override_optimizer_config.eps=1e300"], ["eps=1e+300", "within ±10^12"]),
-    ([f"+{ARR}.actor.optim.override_optimizer_config.wieght_decay=0.1"], ["AdamW", "nearest: weight_decay"]),
     (["reward_model.weights={function: inf}"], ["weights.function=inf", "within ±10^9"]),
     (["reward_model.weights={function: 1e300}"], ["weights.function=1e+300"]),
     ([f"{ARR}.rollout.agent.default_agent_loop=nonsense"], ["unknown agent loop 'nonsense'", "tool_agent"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
-from verl.config.engine_packages import arguments_of, names_in
+from verl.config.engine_packages import names_in
 from verl.config.fields import Field, Limits, limits_of
 from verl.config.names import built_in, lookup, nearest
 from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
@@ -57,8 +57,6 @@ def _value(c: Check, path: str, value: Any, known: Field) -> None:
     if path.endswith((".override_optimizer_config", ".override_config")):
         for at, number in beyond(value, 10**12, path):
             c.refuse(f"{at}={number}", "out of range; a number within ±10^12")
-    if path.endswith(".override_optimizer_config") and value and not _unused(c, path):
-        _optimizer_arguments(c, path, value)
     if path.endswith(".override_optimizer_config") and "lr" in value:
         c.refuse(f"{path}.lr", f"the schedule sets it in each step; set {path.rpartition('.')[0]}.lr")
 
@@ -79,17 +77,6 @@ def _optimizer(c: Check, path: str, name: str) -> None:
     known = names_in(module) if given and not _unused(c, path) else None
     if known is not None and name not in (known := known - names.NO_STEP.get(module, set())):
         c.refuse(path, f"{path}_impl={module} has no optimizer of that name{nearest(name, known)}")
-
-
-def _optimizer_arguments(c: Check, path: str, given: Mapping[str, Any]) -> None:
-    """Of a class whose source tells them; Megatron has its own."""
-    optim = path.rpartition(".")[0]
-    if c.cfg.select(f"{optim.rpartition('.')[0]}.strategy") == "megatron":
-        return
-    module, name = c.cfg.select(f"{optim}.optimizer_impl"), c.cfg.select(f"{optim}.optimizer")
-    if known := arguments_of(module, name):
-        for unknown in given.keys() - known - {"lr"}:
-            c.refuse(f"{path}.{unknown}", f"{module}.{name} takes no such argument{nearest(unknown, known)}")
 
 
 def _unused(c: Check, path: str) -> bool:

@@ -38,15 +38,25 @@ class OverlongBufferConfig(Group):
     log: bool = False
 
 
-class RewardKwargsConfig(Group):
+class EvalRewardKwargsConfig(Group):
+    """Arguments of the reward manager.
+
+    Attributes:
+        max_resp_len: Length limit of the overlong penalty: what the run had as `data.max_response_length`.
+    """
+
+    open_keys: ClassVar[bool] = True
+    overlong_buffer_cfg: OverlongBufferConfig = sub(OverlongBufferConfig)
+    max_resp_len: int | None = key(None, low=1)
+
+
+class RewardKwargsConfig(EvalRewardKwargsConfig):
     """Arguments of the reward manager; further keys are passed to it.
 
     Attributes:
         max_resp_len: Length limit of the overlong penalty.
     """
 
-    open_keys: ClassVar[bool] = True
-    overlong_buffer_cfg: OverlongBufferConfig = sub(OverlongBufferConfig)
     max_resp_len: int = same_as("data.max_response_length", low=1)
 
 
@@ -76,60 +86,6 @@ class RewardModelModelConfig(Group):
     trust_remote_code: bool = False
 
 
-class RewardModelConfig(Group):
-    """The manager, its processes, and the reward model.
-
-    Attributes:
-        reward_manager: What is called for a response, or the name of a registered manager; `limited` = `rate_limited`.
-        num_workers: Scoring processes.
-        timeout: Seconds per response.
-        max_error_ratio: Share of failed scores in a step that stops the run.
-        max_concurrent: rate_limited: calls at a time.
-        max_rpm: rate_limited: calls a minute.
-        max_tpm: rate_limited: tokens a minute.
-        estimated_tokens_per_request: rate_limited: tokens one call is counted as.
-        images: What scores gets the prompt's images: the judge and the reward model see them, another function has them as
-            data URIs in `extra_info.images`.
-        enable: Score with a model: a sequence classifier, or a judge that `custom_reward_function` asks.
-        weights: The score is the sum of these rewards, each times its weight: `function` (the custom or the built-in one),
-            `model` (the sequence classifier), and keys that the function returns. Empty: one of the two alone.
-        enable_resource_pool: Devices of its own, for a sequence classifier.
-        nnodes: Nodes of that pool.
-        n_gpus_per_node: Devices per node of that pool.
-    """
-
-    reward_manager: str = choice("naive", *MANAGERS, registry="verl.workers.reward_manager.register")
-    reward_kwargs: RewardKwargsConfig = sub(RewardKwargsConfig)
-    num_workers: int = key(8, low=1)
-    timeout: float = key(300.0, above=0, inf=True, ours=True)
-    max_error_ratio: float = key(0.1, low=0, high=1, ours=True)
-    max_concurrent: int = key(1, low=1)
-    max_rpm: int | None = key(None, low=1)
-    max_tpm: int | None = key(None, low=1)
-    estimated_tokens_per_request: int = key(2000, low=1)
-    sandbox_fusion: SandboxConfig = sub(SandboxConfig)
-    images: bool = key(False, ours=True)
-    enable: bool = False
-    weights: Map = open_map()
-    model: RewardModelModelConfig = sub(RewardModelModelConfig)
-    rollout: RewardRolloutConfig = sub(RewardRolloutConfig)
-    enable_resource_pool: bool = False
-    nnodes: int = key(0, low=0)
-    n_gpus_per_node: int = key(8, low=1)
-
-
-class EvalRewardKwargsConfig(Group):
-    """Arguments of the reward manager.
-
-    Attributes:
-        max_resp_len: Length limit of the overlong penalty: what the run had as `data.max_response_length`.
-    """
-
-    open_keys: ClassVar[bool] = True
-    overlong_buffer_cfg: OverlongBufferConfig = sub(OverlongBufferConfig)
-    max_resp_len: int | None = key(None, low=1)
-
-
 class EvalRewardConfig(Group):
     """How an evaluation scores, with the meanings that the keys have in training.
 
@@ -154,6 +110,37 @@ class EvalRewardConfig(Group):
     estimated_tokens_per_request: int = key(2000, low=1)
     sandbox_fusion: SandboxConfig = sub(SandboxConfig)
     images: bool = False
+
+
+class RewardModelConfig(EvalRewardConfig):
+    """The manager, its processes, and the reward model.
+
+    Attributes:
+        reward_manager: What is called for a response, or the name of a registered manager; `limited` = `rate_limited`.
+        timeout: Seconds per response.
+        max_error_ratio: Share of failed scores in a step that stops the run.
+        images: What scores gets the prompt's images: the judge and the reward model see them, another function has them as
+            data URIs in `extra_info.images`.
+        enable: Score with a model: a sequence classifier, or a judge that `custom_reward_function` asks.
+        weights: The score is the sum of these rewards, each times its weight: `function` (the custom or the built-in one),
+            `model` (the sequence classifier), and keys that the function returns. Empty: one of the two alone.
+        enable_resource_pool: Devices of its own, for a sequence classifier.
+        nnodes: Nodes of that pool.
+        n_gpus_per_node: Devices per node of that pool.
+    """
+
+    reward_manager: str = choice("naive", *MANAGERS, registry="verl.workers.reward_manager.register")
+    reward_kwargs: RewardKwargsConfig = sub(RewardKwargsConfig)
+    timeout: float = key(300.0, above=0, inf=True, ours=True)
+    max_error_ratio: float = key(0.1, low=0, high=1, ours=True)
+    images: bool = key(False, ours=True)
+    enable: bool = False
+    weights: Map = open_map()
+    model: RewardModelModelConfig = sub(RewardModelModelConfig)
+    rollout: RewardRolloutConfig = sub(RewardRolloutConfig)
+    enable_resource_pool: bool = False
+    nnodes: int = key(0, low=0)
+    n_gpus_per_node: int = key(8, low=1)
 
 
 class RewardManagerModuleConfig(Group):
