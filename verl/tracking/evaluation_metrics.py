@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, pvariance
+from typing import Any
 
 import numpy as np
 
@@ -124,7 +125,9 @@ def _bleu(responses: Sequence[str], references: Sequence[Sequence[str]]) -> floa
 
     # sacrebleu wants the first reference of every response, then the second of every one, …; None where there is none.
     count = max(map(len, references))
-    streams = [[texts[i] if i < len(texts) else None for texts in references] for i in range(count)]
+    streams: list[Any] = [
+        [texts[i] if i < len(texts) else None for texts in references] for i in range(count)
+    ]
     return float(sacrebleu.corpus_bleu(list(responses), streams).score)
 
 
