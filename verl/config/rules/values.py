@@ -55,8 +55,8 @@ def _value(c: Check, path: str, value: Any, known: Field) -> None:
     if path.endswith(".stop") and "" in value:
         c.refuse(f"{path}={value}", 'the empty text is in every response; remove ""')
     if path.endswith((".override_optimizer_config", ".override_config")):
-        for at, number in beyond(value, 10**12, path):
-            c.refuse(f"{at}={number}", "out of range; a number within ±10^12")
+        for at, number in beyond(value, 3e38, path):
+            c.refuse(f"{at}={number}", "out of range; a number within ±3e38, as float32 holds")
     if path.endswith(".override_optimizer_config") and "lr" in value:
         c.refuse(f"{path}.lr", f"the schedule sets it in each step; set {path.rpartition('.')[0]}.lr")
 
