@@ -155,7 +155,8 @@ def test_one_line_a_step_on_the_wall_clock(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_is_told_once(tmp_path: Path) -> None:
     told: list[str] = []
-    timeline = Timeline(tmp_path / "absent" / "timeline.jsonl", told.append)
+    (tmp_path / "file").touch()
+    timeline = Timeline(tmp_path / "file" / "timeline.jsonl", told.append)
     for step in (1, 2):
         timeline.write(step, StepTimes([("step", 0.0, 1.0)], []))
     assert len(told) == 1 and "the run goes on" in told[0]

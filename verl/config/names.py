@@ -239,7 +239,7 @@ class Absent(NamedTuple):
 
 REFUSED = {
     "*.model.mtp.enable": Absent("multi-token prediction", "train without the extra heads"),
-    "reward_model.{enable, model, rollout, weights}": Absent(
+    "reward_model.{enable, model.path, weights}": Absent(
         "a reward model or weights of rewards outside training",
         "main_ppo with trainer.val_only=True and data.val_files",
     ),
