@@ -328,6 +328,11 @@ class Trajectory:
         return sum(segment.length for segment in self.segments)
 
     @property
+    def longest(self) -> int:
+        """Number of response tokens of the longest segment: limits of a response are limits of each."""
+        return max(segment.length for segment in self.segments)
+
+    @property
     def policy_tokens(self) -> int:
         """Number of tokens the policy wrote, K."""
         return sum(int(np.count_nonzero(segment.columns["response_mask"])) for segment in self.segments)

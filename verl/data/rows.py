@@ -30,7 +30,7 @@ PLACEHOLDER = "<image>"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _FINAL = re.compile(r"#### (-?\$?[0-9.,]*[0-9][0-9.,]*)")
-_RESERVED = ("tokenize", "return_tensors", "return_dict", "conversation", "padding", "truncation")
+RESERVED = ("tokenize", "return_tensors", "return_dict", "conversation", "padding", "truncation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None):
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
-        if wrong := [key for key in self.kwargs if key in _RESERVED]:
+        if wrong := [key for key in self.kwargs if key in RESERVED]:
             raise DataError(f"data.apply_chat_template_kwargs: {', '.join(wrong)} is set by the system")
 
     @property

@@ -215,7 +215,8 @@ class RewardRunner:
         if overlong is None:
             return
         assert trajectory.score is not None
-        penalty = overlong.penalty(_longest(trajectory))
+        # An evaluation has texts without tokens, and their lengths in a note.
+        penalty = overlong.penalty(max(trajectory.longest, trajectory.extra.get("tokens", 0)))
         trajectory.score += penalty
         if overlong.log:
             trajectory.score_parts |= {"overlong_reward": penalty, "overlong": penalty < 0}
@@ -285,11 +286,6 @@ class RewardRunner:
 
 def _open(trajectory: Trajectory) -> bool:
     return trajectory.score is None and trajectory.score_error is None
-
-
-def _longest(trajectory: Trajectory) -> int:
-    """Response tokens of its longest segment: the limit is on each. A text without tokens has them in a note."""
-    return max(trajectory.extra.get("tokens", 0), *(segment.length for segment in trajectory.segments))
 
 
 def _shape(reason: str) -> str:

@@ -167,7 +167,7 @@ class Generated:
         kept = [t for t in batch if t.finish_reason != "lost"]
         row = batch[0].uid.removesuffix("@0")
         self.texts[row] = [None if t.finish_reason == "lost" else t.text for t in batch]
-        self.tokens[row] = [max(segment.length for segment in t.segments) for t in batch]
+        self.tokens[row] = [t.longest for t in batch]
         self.lengths += [t.policy_tokens for t in kept]
         self.played += Played.of(kept)
         self.cut += sum(t.finish_reason == "length" for t in kept)

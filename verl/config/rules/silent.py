@@ -130,9 +130,9 @@ def _template_arguments(c: Check) -> None:
     key = "data.apply_chat_template_kwargs"
     text = chat_template(c) if (given := c.cfg.select(key)) else ""
     if given:
-        from verl.data.rows import _RESERVED
+        from verl.data.rows import RESERVED
 
-        for name in filter(_RESERVED.__contains__, given):
+        for name in filter(RESERVED.__contains__, given):
             c.refuse(f"{key}.{name}", "is set by the system; remove it")
     if not text:
         return
@@ -144,7 +144,7 @@ def _template_arguments(c: Check) -> None:
         return
     read = meta.find_undeclared_variables(parsed) if parsed is not None else given
     for name in given:
-        if name in read or name in _ARGUMENTS_OF_TRANSFORMERS or name in _RESERVED:
+        if name in read or name in _ARGUMENTS_OF_TRANSFORMERS or name in RESERVED:
             continue
         if near := nearest(name, sorted(read), cutoff=0.8):
             c.refuse(f"{key}.{name}", f"the chat template reads no such variable{near}")

@@ -11,9 +11,9 @@ from verl.config.schema.misc import GlobalProfilerConfig, RayConfig, RoleProfile
 from verl.config.schema.model import ModelConfig
 from verl.config.schema.reward import (
     CustomRewardFunctionConfig,
-    EvalRewardConfig,
     RewardManagerConfig,
     RewardModelConfig,
+    ScoringConfig,
 )
 from verl.config.schema.rollout import MOST_RESPONSES, GenerationRolloutConfig, RolloutConfig
 from verl.config.schema.trainer import GenerationTrainerConfig, RecordsConfig, SFTTrainerConfig, TrainerConfig
@@ -128,7 +128,7 @@ class EvalConfig(Root):
     data: EvalDataConfig = sub(EvalDataConfig)
     metrics: EvalMetricsConfig = sub(EvalMetricsConfig)
     custom_reward_function: CustomRewardFunctionConfig = sub(CustomRewardFunctionConfig)
-    reward_model: EvalRewardConfig = sub(EvalRewardConfig)
+    reward_model: ScoringConfig = sub(ScoringConfig)
     trainer: RecordsConfig = sub(RecordsConfig)
     ray_kwargs: RayConfig = sub(RayConfig)
 

@@ -38,7 +38,7 @@ class OverlongBufferConfig(Group):
     log: bool = False
 
 
-class EvalRewardKwargsConfig(Group):
+class ScoringKwargsConfig(Group):
     """Arguments of the reward manager.
 
     Attributes:
@@ -50,7 +50,7 @@ class EvalRewardKwargsConfig(Group):
     max_resp_len: int | None = key(None, low=1)
 
 
-class RewardKwargsConfig(EvalRewardKwargsConfig):
+class RewardKwargsConfig(ScoringKwargsConfig):
     """Arguments of the reward manager; further keys are passed to it.
 
     Attributes:
@@ -86,8 +86,8 @@ class RewardModelModelConfig(Group):
     trust_remote_code: bool = False
 
 
-class EvalRewardConfig(Group):
-    """How an evaluation scores, with the meanings that the keys have in training.
+class ScoringConfig(Group):
+    """How responses are scored, in an evaluation as in training.
 
     Attributes:
         reward_manager: What is called for a response; `limited` = `rate_limited`.
@@ -101,7 +101,7 @@ class EvalRewardConfig(Group):
     """
 
     reward_manager: str = choice("naive", *MANAGERS)
-    reward_kwargs: EvalRewardKwargsConfig = sub(EvalRewardKwargsConfig)
+    reward_kwargs: ScoringKwargsConfig = sub(ScoringKwargsConfig)
     num_workers: int = key(8, low=1)
     timeout: float = key(300.0, above=0, inf=True)
     max_concurrent: int = key(1, low=1)
@@ -112,7 +112,7 @@ class EvalRewardConfig(Group):
     images: bool = False
 
 
-class RewardModelConfig(EvalRewardConfig):
+class RewardModelConfig(ScoringConfig):
     """The manager, its processes, and the reward model.
 
     Attributes:

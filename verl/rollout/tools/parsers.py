@@ -251,19 +251,18 @@ _MARKED: dict[str, tuple[str, str, ReadBody, str]] = {
     "gemma4": ("<|tool_call>", "<tool_call|>", _gemma, ""),
 }
 """Format → what a call stands between, its reader, and what may stand before the first."""
+_MARKED["qwen"] = _MARKED["hermes"]
 
 PARSERS: dict[str, Read] = {
     **{name: _between(*marked) for name, marked in _MARKED.items()},
     "llama3_json": _llama,
     "gpt-oss": _harmony,
 }
-PARSERS["qwen"] = PARSERS["hermes"]
 
 _WHOLE_CALLS = {
     name: re.compile(f"{re.escape(begin)}(?:(?!{re.escape(begin)}).)*?{re.escape(end)}", re.S)
     for name, (begin, end, _, _) in _MARKED.items()
 }
-_WHOLE_CALLS["qwen"] = _WHOLE_CALLS["hermes"]
 _WHOLE_CALLS["llama3_json"] = re.compile(r"(?:\A|<\|python_tag\|>)\s*\{(?:(?!<\|python_tag\|>).)*\Z", re.S)
 """Format → one call that is there from mark to mark."""
 
