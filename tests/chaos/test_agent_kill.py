@@ -137,7 +137,9 @@ def what_is_killed(what: str, folder: Path, **variables: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", KILLED)
+@pytest.mark.parametrize(
+    "what", ["tool", "verifiers", *(pytest.param(w, marks=pytest.mark.long) for w in ("mcp", "program"))]
+)
 def test_a_process_that_is_killed_is_an_outcome_and_none_outlives_the_trainer(
     dialogues: TinyRun, fork_server: ForkServer, tmp_path: Path, what: str
 ) -> None:
@@ -169,7 +171,7 @@ def test_a_tool_that_deletes_the_run_folder_costs_what_was_in_it(
 ) -> None:
     (dialogues.root / "delete").write_text(str(tmp_path / "run"))
     done = fork_server.run(words_of(dialogues, tmp_path / "run", 1))
-    for name in ("metrics.jsonl", "events.jsonl"):
+    for name in ("metrics.jsonl", "events.jsonl", ".running", "config.yaml"):
         assert done.status == 0 and done.stderr.count(f"{tmp_path / 'run' / name} is gone") == 1, done.stderr
     assert sorted(records(tmp_path / "run")) == [2] and weights(tmp_path / "run", 2)
     assert '"run_end"' in (tmp_path / "run/events.jsonl").read_text()

@@ -131,6 +131,7 @@ def test_any_worker_killed_at_any_moment_is_named_or_replaced(begin, tmp_path) -
         assert sorted(records(out)) == [1, 2], story
 
 
+@pytest.mark.long
 def test_a_sampler_that_stands_still_is_named_and_may_go_on(begin, whole, tmp_path) -> None:
     """One of the samplers stops itself in the middle of its responses; how busy the machine is does not matter."""
     out, mark = tmp_path / "run", tmp_path / "stopped"
@@ -177,6 +178,7 @@ def test_the_watchdog_names_the_rank_that_hangs_and_where(begin, tmp_path) -> No
     waited_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), pause=0.2)
 
 
+@pytest.mark.long
 def test_the_watchdog_names_the_sampler_that_does_not_start(begin, tmp_path) -> None:
     out = tmp_path / "out"
     hang = ray_plans.plan(tmp_path / "plug", "hanging_start", ray_plans.HANGING_START, number=1)
@@ -189,6 +191,7 @@ def test_the_watchdog_names_the_sampler_that_does_not_start(begin, tmp_path) -> 
     assert not any(line.startswith("sampler 0") for line in lines), lines
 
 
+@pytest.mark.long
 def test_pushes_go_on_while_the_only_sampler_is_started_again(begin, tmp_path) -> None:
     """It dies while the trainer computes, and so does the first that takes its place. The push of the update finds no sampler
     to send to; the fresh one then asks for what is current."""
@@ -219,6 +222,7 @@ def test_pushes_go_on_while_the_only_sampler_is_started_again(begin, tmp_path) -
         assert found[step]["training/off_policy/trajectory_staleness_worst/max"] <= 2
 
 
+@pytest.mark.long
 def test_vllm_that_dies_in_a_living_host_is_replaced_and_nothing_is_lost_or_doubled(begin, tmp_path) -> None:
     require_vllm()
     out, mark = tmp_path / "out", tmp_path / "killed"

@@ -55,6 +55,7 @@ def remove(cluster: Any, node_id: str) -> None:
     cluster.remove_node(node, allow_graceful=False)
 
 
+@pytest.mark.long
 def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
     from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle
     from verl.workers.ray.cluster import Cluster
@@ -104,6 +105,7 @@ def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, fork_serve
     nothing_lost(out, [2])
 
 
+@pytest.mark.long
 def test_a_lost_node_of_the_training_ends_the_run_with_that_said(
     cluster, fork_server, tiny, tmp_path
 ) -> None:

@@ -53,6 +53,7 @@ def submitted(line: list[str], folder: Path) -> subprocess.CompletedProcess[str]
     return done
 
 
+@pytest.mark.long
 def test_a_submitted_job_trains_with_the_code_it_brought(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,6 +246,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_and_back(train, alone,
     assert_close(records(alone), records(up), [2, 3])
 
 
+@pytest.mark.long
 def test_the_adapter_alone_moves_between_two_ranks_and_the_run_is_that_of_one_process(
     train, tmp_path
 ) -> None:
@@ -280,6 +281,7 @@ def test_nodes_that_do_not_fit_end_the_run_before_a_model_loads(
     assert not list((tmp_path / "out").glob("global_step_*")) and not list((tmp_path / "out").glob(".seen*"))
 
 
+@pytest.mark.long
 def test_tools_over_two_ranks_and_two_samplers(train: Train, tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_text(_QWEN.replace("%THINK%", ""))
     template = f"actor_rollout_ref.model.custom_chat_template={tmp_path / 'template.jinja'}"

@@ -95,6 +95,7 @@ def test_what_is_missing_is_named(tmp_path: Path, mark: str, settings: dict[str,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_head_on_one_node(tmp_path: Path, mark: str) -> None:
     port = str(free_port())
     done = start(tmp_path, mark, MASTER_ADDR="localhost", MASTER_PORT=port)

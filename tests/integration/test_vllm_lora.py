@@ -56,7 +56,8 @@ def test_only_the_adapter_moves(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("arch", [pytest.param("qwen3", marks=pytest.mark.long), "qwen3_moe"])
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_two_steps_as_a_user_starts_them(fork_server, tmp_path: Path, arch: str) -> None:
     """A dense model's adapter is held by vLLM, rank 4 in the room of 8; experts come merged."""
     tiny, out = TinyRun(tmp_path / "tiny"), tmp_path / "out"

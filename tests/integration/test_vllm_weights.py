@@ -94,6 +94,7 @@ def test_sampler_and_trainer_agree(tmp_path: Path, arch: str, tied: bool) -> Non
     assert not folder.exists()
 
 
+@pytest.mark.long
 def test_a_model_that_would_keep_old_weights_is_refused(tmp_path: Path) -> None:
     from verl.weight_sync.base import WeightSyncError
 

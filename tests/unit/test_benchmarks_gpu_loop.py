@@ -91,6 +91,7 @@ def test_a_side_that_takes_too_long_is_ended() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_runs_on_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.json"
     command = ["gpu_loop.py", "--shape", "tiny", "--device", "cpu"]

@@ -324,6 +324,7 @@ def test_nodes_on_which_a_run_can_start(ray_address: str, fork_server: ForkServe
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_node_with_other_code_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cluster is its own, and nothing is forked: the nodes differ in what their processes import."""
     pytest.importorskip("ray", reason="Ray is not installed")

@@ -116,7 +116,7 @@ def made_like(tmp_path: Path, arch: str) -> str:
     return str(tiny_model(tmp_path / arch, arch, **SHAPE, **more))
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_building_holds_a_share_and_a_unit_or_two(tmp_path: Path, arch: str) -> None:
     path = made_like(tmp_path, arch)
     whole, unit, _ = sizes(path)

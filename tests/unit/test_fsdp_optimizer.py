@@ -86,6 +86,7 @@ def test_two_ranks_go_where_one_device_goes(model: Path, alone: dict[str, Any]) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_go_where_one_device_goes(model: Path, alone: dict[str, Any]) -> None:
     cases = {
         "replicas of shards": (descending(fsdp={"fsdp_size": 2}), {}, "uneven"),

@@ -46,6 +46,7 @@ def test_two_ranks_share_the_products(tmp_path: Path, arch: str, tied: bool) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks(tmp_path: Path) -> None:
     path = str(tiny_model(tmp_path / "m", "qwen3", scale=4.0, tied=True))
     cases: Cases = {

@@ -25,7 +25,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("arch", [pytest.param("qwen3", marks=pytest.mark.long), "qwen3_moe"])
 def test_two_ranks_train_as_one(tmp_path: Path, arch: str) -> None:
     path = str(tiny_model(tmp_path / "model", arch, scale=4.0))
     local = locally(path, trained(), lora(), 2)

@@ -56,6 +56,7 @@ def children_of(process: psutil.Process) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_options_of_ray_init_and_the_timeline_have_their_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

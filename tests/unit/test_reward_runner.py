@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from tests.chaos.fork_server import until
+from verl.platform.processes import process_start_time
 from verl.reward.outcome import RewardErrorLimit, RewardPrecheckError
 from verl.reward.pool import Call, FunctionSpec, Pool
 from verl.reward.precheck import precheck
@@ -43,6 +43,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     if what == "unknown id": tell('{"id": 99, "outcomes": []}')
     if what == "no message": tell("I am not a message")
     if what == "child": os.system("sleep 30 &"); time.sleep(60)
+    if what.startswith("daemon"):
+        import subprocess
+        sleeper = subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL)
+        return {"score": 1.0, "pid": sleeper.pid}
     if what == "info": return {"score": 1.0, "info": repr(extra_info)}
     if what == "dict": return {"score": 0.5 + bonus, "acc": True, "pred": "72", "format": 0.25}
     if what.startswith("sleep"): time.sleep(float(what[5:]))
@@ -240,20 +244,24 @@ def test_workers_never_import_torch_and_start_fast() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
-def test_processes_end_with_the_run_even_while_the_function_spins(rewards: str) -> None:
+def test_processes_end_with_the_run_even_if_the_function_spins_or_left_one_in_another_session(
+    rewards: str,
+) -> None:
     code = (
         "import sys, time, os\n"
         "from verl.reward.pool import *\n"
         f"pool = Pool(FunctionSpec(path={rewards!r}), workers=1)\n"
         "arguments = dict(data_source='', ground_truth='', extra_info={})\n"
-        "outcome = pool.submit(Call(arguments | {'solution_str': 'pid'}), 9).result()[0]\n"
+        "for what in ('pid', 'daemon'):\n"
+        "    outcome = pool.submit(Call(arguments | {'solution_str': what}), 9).result()[0]\n"
+        "    print(outcome.parts['pid'], flush=True)\n"
         "pool.submit(Call(arguments | {'solution_str': 'spin'}), 99)\n"
-        "time.sleep(0.3); print(outcome.parts['pid'], flush=True); os.kill(os.getpid(), 9)\n"
+        "time.sleep(0.3); os.kill(os.getpid(), 9)\n"
     )
     root = Path(__file__).parents[2]
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root).stdout
-    pid = int(out)
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    for pid in map(int, out.split()):
+        until(lambda pid=pid: process_start_time(pid) == 0)
 
 
 @pytest.mark.parametrize("name", ["later", "coroutine_in_disguise"])

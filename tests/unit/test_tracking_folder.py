@@ -97,6 +97,28 @@ def test_a_file_that_is_taken_away_is_named_once_and_begun_anew(tmp_path, deleti
     assert [r["n"] for r in records(path)] == [1, 2] and len(heard) == 1 and f"{path} is gone" in heard[0]
 
 
+def test_what_the_run_relies_on_and_something_deleted_is_named_once(tmp_path):
+    heard = []
+    folder = RunFolder(tmp_path, heard.append)
+    folder.write_static({})
+    for step in (1, 2):
+        folder.relied_on["the newest checkpoint"] = tmp_path / f"global_step_{step}"
+        (tmp_path / f"global_step_{step}").mkdir()
+    (tmp_path / "global_step_1").rmdir()  # as the run does: not the newest
+    folder.metrics(1, {})
+    assert heard == []
+    for path in (tmp_path / ".running", tmp_path / "config.yaml"):
+        path.unlink()
+    (tmp_path / "global_step_2").rmdir()
+    folder.metrics(2, {})
+    folder.metrics(3, {})
+    folder.close()
+    assert len(heard) == 3
+    assert [text.split(" is gone, ")[0] for text in heard] == [
+        str(tmp_path / name) for name in (".running", "config.yaml", "global_step_2")
+    ]
+
+
 def fill(folder: RunFolder, steps) -> None:
     for step in steps:
         folder.metrics(step, {"a": step / 2})

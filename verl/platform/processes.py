@@ -1,8 +1,9 @@
-"""Which processes a number can mean and whether they live."""
+"""Which processes a number can mean and whether they live; the end of those that outlive the one that started them."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -41,3 +42,27 @@ def process_start_time(pid: int) -> int:
 def alive(pid: int, start: int) -> bool:
     """The process of this namespace with that id and start runs."""
     return pid == os.getpid() or abs(process_start_time(pid) - start) <= 1
+
+
+# In a shell: it waits for as long as the run lives, and should take no memory. Its mark comes on its input, for a process that
+# had it in its arguments or environment would be swept too.
+_SWEEP = """
+read -r file; read -r mark; read -r folder; read -r _
+set -- /proc/[0-9]*/"$file"
+grep -alsF -- "$mark" "$@" | while IFS=/ read -r _ _ process _; do kill -9 "$process"; done
+[ -z "$folder" ] || rm -rf "$folder"
+"""
+
+
+def sweep_at_exit(file: str, mark: str, folder: str = "") -> subprocess.Popen[bytes]:
+    """Have all processes killed that are marked, and `folder` removed, as soon as this process has ended, however it ends, or
+    calls `communicate` on what is returned.
+
+    Marked is a process in whose `file` ("environ" or "cmdline", see proc(5)) the text `mark` occurs (Linux). Signals and
+    parents would not do: what left its session and whose parent has ended is nobody's child.
+    """
+    sweeper = subprocess.Popen(["sh", "-c", _SWEEP], stdin=subprocess.PIPE, start_new_session=True)
+    assert sweeper.stdin is not None
+    sweeper.stdin.write(f"{file}\n{mark}\n{folder}\n".encode())
+    sweeper.stdin.flush()
+    return sweeper

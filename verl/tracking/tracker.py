@@ -114,6 +114,10 @@ class Tracking:
                 what = f"{type(error).__name__}: {error}"
                 self.notice(f"tracker {name} does not start ({what}); the run goes on without")
 
+    def rely_on(self, what: str, path: Path) -> None:
+        """Say so if this path is gone at a later record; it replaces the one before of the same `what`."""
+        self._folder.relied_on[what] = path
+
     # ------------------------------------------------------------------------------------ the records
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

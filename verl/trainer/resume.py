@@ -125,6 +125,7 @@ class Storage:
         self._unsaved = (step, writer.problem) if path is None else None
         if path is None:
             return
+        self._tracking.rely_on("the newest checkpoint", path)
         if not self.saved_parts >= WHOLE:
             self._tracking.notice(
                 f"{path.name} holds {', '.join(sorted(self.saved_parts))} only (checkpoint.save_contents): it can be "

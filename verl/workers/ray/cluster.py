@@ -19,6 +19,7 @@ from verl.errors import UserError
 from verl.platform import KINDS, platform_of
 from verl.platform.host import DEFAULTS, usable
 from verl.platform.network import check_reachable
+from verl.platform.processes import sweep_at_exit
 from verl.versions import refuse_holes
 from verl.workers.ray.calls import joined, within
 from verl.workers.resources import no_cluster
@@ -28,14 +29,6 @@ _TIMELINE_S = 60.0
 _LONGEST_PLACE = 25  # Ray puts 80 more characters behind it, and sockets have names of at most 107
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _AUTH_SWITCH = "RAY_AUTH_MODE"
-# The agents of a Ray whose driver was killed live on for a minute: they try to tell its head, which is gone too.
-_SWEEP = """
-read -r _
-for process in /proc/[0-9]*; do
-    grep -qs "$FOLDER/" "$process/cmdline" && kill -9 "${process#/proc/}"
-done
-rm -rf "$FOLDER"
-"""
 _WORKER_ENV = {
     **DEFAULTS,
     "NCCL_DEBUG": "WARN",
@@ -186,11 +179,8 @@ class Cluster:
             place = "/tmp"
         os.makedirs(place, exist_ok=True)
         folder = tempfile.mkdtemp(prefix="ray_", dir=place)
-        environment = {**os.environ, "FOLDER": folder}
-        command = ["sh", "-c", _SWEEP]
-        self._sweeper = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=environment, start_new_session=True
-        )
+        # The agents of a Ray whose driver was killed live on for a minute: they try to tell its head, which is gone too.
+        self._sweeper = sweep_at_exit("cmdline", f"{folder}/", folder)
         return f"{folder}/ray"
 
 
