@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_loss import CLIP_KEYS, CLIP_RATIO_C, DPPO_CLIP_RATIO_C, LossInputs, on_inputs
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 TOPK = "forward_kl_topk"
 
 
-def topk_terms(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def topk_terms(student: Tensor, teacher: Tensor) -> Tensor:
     """Σ_v ν(v)·(log ν(v) − logp(v)), at least 0: the forward KL over the teacher's k most likely tokens, [..., k] → [...].
 
     `student`, `teacher`: their log-probs of those tokens. A token of −inf, which is not in the student's vocabulary, is left out.
@@ -53,7 +54,7 @@ class Distillation:
 
     def __call__(
         self, inputs: LossInputs, area: PaddedMicroBatch, micro: MicroBatch
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Metrics]:
+    ) -> tuple[Tensor, dict[str, Tensor], Metrics]:
         """(the scalar to add times `coefficient`, aggregated parts by name, other metrics as (sum, weight))."""
         terms, metrics = self._terms(inputs, area, micro)
         limit = self.config.loss_max_clamp
@@ -71,7 +72,7 @@ class Distillation:
             metrics[name.replace("actor/", "distillation/")] = (float(value) * tokens, tokens)
         return loss, parts | {"distillation/pg_loss": loss}, metrics
 
-    def _policy_gradient(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    def _policy_gradient(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Any]]:
         own = LOSSES.declared(self.config.policy_loss_mode)
         if own.whole is not None and inputs.trajectory_tokens is not None:
             raise ValueError(
@@ -84,9 +85,7 @@ class Distillation:
         loss = on_inputs(LOSSES.get(self.config.policy_loss_mode))
         return loss(replace(inputs, config=config, columns={}))
 
-    def _terms(
-        self, inputs: LossInputs, area: PaddedMicroBatch, micro: MicroBatch
-    ) -> tuple[torch.Tensor, Metrics]:
+    def _terms(self, inputs: LossInputs, area: PaddedMicroBatch, micro: MicroBatch) -> tuple[Tensor, Metrics]:
         if not self.topk:
             teacher = area.needed("teacher_log_probs")
             student, teacher, metrics = self._from_below(inputs, inputs.log_probs, teacher)
@@ -100,8 +99,8 @@ class Distillation:
         return topk_terms(student, teacher), metrics | limited
 
     def _from_below(
-        self, inputs: LossInputs, student: torch.Tensor, teacher: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        self, inputs: LossInputs, student: Tensor, teacher: Tensor
+    ) -> tuple[Tensor, Tensor, Metrics]:
         """Both log-probs limited from below, and the share of tokens of which one was."""
         least = self.config.log_prob_min_clamp
         if least is None:
@@ -111,9 +110,7 @@ class Distillation:
         limited = torch.where(student == float("-inf"), student, student.clamp(min=least))
         return limited, teacher.clamp(min=least), self._told(inputs, log_prob_clamped_ratio=below)
 
-    def _overlap(
-        self, inputs: LossInputs, student: torch.Tensor, teacher: torch.Tensor, overlap: torch.Tensor
-    ) -> Metrics:
+    def _overlap(self, inputs: LossInputs, student: Tensor, teacher: Tensor, overlap: Tensor) -> Metrics:
         """How far the two agree on the most likely tokens. The advantage is the mean of −ν(v)·(log ν(v) − logp(v)) over tokens
         that are among the k of both, 0 where there is none."""
         gains = torch.where(overlap > 0, teacher.exp() * (student - teacher), 0.0).sum(-1)
@@ -121,7 +118,7 @@ class Distillation:
         values["overlap_token_advantage"] = gains / overlap.sum(-1).clamp(min=1)
         return self._told(inputs, ("student_mass", "teacher_mass"), overlap_ratio=overlap.mean(-1), **values)
 
-    def _told(self, inputs: LossInputs, spread: Sequence[str] = (), **values: torch.Tensor) -> Metrics:
+    def _told(self, inputs: LossInputs, spread: Sequence[str] = (), **values: Tensor) -> Metrics:
         """Means over the tokens in the loss, as (sum, tokens); of those in `spread` also {name}_min and {name}_max."""
         mask, out = inputs.loss_mask, dict[str, tuple[float, float]]()
         for name, value in values.items():

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl.algorithms.correction import Tokens, Weighting, importance_weights, parse_correction
 from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
@@ -30,32 +31,30 @@ CLIP_RATIO_C = 3.0
 DPPO_CLIP_RATIO_C = 20.0
 CLIP_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
-PolicyLoss = tuple[torch.Tensor, dict[str, Any]]
-Count = float | torch.Tensor
+PolicyLoss = tuple[Tensor, dict[str, Any]]
+Count = float | Tensor
 
 
-def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def masked(values: Tensor, mask: Tensor) -> Tensor:
     """`values` where mask is set, 0 elsewhere, whatever is there (padding may hold NaN). Shapes as given."""
     return torch.where(mask.bool(), values, torch.zeros_like(values))
 
 
-def masked_mean(
-    values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
-) -> torch.Tensor:
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Mean along `axis` (None: of all) where the mask is set; 0 without a token."""
     return masked(values, mask).sum(axis) / mask.sum(axis).clamp(min=1)
 
 
 def agg_loss(
-    loss_mat: torch.Tensor,
-    loss_mask: torch.Tensor,
+    loss_mat: Tensor,
+    loss_mask: Tensor,
     loss_agg_mode: str,
     dp_size: int = 1,
     batch_num_tokens: Count | None = None,
     global_batch_size: Count | None = None,
     loss_scale_factor: float | None = None,
-    trajectory_tokens: torch.Tensor | None = None,
-) -> torch.Tensor:
+    trajectory_tokens: Tensor | None = None,
+) -> Tensor:
     """Aggregate per-token terms [b, L] under a mask [b, L] into a scalar (algorithms.md §4).
 
     batch_num_tokens is T, the mini-batch's tokens with mask 1; global_batch_size is B, its responses that have
@@ -85,7 +84,7 @@ def agg_loss(
     return terms.sum() / responses * dp_size
 
 
-def _count(given: Count | None, counted: torch.Tensor, name: str, mode: str, dp_size: int) -> Count:
+def _count(given: Count | None, counted: Tensor, name: str, mode: str, dp_size: int) -> Count:
     """The count to divide by, at least 1: where it is 0 there is nothing to divide either."""
     if given is None:
         if dp_size > 1:
@@ -94,7 +93,7 @@ def _count(given: Count | None, counted: torch.Tensor, name: str, mode: str, dp_
                 "the count over all ranks cannot be seen from one of them"
             )
         given = counted
-    return given.clamp(min=1) if isinstance(given, torch.Tensor) else max(given, 1)
+    return given.clamp(min=1) if isinstance(given, Tensor) else max(given, 1)
 
 
 @dataclass(slots=True)
@@ -106,38 +105,38 @@ class LossInputs:
     loss declared, by name. trajectory_tokens [b]: T_i where trajectories have several segments, else None.
     """
 
-    log_probs: torch.Tensor
-    old_log_probs: torch.Tensor
-    advantages: torch.Tensor
-    loss_mask: torch.Tensor
-    response_mask: torch.Tensor
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    response_mask: Tensor
     loss_agg_mode: str
     config: Any
-    rollout_is_weights: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    trajectory_tokens: torch.Tensor | None = None
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rollout_is_weights: Tensor | None = None
+    entropy: Tensor | None = None
+    trajectory_tokens: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def aggregate(self, terms: torch.Tensor) -> torch.Tensor:
+    def aggregate(self, terms: Tensor) -> Tensor:
         """The scalar of per-token terms [b, W], by the configured mode and the counts of the mini-batch."""
         counts = setting(self.config, "global_batch_info", {})
         return agg_loss(terms, self.loss_mask, self.loss_agg_mode, **counts)
 
-    def policy_term(self, terms: torch.Tensor) -> torch.Tensor:
+    def policy_term(self, terms: Tensor) -> Tensor:
         """`aggregate` of the terms times the importance weights, if there are any."""
         weights = self.rollout_is_weights
         return self.aggregate(terms if weights is None else terms * weights)
 
-    def log_ratio(self) -> torch.Tensor:
+    def log_ratio(self) -> Tensor:
         """d = logp − old, 0 where the mask is not set."""
         return masked(self.log_probs - self.old_log_probs, self.loss_mask)
 
-    def ratio(self) -> torch.Tensor:
+    def ratio(self) -> Tensor:
         """ρ = exp(d), d limited to ±20."""
         return self.log_ratio().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
     @torch.no_grad()
-    def metrics(self, **values: torch.Tensor) -> dict[str, float]:
+    def metrics(self, **values: Tensor) -> dict[str, float]:
         """`actor/{name}` of each, its mean over the tokens in the loss, and actor/ppo_kl, that of old − logp.
 
         They are read from the device in one go.
@@ -147,13 +146,13 @@ class LossInputs:
         means = torch.stack([masked_mean(v.to(mask.dtype), mask) for v in named.values()]).tolist()
         return {f"actor/{name}": mean for name, mean in zip(named, means, strict=True)}
 
-    def of_mini_batch(self, whole: WholeMiniBatch) -> torch.Tensor:
+    def of_mini_batch(self, whole: WholeMiniBatch) -> Tensor:
         """The column `mini_batch_values` [b, W]; without a trainer that made it, of the tokens given here."""
         if "mini_batch_values" in self.columns:
             return self.columns["mini_batch_values"]
         like = self.log_probs
 
-        def flat(values: torch.Tensor) -> np.ndarray:
+        def flat(values: Tensor) -> np.ndarray:
             return np.asarray(values.detach().double().cpu().numpy()).ravel()
 
         tokens = MiniBatchTokens(
@@ -171,13 +170,13 @@ def public_form(loss: Callable[[LossInputs], PolicyLoss]) -> Callable[..., Polic
 
     @functools.wraps(loss)
     def call(
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
         loss_agg_mode: str = "token-mean",
         config: Any = None,
-        rollout_is_weights: torch.Tensor | None = None,
+        rollout_is_weights: Tensor | None = None,
     ) -> PolicyLoss:
         given = (log_prob, old_log_prob, advantages, response_mask, response_mask, loss_agg_mode, config)
         return loss(LossInputs(*given, rollout_is_weights=rollout_is_weights))
@@ -286,7 +285,7 @@ def compute_policy_loss_dro(inputs: LossInputs) -> PolicyLoss:
     return inputs.policy_term(-terms), inputs.metrics()
 
 
-def _without_blocked(inputs: LossInputs, allowed: torch.Tensor) -> PolicyLoss:
+def _without_blocked(inputs: LossInputs, allowed: Tensor) -> PolicyLoss:
     """x = −A·sg(min(ρ, c))·logp·v, v [b, W] True where a token may move. Blocked tokens stay in T.
 
     No token moves the policy further than a bound on its divergence from the old one. Meant for
@@ -367,9 +366,7 @@ def compute_policy_loss_bypass_mode(inputs: LossInputs) -> PolicyLoss:
 
 
 @torch.no_grad()
-def weights_now(
-    log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, policy_mask: torch.Tensor, how: Weighting
-) -> torch.Tensor:
+def weights_now(log_prob: Tensor, rollout_log_prob: Tensor, policy_mask: Tensor, how: Weighting) -> Tensor:
     """Importance weights [b, L] of the current policy over the sampler, in the dtype of log_prob, 0 off the mask."""
     mask = policy_mask.bool()
     error = (log_prob.double() - rollout_log_prob.double())[mask].cpu().numpy()

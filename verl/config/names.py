@@ -185,7 +185,7 @@ UNREAD: dict[str, dict[str, str]] = {
     "vllm": {
         _ROLLOUT + "{multi_stage_wake_up, disable_log_stats, calculate_log_probs}": (
             "the vllm engine always does what is best here"
-        ),
+        )
     },
     "": {
         _ROLLOUT + "checkpoint_engine.engine_kwargs": "the ways that weights travel here take no arguments",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from verl.models.attention import AttentionOptions
@@ -31,13 +32,13 @@ class Part:
     """One call of the kernel: cumulative lengths int32 [n+1] of queries and keys, their maxima, and which tokens
     they are (None: all, in order)."""
 
-    queries: torch.Tensor
-    keys: torch.Tensor
+    queries: Tensor
+    keys: Tensor
     max_queries: int
     max_keys: int
     causal: bool
-    query_index: torch.Tensor | None = None
-    key_index: torch.Tensor | None = None
+    query_index: Tensor | None = None
+    key_index: Tensor | None = None
 
 
 def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[Part]:
@@ -60,11 +61,11 @@ def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[Part]:
     return parts
 
 
-def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
-def _indices(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+def _indices(ranges: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(a, b) for a, b in ranges]).to(device)
 
 
@@ -74,7 +75,7 @@ backward(gradient of out, q, k, v, out, log-normaliser, part, state, scale) → 
 output and normaliser of the whole."""
 
 
-def fits(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
+def fits(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
     """True where a kernel can be used, for packs in which no sliding window cuts anything: a window would have
     to reach across the two calls."""
     width = query.shape[-1]
@@ -84,19 +85,14 @@ def fits(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) ->
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    parts: Sequence[Part],
-    scale: float,
-    kernel: Kernel,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float, kernel: Kernel
+) -> Tensor:
     """query [1, Hq, S, D], key and value [1, Hkv, S, D] → [1, S, Hq, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return _Merged.apply(q, k, v, parts, scale, kernel)[None]
 
 
-def _take(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+def _take(x: Tensor, index: Tensor | None) -> Tensor:
     return x.contiguous() if index is None else x.index_select(0, index)
 
 
@@ -123,7 +119,7 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v, out, lse = ctx.saved_tensors
-        totals: list[torch.Tensor] = []
+        totals: list[Tensor] = []
         for part, state in zip(ctx.parts, ctx.states, strict=True):
             qi, ki = part.query_index, part.key_index
             lse_part = lse if qi is None else lse[:, qi].contiguous()

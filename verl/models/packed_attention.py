@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor, nn
 
 from verl.models import flash_attention
 from verl.models.attention import AttentionOptions, product_dtype
@@ -51,7 +52,7 @@ class Tile:
     p1: int
     k0: int
     merged: bool = False
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -69,13 +70,13 @@ class PackedPlan:
     tokens' positions in their own sequence (for sliding windows). `heads` scales the size of the tiles.
     """
 
-    def __init__(self, segments: Sequence[TokenSpan], positions: torch.Tensor, heads: int):
+    def __init__(self, segments: Sequence[TokenSpan], positions: Tensor, heads: int):
         self.segments = [s for s in segments if s.end > s.start]
         self.positions = positions
         self.device = positions.device
         self.size = int(positions.shape[0])
         self._owner, self._prefix = self._token_tables()
-        self._triangles: dict[int, torch.Tensor] = {}
+        self._triangles: dict[int, Tensor] = {}
         self._windows: dict[int, list[Tile]] = {}
         self.longest = int(positions.max()) + 1 if self.size else 0
         self._heads = heads
@@ -85,7 +86,7 @@ class PackedPlan:
         """The pack as tiles. Their masks are many small operations, which a pack for the flash kernel is spared."""
         return self._build(self._heads)
 
-    def _token_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _token_tables(self) -> tuple[Tensor, Tensor]:
         """TokenSpan number of each token, and the number of the segment that is its prompt (−1 for none)."""
         starts = {s.start: i for i, s in enumerate(self.segments)}
         owner = torch.zeros(self.size, dtype=torch.int32)
@@ -132,7 +133,7 @@ class PackedPlan:
             start += rows
         return out
 
-    def _mask(self, tile: Tile, window: int | None) -> torch.Tensor:
+    def _mask(self, tile: Tile, window: int | None) -> Tensor:
         """float32 [rows, keys]: 0 where a row sees a key, −inf elsewhere."""
         spans = ((tile.p0, tile.p1), (tile.k0, tile.q1))
         index = torch.cat([torch.arange(start, end, device=self.device) for start, end in spans])
@@ -143,7 +144,7 @@ class PackedPlan:
             seen &= self.positions[rows, None] - self.positions[index] < window
         return torch.zeros(seen.shape, device=self.device).masked_fill_(~seen, float("-inf"))
 
-    def triangle(self, rows: int) -> torch.Tensor:
+    def triangle(self, rows: int) -> Tensor:
         """float32 [rows, rows]: 0 up to the diagonal, −inf above it."""
         if rows not in self._triangles:
             full = torch.full((rows, rows), float("-inf"), device=self.device)
@@ -169,13 +170,8 @@ class PackedPlan:
         return self._windows[window]
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """See `AttentionPlan.attend`. Under autocast the products run in its dtype."""
         query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
         # A window that takes nothing away from any token of this pack is none.
@@ -189,25 +185,25 @@ class PackedPlan:
             return _TiledAttention.apply(query, key, value, options.sinks, self, tiles, options)
 
 
-def _fold(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def _fold(x: Tensor, kv_heads: int) -> Tensor:
     """[1, Hkv·G, S, D] → contiguous [Hkv, S·G, D]; the heads of a group become neighbouring rows."""
     _, heads, size, width = x.shape
     return x[0].view(kv_heads, heads // kv_heads, size, width).transpose(1, 2).reshape(kv_heads, -1, width)
 
 
-def _keys(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+def _keys(x: Tensor, tile: Tile) -> Tensor:
     """The tile's keys (or values) out of [Hkv, S, D]: [Hkv, keys, D]."""
     own = x[:, tile.k0 : tile.q1]
     return own if tile.p1 == tile.p0 else torch.cat((x[:, tile.p0 : tile.p1], own), 1)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
+def _product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=alpha)
 
 
 def _probabilities(
-    plan: PackedPlan, tile: Tile, q: torch.Tensor, k: torch.Tensor, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    plan: PackedPlan, tile: Tile, q: Tensor, k: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Softmax of one tile in float32 [Hkv, rows·G, keys]; with a soft cap also d(capped)/d(score); with sinks
     also the sink's own share [Hkv, rows·G, 1]."""
     heads, folded, keys = q.shape[0], q.shape[1], k.shape[1]
@@ -283,7 +279,7 @@ class _TiledAttention(torch.autograd.Function):
         return dq, dk.to(k.dtype)[None], dv.to(v.dtype)[None], dsinks, None, None, None
 
 
-def _scatter(total: torch.Tensor, tile: Tile, part: torch.Tensor) -> None:
+def _scatter(total: Tensor, tile: Tile, part: Tensor) -> None:
     """Add a tile's gradient [Hkv, keys, D] to the rows of [Hkv, S, D] that its keys came from."""
     shared = tile.p1 - tile.p0
     if shared:

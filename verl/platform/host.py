@@ -13,10 +13,7 @@ from pathlib import Path
 _CPUINFO = Path("/proc/cpuinfo")
 _NODES = Path("/sys/devices/system/node")
 # Of the two versions of control groups: the file with the limit, the file with what is used.
-_MEMORY_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
+_MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _FREE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 # On a CPU, giving pages back to the kernel and faulting them in again costs as much as the arithmetic on them: glibc
 # serves large blocks by mmap and returns them on free, so every activation of every micro-batch is zeroed anew.

@@ -97,12 +97,7 @@ class ServerManager:
         self.session = session
 
     async def generate(
-        self,
-        request_id: str,
-        *,
-        prompt_ids: Any,
-        sampling_params: Mapping[str, Any],
-        **more: Any,
+        self, request_id: str, *, prompt_ids: Any, sampling_params: Mapping[str, Any], **more: Any
     ) -> TokenOutput:
         """Sample a continuation of `prompt_ids`. request_id is not needed: the session keeps its prefix in one replica. UserError for
         images and the like: they would not reach the model."""

@@ -167,10 +167,7 @@ def reward_engine(config: Any, platform: Platform) -> Any:
     settings = {
         "strategy": config.actor_rollout_ref.actor.strategy,
         "ppo_max_token_len_per_gpu": own.rollout.max_num_batched_tokens,
-        "fsdp_config": {
-            "dtype": own.rollout.dtype,
-            "param_offload": "reward_model" not in own_pools(config),
-        },
+        "fsdp_config": {"dtype": own.rollout.dtype, "param_offload": "reward_model" not in own_pools(config)},
     }
     options = {"model_cfg": own.model, "head": "score", "role": "reward_model", "trainable": False}
     try:

@@ -158,10 +158,7 @@ class UpdatePlan:
         return replace(corrected, metrics=metrics)
 
     def _current(
-        self,
-        segments: list[Segment],
-        log_probs: Callable[[list[Segment]], np.ndarray],
-        first: bool,
+        self, segments: list[Segment], log_probs: Callable[[list[Segment]], np.ndarray], first: bool
     ) -> dict[int, np.ndarray]:
         """Log-probs of the weights of this moment by segment (its id). Where they are the old ones, and those are not known
         yet, any number will do: only the difference, 0, is asked for."""

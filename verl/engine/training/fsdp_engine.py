@@ -28,14 +28,7 @@ import torch
 
 from verl.config.schema.base import setting
 from verl.engine.training import lora, weight_files
-from verl.engine.training.base import (
-    LOG_PROBS,
-    ROUTES,
-    MicroBatch,
-    MicroLoss,
-    StepResult,
-    TrainingEngine,
-)
+from verl.engine.training.base import LOG_PROBS, ROUTES, MicroBatch, MicroLoss, StepResult, TrainingEngine
 from verl.engine.training.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.optimizer import (
     Schedule,

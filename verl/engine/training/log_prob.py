@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from verl.models.attention import product_dtype
 from verl.platform import platform_of
@@ -36,12 +37,12 @@ DEVICE_BLOCK_COLUMNS = 16 * 1024
 class LogitLayer:
     """The last layer. weight [V, H], bias [V] or None; logits = cap·tanh(scale·(hWᵀ + b)/cap), cap None = off."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
+    weight: Tensor
+    bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] → all logits [R, V]; the plain way, with autograd."""
         out = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
         if self.scale != 1.0:
@@ -50,15 +51,15 @@ class LogitLayer:
 
 
 def token_outputs(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    targets: Tensor,
     layer: LogitLayer,
     outputs: Collection[str],
     *,
     temperature: float,
-    candidates: torch.Tensor | None = None,
+    candidates: Tensor | None = None,
     topk: int = 0,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """The outputs asked for, float32, of `targets` int64 [R] under softmax(logits(hidden)/temperature); hidden [R, H].
 
     log_probs, entropy, sum_pi_squared: [R]. topk_log_probs, topk_ids: [R, k] of the `topk` most likely tokens, the likeliest
@@ -78,12 +79,8 @@ def token_outputs(
 
 
 def outputs_of_logits(
-    z: torch.Tensor,
-    targets: torch.Tensor,
-    outputs: Collection[str],
-    candidates: torch.Tensor | None = None,
-    topk: int = 0,
-) -> dict[str, torch.Tensor]:
+    z: Tensor, targets: Tensor, outputs: Collection[str], candidates: Tensor | None = None, topk: int = 0
+) -> dict[str, Tensor]:
     """`token_outputs` the plain way: z float32 [R, V] are the logits divided by the temperature."""
     logp, (columns, topk) = torch.log_softmax(z, -1), _columns(targets, outputs, candidates, topk)
     picked = logp.gather(1, columns.clamp(max=z.shape[1] - 1))
@@ -94,15 +91,15 @@ def outputs_of_logits(
 
 
 def _columns(
-    targets: torch.Tensor, outputs: Collection[str], candidates: torch.Tensor | None, topk: int
-) -> tuple[torch.Tensor, int]:
+    targets: Tensor, outputs: Collection[str], candidates: Tensor | None, topk: int
+) -> tuple[Tensor, int]:
     """The tokens whose log-probs are asked for, [R, 1 + k], and how many most likely ones."""
     if candidates is None or not {*outputs}.intersection(CANDIDATE_OUTPUTS):
         return targets[:, None], topk
     return torch.cat((targets[:, None], candidates), 1), candidates.shape[1]
 
 
-def _named(found: Sequence[torch.Tensor | None], outputs: Collection[str]) -> dict[str, torch.Tensor]:
+def _named(found: Sequence[Tensor | None], outputs: Collection[str]) -> dict[str, Tensor]:
     """Of log-probs [R, 1 + k], entropy, Σπ², and log-probs and ids of the most likely tokens [R, k], what is asked for."""
     logp, entropy, squares, best, ids = found
     assert logp is not None and best is not None and ids is not None
@@ -139,9 +136,7 @@ class _How:
     squares: bool
     topk: int = 0
 
-    def z(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def z(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Block of z in float32 and, with a soft cap, d(capped)/d(uncapped)."""
         factor = self.scale if self.softcap is not None else self.scale / self.temperature
         z = torch.addmm(hidden.new_empty(()), hidden, weight.t(), beta=0, alpha=factor).float()
@@ -211,14 +206,14 @@ class _TokenOutputs(torch.autograd.Function):
         return dh, dw, db, None, None
 
 
-def _weight_gradient(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def _weight_gradient(weight: Tensor) -> tuple[Tensor, bool]:
     """Where the head's gradient goes: straight into a leaf's existing float32 .grad, else a new tensor."""
     if weight.is_leaf and weight.grad is not None and weight.grad.dtype == torch.float32:
         return weight.grad, True
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device), False
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
     """total += alpha·a·b, the sum in float32 whatever the product is."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, alpha=alpha)
@@ -260,7 +255,7 @@ def _forward_rows(stats, logp, likely, h, w, bias, targets, how, width):  # type
         stats[2] = squares / (total * total)
 
 
-def _keep_likely(best: torch.Tensor, ids: torch.Tensor, z: torch.Tensor, start: int) -> None:
+def _keep_likely(best: Tensor, ids: Tensor, z: Tensor, start: int) -> None:
     """Of the most likely tokens so far [r, k] and those of a block of logits, the k largest, in place."""
     values, places = z.topk(min(best.shape[1], z.shape[1]), 1)
     values, places = torch.cat((best, values), 1), torch.cat((ids, places + start), 1)

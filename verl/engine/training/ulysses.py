@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from verl.engine.training.packing import Pack
 from verl.models.attention import AttentionOptions, AttentionPlan, product_dtype
@@ -29,7 +30,7 @@ class SequenceParallel:
         self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
         self._heads, self._image_token = heads, image_token
 
-    def share(self, batch: Pack) -> tuple[Pack, torch.Tensor, AttentionPlan]:
+    def share(self, batch: Pack) -> tuple[Pack, Tensor, AttentionPlan]:
         """This rank's tokens [S/n] and those of the response tokens that are predicted from them, with their places among
         all response tokens. The pack is filled up to a multiple of the ranks with a segment nothing looks at."""
         width = -(-batch.size // self._size)
@@ -56,15 +57,13 @@ class SequenceParallel:
         whole = PackedPlan(segments, positions, self._heads // self._size)
         return part, mine, UlyssesPlan(whole, self._group, self._rank, self._size)
 
-    def all_tokens(self, own: torch.Tensor) -> torch.Tensor:
+    def all_tokens(self, own: Tensor) -> Tensor:
         """What each rank knows of its tokens, [S/n, …], of all of them, those that fill up included."""
         parts = [torch.empty_like(own) for _ in range(self._size)]
         dist.all_gather(parts, own, group=self._group)
         return torch.cat(parts)
 
-    def whole(
-        self, outputs: dict[str, torch.Tensor], mine: torch.Tensor, count: int
-    ) -> dict[str, torch.Tensor]:
+    def whole(self, outputs: dict[str, Tensor], mine: Tensor, count: int) -> dict[str, Tensor]:
         """Outputs of all `count` response tokens on every rank; gradients go back to the rank they came from."""
         columns = [own.unsqueeze(0) if own.ndim == 1 else own.t() for own in outputs.values()]
         joined = _Join.apply(torch.cat(columns), mine, count, self._group)
@@ -80,13 +79,8 @@ class UlyssesPlan:
         self._whole, self._group, self._rank, self._size = whole, group, rank, size
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """See `AttentionPlan.attend`; tensors hold this rank's tokens and all heads."""
         query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
         # Key heads that the ranks do not divide are repeated just as often as it takes.
@@ -98,13 +92,13 @@ class UlyssesPlan:
             options = replace(options, sinks=options.sinks.view(self._size, -1)[self._rank])
         return self._gather_heads(self._whole.attend(module, query, key, value, options))
 
-    def _gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def _gather_tokens(self, x: Tensor) -> Tensor:
         """[1, H, S/n, D] → [1, H/n, S, D]."""
         n, (_, heads, tokens, width) = self._size, x.shape
         swapped = _AllToAll.apply(x.reshape(n, heads // n, tokens, width), self._group)
         return swapped.transpose(0, 1).reshape(1, heads // n, n * tokens, width)
 
-    def _gather_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def _gather_heads(self, x: Tensor) -> Tensor:
         """[1, S, H/n, D] → [1, S/n, H, D]."""
         n, (_, tokens, heads, width) = self._size, x.shape
         swapped = _AllToAll.apply(x.reshape(n, tokens // n, heads, width), self._group)
@@ -115,14 +109,14 @@ class _AllToAll(torch.autograd.Function):
     """Slice i of the first dimension goes to rank i; its own inverse, so also its own gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         return _AllToAll.apply(grads[0], ctx.group), None
 
 
@@ -130,7 +124,7 @@ class _Join(torch.autograd.Function):
     """Columns of [k, own] put in their places of [k, count] on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, mine: torch.Tensor, count: int, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, own: Tensor, mine: Tensor, count: int, group: Any) -> Tensor:
         ctx.save_for_backward(mine)
         out = own.new_zeros(own.shape[0], count)
         out[:, mine] = own
@@ -138,6 +132,6 @@ class _Join(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         (mine,) = ctx.saved_tensors
         return grads[0][:, mine], None, None, None
