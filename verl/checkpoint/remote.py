@@ -14,17 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.manifest import (
-    LATEST,
-    NAME,
-    CheckpointError,
-    read_manifest,
-    remove,
-    step_of,
-    sync_directory,
-    sync_tree,
-    verify,
-)
+from verl.checkpoint import manifest
+from verl.checkpoint.manifest import LATEST, NAME, CheckpointError
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,15 +52,15 @@ class RemoteCopies:
     def put(self, checkpoint: Path) -> int:
         """Copy a sealed local checkpoint; returns the bytes."""
         with self._system(f"copying {checkpoint.name} there") as (system, root):
-            manifest = read_manifest(checkpoint)
+            seal = manifest.read_manifest(checkpoint)
             target = f"{root}/{checkpoint.name}"
             if system.exists(f"{target}/{NAME}"):
                 system.rm_file(f"{target}/{NAME}")
-            for name in [*sorted(manifest.files), NAME]:
+            for name in [*sorted(seal.files), NAME]:
                 system.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
                 system.put_file(str(checkpoint / name), f"{target}/{name}")
-            system.pipe_file(f"{root}/{LATEST}", str(manifest.step).encode())
-            return manifest.size
+            system.pipe_file(f"{root}/{LATEST}", str(seal.step).encode())
+            return seal.size
 
     def newest(self) -> Copy | None:
         """The complete copy that was sealed last, or None."""
@@ -79,7 +70,7 @@ class RemoteCopies:
             system.invalidate_cache()
             found = []
             for path in system.ls(root, detail=False):
-                step = step_of(Path(path))
+                step = manifest.step_of(Path(path))
                 seal = f"{root}/global_step_{step}/{NAME}"
                 if step is not None and system.exists(seal):
                     found.append(Copy(int(json.loads(system.cat_file(seal))["serial"]), step))
@@ -90,17 +81,17 @@ class RemoteCopies:
         final = root / copy.name
         beside = root / f"{copy.name}.tmp"
         with self._system(f"fetching {copy.name}") as (system, base):
-            remove(beside)
+            manifest.remove(beside)
             beside.mkdir(parents=True)
             source = f"{base}/{copy.name}"
             system.get_file(f"{source}/{NAME}", str(beside / NAME))
-            manifest = read_manifest(beside)
-            for name in sorted(manifest.files):
+            seal = manifest.read_manifest(beside)
+            for name in sorted(seal.files):
                 (beside / name).parent.mkdir(parents=True, exist_ok=True)
                 system.get_file(f"{source}/{name}", str(beside / name))
-            verify(beside, manifest)
-            sync_tree(beside)
-            remove(final)
+            manifest.verify(beside, seal)
+            manifest.sync_tree(beside)
+            manifest.remove(final)
             os.rename(beside, final)
-            sync_directory(root)
+            manifest.sync_directory(root)
         return final

@@ -15,22 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.manifest import (
-    LATEST,
-    LOOP,
-    CheckpointError,
-    Manifest,
-    files_under,
-    hash_files,
-    read_manifest,
-    remove,
-    replace_text,
-    step_directories,
-    sync_directory,
-    sync_tree,
-    write_manifest,
-    write_synced,
-)
+from verl.checkpoint import manifest
+from verl.checkpoint.manifest import LATEST, LOOP, CheckpointError, Manifest
 
 OnEvent = Callable[..., None]
 
@@ -65,13 +51,15 @@ class CheckpointWriter:
         """
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            remove(self._beside)
+            manifest.remove(self._beside)
             for name, write in parts.items():
                 directory = self._beside / name
                 directory.mkdir(parents=True, exist_ok=True)
                 write(directory)
             (self._beside / LOOP).parent.mkdir(parents=True, exist_ok=True)
-            write_synced(self._beside / LOOP, json.dumps({"step": self._step, **loop_state}, indent=1))
+            manifest.write_synced(
+                self._beside / LOOP, json.dumps({"step": self._step, **loop_state}, indent=1)
+            )
         except Exception as error:
             self._fail(error)
             if getattr(error, "ends_the_run", False):
@@ -107,15 +95,15 @@ class CheckpointWriter:
         for path in self._beside.rglob("*"):
             if path.is_file():
                 path.chmod(mode)
-        sync_tree(self._beside)
+        manifest.sync_tree(self._beside)
         hashing = time.perf_counter()
-        files = hash_files(self._beside, files_under(self._beside))
+        files = manifest.hash_files(self._beside, manifest.files_under(self._beside))
         hash_seconds = time.perf_counter() - hashing
         before = sealed(self._root)
         serial = before[-1][0] + 1 if before else 1
-        manifest = Manifest(self._step, serial, time.time(), files)
-        write_manifest(self._beside, manifest)
-        return manifest.size, hash_seconds
+        seal = Manifest(self._step, serial, time.time(), files)
+        manifest.write_manifest(self._beside, seal)
+        return seal.size, hash_seconds
 
     def _publish(self) -> None:
         """Give the sealed directory its final name. An older one of the same step makes room by a rename."""
@@ -127,17 +115,17 @@ class CheckpointWriter:
             if retired is not None:
                 os.rename(retired, self._final)
             raise
-        sync_directory(self._root)
+        manifest.sync_directory(self._root)
 
     def _tidy(self) -> None:
         """The pointer file and the retention. The checkpoint is safe already: a failure here is only an event."""
         try:
-            replace_text(self._root / LATEST, str(self._step))
+            manifest.replace_text(self._root / LATEST, str(self._step))
             for retired in self._root.glob(f"{self._final.name}.deleted*.tmp"):
-                remove(retired)
+                manifest.remove(retired)
             # Directories without a readable manifest of ours (another system's, damaged ones) are neither counted nor deleted.
             for *_, old in sealed(self._root)[: -self._keep] if self._keep and self._keep >= 1 else ():
-                remove(retire(old))
+                manifest.remove(retire(old))
                 self._on_event("checkpoint_deleted", step=self._step, path=str(old))
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
@@ -158,7 +146,7 @@ class CheckpointWriter:
             message=f"the checkpoint of step {self._step} could not be saved ({self.problem}); {left}",
         )
         try:
-            remove(self._beside)
+            manifest.remove(self._beside)
         except OSError as failure:
             what = f"{type(failure).__name__}: {failure}"
             self._on_event("checkpoint_cleanup_failed", path=str(self._beside), error=what)
@@ -168,10 +156,10 @@ def sealed(root: Path, pass_over: Callable[..., None] = lambda *_: None) -> list
     """(serial, step, path) of every directory with a readable manifest, what was sealed last at the end; pass_over(path, error)
     hears of the others."""
     found = []
-    for path in sorted(step_directories(root)):
+    for path in sorted(manifest.step_directories(root)):
         try:
-            manifest = read_manifest(path)
-            found.append((manifest.serial, manifest.step, path))
+            seal = manifest.read_manifest(path)
+            found.append((seal.serial, seal.step, path))
         except CheckpointError as error:
             pass_over(path, error)
     return sorted(found)
