@@ -135,7 +135,9 @@ def assert_trained(out: Path, stdout: str, script: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", TEXT)
+@pytest.mark.parametrize(
+    "script", [*TEXT[1::2], *(pytest.param(one, marks=pytest.mark.long) for one in TEXT[::2])]
+)
 def test_text_commands_pass_the_check_and_train(script, fork_server, home, tmp_path) -> None:
     out = tmp_path / "out"
     words = arguments(script, shrink(home, out, script), home, tmp_path)

@@ -215,6 +215,7 @@ def test_a_judge_on_a_device_of_its_own_is_asked(train, tmp_path) -> None:
     assert records(apart)[1]["critic/score/mean"] == records(alone)[1]["critic/score/mean"]
 
 
+@pytest.mark.long
 def test_two_ranks_are_taught_as_one_process(train, tmp_path) -> None:
     """Two teachers, of which some steps' rows of a rank may need only one."""
     teachers = [tiny_model(tmp_path / name, seed=seed, scale=4.0) for seed, name in enumerate("ab", 3)]

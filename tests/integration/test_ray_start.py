@@ -108,6 +108,7 @@ def test_a_head_on_one_node(tmp_path: Path, mark: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_server: ForkServer) -> None:
     """Two addresses of this machine stand for two nodes; the token is copied by hand, as between machines. What the nodes start
     is forked from `fork_server`."""

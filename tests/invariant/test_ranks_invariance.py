@@ -89,6 +89,7 @@ def test_a_sequence_over_two_ranks(model: Path, alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks(model: Path, alone: dict[str, Any]) -> None:
     """Two replicas of two shards; two sequences over two ranks each; more ranks than key heads."""
     cases = {

@@ -62,6 +62,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi": {},
 }
 
+SLOW = ("gemma3n_text", "hrm_text", "mimo_v2_flash")
+
 
 def built(arch: str) -> Any:
     torch.manual_seed(0)
@@ -105,7 +107,9 @@ def worst(alone: Any, prompts: list[list[int]], responses: list[Completion]) -> 
     return largest
 
 
-@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=[pytest.mark.long] * (a in SLOW)) for a in sorted(ARCHITECTURES)]
+)
 def test_log_probs_are_the_models_own(arch: str) -> None:
     """Prompts longer than a block and a pass, responses that cross blocks and windows, a queue, and a cache too small."""
     alone = built(arch)
