@@ -39,13 +39,13 @@ def after(owner: Any, name: str, moment: str) -> None:
 
 def watch() -> None:
     """Wrap what is of interest."""
-    from verl.checkpoint import write
+    from verl.checkpoint import manifest, write
     from verl.engine.training.fsdp_engine import FSDPEngine
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
 
     after(FSDPEngine, "save_weights", "half written")
-    after(write, "write_manifest", "sealed")
+    after(manifest, "write_manifest", "sealed")
     after(write.CheckpointWriter, "_publish", "published")
     after(write, "retire", "retired")
     enter, log = Phases.__call__, Tracking.log

@@ -33,16 +33,16 @@ nan_at_times.calls = 0  # type: ignore[attr-defined]
 
 def full_disk(at: set[int]) -> None:
     """The disk is full when the saves of these steps are synced."""
-    from verl.checkpoint import write
+    from verl.checkpoint import manifest
 
-    sync = write.sync_tree
+    sync = manifest.sync_tree
 
     def sync_tree(directory: Any) -> None:
         if int(directory.name.split("_")[2].split(".")[0]) in at:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
         sync(directory)
 
-    write.sync_tree = sync_tree
+    manifest.sync_tree = sync_tree
 
 
 def small_files(limit: int) -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +16,8 @@ from PIL import Image, ImageDraw
 from tests.chaos.killing import Kill, run_and_kill
 from tests.runs import TinyRun, records, weights
 from tests.tiny import tiny_vision_model, unseeing
+from verl.trainer.seeing import images_dropped
+from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
 
 COLOURS = ("red", "green", "blue")
 
@@ -90,11 +93,21 @@ def test_a_run_sees_its_images_and_resumes_exactly(tiny: VisionRun, fork_server:
         for name in ("decoded_per_image", "processed_per_image", "encoded_per_image/trainer"):
             assert step[f"perf/images/{name}"] == 1, name
         assert step["perf/images/encoded_per_image/sampler"] == 1 and step["perf/images/sent_per_node"] == 0
+        assert step["training/images_dropped"] == 0
     assert "data:image/jpeg;base64," in (whole / "report.html").read_text()
     actor = whole / "global_step_3" / "actor"
     model = AutoModelForImageTextToText.from_pretrained(actor)
     assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
     assert (actor / "preprocessor_config.json").is_file()
+
+
+def test_images_that_a_loop_leaves_out_are_counted() -> None:
+    two = Media({"image_grid_thw": np.ones((2, 3), np.int64)}, 2)
+    prompt, ids, mask = Prompt("0:0@0", np.arange(4), None, media=two), np.arange(3), np.ones(3, bool)
+    shown = [Segment(np.arange(4), ids, mask, media=two), Segment(np.arange(4), ids, mask)]
+    batch = [Trajectory(prompt, i, segments=some) for i, some in enumerate((shown, shown[1:], shown[:1]))]
+    bare = Trajectory(Prompt("0:1@0", np.arange(4), None), 0, segments=shown[1:])
+    assert images_dropped(Batch([*batch, bare])) == 2
 
 
 def test_responses_to_images_are_written_and_scored(tiny: VisionRun, tmp_path: Path) -> None:

@@ -58,7 +58,10 @@ class ImageRecord:
         count = sum(one.images for one in media)
         now = self._counts()
         since, self._before = {name: total - self._before[name] for name, total in now.items()}, now
-        out: dict[str, Number] = {"perf/images/count": count}
+        out: dict[str, Number] = {
+            "perf/images/count": count,
+            "training/images_dropped": images_dropped(batch),
+        }
         out["perf/images/sent_per_node"] = sum(one.images * one.puts for one in media) / count
         # Not `count`: images are drawn ahead, and for groups that are then left out of the batch.
         if drawn := since.pop("drawn"):
@@ -69,6 +72,12 @@ class ImageRecord:
         if trained.get("distinct"):
             out["perf/images/encoded_per_image/trainer"] = trained["encoded"] / trained["distinct"]
         return out
+
+
+def images_dropped(batch: Batch) -> int:
+    """Images of prompts that no segment of the trajectory has: an agent loop of the user's own may leave them out."""
+    seen = ((t, max((s.media.images for s in t.segments if s.media is not None), default=0)) for t in batch)
+    return sum(max(t.prompt.media.images - most, 0) for t, most in seen if t.prompt.media is not None)
 
 
 def probes_of(row: Segment, media: Media) -> list[Trajectory]:
