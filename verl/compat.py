@@ -21,14 +21,12 @@ from typing import Any
 _TOOLS = "use verl.rollout.tools (BaseTool, function_tool) and verl.rollout.tools.interactions"
 _MODELS = "any Hugging Face architecture is used as it is, through verl.engine.training.base.TrainingEngine"
 
+_PPO = "verl.trainer.main_ppo"
 # Path that users start → the program, and the configuration that is its default.
 ENTRY_POINTS: dict[str, tuple[str, str]] = {
-    "verl.experimental.fully_async_policy.fully_async_main": (
-        "verl.trainer.main_ppo",
-        "fully_async_ppo_trainer",
-    ),
-    "verl.experimental.one_step_off_policy.main_ppo": ("verl.trainer.main_ppo", "one_step_off_ppo_trainer"),
-    "verl.trainer.main_ppo_sync": ("verl.trainer.main_ppo", "ppo_trainer"),
+    "verl.experimental.fully_async_policy.fully_async_main": (_PPO, "fully_async_ppo_trainer"),
+    "verl.experimental.one_step_off_policy.main_ppo": (_PPO, "one_step_off_ppo_trainer"),
+    "verl.trainer.main_ppo_sync": (_PPO, "ppo_trainer"),
     "verl.trainer.main_generation_server": ("verl.trainer.main_generation", "generation"),
     "verl.trainer.fsdp_sft_trainer": ("verl.trainer.sft_trainer", "sft_trainer"),
 }

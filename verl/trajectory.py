@@ -69,15 +69,8 @@ UNKNOWN_EXPERT = -1
 
 SINGLE_TURN = "single_turn_agent"
 
-AGENT_LOOP_ARGUMENTS = (
-    "self",
-    "sampling_params",
-    "prompt_ids",
-    "raw_prompt",
-    "uid",
-    "sample_index",
-    "columns",
-)
+_ARGUMENTS = "self sampling_params prompt_ids raw_prompt uid sample_index columns"
+AGENT_LOOP_ARGUMENTS = tuple(_ARGUMENTS.split())
 """Keywords of an agent loop's `run` that mean one thing in every run. A data column of that name is found in `columns`."""
 
 

@@ -114,13 +114,13 @@ def compute_advantage(
     """
     estimator = core_algos.get_adv_estimator_fn(adv_estimator)
     columns, others = data.batch, data.non_tensor_batch
-    given: dict[str, Any] = {
-        **columns,
-        "batch": columns,
-        "non_tensor_batch": others,
+    given: dict[str, Any] = {**columns, "batch": columns, "non_tensor_batch": others}
+    given |= {
         "index": others.get("uid"),
+        "gamma": gamma,
+        "lam": lam,
+        "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
     }
-    given |= {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     given["config"] = {"gamma": gamma, "lam": lam} if config is None else config
     advantages, returns = estimator(**{name: given[name] for name in _named(estimator, given)})
     return data.having(advantages=advantages, returns=returns)

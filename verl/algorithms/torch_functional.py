@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from verl.algorithms.policy_loss import masked, masked_mean
 
 
-def masked_sum(
-    values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
-) -> torch.Tensor:
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Sum where the mask is set, whatever the padding holds."""
     return masked(values, mask).sum(axis)
 
 
-def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance where the mask is set. ValueError without a token, and for the unbiased one of a single token."""
     count = mask.sum()
     if count <= int(unbiased):
@@ -23,23 +22,23 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
     return masked_sum(deviation.square(), mask) / (count - int(unbiased))
 
 
-def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """(x − mean) / √(var + 1e-8), unbiased variance; with shift_mean=False the mean is added again."""
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
     return whitened if shift_mean else whitened + mean
 
 
-def clip_by_value(values: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+def clip_by_value(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The values, limited by tensors."""
     return torch.minimum(torch.maximum(values, low), high)
 
 
-def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Log-prob of each label [...] under logits [..., V]."""
     return torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
-def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+def entropy_from_logits(logits: Tensor) -> Tensor:
     """Entropy [...] of softmax(logits [..., V])."""
     return torch.special.entr(torch.softmax(logits, -1)).sum(-1)

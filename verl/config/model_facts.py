@@ -89,13 +89,8 @@ class ModelFacts:
                 return f"{index.name} cannot be read"
             gone = sorted(s for s in shards if not (self.folder / s).exists())
             return f"{index.name} names {', '.join(gone[:3])}, which is not there" if gone else None
-        patterns = (
-            "*.safetensors",
-            "pytorch_model*.bin",
-            "model_world_size_*.pt",
-            "../model_world_size_*.pt",
-        )
-        if any(next(self.folder.glob(pattern), None) for pattern in patterns):
+        files = ("*.safetensors", "pytorch_model*.bin", "model_world_size_*.pt", "../model_world_size_*.pt")
+        if any(next(self.folder.glob(pattern), None) for pattern in files):
             return None
         return f"no *.safetensors there (it holds {_content(self.folder)}); name a directory with weights"
 

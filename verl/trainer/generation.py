@@ -72,14 +72,8 @@ def training_config(config: GenerationConfig) -> Config:
     run, rollout, trainer = Config(), config.rollout, config.trainer
     arr, data = run.actor_rollout_ref, run.data
     arr.model, arr.rollout, run.ray_kwargs = config.model, rollout, config.ray_kwargs
-    same = (
-        "prompt_key",
-        "apply_chat_template_kwargs",
-        "image_key",
-        "allow_image_urls",
-        "mm_processor_kwargs",
-    )
-    for name in same:
+    own = ("prompt_key", "apply_chat_template_kwargs", "image_key", "allow_image_urls", "mm_processor_kwargs")
+    for name in own:
         data[name] = config.data[name]
     data.max_prompt_length, data.max_response_length = rollout.prompt_length, rollout.response_length
     data.filter_overlong_prompts, data.max_bad_row_ratio = True, 1.0

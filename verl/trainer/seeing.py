@@ -58,10 +58,8 @@ class ImageRecord:
         count = sum(one.images for one in media)
         now = self._counts()
         since, self._before = {name: total - self._before[name] for name, total in now.items()}, now
-        out: dict[str, Number] = {
-            "perf/images/count": count,
-            "training/images_dropped": images_dropped(batch),
-        }
+        out: dict[str, Number] = {"perf/images/count": count}
+        out["training/images_dropped"] = images_dropped(batch)
         out["perf/images/sent_per_node"] = sum(one.images * one.puts for one in media) / count
         # Not `count`: images are drawn ahead, and for groups that are then left out of the batch.
         if drawn := since.pop("drawn"):

@@ -222,12 +222,8 @@ def load_tools(entry: Mapping[str, Any], where: str, tool_class: Any = McpTool) 
     return found
 
 
-def _schema(offered: Any, place: str) -> OpenAIFunctionToolSchema:
-    function = {
-        "name": offered.name,
-        "description": offered.description or "",
-        "parameters": offered.input_schema,
-    }
+def _schema(tool: Any, place: str) -> OpenAIFunctionToolSchema:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     schema = {"type": "function", "function": function}
     check_schema(schema, place)
     return OpenAIFunctionToolSchema.model_validate(schema)  # type: ignore[no-any-return]
