@@ -1,53 +1,69 @@
 """Keys and values drawn from the schema itself: nothing outside a range is accepted, nothing inside ends in a traceback, and what the
-check accepts runs two steps. `VERL_DRAWS` and `VERL_DRAWS_SEED`: how many draws really run, and which; of those that are only
-checked there are ten times as many."""
+check accepts runs two steps, in runs of every kind (tests.kinds). `VERL_DRAWS` and `VERL_DRAWS_SEED`: how many draws really run,
+and which; of those that are only checked there are ten times as many. `VERL_DRAWS_OF`: of these kinds of runs alone, as
+`critic,LoRA`."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
+import shlex
 import typing
+from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, assume, given, seed, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.chaos.fork_server import ForkServer
+from tests.kinds import AHEAD, KINDS, Kind
+from tests.runs import TinyRun
 from verl.config import ConfigError, load
 from verl.config.check import check
 from verl.config.fields import Field, leaves, limits_of
+from verl.config.names import PROGRAMS
 from verl.config.schema.base import Map
 from verl.config.schema.entries import ROOTS
 
 DRAWS = int(os.environ.get("VERL_DRAWS", "3"))
 SEED = int(os.environ.get("VERL_DRAWS_SEED", "1"))
+ONLY = list(filter(None, os.environ.get("VERL_DRAWS_OF", "").split(",")))
 NOT_RUN = ("nnodes", "n_gpus_per_node", "parallel_size", "trainer.device", "resume", "total_", "rollout.name")
-NOT_RUN += ("timeout", "on_status", "megatron", "reward_model.rollout")
-"""What asks for other machines, for another run than two steps, or for one that leaves responses out; what leads nowhere."""
-STEERING = (
-    *("adv_estimator", "kl", "filter_groups", "pf_ppo", "rollout_correction", "loss_", "lora_rank", "enable"),
-    *("reward_manager", "multi_turn", "rollout.agent", "max_staleness", "save_contents", "async_save"),
-    *(
-        "offload",
-        "dynamic_bsz",
-        "batch_size",
-        "optim.",
-        "val_kwargs",
-        "shuffle",
-        "use_fused",
-        "checkpointing",
-    ),
-)
-"""Parts of keys that lead a run another way, which are drawn more often."""
+NOT_RUN += ("timeout", "max_rpm", "max_tpm", "on_status", "megatron", "reward_model.rollout")
+"""What asks for other machines, for other runs than two steps of seconds, or for one that leaves responses out; what leads nowhere."""
+TOO_LONG = "are longer than data.max_"
+"""What refuses a run before it starts and after the check, which counts no tokens."""
+TEXTS = {
+    "rollout_rs": ("token_k1", "seq_mean_k3", "'token_k2,seq_sum_k1'"),
+    "rollout_rs_threshold": ("2.0", "0.5_2.0"),
+    "rollout_is_threshold": ("0.5_2.0",),
+    "target_modules": ("all-linear", "q_proj", "down_proj", "lm_head"),
+    "exclude_modules": ("q_proj", "lm_head"),
+    "stop": ("a", "bc", "</"),
+    "apply_chat_template_kwargs": ("{enable_thinking: False}",),
+    "mm_processor_kwargs": ("{max_pixels: 1024}", "{min_pixels: 4096}"),
+    "override_config": ("{attention_dropout: 0.1}", "{attn_implementation: eager}"),
+} | dict.fromkeys(("dtype", "model_dtype", "param_dtype", "reduce_dtype"), ("float32", "bfloat16", "float16"))
+"""Values of keys that take text or a mapping, for runs."""
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "a", "torch", "0.5_2"])
 
 
-def drawn(count: int):
+def drawn(count: int, *phases: Phase):
     """So many draws, the same ones in every run; nothing is kept."""
     options = settings(
-        max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=phases or list(Phase),
     )
     return lambda test: options(seed(SEED)(test))
+
+
+def really_run(test):
+    """So many draws; one that fails is not made smaller, which takes hundreds of runs."""
+    return pytest.mark.slow(pytest.mark.timeout(120 * (1 + DRAWS))(drawn(DRAWS, Phase.generate)(test)))
 
 
 def kinds(known: Field) -> tuple:
@@ -75,7 +91,7 @@ def beyond(known: Field, kind: type) -> st.SearchStrategy:
 
 
 def values(known: Field, cheap: bool) -> st.SearchStrategy[str]:
-    """Values of a key as they are written. `cheap`: such that a run of a few seconds comes of it."""
+    """Values of a key as they are written. `cheap`: others than the default, such that a run of a few seconds comes of them."""
 
     usual = known.default() if isinstance(known.default(), (int, float)) else None
 
@@ -87,13 +103,16 @@ def values(known: Field, cheap: bool) -> st.SearchStrategy[str]:
         if kind in (int, float):
             return numbers(known, kind, 2 * abs(usual or 4) if cheap else math.inf)
         if cheap:
-            return st.nothing()
+            return st.sampled_from(TEXTS[known.name]) if known.name in TEXTS else st.nothing()
         return st.dictionaries(st.sampled_from(["a", "lr", "seed"]), PLAIN) if kind is Map else st.text()
 
     found = st.one_of([of(kind).map(str) for kind in kinds(known)])
     if typing.get_origin(known.type) is list and not found.is_empty:
         found = st.lists(found, max_size=3, unique=True).map(lambda items: f"[{','.join(items)}]")
-    return found | st.just("null") if known.nullable else found
+    default = known.default()
+    if known.nullable and not (cheap and default is None):
+        found = found | st.just("null")
+    return found.filter(lambda text: text != str(default)) if cheap else found
 
 
 @functools.cache
@@ -105,14 +124,20 @@ def drawable(entry: str, cheap: bool) -> dict[str, st.SearchStrategy[str]]:
 
 
 @st.composite
-def overrides(draw: typing.Any, entry: str, cheap: bool = False) -> list[str]:
-    """Some keys of an entry point with values."""
-    paths = list(known := drawable(entry, cheap))
-    steering = [path for path in paths if any(part in path for part in STEERING)]
-    chosen = draw(
-        st.lists(st.sampled_from(paths) | st.sampled_from(steering or paths), min_size=1, max_size=8)
-    )
+def overrides(draw: typing.Any, entry: str, steering: tuple[str, ...] = ()) -> list[str]:
+    """Some keys of an entry point with values; for a run, more of those that are `steering` it another way."""
+    paths = list(known := drawable(entry, cheap=bool(steering)))
+    often = [path for path in paths if any(part in path for part in steering)]
+    any_path = st.sampled_from(paths) | st.sampled_from(often or paths)
+    chosen = draw(st.lists(any_path, min_size=2, max_size=9, unique=True))
     return [f"{path}={draw(known[path])}" for path in chosen]
+
+
+@st.composite
+def runs(draw: typing.Any, kinds_of_run: typing.Sequence[str]) -> tuple[str, list[str]]:
+    """A kind of run, and overrides to it."""
+    kind = draw(st.sampled_from(kinds_of_run))
+    return kind, draw(overrides(KINDS[kind].entry, KINDS[kind].steering))
 
 
 def problems(words: list[str], entry: str) -> list[str]:
@@ -150,12 +175,41 @@ def test_nothing_of_a_keys_type_is_a_traceback(entry, tiny, data):
     problems([*words, *data.draw(overrides(entry))], entry)
 
 
-@pytest.mark.slow
-@drawn(DRAWS)
-@given(words=overrides("ppo", cheap=True))
-def test_the_check_and_the_run_agree(tiny, fork_server, tmp_path_factory, words):
-    fixed = ["trainer.total_training_steps=2", "trainer.logger=console"]
-    words = tiny.overrides(tmp_path_factory.mktemp("run"), *fixed, *words)
-    assume(not problems(words, "ppo"))
-    run = fork_server.run(words)
-    assert run.status == 0 and "Traceback" not in run.stderr, run.stderr[-3000:]
+class Runs:
+    """Runs of the kinds of tests.kinds, whose models and data are made when the first one of them is drawn."""
+
+    def __init__(self, fork_server: ForkServer, make_folder: typing.Callable[[str], Path]):
+        self.start, self.make_folder, self.made = fork_server.run, make_folder, dict[typing.Any, TinyRun]()
+
+    def agree(self, kind: Kind, words: list[str], **environment: str) -> None:
+        """The check refuses these overrides, or two steps of them run."""
+        if kind.make not in self.made:
+            self.made[kind.make] = kind.make(self.make_folder("made"))
+        base, fixed = self.made[kind.make], ["trainer.total_training_steps=2", "trainer.logger=console"]
+        words = base.overrides(self.make_folder("run"), *kind.words(base), *fixed, *words)
+        assume(not problems(words, kind.entry))
+        run = self.start(words, module=PROGRAMS[kind.entry], **environment)
+        assume(not (run.status == 2 and TOO_LONG in run.stderr))
+        said = f"{shlex.join(words)}\n{run.stderr[-3000:]}"
+        assert run.status == 0 and "Traceback" not in run.stderr, said
+
+
+@pytest.fixture(scope="module")
+def started(fork_server, tmp_path_factory) -> Runs:
+    return Runs(fork_server, tmp_path_factory.mktemp)
+
+
+@really_run
+@given(drawn_run=runs(list(filter(ONLY.__contains__, KINDS)) if ONLY else list(KINDS)))
+def test_the_check_and_the_run_agree(started, drawn_run):
+    kind, words = drawn_run
+    started.agree(KINDS[kind], words)
+
+
+@pytest.mark.long
+@really_run
+@given(words=overrides("ppo", AHEAD.steering))
+def test_of_asynchronous_runs_they_agree_too(started, ray_address, words):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray_address)
+        started.agree(AHEAD, words, RAY_ADDRESS=ray_address)

@@ -1,18 +1,22 @@
-"""Damaged and odd data files: every one is refused by name, or its bad rows are named and counted, or it can be trained on.
+"""Damaged and odd data files: every one is refused by name, or its bad rows are named and counted, or it can be trained on. In both
+formats of rows, with images and without, as parquet and as JSON, with columns of tools.
 
 VERL_DATA_MUTATIONS: how many files; VERL_DATA_MUTATIONS_FROM: the number of the first. A failure names the file's number.
 """
 
 from __future__ import annotations
 
+import base64
 import copy
 import io
+import itertools
 import json
 import os
 import pickle
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -50,26 +54,40 @@ def picture() -> bytes:
     return out.getvalue()
 
 
-def good_rows(images: bool) -> Rows:
-    """Rows with every column that something reads."""
-    user = {"role": "user", "content": "<image> 1+1?" if images else "What is 1+1?"}
-    row: dict[str, Any] = {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "system", "content": "Count."}, user],
-        "messages": [user, {"role": "assistant", "content": "#### 2"}],
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-        "extra_info": {
-            "index": 3,
-            "answer": "#### 2",
+@dataclass(frozen=True)
+class Form:
+    """What a file is before it is changed: the plain format or the chat format, with images or without, as text or as parquet."""
+
+    plain: bool
+    images: bool
+    text: bool
+
+    def rows(self) -> Rows:
+        """Rows with every column that something reads. `extra_info` as the plain format has it is not in the file."""
+        asked = "<image> 1+1?" if self.images else "What is 1+1?"
+        choice = {
             "need_tools_kwargs": True,
             "tools_kwargs": {"calc": {"create_kwargs": {"truth": "2"}}},
             "tool_selection": ["calc"],
-        },
-        "agent_name": "tool_agent",
-        "tools": [SCHEMA],
-    }
-    return [row | ({"images": [{"bytes": picture(), "path": None}]} if images else {}) for _ in range(ROWS)]
+        }
+        row: dict[str, Any] = {"agent_name": "tool_agent", "tools": [SCHEMA]}
+        if self.plain:
+            row |= {"prompt": asked, "response": "#### 2", "reward": 0.5, "extra_info": choice}
+        else:
+            user = {"role": "user", "content": asked}
+            row |= {
+                "data_source": "openai/gsm8k",
+                "prompt": [{"role": "system", "content": "Count."}, user],
+                "messages": [user, {"role": "assistant", "content": "#### 2"}],
+                "reward_model": {"style": "rule", "ground_truth": "2"},
+                "extra_info": choice | {"index": 3, "answer": "#### 2"},
+            }
+        encoded = f"data:image/png;base64,{base64.b64encode(picture()).decode()}"
+        cells = [encoded] if self.text else [{"bytes": picture(), "path": None}]
+        return [row | ({"images": cells} if self.images else {}) for _ in range(ROWS)]
 
+
+FORMS = [Form(*ways) for ways in itertools.product((False, True), repeat=3)]
 
 # ------------------------------------------------------------------------------------------------------ mutations
 
@@ -196,32 +214,35 @@ def odd_column(rng: random.Random, table: pa.Table) -> pa.Table:
     )
 
 
-def written(rng: random.Random, folder: Path, images: bool) -> Path:
-    """A mutated file."""
-    rows = good_rows(images)
-    if rng.random() < 0.5:
-        rows = rng.choice([odd_value, odd_value, odd_value, other_columns])(rng, rows)
+def write_parquet(rng: random.Random, path: Path, rows: Rows, form: Form) -> None:
+    """The rows, with a column of an odd type now and then; the unchanged ones where pyarrow cannot write these."""
+    options = {"row_group_size": rng.choice([4, 100]), "compression": rng.choice(["none", "snappy"])}
     try:
         table = pa.Table.from_pylist(rows)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError, RecursionError):
-        table = None
-    if images or (table is not None and rng.random() < 0.5):
-        path = folder / "rows.parquet"
-        table = pa.Table.from_pylist(good_rows(images)) if table is None else table
-        table = odd_column(rng, table) if rng.random() < 0.4 else table
-        try:
-            pq.write_table(
-                table, path, row_group_size=rng.choice([4, 100]), compression=rng.choice(["none", "snappy"])
-            )
-        except (pa.ArrowException, OSError):  # what pyarrow does not write is nobody's file
-            pq.write_table(pa.Table.from_pylist(good_rows(images)), path)
+        pq.write_table(odd_column(rng, table) if rng.random() < 0.4 else table, path, **options)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError, RecursionError, OSError):
+        pq.write_table(pa.Table.from_pylist(form.rows()), path)
+
+
+def write_text(path: Path, rows: Rows) -> None:
+    """JSON lines or an array, by the name."""
+    try:
+        lines = [json.dumps(row) for row in rows]
+    except RecursionError:  # one that is deeper than Python can write
+        lines = ['{"a": ' * 2000 + "1" + "}" * 2000]
+    path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]")
+
+
+def written(rng: random.Random, folder: Path, form: Form) -> Path:
+    """A mutated file."""
+    rows = form.rows()
+    if rng.random() < 0.5:
+        rows = rng.choice([odd_value, odd_value, odd_value, other_columns])(rng, rows)
+    path = folder / (rng.choice(["rows.jsonl", "rows.jsonl", "rows.json"]) if form.text else "rows.parquet")
+    if form.text:
+        write_text(path, rows)
     else:
-        path = folder / rng.choice(["rows.jsonl", "rows.jsonl", "rows.json"])
-        try:
-            lines = [json.dumps(row) for row in rows]
-        except RecursionError:  # one that is deeper than Python can write
-            lines = ['{"a": ' * 2000 + "1" + "}" * 2000]
-        path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]")
+        write_parquet(rng, path, rows, form)
     if rng.random() < 0.4:
         path.write_bytes(damaged(rng, path.read_bytes()))
     return path
@@ -238,19 +259,21 @@ class Reader:
         self.tokenizer = load_tokenizer(model)
         self.processor = load_processor(str(model), self.tokenizer, {})
 
-    def config(self, path: Path, entry: str) -> Any:
+    def config(self, path: Path, entry: str, form: Form) -> Any:
         sft = entry == "sft"
         key = "model.path" if sft else "actor_rollout_ref.model.path"
         words = [f"data.train_files={path}", f"{key}={self.model}", "data.max_bad_row_ratio=0.5"]
+        if sft and form.plain:
+            words += ["data.prompt_key=prompt", "data.response_key=response"]
         return load([*words, "data.val_files=null", "data.train_batch_size=1"], entry=entry)
 
-    def check(self, path: Path, entry: str) -> list[str]:
-        found = Check(self.config(path, entry))
+    def check(self, path: Path, entry: str, form: Form) -> list[str]:
+        found = Check(self.config(path, entry, form))
         data_rules.check(found)
         return [str(problem) for problem in found.report.problems]
 
-    def prompts(self, path: Path, sees: bool) -> tuple[CheckedRows, Callable[[int], Any]]:
-        config, processor = self.config(path, "ppo"), self.processor if sees else None
+    def prompts(self, path: Path, form: Form) -> tuple[CheckedRows, Callable[[int], Any]]:
+        config, processor = self.config(path, "ppo", form), self.processor if form.images else None
         tools = RowTools({"calc": SCHEMA}, every_row=True)
         data = PromptDataset(
             path, config, self.tokenizer, check_truth=check_truth, tools=tools, processor=processor
@@ -263,16 +286,16 @@ class Reader:
 
         return data, use
 
-    def dialogues(self, path: Path, sees: bool) -> tuple[CheckedRows, Callable[[int], Any]]:
-        config, processor = self.config(path, "sft").data, self.processor if sees else None
+    def dialogues(self, path: Path, form: Form) -> tuple[CheckedRows, Callable[[int], Any]]:
+        config, processor = self.config(path, "sft", form).data, self.processor if form.images else None
         data = SFTDataset(path, self.tokenizer, config, processor)
         return data, data.__getitem__
 
 
-def outcome(open_file: Callable[..., Any], path: Path, sees: bool) -> str:
+def outcome(open_file: Callable[..., Any], path: Path, form: Form) -> str:
     """What became of the file; AssertionError, or what was raised, where it was neither refused nor used as it should be."""
     try:
-        data, use = open_file(path, sees)
+        data, use = open_file(path, form)
     except UserError as error:
         assert path.name in str(error), error
         return "refused"
@@ -311,23 +334,39 @@ def test_a_damaged_animation_is_an_image_or_a_bad_row(kind: str) -> None:
     assert set(ends) <= {"RGB", "undecodable image", "image too large"} and len(ends) > 1, ends
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_good_files_are_used_whole_with_their_images_and_tools(
+    reader: Reader, tmp_path: Path, form: Form
+) -> None:
+    path = tmp_path / ("rows.jsonl" if form.text else "rows.parquet")
+    write_text(path, form.rows()) if form.text else pq.write_table(pa.Table.from_pylist(form.rows()), path)
+    assert reader.check(path, "ppo", form) == reader.check(path, "sft", form) == []
+    for opened in (reader.prompts, reader.dialogues):
+        data, use = opened(path, form)
+        assert len(data) == ROWS and not data.bad_rows
+        assert (use(ROWS - 1).media is not None) == form.images
+    prompt = reader.prompts(path, form)[1](0)
+    assert prompt.agent_name == "tool_agent" and prompt.extra_info["tool_selection"] == ["calc"]
+    assert (prompt.data_source, prompt.ground_truth) == ("openai/gsm8k", "2")
+    assert not form.plain or (prompt.extra_info["response"], prompt.extra_info["reward"]) == ("#### 2", 0.5)
+
+
 def test_mutated_files_end_in_no_traceback(
     reader: Reader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: Counter[str] = Counter()
     assert CHAT_TEMPLATE
     for number in range(FIRST, FIRST + COUNT):
-        rng = random.Random(number)
+        rng, form = random.Random(number), FORMS[number % len(FORMS)]
         folder = tmp_path / str(number)
         folder.mkdir()
-        images = rng.random() < 0.4
-        path = written(rng, folder, images)
+        path = written(rng, folder, form)
         try:
             for entry, opened in (("ppo", reader.prompts), ("sft", reader.dialogues)):
-                problems = reader.check(path, entry)
+                problems = reader.check(path, entry, form)
                 assert all(str(path) in problem or "source" in problem for problem in problems), problems
-                seen[outcome(opened, path, images)] += 1
+                seen[outcome(opened, path, form)] += 1
         except Exception as error:
-            raise AssertionError(f"file {number}: {path}") from error
+            raise AssertionError(f"file {number}, {form}: {path}") from error
     capsys.readouterr()
     assert COUNT < 40 or all(seen[kind] > COUNT / 20 for kind in ("refused", "bad rows", "used")), seen

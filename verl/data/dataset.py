@@ -23,7 +23,7 @@ import numpy as np
 
 from verl.data.augmentation import Augmentation
 from verl.data.files import DataError, Paths, RowFiles, notice
-from verl.data.media import ImageProcessor, folder_of, has_frames, with_images
+from verl.data.media import ImageProcessor, check_number, folder_of, has_frames, with_images
 from verl.data.plugins import CustomRows
 from verl.data.rows import (
     GSM8K,
@@ -425,7 +425,7 @@ class Scanner:
                     folder = folder_of(self.source.paths[self.source.locate(index)[0]])
                     scan.media.add(index)
                     if any(isinstance(cell, Video) for cell in cells):
-                        self.images.check_number(cells)
+                        check_number(cells, self.images.limit)
                         scan.lengths[index - start] = len(self.images(text, cells, folder)[0])
                         continue
                     headers = self.images.headers(cells, folder)

@@ -181,6 +181,12 @@ def with_images(messages: Sequence[Message], cells: Sequence[Any]) -> tuple[list
     return placed, ordered
 
 
+def check_number(cells: Sequence[Any], most: int | None) -> None:
+    """Raises BadRow where a prompt has more images and videos than `most`."""
+    if most is not None and len(cells) > most:
+        raise BadRow("too many images", f"{len(cells)}, rollout.limit_images={most}")
+
+
 def _scaled_down(image: Image, side: int = _SMALL, quality: int = 80) -> bytes:
     """A JPEG file of at most `side` pixels a side; of the size for the report a few kilobytes."""
     out, small = io.BytesIO(), image.copy()
@@ -239,13 +245,8 @@ class ImageProcessor:
         """The images of a row, their pixels not read. Raises BadRow, for a video too."""
         if any(isinstance(cell, Video) for cell in cells):
             raise BadRow("media", "videos are not in this release here; use rows without them")
-        self.check_number(cells)
+        check_number(cells, self.limit)
         return [open_image(cell, folder, urls=self.urls) for cell in cells]
-
-    def check_number(self, cells: Sequence[Any]) -> None:
-        """Raises BadRow where a prompt has more images and videos than the limit."""
-        if self.limit is not None and len(cells) > self.limit:
-            raise BadRow("too many images", f"{len(cells)}, rollout.limit_images={self.limit}")
 
     def tokens(self, images: Sequence[Image]) -> list[int]:
         """How many tokens each of these images takes, from their headers alone. Raises BadRow."""

@@ -368,22 +368,35 @@ def fields_of(row: Mapping[str, Any], number: int, plain: bool, rules: RowRules)
 
 def plain_row(row: Mapping[str, Any], number: int, rules: RowRules) -> RowFields:
     """The plain format: prompt (str), response, reward."""
-    cell, response = row.get(rules.prompt_key), row.get("response")
-    for name, value in ((rules.prompt_key, cell), ("response", response)):
+    fields, response = _shared(row, rules, "response", "reward"), row.get("response")
+    for name, value in ((rules.prompt_key, fields.cell), ("response", response)):
         _typed(name, value, str, "a string")
     truth, source = plain_truth(response)
     if rules.needs_truth and truth is None:
         raise BadRow("no ground truth", "column 'response' is empty")
-    rest = {k: v for k, v in row.items() if k not in (rules.prompt_key, "response", "reward")}
     if source == GSM8K:
-        rest["reward_kwargs"] = {"method": "flexible"}
-    extra = {"index": number, "response": response, "reward": row.get("reward")}
-    facts = {"data_source": source, "ground_truth": truth, "extra_info": extra, "columns": rest}
-    return RowFields(cell, facts)
+        fields.facts["columns"]["reward_kwargs"] = {"method": "flexible"}
+    fields.facts["extra_info"] |= {"index": number, "response": response, "reward": row.get("reward")}
+    fields.facts |= {"data_source": source, "ground_truth": truth}
+    return fields
 
 
 def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
     """The chat format. `raw_prompt`, where a custom dataset gives one, wins over the prompt column."""
+    fields = _shared(row, rules, "raw_prompt", rules.source_key)
+    source, raw = row.get(rules.source_key), row.get("raw_prompt")
+    if not source and not rules.needs_source:
+        source = PLAIN
+    if not isinstance(source, str) or not source:
+        wanted = "a name is needed; data.reward_fn_key names its column"
+        raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r:.60}, {wanted}")
+    fields.facts |= {"data_source": source, "ground_truth": _truth(row.get("reward_model"), rules)}
+    fields.cell = fields.cell if raw is None else raw
+    return fields
+
+
+def _shared(row: Mapping[str, Any], rules: RowRules, *own: str) -> RowFields:
+    """What rows of both formats have; their `own` columns are not among the free ones. Raises BadRow."""
     images: list[Any] = []
     for number, key in enumerate(rules.media_keys):
         media = cells_of(row.get(key))
@@ -391,24 +404,15 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
             kind = key if number else "images"
             raise BadRow("media", f"column {key!r} is not empty: {kind}, {_no_media(kind)}")
         images += map(Video, media) if number else media
-    source = row.get(rules.source_key)
-    if not source and not rules.needs_source:
-        source = PLAIN
-    if not isinstance(source, str) or not source:
-        wanted = "a name is needed; data.reward_fn_key names its column"
-        raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r:.60}, {wanted}")
-    taken = [rules.prompt_key, "raw_prompt", "extra_info", "agent_name", rules.source_key]
+    taken = {rules.prompt_key, "extra_info", "agent_name", *own}
     if images:
-        taken += rules.media_keys[:2]
+        taken |= {*rules.media_keys[:2]}
     facts = {
-        "data_source": source,
         "extra_info": dict(_typed("extra_info", row.get("extra_info"), Mapping, "a struct") or {}),
         "agent_name": _typed("agent_name", row.get("agent_name"), str, "a string"),
-        "ground_truth": _truth(row.get("reward_model"), rules),
         "columns": {k: v for k, v in row.items() if k not in taken},
     }
-    raw = row.get("raw_prompt")
-    return RowFields(row.get(rules.prompt_key) if raw is None else raw, facts, images)
+    return RowFields(row.get(rules.prompt_key), facts, images)
 
 
 def _typed(name: str, value: Any, kind: type, word: str) -> Any:

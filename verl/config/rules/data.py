@@ -216,7 +216,7 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
 
 def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
     """Raises BadRow for a row that the run will not use."""
-    from verl.data.media import folder_of, open_image, with_images
+    from verl.data.media import check_number, folder_of, open_image, with_images
     from verl.data.rows import RowRules, Video, as_messages, cells_of, fields_of, is_plain
     from verl.data.sft import dialogue
     from verl.reward.rules import check_truth
@@ -231,7 +231,9 @@ def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
         messages, cells = as_messages(fields.cell, data.prompt_key, images=seeing), fields.images
     else:
         messages, cells = dialogue(row, data, images=seeing), cells_of(row.get(data.image_key))
-    for cell in with_images(messages, cells)[1] if seeing and not data.allow_image_urls else ():
+    cells = with_images(messages, cells)[1] if seeing else []
+    check_number(cells, c.rollout.limit_images if c.ppo else None)
+    for cell in cells if not data.allow_image_urls else ():
         if not isinstance(cell, Video):
             open_image(cell, folder_of(file.path))
 
