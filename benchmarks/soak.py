@@ -2,15 +2,17 @@
 
     python benchmarks/soak.py [--steps 2000] [--ranks-steps 300] [--json FILE]
 
-One run in one process, then one of two ranks under Ray, each with saves and validations. The processes of a run are looked at from
-outside, every second. What is printed is by how much each number grew between the end of step 100 and the last step: of a run that is
-flat nothing grows but the files of its steps (responses, metrics), which are said by step.
+One run in one process, then two of two ranks under Ray, each with saves and validations; in the second of them Ray and
+torch keep fewer records of what they did. The processes of a run are looked at from outside, every second. What is printed is by how
+much each number grew between the end of step 100 and the last step: of a run that is flat nothing grows but the files of its steps
+(responses, metrics), which are said by step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -25,6 +27,9 @@ import psutil
 WARM = 100
 """Steps after which a run has all it keeps: compiled graphs, caches, the checkpoints that are kept."""
 MEMORY_OF = "memory_mb of "
+FEW = {"RAY_task_events_max_num_task_in_gcs": "1000", "TORCH_FR_BUFFER_SIZE": "100"}
+"""Ray's head keeps a record of each of the last 100,000 calls, torch on each rank of each of the last 2,000 collectives: so few are
+there before WARM."""
 
 
 def overrides(inputs: Path, out: Path, steps: int, more: list[str]) -> list[str]:
@@ -77,7 +82,9 @@ def looked_at(root: psutil.Process, out: Path) -> dict[str, float]:
     for process in processes(root):
         try:
             memory = process.memory_info()
-            own = (memory.rss - memory.shared) / 2**20  # without pages of files, which other programs may share
+            own = (
+                memory.rss - memory.shared
+            ) / 2**20  # without pages of files, which other programs may share
             descriptors, threads = process.num_fds(), process.num_threads()
             name = MEMORY_OF + kind(process, root)
         except psutil.Error:
@@ -105,11 +112,11 @@ def step_of(out: Path) -> int:
     return int(json.loads(lines[-1]).get("step", 0)) if lines else 0
 
 
-def soak(inputs: Path, out: Path, steps: int, more: list[str]) -> dict[str, Any]:
+def soak(inputs: Path, out: Path, steps: int, more: list[str], **environment: str) -> dict[str, Any]:
     """Run, look at it every second, and compare the medians of the tenth after WARM with those of the last tenth."""
     log = (out.parent / f"{out.name}.log").open("w")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(inputs, out, steps, more)]
-    run = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    run = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment)
     seen: list[tuple[int, dict[str, float]]] = []
     began = time.monotonic()
     while run.poll() is None:
@@ -165,6 +172,8 @@ def main() -> None:
         if args.ranks_steps:
             ranks = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.agent.num_workers=1"]
             found["two ranks"] = soak(root / "inputs", root / "two", args.ranks_steps, ranks)
+            few = soak(root / "inputs", root / "few", args.ranks_steps, ranks, **FEW)
+            found["two ranks, few records"] = few
     for name, numbers in found.items():
         print(f"{name}: {numbers['steps']} steps in {numbers['seconds']} s")
         for key, value in numbers.items():
