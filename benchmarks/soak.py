@@ -2,15 +2,17 @@
 
     python benchmarks/soak.py [--steps 2000] [--ranks-steps 300] [--json FILE]
 
-One run in one process, then one of two ranks under Ray, each with saves and validations. The processes of a run are looked at from
-outside, every second. What is printed is by how much each number grew between the end of step 100 and the last step: of a run that is
-flat nothing grows but the files of its steps (responses, metrics), which are said by step.
+One run in one process, then two of two ranks under Ray, each with saves and validations; in the second of them Ray and
+torch keep fewer records of what they did. The processes of a run are looked at from outside, every second. What is printed is by how
+much each number grew between the end of step 100 and the last step: of a run that is flat nothing grows but the files of its steps
+(responses, metrics), which are said by step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +26,10 @@ import psutil
 
 WARM = 100
 """Steps after which a run has all it keeps: compiled graphs, caches, the checkpoints that are kept."""
+MEMORY_OF = "memory_mb of "
+FEW = {"RAY_task_events_max_num_task_in_gcs": "1000", "TORCH_FR_BUFFER_SIZE": "100"}
+"""Ray's head keeps a record of each of the last 100,000 calls, torch on each rank of each of the last 2,000 collectives: so few are
+there before WARM."""
 
 
 def overrides(inputs: Path, out: Path, steps: int, more: list[str]) -> list[str]:
@@ -58,18 +64,34 @@ def processes(root: psutil.Process) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
+def kind(process: psutil.Process, root: psutil.Process) -> str:
+    """What a process of a run is: the driver, an actor of Ray by its class, or the program."""
+    if process.pid == root.pid:
+        return "driver"
+    words = process.cmdline() or [process.name()]
+    if words[0].startswith("ray::"):
+        return words[0].split()[0].split(".")[0]
+    script = next((Path(word).stem for word in words if word.endswith(".py")), None)
+    module = words[words.index("-m") + 1] if "-m" in words else None
+    return script or module or Path(words[0]).name
+
+
 def looked_at(root: psutil.Process, out: Path) -> dict[str, float]:
-    """What the run holds now; sums over its processes. A process that ends meanwhile is left out."""
-    found = {"processes": 0, "memory_mb": 0.0, "driver_mb": 0.0, "descriptors": 0, "threads": 0}
+    """What the run holds now; sums over its processes, memory also by kind. A process that ends meanwhile is left out."""
+    found: dict[str, float] = {"processes": 0, "memory_mb": 0.0, "descriptors": 0, "threads": 0}
     for process in processes(root):
         try:
-            own = process.memory_full_info().uss / 2**20
+            memory = process.memory_info()
+            own = (
+                memory.rss - memory.shared
+            ) / 2**20  # without pages of files, which other programs may share
             descriptors, threads = process.num_fds(), process.num_threads()
+            name = MEMORY_OF + kind(process, root)
         except psutil.Error:
             continue
         found["processes"] += 1
         found["memory_mb"] += own
-        found["driver_mb"] += own if process.pid == root.pid else 0
+        found[name] = found.get(name, 0.0) + own
         found["descriptors"] += descriptors
         found["threads"] += threads
     files = [path for path in out.rglob("*") if path.is_file()]
@@ -90,11 +112,11 @@ def step_of(out: Path) -> int:
     return int(json.loads(lines[-1]).get("step", 0)) if lines else 0
 
 
-def soak(inputs: Path, out: Path, steps: int, more: list[str]) -> dict[str, Any]:
+def soak(inputs: Path, out: Path, steps: int, more: list[str], **environment: str) -> dict[str, Any]:
     """Run, look at it every second, and compare the medians of the tenth after WARM with those of the last tenth."""
     log = (out.parent / f"{out.name}.log").open("w")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(inputs, out, steps, more)]
-    run = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    run = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment)
     seen: list[tuple[int, dict[str, float]]] = []
     began = time.monotonic()
     while run.poll() is None:
@@ -116,8 +138,8 @@ def compared(seen: list[tuple[int, dict[str, float]]], steps: int) -> dict[str, 
     if not early or not late:
         raise SystemExit(f"too few steps after the first {WARM} to compare")
     out: dict[str, Any] = {}
-    for name in early[0]:
-        first, last = (statistics.median(found[name] for found in part) for part in (early, late))
+    for name in dict.fromkeys(name for found in early + late for name in found):
+        first, last = (statistics.median(found.get(name, 0.0) for found in part) for part in (early, late))
         growth = (last - first) / (steps - WARM - tenth)
         out[name] = {
             "after_100": round(first, 1),
@@ -125,10 +147,13 @@ def compared(seen: list[tuple[int, dict[str, float]]], steps: int) -> dict[str, 
             "growth_a_step": round(growth, 5),
         }
     parts = [
-        [found["driver_mb"] for step, found in seen if start <= step < start + tenth]
+        [found for step, found in seen if start <= step < start + tenth]
         for start in range(WARM, steps, tenth)
     ]
-    return out | {"driver_mb_by_tenth": [round(statistics.median(part), 1) for part in parts if part]}
+    for name in [name for name in out if name.startswith("memory_mb")]:
+        medians = [statistics.median(found.get(name, 0.0) for found in part) for part in parts if part]
+        out[name]["by_tenth"] = [round(median, 1) for median in medians]
+    return out
 
 
 def main() -> None:
@@ -147,14 +172,17 @@ def main() -> None:
         if args.ranks_steps:
             ranks = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.agent.num_workers=1"]
             found["two ranks"] = soak(root / "inputs", root / "two", args.ranks_steps, ranks)
+            few = soak(root / "inputs", root / "few", args.ranks_steps, ranks, **FEW)
+            found["two ranks, few records"] = few
     for name, numbers in found.items():
         print(f"{name}: {numbers['steps']} steps in {numbers['seconds']} s")
         for key, value in numbers.items():
             if isinstance(value, dict):
                 print(
-                    f"  {key:<20}{value['after_100']:>10} → {value['at_the_end']:<10} {value['growth_a_step']:+} a step"
+                    f"  {key:<36}{value['after_100']:>10} → {value['at_the_end']:<10} {value['growth_a_step']:+} a step"
                 )
-        print("  driver_mb by tenth of the steps after 100:", *numbers["driver_mb_by_tenth"])
+                if "by_tenth" in value:
+                    print("    by tenth of the steps after 100:", *value["by_tenth"])
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 

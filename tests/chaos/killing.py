@@ -140,7 +140,7 @@ def state_files(run: Path, step: int) -> dict[str, bytes | dict[str, Any]]:
                     k: v for k, v in loop["record"].items() if not k.startswith((*UNSTABLE, "train/time"))
                 }
             out[name] = loop
-        elif name not in ("manifest.json", "state/actor_optim/.metadata"):
+        elif path.name not in ("manifest.json", ".metadata"):
             out[name] = path.read_bytes()
     return out
 

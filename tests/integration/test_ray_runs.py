@@ -86,6 +86,9 @@ def assert_close(one: dict[int, dict], other: dict[int, dict], steps: list[int])
 
 def test_two_ranks_train_as_one_process(alone, two) -> None:
     assert_close(records(alone), records(two), [0, 1, 2, 3])
+    for name in ("rng.safetensors", "rng.json"):  # of the driver, where plug-ins draw from them
+        ones, others = (run / "global_step_1/state/rng" / name for run in (alone, two))
+        assert ones.read_bytes() == others.read_bytes(), "seeded by trainer.seed"
     last = records(two)[3]
     assert (
         last["global_seqlen/min"] <= last["global_seqlen/balanced_min"] <= last["global_seqlen/balanced_max"]

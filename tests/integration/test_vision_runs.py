@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from tests.chaos.killing import Kill, run_and_kill
-from tests.runs import TinyRun, records, weights
+from tests.runs import TinyRun, environment, records, weights
 from tests.tiny import tiny_vision_model, unseeing
 from verl.trainer.seeing import images_dropped
 from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
@@ -62,23 +65,30 @@ class VisionRun(TinyRun):
         return super().overrides(out, "data.max_prompt_length=160", *more)
 
 
+THREE = ["trainer.total_training_steps=3", "trainer.verify_weight_sync=True", "data.augmentation.rotate=20"]
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> VisionRun:
     return VisionRun(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_run_sees_its_images_and_resumes_exactly(tiny: VisionRun, fork_server: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tiny: VisionRun, fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    done = fork_server.run(tiny.overrides(out, *THREE))
+    assert done.status == 0, done.stderr[-3000:]
+    return out
+
+
+def test_a_run_sees_its_images_and_resumes_exactly(
+    tiny: VisionRun, whole: Path, fork_server: Any, tmp_path: Path
+) -> None:
     from transformers import AutoModelForImageTextToText
 
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    more = [
-        "trainer.total_training_steps=3",
-        "trainer.verify_weight_sync=True",
-        "data.augmentation.rotate=20",
-    ]
-    done = fork_server.run(tiny.overrides(whole, *more))
-    assert done.status == 0, done.stderr[-3000:]
-    words = tiny.overrides(parts, *more)
+    parts = tmp_path / "parts"
+    words = tiny.overrides(parts, *THREE)
     _, mark = run_and_kill(fork_server, words, Kill("update_actor", 2), tmp_path / "marks")
     assert mark == "update_actor", "killed in the second step's update"
     done = fork_server.run(words)
@@ -95,10 +105,86 @@ def test_a_run_sees_its_images_and_resumes_exactly(tiny: VisionRun, fork_server:
         assert step["perf/images/encoded_per_image/sampler"] == 1 and step["perf/images/sent_per_node"] == 0
         assert step["training/images_dropped"] == 0
     assert "data:image/jpeg;base64," in (whole / "report.html").read_text()
-    actor = whole / "global_step_3" / "actor"
-    model = AutoModelForImageTextToText.from_pretrained(actor)
+    model = AutoModelForImageTextToText.from_pretrained(whole / "global_step_3" / "actor")
     assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
-    assert (actor / "preprocessor_config.json").is_file()
+
+
+BESIDE = Path(sys.prefix) / "torchvision"
+THERE = importlib.util.find_spec("torchvision") is not None or BESIDE.is_dir()
+LOADED = """
+import json, sys
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from verl.data.media import load_processor
+
+path, picture = sys.argv[1:]
+theirs, image = AutoProcessor.from_pretrained(path), Image.open(picture)
+asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Colour?"}]}]
+text = theirs.apply_chat_template(asked, add_generation_prompt=True)
+given = theirs(text=[text], images=[image], return_tensors="pt")
+ours = load_processor(path, theirs.tokenizer, {}).image_processor([image], return_tensors="pt")
+made = AutoModelForImageTextToText.from_pretrained(path).generate(**given, max_new_tokens=4, do_sample=False)
+print(json.dumps({
+    "parts": [type(part).__name__ for part in (theirs, theirs.image_processor, theirs.video_processor)],
+    "image_tokens": int((given["input_ids"] == theirs.image_token_id).sum()),
+    "patches": int(given["image_grid_thw"].prod()),
+    "merged": theirs.image_processor.merge_size ** 2,
+    "same_grid": bool((given["image_grid_thw"] == ours["image_grid_thw"]).all()),
+    "difference": float((given["pixel_values"] - ours["pixel_values"]).abs().max()),
+    "new": made.shape[1] - given["input_ids"].shape[1],
+}))
+"""
+
+
+WRITTEN = """
+import os, sys
+from transformers import AutoProcessor
+
+made = AutoProcessor.from_pretrained(sys.argv[1])
+os.unlink(os.path.join(sys.argv[1], "preprocessor_config.json"))
+made.save_pretrained(sys.argv[1])
+"""
+
+
+def with_torchvision(program: str, *words: Path) -> str:
+    """What a program prints that has torchvision on its path."""
+    command = [sys.executable, "-c", program, *map(str, words)]
+    path = environment(PYTHONPATH=f"{BESIDE}:{Path(__file__).parents[2]}")
+    done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def loaded_by_transformers(actor: Path, folder: Path) -> dict[str, Any]:
+    """What `AutoProcessor` and `AutoModelForImageTextToText` make of a checkpoint, beside what this project reads from it."""
+    (folder / "drawn.png").write_bytes(drawn(1))
+    found: dict[str, Any] = json.loads(with_torchvision(LOADED, actor, folder / "drawn.png").splitlines()[-1])
+    assert found["image_tokens"] * found["merged"] == found["patches"] > 4
+    assert found["same_grid"] and found["difference"] < 0.02 and 1 <= found["new"] <= 4, found
+    return found
+
+
+@pytest.mark.skipif(not THERE, reason=f"AutoProcessor wants torchvision; none in {BESIDE}")
+def test_transformers_loads_processor_and_model_from_a_checkpoint(whole: Path, tmp_path: Path) -> None:
+    found = loaded_by_transformers(whole / "global_step_3" / "actor", tmp_path)
+    assert found["parts"] == ["Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not THERE, reason=f"AutoProcessor wants torchvision; none in {BESIDE}")
+@pytest.mark.parametrize("arch", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("written", ["as published", "by AutoProcessor"])
+def test_transformers_loads_a_checkpoint_of_each_kind(
+    arch: str, written: str, fork_server: Any, tmp_path: Path
+) -> None:
+    """Also where the model's own files are those that `AutoProcessor.save_pretrained` writes."""
+    run, out = VisionRun(tmp_path / "tiny", arch), tmp_path / "run"
+    if written == "by AutoProcessor":
+        with_torchvision(WRITTEN, run.model)
+        assert not (run.model / "preprocessor_config.json").exists()
+    done = fork_server.run(run.overrides(out, "trainer.total_training_steps=1"))
+    assert done.status == 0, done.stderr[-3000:]
+    loaded_by_transformers(out / "global_step_1" / "actor", tmp_path)
 
 
 def test_images_that_a_loop_leaves_out_are_counted() -> None:

@@ -322,3 +322,16 @@ def test_a_save_that_fails_with_the_run_does_not_say_that_the_run_goes_on(tmp_pa
     (kind, fields), *_ = events
     assert kind == "checkpoint_failed" and "training worker 1 died" in fields["message"]
     assert "goes on" not in fields["message"] and "stay" in fields["message"]
+
+
+def test_a_bit_of_a_manifest_flipped_is_found_or_changes_nothing(tmp_path):
+    top = write(tmp_path, 1)
+    file, whole, found = top / manifest.NAME, manifest.read_manifest(top), 0
+    content = file.read_bytes()
+    for place, byte in enumerate(content):
+        file.write_bytes(content[:place] + bytes([byte ^ 1 << place % 8]) + content[place + 1 :])
+        try:
+            assert manifest.read_manifest(top) == whole, place
+        except CheckpointError:
+            found += 1
+    assert found > 0.9 * len(content)

@@ -47,7 +47,9 @@ def start_workers(config: Any, tokenizer: Any, total_steps: int, hooks: RunHooks
     """The workers of a run, wherever they belong. UserError for what cannot be had."""
     if not wants_ray(config):
         return start_here(config, tokenizer, total_steps)
-    return _on_cluster(config, hooks, total_steps)
+    workers = _on_cluster(config, hooks, total_steps)
+    detect("cpu").seed(config.trainer.seed)  # in one process the engine does it; starting Ray draws numbers
+    return workers
 
 
 def start_samplers(config: Any, tokenizer: Any, hooks: RunHooks) -> WorkerSet:

@@ -297,7 +297,7 @@ def _read_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[s
     file = directory / model_facts.ADAPTER_WEIGHTS
     if not file.is_file():
         raise UserError(f"{directory}: no {model_facts.ADAPTER_WEIGHTS} here; is it a peft adapter?")
-    with reading(file, "adapter"):
+    with reading(file):
         found = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
     for name in sorted(wanted.keys() | found.keys()):
         theirs, ours = (list(side[name].shape) if name in side else "absent" for side in (found, wanted))

@@ -83,7 +83,8 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
 
 def _causes(error: Any) -> str:
     """What went wrong on which rank."""
-    return "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(error.failures.items()))
+    failed = sorted(error.failures.items())
+    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in failed)
 
 
 def _room(stored: Any, parameter: Any) -> torch.Tensor:

@@ -161,12 +161,12 @@ def _names_in(directory: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def reading(file: Path, what: str = "model") -> Iterator[None]:
+def reading(file: Path) -> Iterator[None]:
     """UserError, naming the file, where it cannot be read in this block."""
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{file} is damaged or cut short ({error}); fetch the {what} again") from error
+        raise UserError(f"{file} is damaged or cut short ({error}): a whole one is needed") from error
 
 
 @torch.no_grad()
