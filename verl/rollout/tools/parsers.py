@@ -56,12 +56,14 @@ def parse(
     return thought + content.strip(), numbered
 
 
+_THOUGHT = re.compile("</(?:seed:)?think>")
+
+
 def _split_thinking(tool_format: str, text: str) -> tuple[str, str]:
     """The text up to its last `</think>`, and what follows; one in the arguments of a call is the call's."""
     whole = _WHOLE_CALLS.get(tool_format)
     seen = whole.sub(lambda found: " " * len(found[0]), text) if whole else text
-    at = seen.rfind("</think>")
-    at = at + len("</think>") if at >= 0 else 0
+    at = max((found.end() for found in _THOUGHT.finditer(seen)), default=0)
     return text[:at], text[at:]
 
 
@@ -126,7 +128,7 @@ def _function_tags(text: str, types: Types) -> list[ToolCall]:
 
 _INVOKE = re.compile(r'<(?:｜DSML｜)?invoke name="?([^">]+)"?>(.*?)(?:</(?:｜DSML｜)?invoke>|\Z)', re.S)
 _INVOKED = re.compile(
-    r'<(?:｜DSML｜)?parameter name="?([^">]+)"?(?: string="(true|false)")?>(.*?)</(?:｜DSML｜)?parameter>',
+    r'<(?:｜DSML｜)?parameter name="?([^">]+)"?(?: string="(true|false)")?>(.*?)(?:</(?:｜DSML｜)?parameter>|\Z)',
     re.S,
 )
 
@@ -152,7 +154,10 @@ def _argument_pairs(text: str, types: Types) -> list[ToolCall]:
     name = text.partition("<arg_key>")[0].strip()
     if not re.fullmatch(r"[\w.-]+", name):
         return [ToolCall("", error="the call does not begin with a tool's name")]
-    return [_typed(name, ((key.strip(), value) for key, value in _PAIR.findall(text)), types)]
+    pairs = [(key.strip(), value) for key, value in _PAIR.findall(text)]
+    if len(pairs) < text.count("<arg_key>"):
+        return [ToolCall(name, error="an <arg_key> has no <arg_value>")]
+    return [_typed(name, pairs, types)]
 
 
 def _kimi(text: str, types: Types) -> list[ToolCall]:
@@ -210,7 +215,7 @@ def _llama(text: str, types: Types) -> tuple[str, list[ToolCall]]:
     """The whole text is JSON objects, `;` between them, perhaps after <|python_tag|>."""
     content, tag, body = text.rpartition("<|python_tag|>")
     body = body.strip()
-    if not body.startswith("{") or not (tag or _LLAMA_CALL.match(body)):
+    if not tag and not _LLAMA_CALL.match(body):
         return text, []
     calls, decoder = [], json.JSONDecoder(strict=False)
     while body:
@@ -226,17 +231,22 @@ def _llama(text: str, types: Types) -> tuple[str, list[ToolCall]]:
     return content, calls
 
 
-_HARMONY = re.compile(r"to=functions\.([\w.-]+)(.*?)<\|message\|>(.*?)(?=<\|call\|>|<\|end\|>|\Z)", re.S)
-_FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?:<\|end\|>|<\|return\|>|\Z)", re.S)
+_END_OF_BODY = re.compile(r"<\|(?:call|end|return|start)\|>")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 
 
 def _harmony(text: str, types: Types) -> tuple[str, list[ToolCall]]:
-    """Messages to functions.name on the commentary channel; the answer is on the final channel, what is on others is thinking."""
-    calls = [with_arguments(name, body) for name, _, body in _HARMONY.findall(text)]
-    if "to=functions." in text and not calls:
-        calls = [ToolCall("", error="the call has no <|message|>{…}")]
-    final = _FINAL.search(text)
-    return (final[1] if final else ("" if calls or "<|channel|>" in text else text)), calls
+    """Messages with a recipient are calls; the answer is on the final channel, what is on others is thinking."""
+    messages, (unread, *parts) = [], text.split("<|message|>")
+    for part in parts:
+        body, *after = _END_OF_BODY.split(part, maxsplit=1)
+        messages.append((unread, body))
+        unread = "".join(after)
+    calls = [with_arguments(to[1], body) for header, body in messages if (to := _RECIPIENT.search(header))]
+    if _RECIPIENT.search(unread) and (messages or "<|channel|>" in unread):
+        calls.append(ToolCall("", error="the call has no <|message|>{…}"))
+    final = next((body for header, body in messages if "<|channel|>final" in header), None)
+    return final if final is not None else ("" if calls or "<|channel|>" in text else text), calls
 
 
 _MARKED: dict[str, tuple[str, str, ReadBody, str]] = {
