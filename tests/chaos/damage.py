@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -194,6 +195,7 @@ def assert_a_wrong_file_under_a_right_seal_is_explained(
         else:
             assert done.status == 2 and "move it out of the run folder" in done.stderr, what
             assert "Run the same command again" not in done.stderr, what
+            assert not re.search(r"rank \d+: *[;)]", done.stderr), what  # a reason that is none
             counted["explained"] += 1
         shutil.rmtree(out)
     return counted
