@@ -85,6 +85,8 @@ def test_responses_are_drawn_by_weight_and_stand_alone() -> None:
     assert all(s.trajectory is t for t in drawn for s in t.segments)
     drawn[0].loss_mask = np.zeros(2, bool)
     assert all(t.loss_mask is None for t in [*drawn.trajectories[1:], *rows])
+    how.pf_ppo.weight_pow = 1e9  # 3 to that power is more than any number
+    assert {t.index for t in rows_of_update(Batch(rows), how, 0)[0]} == {4}
     nothing, metrics = rows_of_update(Batch([rows[3]]), how, 0)
     assert len(nothing) == 1 and math.isnan(metrics["training/pf_ppo/unique_ratio"])
 

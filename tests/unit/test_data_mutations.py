@@ -63,7 +63,7 @@ class Form:
     text: bool
 
     def rows(self) -> Rows:
-        """Rows with every column that something reads. `extra_info` as the plain format has it is not in the file."""
+        """Rows with every column that something reads."""
         asked = "<image> 1+1?" if self.images else "What is 1+1?"
         choice = {
             "need_tools_kwargs": True,

@@ -218,7 +218,9 @@ def rows_of_update(batch: Batch, algorithm: Any, seed: int | Sequence[int]) -> t
         return batch, {"training/pf_ppo/unique_ratio": float("nan")}
     own = setting(algorithm, "pf_ppo")
     method, power = setting(own, "reweight_method", "pow"), setting(own, "weight_pow", 2.0)
-    weights = resampling_weights(np.array([t.score for t in rows], np.float64), method, power) + 1e-8
+    with np.errstate(over="ignore"):  # of high powers: the largest weights are then equal
+        weights = resampling_weights(np.array([t.score for t in rows], np.float64), method, power)
+    weights = np.minimum(weights, 1e300) + 1e-8
     drawn = np.random.default_rng(seed).choice(len(rows), size=len(rows), p=weights / weights.sum())
     chosen = [_copy(rows[i]) for i in np.sort(drawn)]
     ratio = len(np.unique(drawn)) / len(rows)

@@ -50,6 +50,19 @@ def test_patterns_that_match_nothing(named):
     half = [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj,Wqkv_fused]"]
     assert problems(*named, *half) == []
     assert "Wqkv_fused matches no module of the model" in notices(*named, *half)
+    nothing = [
+        f"{MODEL}.lora_rank=8",
+        f"{MODEL}.target_modules=[q_proj]",
+        f"{MODEL}.exclude_modules=[q_proj]",
+    ]
+    assert "leaves nothing of" in problems(*named, *nothing)[0]
+    assert problems(*named, *nothing, f"{MODEL}.target_modules=[q_proj,k_proj]") == []
+    critic = (
+        "algorithm.adv_estimator=gae",
+        "critic.model.lora_rank=8",
+        "critic.model.target_modules=[qproj]",
+    )
+    assert "critic.model.target_modules" in problems(*named, *critic)[0]
     assert "LoRA needs modules" in problems(*named, f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]")[0]
 
 

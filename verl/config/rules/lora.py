@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from typing import Any
 
-from verl.config.model_facts import ADAPTER_CONFIG, adapter_directory, read_adapter_config
+from verl.config.model_facts import ADAPTER_CONFIG, ModelFacts, adapter_directory, read_adapter_config
 from verl.config.names import nearest
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
@@ -18,24 +19,36 @@ def check(c: Check) -> None:
     """Rule 24, and notices."""
     if c.model is None:
         return
-    rank, key = int(c.model.lora_rank), c.model_key
-    if rank <= 0 and not c.model.lora_adapter_path:
+    if c.ppo and c.cfg.critic.enable:
+        path = c.cfg.critic.model.path
+        facts = c.facts if path == c.model.path else c.look("critic.model.path", path)
+        _rank(c, "critic.model", facts, "critic.model.fsdp_config")
+    rank = _rank(c, c.model_key, c.facts, f"{ACTOR}.fsdp_config" if c.ppo else "engine")
+    if rank is None:
         _without(c)
         return
-    if importlib.util.find_spec("peft") is None:
-        at = f"{key}.lora_rank" if rank > 0 else f"{key}.lora_adapter_path"
-        c.lacks(at, "LoRA needs peft, which is not installed: pip install 'verl[lora]'")
-    if c.model.lora_adapter_path:
-        rank = _adapter(c) or rank
-    else:
-        _patterns(c)
-    parallel = f"{ACTOR}.fsdp_config" if c.ppo else "engine"
-    if (c.cfg.select(f"{parallel}.tensor_parallel_size") or 1) > 1:
-        c.refuse(f"{parallel}.tensor_parallel_size", "adapters are not cut so; with LoRA set it to 1")
     if c.rollout is not None:
         _sampler(c, rank)
     if c.ppo:
         _reference(c)
+
+
+def _rank(c: Check, key: str, facts: ModelFacts | None, parallel: str) -> int | None:
+    """The rank of the adapter that a role's model, at `key`, has; None without one."""
+    model: Any = c.cfg.select(key)
+    rank = int(model.lora_rank)
+    if rank <= 0 and not model.lora_adapter_path:
+        return None
+    if importlib.util.find_spec("peft") is None:
+        at = f"{key}.lora_rank" if rank > 0 else f"{key}.lora_adapter_path"
+        c.lacks(at, "LoRA needs peft, which is not installed: pip install 'verl[lora]'")
+    if model.lora_adapter_path:
+        rank = _adapter(c, key, model) or rank
+    else:
+        _patterns(c, key, model, facts)
+    if (c.cfg.select(f"{parallel}.tensor_parallel_size") or 1) > 1:
+        c.refuse(f"{parallel}.tensor_parallel_size", "adapters are not cut so; with LoRA set it to 1")
+    return rank
 
 
 def _without(c: Check) -> None:
@@ -51,9 +64,9 @@ def _without(c: Check) -> None:
         c.notice(f"no effect: {only}=True: this run trains all weights, which are saved")
 
 
-def _adapter(c: Check) -> int | None:
+def _adapter(c: Check, model_key: str, model: Any) -> int | None:
     """The rank of the adapter to go on with."""
-    key, given = f"{c.model_key}.lora_adapter_path", c.model.lora_adapter_path
+    key, given = f"{model_key}.lora_adapter_path", model.lora_adapter_path
     try:
         found = read_adapter_config(adapter_directory(given))
     except UserError as error:
@@ -63,24 +76,27 @@ def _adapter(c: Check) -> int | None:
     if found.get("peft_type") != "LORA" or not isinstance(rank, int):
         c.refuse(f"{key}={given}", f"{ADAPTER_CONFIG} there is not that of a LoRA adapter")
         return None
-    if c.model.lora_rank > 0 and c.model.lora_rank != rank:
-        c.refuse(f"{c.model_key}.lora_rank", f"the adapter has rank {rank}; set {rank}, or leave it out")
-    own = [f"{c.model_key}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
+    if model.lora_rank > 0 and model.lora_rank != rank:
+        c.refuse(f"{model_key}.lora_rank", f"the adapter has rank {rank}; set {rank}, or leave it out")
+    own = [f"{model_key}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
     if ignored := [name for name in own if c.was_set(name)]:
         c.notice(f"no effect: {', '.join(ignored)}: the adapter of lora_adapter_path has its own")
     return rank
 
 
-def _patterns(c: Check) -> None:
+def _patterns(c: Check, model_key: str, model: Any, facts: ModelFacts | None) -> None:
     """Refuse names that no weight of the model has; expressions are looked at when the model is there."""
-    targets, key = [str(t) for t in c.model.target_modules], f"{c.model_key}.target_modules"
+    targets, key = [str(t) for t in model.target_modules], f"{model_key}.target_modules"
     if not targets:
         c.refuse(f"{key}=[]", f"LoRA needs modules to adapt; {ALL_LINEAR} takes all linear layers")
         return
-    modules = [] if c.facts is None else [n.removesuffix(".weight") for n in c.facts.weight_names()]
+    modules = [] if facts is None else [n.removesuffix(".weight") for n in facts.weight_names()]
     if not modules or targets == [ALL_LINEAR] or any(re.fullmatch(r"[\w.\-]+", t) is None for t in targets):
         return
-    missing = [t for t in targets if not any(m == t or m.endswith("." + t) for m in modules)]
+    missing = [t for t in targets if not any(_named(m, [t]) for m in modules)]
+    adapted = [m for m in modules if _named(m, targets)]
+    if adapted and all(_named(m, model.exclude_modules or []) for m in adapted):
+        c.refuse(c.at(f"{model_key}.exclude_modules"), f"leaves nothing of {c.at(key)} to adapt")
     if not missing:
         return
     ends = sorted({m.rpartition(".")[2] for m in modules})
@@ -90,6 +106,11 @@ def _patterns(c: Check) -> None:
         c.refuse(f"{key}=[{', '.join(targets)}]", f"{message}{close}; its modules are {', '.join(ends)}")
     else:  # lists that are made for several architectures
         c.notice(f"{key}: {message}")
+
+
+def _named(module: str, names: list[str]) -> bool:
+    """True for a module that one of the names, or the end of its path, stands for."""
+    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def _sampler(c: Check, rank: int) -> None:

@@ -72,7 +72,7 @@ class PFPPOConfig(Group):
     """
 
     reweight_method: str = choice("pow", "pow", "max_min", "max_random")
-    weight_pow: float = 2.0
+    weight_pow: float = key(2.0, low=0)
 
 
 class AlgorithmConfig(Group):

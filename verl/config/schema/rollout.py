@@ -26,7 +26,7 @@ class SamplingConfig(Group):
     top_p: float = key(1.0, above=0, high=1)
     top_k: int = key(-1, low=-1)
     min_p: float = key(0.0, low=0, high=1, ours=True)
-    repetition_penalty: float = key(1.0, above=0)
+    repetition_penalty: float = key(1.0, low=0.01)
 
 
 class ValKwargs(SamplingConfig):
@@ -41,7 +41,7 @@ class ValKwargs(SamplingConfig):
     """
 
     temperature: float = key(0.0, low=0.01, high=100, also=0)
-    repetition_penalty: float = key(1.0, above=0, ours=True)
+    repetition_penalty: float = key(1.0, low=0.01, ours=True)
     n: int = key(1, low=1, high=MOST_RESPONSES)
     do_sample: bool | None = key(None, ours=True)
     stop: list[str] = same_as("..stop", ours=True)

@@ -130,8 +130,12 @@ class ValueHead(OutputHead):
         """See `OutputHead.compute`; the temperature plays no part."""
         base = self.module.base_model
         hidden = base(**batch.inputs(base)).last_hidden_state[0].index_select(0, batch.source)
-        layer = value_layer(self.module)
-        values = (hidden.float() * layer.weight.float()).sum(-1)
+        layer: Any = value_layer(self.module)
+        weight = layer.weight.float()
+        if adapters.is_adapted(layer):
+            a, b = (part[adapters.NAME].weight.float() for part in (layer.lora_A, layer.lora_B))
+            weight = weight + layer.scaling[adapters.NAME] * (b @ a)
+        values = (hidden.float() * weight).sum(-1)
         return {self.outputs[0]: values if layer.bias is None else values + layer.bias.float()}
 
 

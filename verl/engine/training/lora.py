@@ -26,6 +26,7 @@ from verl.engine.training.process_group import on_all_ranks, take_share, this_ra
 from verl.engine.training.weight_files import FileSource, WeightSource, reading, untied
 from verl.errors import UserError
 from verl.models import adapters
+from verl.models.load import value_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,6 +150,8 @@ def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
             "pip install 'verl[lora]', or set model.lora_rank=0"
         ) from error
     config = _peft_config(peft, settings)
+    if settings.adapter is None and value_layer(module) is not None:
+        config.target_modules = _with_value_layer(config.target_modules)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -162,6 +165,14 @@ def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(adapters.plain_name(name) is None)
     return Adapter(module, config, settings)
+
+
+def _with_value_layer(targets: set[str] | str) -> set[str] | str:
+    """Targets and the layer of values: a new one is 0, and as long as it stays so nothing below it learns."""
+    own = ("score", "classifier")
+    if isinstance(targets, str):
+        return targets if targets == _ALL_LINEAR else "|".join((targets, *own))
+    return {*targets, *own}
 
 
 def _no_match(module: PreTrainedModel, settings: LoraSettings, error: Exception) -> str:
