@@ -8,19 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint import layouts
-from verl.checkpoint.manifest import (
-    LOOP,
-    NAME,
-    CheckpointError,
-    Manifest,
-    read_manifest,
-    remove,
-    stale_entries,
-    step_of,
-    sync_directory,
-    verify,
-)
+from verl.checkpoint import layouts, manifest
+from verl.checkpoint.manifest import LOOP, NAME, CheckpointError, Manifest
 from verl.checkpoint.write import OnEvent, no_event, sealed
 
 
@@ -55,15 +44,15 @@ def open_checkpoint(path: Path, *, hashes: bool = True) -> Checkpoint:
         raise CheckpointError(f"{path} does not exist or is not a directory")
     if why := layouts.foreign(path):
         raise CheckpointError(why)
-    manifest = read_manifest(path)
-    verify(path, manifest, hashes=hashes)
+    seal = manifest.read_manifest(path)
+    manifest.verify(path, seal, hashes=hashes)
     try:
         loop_state = json.loads((path / LOOP).read_text("utf-8"))
-        if loop_state["step"] != manifest.step:
-            raise ValueError(f"step {loop_state['step']}, in {NAME} it is {manifest.step}")
+        if loop_state["step"] != seal.step:
+            raise ValueError(f"step {loop_state['step']}, in {NAME} it is {seal.step}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / LOOP} cannot be read ({type(error).__name__}: {error})") from error
-    return Checkpoint(path, manifest.step, loop_state, manifest)
+    return Checkpoint(path, seal.step, loop_state, seal)
 
 
 def clean(root: Path, *, on_event: OnEvent = no_event) -> None:
@@ -71,18 +60,18 @@ def clean(root: Path, *, on_event: OnEvent = no_event) -> None:
 
     A `.tmp` that was already sealed and only lacked its rename is published; every other one is removed.
     """
-    for path in stale_entries(Path(root)):
+    for path in manifest.stale_entries(Path(root)):
         final = path.with_suffix("")
         try:
-            if step_of(final) is not None and not final.exists():
+            if manifest.step_of(final) is not None and not final.exists():
                 open_checkpoint(path)
                 os.rename(path, final)
-                sync_directory(final.parent)
+                manifest.sync_directory(final.parent)
                 on_event("checkpoint_completed", path=str(final), message=f"{final.name} was sealed: kept")
                 continue
         except CheckpointError as error:
             on_event("checkpoint_unfinished", path=str(path), message=f"unfinished, removed: {error}")
-        remove(path)
+        manifest.remove(path)
         on_event("checkpoint_stale_removed", path=str(path))
 
 
@@ -141,7 +130,7 @@ def _resume_path(path: Path, on_event: OnEvent) -> Checkpoint:
         raise CheckpointError(f"{key} does not exist or is not a directory")
     if path.name in ("actor", "critic") and (path.parent / NAME).is_file():
         path = path.parent
-    if step_of(path) is not None or (path / NAME).is_file():
+    if manifest.step_of(path) is not None or (path / NAME).is_file():
         return open_checkpoint(path)
     if why := layouts.foreign(path):
         raise CheckpointError(f"{key}: {why}")
