@@ -39,6 +39,9 @@ class Records:
     def resumed(self, step: int, record: Any = None) -> None:
         """Nothing is logged here."""
 
+    def rely_on(self, what: str, path: Path) -> None:
+        """Nothing is looked for here."""
+
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
