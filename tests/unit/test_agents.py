@@ -63,17 +63,18 @@ def play(
     model: Path | None = None,
     processes: int = 0,
     max_lost_ratio: float = 0.99,
+    room: int = 600,
 ) -> tuple[Batch, Says]:
     """One prompt through the manager, its loop in this process or in so many others. words: keys below actor_rollout_ref.rollout."""
     config = load(
-        ["actor_rollout_ref.rollout.response_length=600", "actor_rollout_ref.rollout.prompt_length=600",
+        [f"actor_rollout_ref.rollout.response_length={room}", "actor_rollout_ref.rollout.prompt_length=600",
          *(f"actor_rollout_ref.rollout.{word}" for word in words),
          *([f"actor_rollout_ref.model.path={model}"] if model else [])],
     )  # fmt: skip
     tokenizer = tiny_tokenizer(template=_QWEN.replace("%THINK%", ""))
     agent = config.actor_rollout_ref.rollout.agent
     settings = RolloutSettings(
-        SamplingParams(max_tokens=600), n=n, seed=1, default_loop=agent.default_agent_loop,
+        SamplingParams(max_tokens=room), n=n, seed=1, default_loop=agent.default_agent_loop,
         on_status=dict(agent.on_status), max_resamples=agent.max_resamples, max_lost_ratio=max_lost_ratio,
     )  # fmt: skip
 

@@ -173,6 +173,23 @@ def test_a_killed_reader_is_named_at_once(channel: str) -> None:
     process.join(5)
 
 
+def test_a_segment_that_is_deleted_before_its_reader_comes_is_said_at_once(channel: str) -> None:
+    sending, said = BucketSender(channel, 1, 4096, timeout=20), list[WeightSyncError]()
+
+    def send() -> None:
+        try:
+            sending.send(weights(), 0)
+        except WeightSyncError as error:
+            said.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    until(path_of(channel).exists)
+    path_of(channel).unlink()
+    thread.join(5)
+    assert said and f"{path_of(channel)} was deleted before all of its readers" in str(said[0])
+
+
 def test_a_killed_sender_is_named_at_once_and_its_memory_removed(channel: str) -> None:
     out = context.Queue()
     process = spawn(stalls, channel, out)

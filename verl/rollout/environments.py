@@ -34,7 +34,7 @@ from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentF
 from verl.rollout.boundary import without_images
 from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
 from verl.rollout.session import OutOfTokens, Recorded
-from verl.rollout.tools.base import in_thread
+from verl.rollout.tools.base import in_thread, users_code
 from verl.rollout.tools.parsers import INVALID_TURNS, ToolCall
 from verl.rollout.tools.toolbox import load_class
 
@@ -192,7 +192,8 @@ class EnvironmentAgent(AgentLoopBase):
         try:
             async with asyncio.timeout(self._agent.tool_timeout):
                 apart = not inspect.iscoroutinefunction(method)
-                found = await (in_thread(method, **arguments) if apart else method(**arguments))
+                with users_code():
+                    found = await (in_thread(method, **arguments) if apart else method(**arguments))
             if not isinstance(found, gives):
                 other = " (gymnasium's interface is environment.name=gym)" if isinstance(found, tuple) else ""
                 raise TypeError(f"it has to give {gives.__name__}, not {type(found).__name__}{other}")

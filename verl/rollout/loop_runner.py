@@ -17,6 +17,7 @@ from verl.rollout import agent_loop
 from verl.rollout.agent_loop import AgentLoopOutput, EnvironmentFailed, ServerManager
 from verl.rollout.boundary import Boundaries
 from verl.rollout.session import Send, Session
+from verl.rollout.tools.base import users_code
 from verl.trajectory import AGENT_LOOP_ARGUMENTS
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -84,7 +85,8 @@ class LoopRunner:
         try:
             async with deadline:
                 loop = self._loop(name, session)
-                outputs = await loop.run(params, **columns | row)
+                with users_code():
+                    outputs = await loop.run(params, **columns | row)
         except TimeoutError:
             if not deadline.expired():
                 raise

@@ -146,6 +146,8 @@ class SharedMemorySink(buckets.Sink):
         return min(reader.taken for reader in self._readers)
 
     def _check(self) -> None:
+        if not all(reader.status for reader in self._readers) and not self._segment.path.exists():
+            raise WeightSyncError(f"{self._segment.path} was deleted before all of its readers had opened it")
         for number, reader in enumerate(self._readers):
             where = f"reader {number} of channel {self._channel.name!r} (process {reader.pid})"
             if not reader.status and number < len(self._channel.expected):

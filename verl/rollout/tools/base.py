@@ -203,6 +203,19 @@ def simple_timer(name: str, timings: dict[str, float]) -> Iterator[None]:
         timings[name] = timings.get(name, 0.0) + time.perf_counter() - started
 
 
+@contextmanager
+def users_code() -> Iterator[None]:
+    """RuntimeError for what would end more than the user's coroutine in this block: `sys.exit` ends the event loop, and whoever
+    waits for a task that cancelled itself waits for ever."""
+    try:
+        yield
+    except (SystemExit, asyncio.CancelledError) as raised:
+        task = asyncio.current_task()
+        if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise RuntimeError(repr(raised)) from raised
+
+
 async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
     """Call a function in a daemon thread of its own: a pool would fill with calls that never return."""
     loop = asyncio.get_running_loop()

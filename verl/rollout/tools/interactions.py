@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from verl.rollout.agent_loop import EnvironmentFailed
-from verl.rollout.tools.base import ToolError
+from verl.rollout.tools.base import ToolError, users_code
 from verl.rollout.tools.toolbox import load_yaml, made, told, warn_once
 
 
@@ -67,9 +67,10 @@ class Partner:
             async with asyncio.timeout(self._timeout):
                 if self._id is None:
                     self._id = await self._interaction.start_interaction(uuid4().hex, **self._kwargs)
-                over, text, reward, _ = await self._interaction.generate_response(
-                    self._id, messages, **self._kwargs
-                )
+                with users_code():
+                    over, text, reward, _ = await self._interaction.generate_response(
+                        self._id, messages, **self._kwargs
+                    )
             if not over and not isinstance(text, str):
                 raise TypeError(f"what generate_response gives second is no text: {text!r:.100}")
             self.rewards.append(float(reward or 0.0))

@@ -17,7 +17,14 @@ from verl.data.files import DataError
 from verl.data.load_object import load_extern_object
 from verl.data.rows import BadRow
 from verl.rollout.agent_loop import EnvironmentFailed
-from verl.rollout.tools.base import BaseTool, OpenAIFunctionToolSchema, Tool, ToolError, check_schema
+from verl.rollout.tools.base import (
+    BaseTool,
+    OpenAIFunctionToolSchema,
+    Tool,
+    ToolError,
+    check_schema,
+    users_code,
+)
 from verl.rollout.tools.function_tools import load_function_tools_from_path, normalize_function_tool_return
 from verl.rollout.tools.parsers import ToolCall
 
@@ -203,7 +210,8 @@ class ToolRun:
         deadline, own = asyncio.timeout(timeout), list[str]()
         try:
             async with deadline:
-                found = await self._execute(tool, call.arguments, own)
+                with users_code():
+                    found = await self._execute(tool, call.arguments, own)
                 response, reward, metrics = normalize_function_tool_return(found)
                 if response.video:
                     raise ToolError("it gave a video, and videos are not in this release")

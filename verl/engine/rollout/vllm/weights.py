@@ -20,7 +20,7 @@ from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from verl.platform import platform_of
 from verl.platform.processes import namespace
 from verl.weight_sync.base import WeightSyncError
-from verl.weight_sync.shared_memory import BucketSender, offer
+from verl.weight_sync.shared_memory import BucketSender, called_off, offer
 from verl.weight_sync.verify import checksums
 
 if TYPE_CHECKING:
@@ -80,8 +80,9 @@ class WorkerChannel:
         )
         try:
             sender.send(itertools.chain(first, weights), version)
-        except WeightSyncError:
-            _loaded(loading, RPC_TIMEOUT)  # a worker's own words come first
+        except WeightSyncError as error:
+            with called_off(places, version, str(error)):
+                _loaded(loading, RPC_TIMEOUT)  # a worker's own words come first
             raise
         return _loaded(loading, RPC_TIMEOUT)
 
@@ -137,7 +138,7 @@ class AdapterFolder:
     def write(self, tensors: Iterable[tuple[str, Any]], version: int, dtype: Any) -> Path:
         """(name less peft's prefix, tensor) of an adapter, floating point converted to `dtype` unless None. Returns the
         folder to load it from, good until the next `write`."""
-        if self._root is None:
+        if self._root is None or not self._root.exists():
             _sweep()
             self._root = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{namespace()}-{os.getpid()}-", dir=_SHARED))
         stored = {
@@ -160,7 +161,7 @@ class AdapterFolder:
     def remove(self) -> None:
         """Remove the files."""
         if self._root is not None:
-            shutil.rmtree(self._root)
+            shutil.rmtree(self._root, ignore_errors=True)
             self._root = None
 
 
