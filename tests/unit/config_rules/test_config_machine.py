@@ -197,6 +197,7 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
     assert "no chat template" in str(problems(*base, inside, vision))
     (tmp_path / "vl" / "chat_template.jinja").write_text("x")
     assert problems(*base, file, vision) == []
+    only(problems(*base, file, vision, "critic.enable=True"), "configuration", "no critic sees images")
     few = (*base, file, vision, f"{ARR}.rollout.limit_images=0")
     only(problems(*few), "configuration", "16 × too many images", "limit_images=0")
     only(problems(*base, inside, vision), "configuration", "16 × image missing", "b.png: no such file")

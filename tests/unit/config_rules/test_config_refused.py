@@ -100,6 +100,7 @@ REFUSED = [
     ([f"{ARR}.rollout.do_sample=False"], ["set True"]),
     ([f"{ARR}.rollout.val_kwargs.do_sample=True"], ["temperature 0 is greedy"]),
     ([f"{ARR}.rollout.dtype=fp64"], ["none of float32", "nearest: fp16"]),
+    ([f"{ARR}.actor.fsdp_config.dtype=half"], ["rollout.dtype=half", "the native engine computes in"]),
     ([f"{ARR}.rollout.dtype=half"], ["the native engine computes in float32 or bfloat16"]),
     ([f"{ARR}.actor.fsdp_config.mixed_precision.param_dtype=bf61"], ["nearest: bf16"]),
     ([f"{ARR}.rollout.top_p=0"], ["above 0 and at most 1"]),

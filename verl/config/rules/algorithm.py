@@ -52,6 +52,11 @@ def _estimator(c: Check) -> None:
         c.refuse("critic.enable", f"{reader} needs values; enable the critic or use grpo")
     if c.cfg.critic.enable:
         _same_tokens(c, "critic.model.path")
+        if c.facts is not None and c.facts.vision:
+            c.refuse(
+                "critic.enable",
+                "no critic sees images in this release; use an estimator without one, as grpo",
+            )
     if algorithm.use_pf_ppo and name != "gae":
         keys = c.at("algorithm.use_pf_ppo", "algorithm.adv_estimator")
         c.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")

@@ -29,7 +29,7 @@ def check(c: Check) -> None:
         follows = "same_as" in known.about and not c.was_set(path)  # what it follows is looked at
         if not value and known.about.get("required"):
             c.refuse(path, f"is required{_MODEL if path.endswith('model.path') else ''}")
-        elif value is not None and not follows:
+        elif value is not None and (not follows or path == f"{c.rollout_key}.dtype"):
             _value(c, path, value, known)
         if _outside(value, known):
             put(c.cfg, path, _inside(known))
@@ -86,9 +86,9 @@ def _unused(c: Check, path: str) -> bool:
 
 def _dtype(c: Check, path: str, value: Any) -> None:
     name = float_name(value)
-    if name is None:
+    if name is None and (c.was_set(path) or "same_as" not in c.keys[path].about):
         c.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(value, FLOATS)}")
-    elif path == f"{c.rollout_key}.dtype" and name not in CAPABILITIES[c.rollout.name].dtypes:
+    elif name and path == f"{c.rollout_key}.dtype" and name not in CAPABILITIES[c.rollout.name].dtypes:
         c.refuse(f"{path}={value}", not_sampled(c.rollout.name))
 
 
