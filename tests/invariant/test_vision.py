@@ -274,8 +274,9 @@ def test_prefill_in_pieces_and_a_full_cache_change_nothing(path25: Path, limits:
         assert np.abs(one.log_probs - other.log_probs).max() <= 1e-4
 
 
-def test_the_sampler_records_the_trainer_s_routes(tmp_path: Path) -> None:
-    path = tiny_vision_model(tmp_path, "qwen3_vl_moe")
+@pytest.mark.parametrize("arch", ["qwen3_vl_moe", "glm4v_moe"])
+def test_the_sampler_records_the_trainer_s_routes(tmp_path: Path, arch: str) -> None:
+    path = tiny_vision_model(tmp_path, arch)
     actor = FSDPEngine(path, role_cfg=trained(), device="cpu")
     limits = LIMITS | {"record_routes": True, "max_num_batched_tokens": 16}
     prompts = make_prompts(path)
