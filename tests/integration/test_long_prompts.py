@@ -63,8 +63,9 @@ class LongRun(TinyRun):
         images = (
             ["data.image_key=images", "data.mm_processor_kwargs.max_pixels=1048576"] if self.seeing else []
         )
-        batch = "actor_rollout_ref.actor.ppo_mini_batch_size=1"
-        return super().overrides(out, *sizes, batch, *steps, *images, "trainer.save_freq=0", *more)
+        actor = "actor_rollout_ref.actor."  # a budget that holds a group: beyond it each response computes the prompt again
+        batch = [f"{actor}ppo_mini_batch_size=1", f"{actor}ppo_max_token_len_per_gpu=17000"]
+        return super().overrides(out, *sizes, *batch, *steps, *images, "trainer.save_freq=0", *more)
 
 
 @pytest.mark.long
