@@ -20,6 +20,14 @@ CHAT_TEMPLATE = (
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+GLM_VISION = (
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|image|>",
+    "<|video|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+)
 VISION_TEMPLATE = CHAT_TEMPLATE.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -140,11 +148,12 @@ def tiny_vision_model(
 ) -> Path:
     """Save a random vision-language model (fp32), its tokenizer and its image processor; returns the path.
 
-    arch: "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe" or "qwen2_vl". An image has one token for each 2·patch × 2·patch pixels,
-    4 to 64 of them. head: elements of an attention head; 32 is the smallest of vLLM's kernels on a CPU.
+    arch: "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe" or "qwen2_vl"; "glm4v", "glm46v" or "glm4v_moe" (`_tiny_glm`). An image has one token for
+    each 2·patch × 2·patch pixels, 4 to 64 of them. head: elements of an attention head; 32 is the smallest of vLLM's kernels on a CPU.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    if arch.startswith("glm"):
+        return _tiny_glm(Path(path), arch, seed)
+    from transformers import AutoConfig
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     path, start = Path(path), VOCAB_SIZE
@@ -187,15 +196,28 @@ def tiny_vision_model(
     if arch.startswith("qwen3"):  # as published; transformers does it in any case, vLLM looks
         rope["mrope_interleaved"] = True
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    config = AutoConfig.for_model(
+        arch,
+        text_config=shape | {"rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **{name: start + number for number, name in enumerate(names)},
+    )
+    _save_vision_model(path, config, seed)
+    tiny_tokenizer(path, template=VISION_TEMPLATE, special=SPECIAL + VISION)
+    side = 2 * patch
+    Qwen2VLImageProcessorPil(
+        patch_size=patch, min_pixels=4 * side * side, max_pixels=64 * side * side
+    ).save_pretrained(path)
+    return path
+
+
+def _save_vision_model(path: Path, config: Any, seed: int) -> None:
+    import torch
+    from transformers import AutoModelForImageTextToText
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(
-            arch,
-            text_config=shape | {"rope_parameters": rope},
-            vision_config=vision,
-            tie_word_embeddings=False,
-            **{name: start + number for number, name in enumerate(names)},
-        )
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for weight in model.parameters():
@@ -203,11 +225,58 @@ def tiny_vision_model(
                     weight.mul_(3.0)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 258, 256
     model.save_pretrained(path)
-    tiny_tokenizer(path, template=VISION_TEMPLATE, special=SPECIAL + VISION)
-    side = 2 * patch
-    Qwen2VLImageProcessorPil(
-        patch_size=patch, min_pixels=4 * side * side, max_pixels=64 * side * side
-    ).save_pretrained(path)
+
+
+def _tiny_glm(path: Path, arch: str, seed: int) -> Path:
+    """GLM-4.1V ("glm4v"), 4.6V ("glm46v") or 4.5V ("glm4v_moe"), whose second layer has four experts."""
+    from transformers import AutoConfig
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+
+    vision = {"depth": 2, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "image_size": 64}
+    text = {
+        "vocab_size": 272,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    text |= {
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 2048,
+        "eos_token_id": 258,
+        "pad_token_id": 256,
+    }
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    }
+    if arch.endswith("moe"):
+        text |= {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+        }
+    names = ("image_start", "image_end", "image", "video", "video_start", "video_end")
+    config = AutoConfig.for_model(
+        arch,
+        text_config=text | {"rope_parameters": rope},
+        vision_config=vision | {"out_hidden_size": 32, "intermediate_size": 48},
+        **{f"{name}_token_id": VOCAB_SIZE + number for number, name in enumerate(names)},
+    )
+    _save_vision_model(path, config, seed)
+    template = VISION_TEMPLATE.replace(
+        "'<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>'",
+        "'<|begin_of_image|><|image|><|end_of_image|>'",
+    )
+    tiny_tokenizer(path, template=template, special=SPECIAL + GLM_VISION)
+    processor = Glm46VImageProcessorPil if arch == "glm46v" else Glm4vImageProcessorPil
+    # Its limits count the two frames that an image is made to.
+    limits = {"shortest_edge": 2 * 4 * 64, "longest_edge": 2 * 64 * 64}
+    processor(patch_size=4, size=limits).save_pretrained(path)
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from verl.trajectory import VIDEO_SECONDS, Media, Prompt, Trajectory
 from verl.weight_sync.sender import InProcessSync
 
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+GLM = ("glm4v", "glm46v", "glm4v_moe")
 LIMITS: dict[str, Any] = {"eos_token_ids": [258], "max_model_len": 320, "max_num_seqs": 16}
-VISION = {261, 262, 263, 264}
 IMAGES: tuple[list[tuple[int, int]], ...] = ([(40, 24)], [], [(16, 16), (64, 30), (9, 80)], [(128, 128)])
 """Sizes of the images of each prompt: one, none, several, and one of 64 tokens."""
 
@@ -41,6 +42,13 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def path25(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_vision_model(tmp_path_factory.mktemp("m25"))
+
+
+def marks_of(path: Path) -> list[int]:
+    """Tokens that stand for images and videos or mark where they begin and end, as the model's config.json has them."""
+    config = json.loads((path / "config.json").read_text())
+    kinds = ("image_", "video_", "vision_")
+    return sorted(v for k, v in config.items() if k.startswith(kinds) and k.endswith("_token_id"))
 
 
 def make_prompts(path: Path) -> list[Prompt]:
@@ -116,13 +124,14 @@ def plain_log_probs(path: Path, rows: list[Trajectory]) -> np.ndarray:
             logits = model(
                 input_ids=ids, **{k: torch.from_numpy(v) for k, v in media.items()}, **kinds
             ).logits[0]
-        logits[:, sorted(VISION)] = -torch.inf
+        logits[:, marks_of(path)] = -torch.inf
         start = len(row.prompt.ids) - 1
         picked = logits[start:-1].log_softmax(-1).gather(1, torch.from_numpy(row.response_ids)[:, None])
         out.append(picked[:, 0].numpy())
     return np.concatenate(out)
 
 
+@pytest.mark.parametrize("path", ARCHITECTURES + GLM, indirect=True)
 def test_transformers_trainer_and_sampler_agree_after_three_syncs(path: Path, tmp_path: Path) -> None:
     actor = FSDPEngine(path, role_cfg=trained(), device="cpu")
     sampler, prompts = NativeEngine(actor.module, **LIMITS), make_prompts(path)
@@ -135,7 +144,7 @@ def test_transformers_trainer_and_sampler_agree_after_three_syncs(path: Path, tm
         assert np.abs(ours - sampled(found)).max() <= 1e-4
         assert sampler.stats()["images"] == 5, "each image once for its group"
         assert actor.images() == {"encoded": 5, "distinct": 5}
-        assert not VISION & {int(t) for row in rows for t in row.response_ids}
+        assert not set(marks_of(path)) & {int(t) for row in rows for t in row.response_ids}
         actor.save_weights(tmp_path / str(version))
         assert np.abs(ours - plain_log_probs(tmp_path / str(version), rows)).max() <= 1e-4
         assert not actor.step(
@@ -172,7 +181,7 @@ def test_a_video_is_an_image_with_rows_of_time(path: Path) -> None:
         kinds = (whole == 263).int() + 2 * (whole == 264).int()
         with torch.no_grad():
             logits = model(input_ids=whole, mm_token_type_ids=kinds, **given).logits[0, len(ids) - 1 : -1]
-        logits[:, sorted(VISION)] = -torch.inf
+        logits[:, marks_of(path)] = -torch.inf
         theirs = logits.log_softmax(-1).gather(1, whole[0, len(ids) :, None])[:, 0].numpy()
         assert np.abs(own - theirs).max() <= 1e-4
 
@@ -231,6 +240,11 @@ def of_two_ranks(
         ("qwen2_5_vl", [list(range(8)), []]),
         *((arch, [[0, 1, 4, 5, 6, 7], [2, 3]]) for arch in ARCHITECTURES),
         *((arch, [list(range(8))] * 2) for arch in ("qwen2_5_vl", "qwen3_vl_moe")),
+        *(
+            pytest.param(arch, shares, marks=pytest.mark.long)
+            for arch in GLM
+            for shares in ([[0, 1, 4, 5, 6, 7], [2, 3]], [list(range(8))] * 2)
+        ),
     ],
     ids=str,
 )
@@ -260,8 +274,9 @@ def test_prefill_in_pieces_and_a_full_cache_change_nothing(path25: Path, limits:
         assert np.abs(one.log_probs - other.log_probs).max() <= 1e-4
 
 
-def test_the_sampler_records_the_trainer_s_routes(tmp_path: Path) -> None:
-    path = tiny_vision_model(tmp_path, "qwen3_vl_moe")
+@pytest.mark.parametrize("arch", ["qwen3_vl_moe", "glm4v_moe"])
+def test_the_sampler_records_the_trainer_s_routes(tmp_path: Path, arch: str) -> None:
+    path = tiny_vision_model(tmp_path, arch)
     actor = FSDPEngine(path, role_cfg=trained(), device="cpu")
     limits = LIMITS | {"record_routes": True, "max_num_batched_tokens": 16}
     prompts = make_prompts(path)

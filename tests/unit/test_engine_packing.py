@@ -67,6 +67,14 @@ def test_a_group_is_not_cut_where_it_fits_the_next_pack():
     assert [len(p) for p in split_rows(rows, MicroBatching(tokens=60))] == [1, 1, 2]
 
 
+def test_responses_to_a_prompt_larger_than_a_pack_stay_together_up_to_the_budget():
+    rows = rows_of([(50, [6, 6, 6]), (50, [6])])
+    for limit, sizes in ((0, [1, 1, 1, 1]), (60, [2, 1, 1]), (100, [3, 1])):
+        assert [len(p) for p in split_rows(rows, MicroBatching(tokens=20, limit=limit))] == sizes
+    repeated = MicroBatching(tokens=20, limit=100, share_prompt=False)
+    assert [len(p) for p in split_rows(rows, repeated)] == [1, 1, 1, 1]
+
+
 def test_one_by_one_for_layers_with_state():
     rows = rows_of([(3, [4, 4])])
     how = MicroBatching(one_by_one=True)

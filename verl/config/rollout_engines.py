@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from verl.errors import UserError
 
 QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-VISION_MODELS = (*QWEN_VISION, "glm4v", "glm46v")
+VISION_MODELS = (*QWEN_VISION, "glm4v", "glm46v", "glm4v_moe")
 """Types of models that see images and were seen to be trained as transformers computes them (docs/vision.md)."""
 
 

@@ -112,8 +112,18 @@ def test_model_directories(base, tmp_path, monkeypatch):
     only(problems(*base, path("broken")), "configuration", "cannot be read as JSON")
     write_model(tmp_path / "vl", model_type="qwen2_5_vl", vision_config={}, text_config=MODEL)
     assert problems(*base, path("vl")) == []
-    write_model(tmp_path / "other", model_type="gemma3", vision_config={}, text_config=MODEL)
-    only(problems(*base, path("other")), "machine", "gemma3", "not seen to be right")
+    for kind in (
+        "gemma3",
+        "gemma4",
+        "internvl",
+        "mistral3",
+        "llava",
+        "kimi_k25",
+        "ernie4_5_vl_moe",
+        "paddleocr_vl",
+    ):
+        write_model(tmp_path / kind, model_type=kind, vision_config={}, text_config=MODEL)
+        only(problems(*base, path(kind)), "machine", kind, "not seen to be right")
     split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
     assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
     with monkeypatch.context() as patched:

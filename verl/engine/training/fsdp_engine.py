@@ -166,8 +166,8 @@ class FSDPEngine(TrainingEngine):
         share = setting(role_cfg, "use_prefix_grouper")
         how = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
         # A sequence lies on all devices that share it.
-        tokens = how.tokens * self.layout.sequence_size
-        return replace(how, tokens=tokens, one_by_one=is_recurrent(self.module))
+        tokens, limit = (size * self.layout.sequence_size for size in (how.tokens, how.limit))
+        return replace(how, tokens=tokens, limit=limit, one_by_one=is_recurrent(self.module))
 
     @torch.no_grad()
     def _find_layer(self) -> None:

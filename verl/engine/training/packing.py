@@ -28,7 +28,7 @@ class MicroBatching:
 
     share_prompt: None computes the prompt once for the responses of a group that meet in a pack, True says so,
     False repeats it for each. replay: packs say to which experts their tokens went. one_by_one: one response per pack, for
-    layers that carry a state along the row.
+    layers that carry a state along the row. limit: tokens that a pack may have where a prompt alone is larger than `tokens`.
     """
 
     tokens: int = 16384
@@ -36,6 +36,7 @@ class MicroBatching:
     share_prompt: bool | None = None
     one_by_one: bool = False
     replay: bool = False
+    limit: int = 0
 
     @property
     def shared(self) -> bool:
@@ -120,7 +121,9 @@ def split_rows(rows: Sequence[Segment], how: MicroBatching) -> list[list[Segment
         need = _cost(row) + (_context_cost(row) if opens else 0)
         new_group = i == 0 or rows[i - 1].uid != row.uid
         whole = new_group and used * 2 >= how.tokens and used + costs[i] > how.tokens >= costs[i]
-        if not out or whole or used + need > how.tokens:
+        # Apart, the responses to a prompt that is larger than a pack would each compute it again.
+        room = max(how.tokens, how.limit) if not opens and _context_cost(row) > how.tokens else how.tokens
+        if not out or whole or used + need > room:
             out.append([])
             used, need = 0, _cost(row) + _context_cost(row)
         out[-1].append(row)

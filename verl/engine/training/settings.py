@@ -20,9 +20,9 @@ def micro_batching(
     dynamic-batch switch. The token budget is a limit: where smaller packs are `preferred`, they are smaller."""
     switch = "use_dynamic_bsz" if prefix == "ppo" else f"{prefix}_use_dynamic_bsz"
     rows = None if setting(group, switch) else setting(group, f"{prefix}_micro_batch_size_per_gpu")
-    tokens = int(setting(group, f"{prefix}_max_token_len_per_gpu", 16384))
-    tokens = tokens if preferred is None else min(tokens, preferred)
-    return MicroBatching(tokens, None if rows is None else int(rows), share_prompt)
+    limit = int(setting(group, f"{prefix}_max_token_len_per_gpu", 16384))
+    tokens = limit if preferred is None else min(limit, preferred)
+    return MicroBatching(tokens, None if rows is None else int(rows), share_prompt, limit=limit)
 
 
 def preferred_tokens(platform: Platform, bytes_per_token: int) -> int | None:
