@@ -227,7 +227,7 @@ def test_what_they_need() -> None:
     for t in batch:
         for segment in t.segments:
             segment.put("values", None)
-    with pytest.raises(ValueError, match="adv_estimator=gae needs values, which this step does not have"):
+    with pytest.raises(ValueError, match="adv_estimator=gae needs values, which this step has not"):
         compute_advantages(batch, config(adv_estimator="gae"), rollout_n=1)
 
 

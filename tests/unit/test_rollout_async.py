@@ -295,7 +295,7 @@ def test_continued_and_evicted_answers_are_counted(tmp_path) -> None:
     evicted = [r["training/off_policy/evicted_samples"] for r in stuck.quiet.records.values()]
     assert evicted == [0, 0, BATCH * N, BATCH * N]
     for t in stuck.batches[2]:
-        assert t.score is None and "written with version 0, the oldest allowed is 1" in t.score_error
+        assert t.score is None and "written with version 0, the oldest is 1" in t.score_error
         assert not t.loss_mask.any()
     assert not any(
         "off_policy/evicted" in name for name in Run(tmp_path, 0, TimedEngine(lengths)).go().quiet.records[1]

@@ -133,7 +133,7 @@ def test_headers_that_cannot_be_right_are_refused(header: bytes, words: str) -> 
 def test_missing_slices_are_noticed() -> None:
     sink = Kept(64)
     buckets.pack([("a", torch.ones(100))], sink)
-    with pytest.raises(WeightSyncError, match="after 16 elements of a came element 32"):
+    with pytest.raises(WeightSyncError, match="element 16 of a was due, 32 of a came"):
         list(buckets.unpack(sink.kept[:1] + sink.kept[2:]))
     with pytest.raises(WeightSyncError, match="ended after 16 of 100"):
         list(buckets.unpack(sink.kept[:1]))

@@ -150,9 +150,7 @@ def parse_rule(name: str, threshold: str) -> Rule:
     over, k, parts = found[1] or found[2], int(found[3]), _numbers(threshold)
     if k > 1:
         if len(parts) != 1:
-            raise ValueError(
-                f"rollout_rs_threshold={threshold}: {name} has an upper bound only, write one number"
-            )
+            raise ValueError(f"rollout_rs_threshold={threshold}: {name} has an upper bound only")
         return Rule(name, over, k, -math.inf, parts[0])
     if len(parts) == 1 and parts[0] > 1:
         parts = [1 / parts[0], parts[0]]

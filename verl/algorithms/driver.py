@@ -162,9 +162,7 @@ def _estimate(rows: Batch, estimator: Estimator, algorithm: Any) -> None:
 def _inputs(rows: Batch, masks: Arrays, algorithm: Any) -> EstimatorInputs:
     def column(name: str) -> Iterator[np.ndarray]:
         if not rows.has(name):
-            raise ValueError(
-                f"adv_estimator={algorithm.adv_estimator} needs {name}, which this step does not have"
-            )
+            raise ValueError(f"adv_estimator={algorithm.adv_estimator} needs {name}, which this step has not")
         dtype = bool if COLUMNS[name].dtype is bool else np.float64
         # One response after another: float64 copies of all tokens of a step would be gigabytes.
         values = (np.asarray(t.column(name), dtype) for t in rows)

@@ -33,8 +33,8 @@ from verl.rollout import openenv, verifiers_server
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, register
 from verl.rollout.boundary import without_images
 from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
+from verl.rollout.event_loop import in_thread, users_code
 from verl.rollout.session import OutOfTokens, Recorded
-from verl.rollout.tools.base import in_thread, users_code
 from verl.rollout.tools.parsers import INVALID_TURNS, ToolCall
 from verl.rollout.tools.toolbox import load_class
 

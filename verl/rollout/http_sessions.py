@@ -168,15 +168,12 @@ def _reason(done: Completion) -> str:
 
 def _result(kind: str, session: Any, done: Completion, choice: dict[str, Any]) -> dict[str, Any]:
     ids, log_probs = done.token_ids.tolist(), done.log_probs.tolist()
-    content = [{"token": f"token_id:{i}", "logprob": p} for i, p in zip(ids, log_probs, strict=True)]
+    tokens = [{"token": f"token_id:{i}", "logprob": p} for i, p in zip(ids, log_probs, strict=True)]
     latest = session.latest
     whole = len(latest.context) + len(latest.tokens) if latest is not None else len(ids)
     usage = {"prompt_tokens": whole - len(ids), "completion_tokens": len(ids), "total_tokens": whole}
     about = {"id": secrets.token_hex(8), "object": kind, "created": int(time.time()), "model": MODEL}
-    return about | {
-        "choices": [choice | {"token_ids": ids, "logprobs": {"content": content}}],
-        "usage": usage,
-    }
+    return about | {"choices": [choice | {"token_ids": ids, "logprobs": {"content": tokens}}], "usage": usage}
 
 
 _ROUTES: dict[str, Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]] = {

@@ -16,8 +16,8 @@ from verl.engine.rollout.base import SamplingParams
 from verl.rollout import agent_loop
 from verl.rollout.agent_loop import AgentLoopOutput, EnvironmentFailed, ServerManager
 from verl.rollout.boundary import Boundaries
+from verl.rollout.event_loop import users_code
 from verl.rollout.session import Send, Session
-from verl.rollout.tools.base import users_code
 from verl.trajectory import AGENT_LOOP_ARGUMENTS
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -34,9 +34,7 @@ def evict_stale(batch: Iterable[Trajectory], versions: Versions, step: int) -> d
     for row in rows:
         if row.length and row.versions and row.versions[0] < oldest:
             row.score, row.finish_reason = None, "lost"
-            row.score_error = (
-                f"too stale: written with version {row.versions[0]}, the oldest allowed is {oldest}"
-            )
+            row.score_error = f"too stale: written with version {row.versions[0]}, the oldest is {oldest}"
             evicted += 1
     return {
         "training/off_policy/evicted_samples": evicted,

@@ -87,9 +87,7 @@ def _summary(traces: list[Any]) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for trace in traces:
         metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
-        metrics |= {
-            f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None
-        }
+        metrics |= {f"reward/{name}": one.score for name, one in trace.rewards.items() if one is not None}
     return {
         "reward": sum(trace.reward for trace in traces) / len(traces),
         "metrics": metrics,

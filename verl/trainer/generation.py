@@ -249,9 +249,7 @@ def joined_rows(files: Sequence[RowFile]) -> pa.Table:
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
-        raise UserError(
-            f"the files of data.path do not fit into one table, generate for each: {error}"
-        ) from error
+        raise UserError(f"the files of data.path do not fit into one table: {error}") from error
 
 
 def write_responses(rows: pa.Table, files: Sequence[RowFile], done: Generated, target: Path) -> None:

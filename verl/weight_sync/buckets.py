@@ -235,9 +235,7 @@ def unpack(buckets: Iterable[tuple[bytes, torch.Tensor]]) -> Iterator[tuple[str,
                 name, filled = part.name, 0
                 joined = _whole(part.shape, part.dtype, data.device)
             if (part.name, part.start) != (name, filled) or part.dtype != joined.dtype:
-                raise WeightSyncError(
-                    f"after {filled} elements of {name} came element {part.start} of {part.name}"
-                )
+                raise WeightSyncError(f"element {filled} of {name} was due, {part.start} of {part.name} came")
             joined.view(-1)[filled : filled + part.count].copy_(values)
             filled += part.count
             if filled == joined.numel():

@@ -264,9 +264,7 @@ def _state(node: Facts) -> Iterator[Finding]:
     todo = "ulimit -u 65536 before `ray start`"
     yield graded("limits", name, f"processes {count(node['processes'])}", (few, WARN, todo))
     clock, error = node["clock"], node["clock_error"]
-    text = (
-        f"{abs(clock):.3f} s {'ahead of' if clock > 0 else 'behind'} the driver's (measured to {error:.3f} s)"
-    )
+    text = f"{abs(clock):.3f} s {'ahead of' if clock > 0 else 'behind'} the driver's (± {error:.3f} s)"
     far = abs(clock) - error > _MAX_CLOCK_S
     yield graded("network", f"clock of {name}", text, (far, WARN, "run chrony or ntpd there"))
 

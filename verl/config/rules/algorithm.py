@@ -53,10 +53,7 @@ def _estimator(c: Check) -> None:
     if c.cfg.critic.enable:
         _same_tokens(c, "critic.model.path")
         if c.facts is not None and c.facts.vision:
-            c.refuse(
-                "critic.enable",
-                "no critic sees images in this release; use an estimator without one, as grpo",
-            )
+            c.refuse("critic.enable", "no critic sees images in this release; take grpo, which has none")
     if algorithm.use_pf_ppo and name != "gae":
         keys = c.at("algorithm.use_pf_ppo", "algorithm.adv_estimator")
         c.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")

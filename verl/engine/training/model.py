@@ -100,9 +100,7 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     tensor = None if layout.tensor is None else TensorParallel(module, layout.tensor)
     sequence = _sequence_parallel(module, layout)
     if lora is not None and tensor is not None:
-        raise UserError(
-            "model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; unset one of them"
-        )
+        raise UserError("model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; unset one")
     source, adapter = _source(module, path, settings), None
     positions.settle(module, settings.longest)
     if lora is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -201,38 +199,3 @@ def simple_timer(name: str, timings: dict[str, float]) -> Iterator[None]:
         yield
     finally:
         timings[name] = timings.get(name, 0.0) + time.perf_counter() - started
-
-
-@contextmanager
-def users_code() -> Iterator[None]:
-    """RuntimeError for what would end more than the user's coroutine in this block: `sys.exit` ends the event loop, and whoever
-    waits for a task that cancelled itself waits for ever."""
-    try:
-        yield
-    except (SystemExit, asyncio.CancelledError) as raised:
-        task = asyncio.current_task()
-        if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise
-        raise RuntimeError(repr(raised)) from raised
-
-
-async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """Call a function in a daemon thread of its own: a pool would fill with calls that never return."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def set_result(result: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(result)
-
-    def call() -> None:
-        try:
-            result, error = function(**arguments), None
-        # sys.exit too: raised on, it would end the event loop; left here, the caller would wait.
-        except BaseException as raised:
-            result, error = None, raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(set_result, result, error)
-
-    threading.Thread(target=call, name="verl-tool", daemon=True).start()
-    return await future

@@ -10,13 +10,13 @@ from typing import Any
 
 from verl.data.files import DataError
 from verl.data.load_object import load_module
+from verl.rollout.event_loop import in_thread
 from verl.rollout.tools.base import (
     OpenAIFunctionToolSchema,
     Tool,
     ToolError,
     ToolResponse,
     check_schema,
-    in_thread,
     plain,
 )
 

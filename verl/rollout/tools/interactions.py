@@ -8,7 +8,8 @@ from typing import Any
 from uuid import uuid4
 
 from verl.rollout.agent_loop import EnvironmentFailed
-from verl.rollout.tools.base import ToolError, users_code
+from verl.rollout.event_loop import users_code
+from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.toolbox import load_yaml, made, told, warn_once
 
 

@@ -42,10 +42,8 @@ def ask_all(refs: Mapping[str, Any], timeout: float) -> dict[str, tuple[Any, str
             out[name] = None, f"no response within {timeout:g} s"
         except faults.RayError as error:
             missing = [line.strip() for line in str(error).splitlines() if "ModuleNotFoundError" in line]
-            out[name] = (
-                None,
-                f"this code cannot be imported there: {missing[0]}" if missing else reason(error),
-            )
+            said = f"this code cannot be imported there: {missing[0]}" if missing else reason(error)
+            out[name] = None, said
     return out
 
 
