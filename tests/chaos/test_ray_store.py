@@ -55,11 +55,13 @@ def batch(megabytes: int) -> Batch:
     return Batch(rows)
 
 
+@pytest.mark.long
 def test_a_batch_that_fits_nowhere_ends_with_what_to_change(training: Any) -> None:
     with pytest.raises(UserError, match=r"object store is full.*object_store_memory.*train_batch_size"):
         training.place(batch(400), "old_log_prob")
 
 
+@pytest.mark.long
 def test_the_next_batch_that_fits_goes_through(training: Any) -> None:
     small = batch(8)
     Role("actor", training).forward(small, "old_log_prob", {"log_probs": "old_log_probs"})

@@ -409,6 +409,7 @@ def test_a_full_disk_during_a_save_does_not_end_the_run(
     assert records(out) == records(three_steps), "a failed save changes nothing"
 
 
+@pytest.mark.long
 def test_a_log_on_a_full_disk_does_not_end_the_run(tiny, tmp_path) -> None:
     out = tmp_path / "out"
     words = tiny.overrides(out, "trainer.total_training_steps=1", "trainer.test_freq=-1")

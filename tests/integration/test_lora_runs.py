@@ -106,6 +106,7 @@ def read(folder: Path) -> dict[str, bytes]:
     return {n: t.tobytes() for n, t in load_file(folder / "adapter_model.safetensors").items()}
 
 
+@pytest.mark.long
 def test_a_resume_without_lora_or_on_another_base_is_explained(
     tiny: TinyRun, fork_server: Any, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_workers_write_profiles_of_the_chosen_steps(two, profiles) -> None:
     assert len(events(two, "profile")[0]["files"]) == 4
 
 
+@pytest.mark.long
 def test_samplers_on_nodes_of_their_own_get_the_weights_by_relay(
     tiny, ray_address, alone, tmp_path, monkeypatch
 ) -> None:
@@ -199,6 +200,7 @@ def test_roles_on_devices_of_their_own_compute_as_beside_the_policy(train, tmp_p
     assert names == {*ranks, "sampler 0"} and len({one["pid"] for one in workers["workers"]}) == 5
 
 
+@pytest.mark.long
 def test_a_judge_on_a_device_of_its_own_is_asked(train, tmp_path) -> None:
     (tmp_path / "asks.py").write_text(ASKS)
     words = (

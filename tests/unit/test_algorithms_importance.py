@@ -212,7 +212,7 @@ def test_one_threshold_serves_all_and_a_single_bound_of_k1_is_two_sided() -> Non
         ("token_k1", "0.5", "one number above 1"),
         ("token_k1", "2_1", "ratio bounds"),
         ("token_k1", "nan", "ratio bounds"),
-        ("token_k3", "much", "write one number"),
+        ("token_k3", "much", "token_k3 has an upper bound only"),
     ],
 )
 def test_what_cannot_be_is_named(names: str, threshold: str | None, said: str) -> None:

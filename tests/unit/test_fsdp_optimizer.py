@@ -120,6 +120,7 @@ def stepping(kind: str, rate: float = 1e-3) -> dict[str, Any]:
     return role(optim={"optimizer": kind, "lr": rate, "override_optimizer_config": KINDS.get(kind, {})})
 
 
+@pytest.mark.long
 def test_other_optimizers_step_as_on_one_device(model: Path) -> None:
     found = ranks.run(on_ranks, 2, str(model), {k: (stepping(k), {}, "uneven") for k in KINDS}, STEPS)
     for kind in KINDS:
@@ -152,6 +153,7 @@ def resumed(path: str, folder: str, kind: str) -> bool:
     return all(torch.equal(before[name], after[name]) for name in kept)
 
 
+@pytest.mark.long
 def test_state_of_other_optimizers_is_saved_and_read(model: Path, tmp_path: Path) -> None:
     for kind in ("SGD", "ASGD"):
         assert ranks.run(resumed, 2, str(model), str(tmp_path / kind), kind) == [True, True]

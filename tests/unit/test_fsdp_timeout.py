@@ -103,6 +103,7 @@ def end_together(flag: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_a_sub_group_gives_up_in_time(tmp_path: Path) -> None:
     found = ranks.run(alone, 4, ranks.free_port(), str(tmp_path / "flag"))[0]
     assert found.keys() == {"replicate", "shard", "sequence", "tensor"}

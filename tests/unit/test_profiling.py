@@ -191,6 +191,7 @@ def test_arguments_of_tools() -> None:
     assert check_options("torch", {"discrete": True}) == ""
 
 
+@pytest.mark.long
 def test_a_run_profiles_the_steps_it_was_asked_for(tmp_path: Path, fork_server: Any) -> None:
     from tests.runs import TinyRun
 

@@ -165,12 +165,14 @@ def test_an_async_manager_scores_answers_one_by_one(config) -> None:
     assert raising.score is None and "no such thing" in raising.score_error
 
 
+@pytest.mark.long
 def test_a_manager_may_be_plain_and_gets_the_arguments_it_names(config) -> None:
     t = answer("abcd")
     score(config("Sync"), [t])
     assert t.score == -2.0
 
 
+@pytest.mark.long
 def test_a_manager_and_the_function_it_is_handed_get_the_runs_judge(config, model, tmp_path) -> None:
     run, t = config("Asks"), answer("72")
     run.custom_reward_function.path, run.custom_reward_function.name = f"{tmp_path}/managers.py", "named"
@@ -202,6 +204,7 @@ def test_what_cannot_be_a_manager_is_refused_before_the_run(config, name, messag
         RewardRunner(config(name))
 
 
+@pytest.mark.long
 def test_a_manager_that_asks_for_what_nobody_has_says_so(config) -> None:
     t = answer("a")
     score(config("Greedy"), [t])

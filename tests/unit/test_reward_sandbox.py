@@ -47,7 +47,7 @@ FULL = "No space left|Permission denied"
 STOPPED = {
     "endless loop": ("while True: pass", "exit status -"),
     "sleep": ("import time\ntime.sleep(60)", "took more than 2 s"),
-    "memory": ("hold = []\nwhile True: hold.append(bytearray(1 << 24))", "MemoryError"),
+    "memory": ("hold = []\nwhile True: hold.append(bytearray(1 << 24))", "MemoryError|exit status -9"),
     "output": ("while True: print('x' * 1000000)", "File too large"),
     "big file": ("open('big', 'wb').write(bytes(1 << 26))", "File too large|Permission denied"),
     "many big files": ("for i in range(1000): open(str(i), 'wb').write(bytes(1 << 23))", FULL),
