@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.chaos.fork_server import ForkServer
+from tests.chaos.fork_server import ForkServer, until
 from tests.chaos.hostile_acts import ENDS, GOES_ON, RAISES, STOPS
 from tests.chaos.killing import processes_with
 from tests.integration.test_agent_runs import WORDS
@@ -155,7 +155,7 @@ def assert_sampled_again(t: Trajectory, events: list[Any], acts: list[str], fold
     said = ENDS | RAISES | {"stop": "answered nothing for 3 s", "block": "answered nothing for 3 s|no answer"}
     for act, fields in zip(acts, failed, strict=True):
         assert re.search(said[act], fields["error"]), (act, fields["error"])
-    assert processes_with("HOSTILE", str(folder)) == []
+    until(lambda: processes_with("HOSTILE", str(folder)) == [])
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_what_an_environment_says_that_is_huge_costs_its_own_trajectory_at_most(
     words += ["agent.tool_timeout=2", "agent.max_resamples=1"]
     (t,), _ = play(["Go on.", "Well."], *words, model=hostile / "model", processes=1, events=events, row=row)
     assert t.status == "length" or t.extra["resamples"] == 1 == len(events), (t.status, events)
-    assert processes_with("HOSTILE", str(hostile)) == []
+    until(lambda: processes_with("HOSTILE", str(hostile)) == [])
 
 
 DELETES = """

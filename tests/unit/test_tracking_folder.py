@@ -114,7 +114,7 @@ def test_what_the_run_relies_on_and_something_deleted_is_named_once(tmp_path):
     folder.metrics(3, {})
     folder.close()
     assert len(heard) == 3
-    assert [text.split(" is gone, ")[0] for text in heard] == [
+    assert [text.split(" is gone: ")[0] for text in heard] == [
         str(tmp_path / name) for name in (".running", "config.yaml", "global_step_2")
     ]
 

@@ -61,8 +61,7 @@ def sweep_at_exit(file: str, mark: str, folder: str = "") -> subprocess.Popen[by
     Marked is a process in whose `file` ("environ" or "cmdline", see proc(5)) the text `mark` occurs (Linux). Signals and
     parents would not do: what left its session and whose parent has ended is nobody's child.
     """
-    sweeper = subprocess.Popen(["sh", "-c", _SWEEP], stdin=subprocess.PIPE, start_new_session=True)
-    assert sweeper.stdin is not None
-    sweeper.stdin.write(f"{file}\n{mark}\n{folder}\n".encode())
-    sweeper.stdin.flush()
+    path = {"PATH": os.environ.get("PATH", os.defpath)}
+    sweeper = subprocess.Popen(["sh", "-c", _SWEEP], stdin=subprocess.PIPE, start_new_session=True, env=path)
+    os.write(sweeper.stdin.fileno(), f"{file}\n{mark}\n{folder}\n".encode())  # type: ignore[union-attr]
     return sweeper

@@ -105,8 +105,8 @@ class RunFolder:
         self.events = JsonLines(root / EVENTS, warn)
         self._metrics: JsonLines | None = None
         self._saved: dict[str, Any] = {}
-        self.relied_on = {"which keeps other runs out of this folder": root / LOCK}
-        """What the file or folder is → its path: at every record it is said if one of them is gone."""
+        self.relied_on = {"the lock that keeps other runs out of this folder": root / LOCK}
+        """What a path is → the path: at every record it is said if one of them is gone."""
 
     def write_static(self, config: Mapping[str, Any]) -> None:
         """Write config.yaml (secrets masked) and versions.json."""
@@ -119,7 +119,7 @@ class RunFolder:
     def _write(self, name: str, lines: Iterable[bytes]) -> None:
         try:
             write_whole(self.root / name, lines)
-            self.relied_on[f"a record of the run ({name})"] = self.root / name
+            self.relied_on[f"the run's {name}"] = self.root / name
         except OSError as error:
             self._warn(f"{self.root / name} cannot be written ({error}); the run goes on")
 
@@ -165,9 +165,9 @@ class RunFolder:
 
     def _say_what_vanished(self) -> None:
         for what, path in list(self.relied_on.items()):
-            if not path.exists():
-                del self.relied_on[what]
-                self._warn(f"{path} is gone, {what}: something deleted it while the run went on")
+            if not os.path.lexists(path):
+                self.relied_on.pop(what, None)
+                self._warn(f"{path} is gone: something deleted {what} while the run went on")
 
     def data_report(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write data_report.jsonl anew: the data is read anew at every start."""

@@ -121,6 +121,7 @@ class Storage:
             )
 
     def _seal(self, writer: write.CheckpointWriter, step: int) -> None:
+        self._tracking.rely_on("the newest checkpoint", self.root)  # the one before may be deleted now
         path = writer.seal()
         self._unsaved = (step, writer.problem) if path is None else None
         if path is None:

@@ -74,7 +74,11 @@ class ImageRecord:
 
 def images_dropped(batch: Batch) -> int:
     """Images of prompts that no segment of the trajectory has: an agent loop of the user's own may leave them out."""
-    seen = ((t, max((s.media.images for s in t.segments if s.media is not None), default=0)) for t in batch)
+    seen = (
+        (t, max((s.media.images for s in t.segments if s.media is not None), default=0))
+        for t in batch
+        if t.length
+    )
     return sum(max(t.prompt.media.images - most, 0) for t, most in seen if t.prompt.media is not None)
 
 

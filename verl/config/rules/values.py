@@ -11,13 +11,10 @@ from verl.config.engine_packages import names_in
 from verl.config.fields import Field, Limits, limits_of
 from verl.config.names import built_in, lookup, nearest
 from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
-from verl.config.rules.context import Check
+from verl.config.rules.context import ACTOR, Check
 from verl.config.schema.base import put
 
-REGISTRIES = {
-    "algorithm.adv_estimator": "ESTIMATORS",
-    "actor_rollout_ref.actor.policy_loss.loss_mode": "LOSSES",
-}
+REGISTRIES = {"algorithm.adv_estimator": "ESTIMATORS", f"{ACTOR}.policy_loss.loss_mode": "LOSSES"}
 """Key → the registry in verl.algorithms.registry that its names are of."""
 _MODEL = ": a Hugging Face id or a directory, for example Qwen/Qwen3-0.6B"
 

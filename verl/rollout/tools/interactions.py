@@ -66,9 +66,9 @@ class Partner:
         policy is not to blame."""
         try:
             async with asyncio.timeout(self._timeout):
-                if self._id is None:
-                    self._id = await self._interaction.start_interaction(uuid4().hex, **self._kwargs)
                 with users_code():
+                    if self._id is None:
+                        self._id = await self._interaction.start_interaction(uuid4().hex, **self._kwargs)
                     over, text, reward, _ = await self._interaction.generate_response(
                         self._id, messages, **self._kwargs
                     )
@@ -85,7 +85,8 @@ class Partner:
             return
         try:
             async with asyncio.timeout(self._timeout):
-                await self._interaction.finalize_interaction(self._id, **self._kwargs)
+                with users_code():
+                    await self._interaction.finalize_interaction(self._id, **self._kwargs)
         except Exception as error:
             what = f"finalize_interaction: {told(error)}"
             warn_once(str(self._kwargs.get("name")), type(error).__name__, what, of="interaction")

@@ -154,10 +154,9 @@ def _argument_pairs(text: str, types: Types) -> list[ToolCall]:
     name = text.partition("<arg_key>")[0].strip()
     if not re.fullmatch(r"[\w.-]+", name):
         return [ToolCall("", error="the call does not begin with a tool's name")]
-    pairs = [(key.strip(), value) for key, value in _PAIR.findall(text)]
-    if len(pairs) < text.count("<arg_key>"):
+    if "<arg_key>" in _PAIR.sub("", text):
         return [ToolCall(name, error="an <arg_key> has no <arg_value>")]
-    return [_typed(name, pairs, types)]
+    return [_typed(name, ((key.strip(), value) for key, value in _PAIR.findall(text)), types)]
 
 
 def _kimi(text: str, types: Types) -> list[ToolCall]:

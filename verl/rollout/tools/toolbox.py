@@ -265,7 +265,8 @@ class ToolRun:
             tool = self._tools[name]
             try:
                 async with asyncio.timeout(self._deadline(tool)):
-                    reward = await tool.calc_reward(instance, **self._of_row(tool, "calc_reward_kwargs"))
+                    with users_code():
+                        reward = await tool.calc_reward(instance, **self._of_row(tool, "calc_reward_kwargs"))
                 self.rewards.append(float(reward or 0.0))
             except Exception as error:
                 self._failed(tool, "calc_reward", error)
@@ -276,13 +277,13 @@ class ToolRun:
         """Give up an instance, within a deadline of its own: that of the call may have passed. What goes wrong is counted and said."""
         try:
             async with asyncio.timeout(self._deadline(tool)):
-                await tool.release(instance, **self._of_row(tool, "release_kwargs"))
+                with users_code():
+                    await tool.release(instance, **self._of_row(tool, "release_kwargs"))
         except Exception as error:
             self._failed(tool, "release", error)
 
     def _deadline(self, tool: Tool) -> float | None:
-        timeout: float | None = tool.config.get("timeout", self._timeout)
-        return timeout
+        return tool.config.get("timeout", self._timeout)  # type: ignore[no-any-return]
 
     def _failed(self, tool: Tool, method: str, error: Exception) -> None:
         self.counts["errors"] += 1
