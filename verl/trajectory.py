@@ -98,6 +98,7 @@ class Media:
             image_grid_thw int64 [images, 3], in the order of the context. A video is an image whose grid has several rows of
             time; with one among them VIDEO_SECONDS float32 [images] has the seconds between such rows, 0 for an image
     tokens  of the context that stand for images
+    token   their id
     small   the images scaled down, as encoded files, for the report
     files   the images as JPEG files for what scores the responses; empty unless `reward_model.images`
     key     of its own, by which another process knows it again
@@ -112,6 +113,7 @@ class Media:
     key: str = field(default_factory=lambda: uuid4().hex)
     stored: Any = field(default=None, repr=False)
     puts: int = 0
+    token: int = -1
 
     @classmethod
     def joined(cls, parts: Sequence[Media]) -> Media:

@@ -299,8 +299,8 @@ class ImageProcessor:
         tokens = int(inputs["image_grid_thw"].prod(-1).sum()) // merge**2
         if wrong := self.wrong_tokens(ids, tokens):
             raise BadRow("image tokens", wrong)
-        files = _for_scoring(images) if self.scored else ()
-        return ids, Media(inputs, tokens, tuple(map(_scaled_down, images)), files)
+        small, files = tuple(map(_scaled_down, images)), _for_scoring(images) if self.scored else ()
+        return ids, Media(inputs, tokens, small, files, token=int(self.processor.image_token_id))
 
     def _videos(self, cells: Sequence[Any], folder: Path) -> tuple[list[Image], dict[str, Any]]:
         """The first frame of each video, and the processor's arguments for videos; empty without any. Raises BadRow."""

@@ -62,15 +62,14 @@ class TrajectoryCalls:
     async def generate(self, prompt_ids: Any, sampling: SamplingParams, media: Images = ()) -> Completion:
         """Sample a continuation of `prompt_ids`, int64 [P]. Call k of a trajectory draws by (seed, k, position in the call). media: images
         that came after the row's own."""
-        seen = self._joined(media)
+        seen = self._seen(prompt_ids, media)
         number, self._asked = self._asked, self._asked + 1
-        # What a loop puts before the prompt is its trajectory's alone.
-        shared = number == 0 and np.array_equal(prompt_ids, self._prompt.ids)
         result = await self._requests.generate(
             prompt_ids,
             replace(sampling, call=number),
             request_id=f"{self.id}.{number}" if number else self.id,
-            group=self._group if shared else None,
+            # What a loop puts before the prompt is its trajectory's alone.
+            group=self._group if number == 0 and np.array_equal(prompt_ids, self._prompt.ids) else None,
             session=self._session,
             media=seen,
         )
@@ -87,10 +86,12 @@ class TrajectoryCalls:
         """What came back so far, in the order it did."""
         return [call.done for call in self._calls]
 
-    def _joined(self, media: Images) -> Media | None:
-        """The row's images and these as one; the same object for every call that sees the same."""
-        own = self._prompt.media
-        parts = (*([] if own is None else [own]), *media)
+    def _seen(self, ids: Any, media: Images) -> Media | None:
+        """The row's images, unless these tokens hold none for them, and these as one; the same object for every call that sees the
+        same."""
+        own, others = self._prompt.media, sum(one.tokens for one in media)
+        absent = own is not None and own.inputs and np.count_nonzero(np.equal(ids, own.token)) == others
+        parts = tuple(one for one in (None if absent else own, *media) if one is not None)
         if len(parts) > 1 and parts not in self._several:
             self._several[parts] = Media.joined(parts)
         return self._several.get(parts, parts[0] if parts else None)
@@ -101,7 +102,7 @@ class TrajectoryCalls:
             begun = response[: len(call.done.token_ids)]
             if np.array_equal(call.context, context) and np.array_equal(call.done.token_ids, begun):
                 return call.media
-        return self._prompt.media
+        return self._seen(context, ())
 
     def end(self) -> None:
         """No more calls come."""

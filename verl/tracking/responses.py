@@ -135,10 +135,10 @@ def _dialogue(t: Trajectory) -> dict[str, Any]:
     messages = t.fields.get("messages") if "agent_loop" in t.extra else None
     if not messages:
         return {}
-    own, all_of_them = t.prompt.media, t.segments[-1].media
-    small = () if all_of_them is None else all_of_them.small[len(own.small) if own is not None else 0 :]
-    shown = {"shown": data_uris(small[:IMAGES_SHOWN])} if small else {}
-    return {"messages": messages, "turns": t.extra.get("turns", []), **shown}
+    own, small = (() if m is None else m.small for m in (t.prompt.media, t.segments[-1].media))
+    small = small[len(own) :] if small[: len(own)] == own else small
+    said = {"messages": messages, "turns": t.extra.get("turns", [])}
+    return said | {"shown": data_uris(small[:IMAGES_SHOWN])} if small else said
 
 
 def _rounded(values: np.ndarray | None, mask: np.ndarray | None) -> list[float | None] | None:
