@@ -136,3 +136,19 @@ def test_copies_in_shared_memory_are_in_a_folder_of_the_users_own(tmp_path: Path
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="this user's own"):
         files._private(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "cells, filled",
+    [
+        ([[], []], False),
+        ([None, None], False),
+        (pa.array([[], None], pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.null()}))), False),
+        ([[{"bytes": b"x", "path": None}], []], True),
+    ],
+)
+def test_columns_of_nothing_are_not_filled(tmp_path: Path, cells: list, filled: bool) -> None:
+    """A text model's data may have a column of images that holds none."""
+    pq.write_table(pa.table({"prompt": ["a", "b"], "images": cells}), tmp_path / "rows.parquet")
+    rows = open_file(str(tmp_path / "rows.parquet"))
+    assert rows.filled("images") is filled and rows.filled("prompt")

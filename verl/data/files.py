@@ -269,13 +269,13 @@ class ParquetFile(RowFile):
     def filled(self, column: str) -> bool:
         """As of any file, from the statistics: nothing is read."""
         with naming(self.path, "its statistics cannot be read"):
+            leaves = [(number, self._meta.schema.column(number)) for number in range(self._meta.num_columns)]
+            own = [number for number, leaf in leaves if leaf.path.split(".")[0] == column]
+            # A column of nulls alone, also of empty lists that tell no type, has no statistics.
+            typed = [number for number in own if leaves[number][1].logical_type.type != "UNKNOWN"]
             groups = [self._meta.row_group(number) for number in range(self._meta.num_row_groups)]
-            chunks = [group.column(number) for group in groups for number in range(self._meta.num_columns)]
-            known = [(c.num_values, c.statistics) for c in chunks if c.path_in_schema.split(".")[0] == column]
-            return any(
-                found is None or found.null_count is None or count > found.null_count
-                for count, found in known
-            )
+            known = [(c.num_values, c.statistics) for group in groups for c in map(group.column, typed)]
+            return any(s is None or s.null_count is None or count > s.null_count for count, s in known)
 
     def _open(self) -> pa.Table:
         import pyarrow as pa
