@@ -104,6 +104,7 @@ class Media:
     key     of its own, by which another process knows it again
     stored  where other processes find `inputs`, once they were sent there: a reference into an object store
     puts    how often they were sent there
+    parts   of what was `joined`: what each image is sent and encoded as
     """
 
     inputs: dict[str, np.ndarray]
@@ -114,9 +115,10 @@ class Media:
     stored: Any = field(default=None, repr=False)
     puts: int = 0
     token: int = -1
+    parts: tuple[Media, ...] = ()
 
     @classmethod
-    def joined(cls, parts: Sequence[Media]) -> Media:
+    def joined(cls, parts: Sequence[Media], **known: Any) -> Media:
         """The images of several, one after the other."""
         inputs = [one.inputs for one in parts]
         if any(VIDEO_SECONDS in given for given in inputs):
@@ -126,7 +128,14 @@ class Media:
             sum(one.tokens for one in parts),
             sum((one.small for one in parts), ()),
             sum((one.files for one in parts), ()),
+            parts=tuple(parts),
+            **known,
         )
+
+    @property
+    def leaves(self) -> tuple[Media, ...]:
+        """`parts`, or itself."""
+        return self.parts or (self,)
 
     @property
     def images(self) -> int:
@@ -147,7 +156,7 @@ class Media:
 
     def drop_pixels(self) -> None:
         """Nobody computes with the images any more: only what is counted and shown of them stays."""
-        self.inputs, self.stored = {"image_grid_thw": self.inputs["image_grid_thw"]}, None
+        self.inputs, self.stored, self.parts = {"image_grid_thw": self.inputs["image_grid_thw"]}, None, ()
 
     def blanked(self) -> Media:
         """The same places with nothing to see in them."""

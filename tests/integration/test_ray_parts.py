@@ -138,7 +138,8 @@ def test_a_worker_that_dies_while_nobody_calls_it_is_noticed() -> None:
 
     handle = ray.remote(num_cpus=0, concurrency_groups={"other": 1})(ray_stubs.Staying).remote()
     found: list[Exception] = []
-    watch = Watch(RayCalls([WorkerHandle(handle, "training worker 0", "here")]), found.append)
+    watch = Watch(found.append)
+    watch.add(RayCalls([WorkerHandle(handle, "training worker 0", "here")]))
     os.kill(ray.get(handle.pid.remote()), signal.SIGKILL)
     until(lambda: found)
     watch.stop()

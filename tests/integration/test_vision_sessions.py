@@ -19,7 +19,7 @@ from verl.trainer.main_ppo import main
 
 @register("asks_around")
 class AsksAround(AgentLoopBase):
-    """Asks with no image, with another than the row's, with the row's, and with tokens before the row's."""
+    """Asks with no image, with the row's and another, with tokens before the row's, and with another alone."""
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> list[AgentLoopOutput]:
         few = {"max_tokens": 4}
@@ -27,7 +27,8 @@ class AsksAround(AgentLoopBase):
         picture = [{"type": "image", "image": drawn(3)}, {"type": "text", "text": "Another?"}]
         reply = await self.session.chat(words, **few)
         await self.session.chat([*words, reply.message, {"role": "user", "content": picture}], **few)
-        await self.session.generate(row["prompt_ids"], few)
+        reply = await self.session.chat(asked := row["raw_prompt"], **few)
+        await self.session.chat([*asked, reply.message, {"role": "user", "content": picture}], **few)
         await self.session.generate([*row["prompt_ids"][-3:], *row["prompt_ids"]], few)
         await self.session.chat([{"role": "user", "content": picture}], **few)
         return self.session.outputs()
@@ -48,6 +49,8 @@ def test_contexts_with_and_without_the_images_of_the_row(tmp_path: Path, workers
     assert main(seeing.overrides(tmp_path / "out", *words)) == 0
     record = records(tmp_path / "out")[1]
     assert record["training/rollout_logprob_abs_diff/max"] < 1e-4 and record["actor/grad_norm"] > 0
-    assert record["agent/segments_per_trajectory/mean"] == 5 and record["training/images_dropped"] == 0
+    assert record["agent/segments_per_trajectory/mean"] == 6 and record["training/images_dropped"] == 0
+    line = (tmp_path / "out/metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(line)["perf/images/encoded_per_image/sampler"] == 1, "those of the row with others, too"
     rows = [json.loads(line) for line in (tmp_path / "out/trajectories/1.jsonl").read_text().splitlines()]
     assert len(rows) == 12 and all(len(row["shown"]) == 1 for row in rows)

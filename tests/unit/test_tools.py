@@ -316,7 +316,7 @@ def test_a_row_that_means_another_tool_is_named(tmp_path: Path, caplog: pytest.L
     for _ in range(2):
         box.warn_of_unknown({"add": {}, "adds": {"create_kwargs": {"ground_truth": "3"}}, "other": None})
     assert [record.getMessage() for record in caplog.records] == [
-        "tool 'adds': is in a row's tools_kwargs, and the run has no such tool (add, sleep)"
+        "tool 'adds': is in a row's tools_kwargs; the run has no such tool (add, sleep)"
     ]
 
 

@@ -120,6 +120,13 @@ def test_a_reader_that_dies_before_it_comes_is_not_waited_for(channel: str) -> N
     assert time.monotonic() - started < 20
 
 
+def test_readers_whose_call_has_ended_are_not_waited_for(channel: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="ended before they had all"):
+        BucketSender(channel, 2, 4096, timeout=60, over=lambda: True).send(weights(), 0)
+    assert time.monotonic() - started < 20
+
+
 def test_a_failing_gather_reaches_the_readers_and_a_wrong_version_the_sender(channel: str) -> None:
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield from weights()[:2]

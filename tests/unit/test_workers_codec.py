@@ -129,6 +129,22 @@ def test_images_go_once_and_stay_one_object() -> None:
     assert again[0] is again[1] is found[0].media
 
 
+def test_images_that_came_to_others_go_alone() -> None:
+    inputs = {"pixel_values": np.ones((4, 6), np.float32), "image_grid_thw": np.array([[1, 2, 2]])}
+    own, shown = Media(inputs, 1), Media({**inputs, "pixel_values": np.zeros((4, 6), np.float32)}, 1)
+    rows = [row("a", 0, 4), row("a", 1, 3)]
+    rows[0].media, rows[1].media = own, Media.joined([own, shown])
+    sent = codec.distinct_media(row.media for row in rows)
+    assert [one.key for one in sent] == [own.key, shown.key]
+    first, second = (r.media for r in codec.decode(codec.encode(rows), [one.inputs for one in sent]))
+    assert first is not None and second is not None and rows[1].media.leaves == (own, shown)
+    assert (
+        second.key == rows[1].media.key and second.leaves[0] is first and second.images == second.tokens == 2
+    )
+    for name, value in rows[1].media.inputs.items():
+        assert np.array_equal(second.inputs[name], value)
+
+
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 5), st.booleans())
 def test_every_row_goes_to_exactly_one_rank(rows, ranks, balance) -> None:

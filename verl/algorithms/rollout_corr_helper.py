@@ -101,9 +101,8 @@ def compute_rollout_correction_and_rejection_mask(
         )
         weights, metrics = DataProto.from_dict({"rollout_is_weights": values}), metrics | found
     if rollout_rs:
-        mask, found = compute_rollout_rejection_mask(
-            log_ratio, response_mask, rollout_rs, rollout_rs_threshold
-        )
+        given = log_ratio, response_mask, rollout_rs, rollout_rs_threshold
+        mask, found = compute_rollout_rejection_mask(*given)
         metrics |= found
     return weights, mask, correction_metrics(metrics)
 

@@ -66,9 +66,7 @@ def _base() -> Iterator[Finding]:
     yield graded("packages", "python", text, (sys.version_info[:2] < PYTHON, BAD, "use Python 3.11 or newer"))
     needs = probe.requirements("verl")
     if not needs:
-        yield Finding(
-            "packages", "verl", "not installed: what it needs is not known", WARN, "pip install -e ."
-        )
+        yield Finding("packages", "verl", "not installed: its needs are not known", WARN, "pip install -e .")
     for need in needs:
         name, ranges = need.name, str(need.specifier)
         version, install = probe.version(name), f"pip install '{need}'"

@@ -97,6 +97,12 @@ class ImageFeatures:
         """Those of the tokens `first` to `last`; of none they still hang on the tower's pass."""
         return ImageFeatures(self.pooled[first:last], [layer[first:last] for layer in self.deep], self.kind)
 
+    @classmethod
+    def joined(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
+        """Those of several, one after the other."""
+        deep = [torch.cat(layer) for layer in zip(*(part.deep for part in parts), strict=True)]
+        return cls(torch.cat([part.pooled for part in parts]), deep, parts[0].kind)
+
     @staticmethod
     def argument(parts: Sequence[ImageFeatures]) -> dict[str, Any]:
         """The argument of a forward whose image tokens have these features, in their order; empty without any."""

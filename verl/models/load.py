@@ -272,9 +272,7 @@ def check_directory(path: str | Path) -> str:
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path={path}: no config.json in this directory; is it a Hugging Face model?")
     if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
-        raise UserError(
-            f"model.path={path}: no weights here (model.safetensors, its index, or pytorch_model.bin)"
-        )
+        raise UserError(f"model.path={path}: no weights (model.safetensors, its index, or pytorch_model.bin)")
     return text
 
 

@@ -47,9 +47,7 @@ def prepare_process() -> None:
 @cache
 def processor() -> tuple[str, frozenset[str]]:
     """(name, features) of the first processor; empty where the system does not list them."""
-    rows = re.findall(
-        r"^(model name|Model|Processor|flags|Features)\s*:\s*(.+)$", read(_CPUINFO), re.MULTILINE
-    )
+    rows = re.findall(r"^(model name|Model|Processor|flags|Features)\s*:\s*(.+)$", read(_CPUINFO), re.M)
     found = dict(reversed(rows))
     name = found.get("model name") or found.get("Model") or found.get("Processor", "")
     return name, frozenset((found.get("flags") or found.get("Features", "")).split())

@@ -45,11 +45,13 @@ def alive(pid: int, start: int) -> bool:
 
 
 # In a shell: it waits for as long as the run lives, and should take no memory. Its mark comes on its input, for a process that
-# had it in its arguments or environment would be swept too.
+# had it in its arguments or environment would be swept too. Ray's processes replace both by a title, and have logs open in the folder.
 _SWEEP = """
 read -r file; read -r mark; read -r folder; read -r _
 set -- /proc/[0-9]*/"$file"
-grep -alsF -- "$mark" "$@" | while IFS=/ read -r _ _ process _; do kill -9 "$process"; done
+{ grep -alsF -- "$mark" "$@"
+  [ -z "$folder" ] || for own in $(grep -alsF ray:: "$@"); do ! ls -l "${own%/*}/fd" | grep -qF "$folder/" || echo "$own"; done
+} | while IFS=/ read -r _ _ process _; do kill -9 "$process"; done
 [ -z "$folder" ] || rm -rf "$folder"
 """
 
@@ -58,7 +60,8 @@ def sweep_at_exit(file: str, mark: str, folder: str = "") -> subprocess.Popen[by
     """Have all processes killed that are marked, and `folder` removed, as soon as this process has ended, however it ends, or
     calls `communicate` on what is returned.
 
-    Marked is a process in whose `file` ("environ" or "cmdline", see proc(5)) the text `mark` occurs (Linux). Signals and
+    Marked is a process in whose `file` ("environ" or "cmdline", see proc(5)) the text `mark` occurs, and with a `folder` one of Ray's that
+    has files open there (Linux). Signals and
     parents would not do: what left its session and whose parent has ended is nobody's child.
     """
     path = {"PATH": os.environ.get("PATH", os.defpath)}

@@ -157,9 +157,7 @@ class LoopProcesses:
                 task.cancel()
             await process.end()
             process.started.set()
-            ended = LoopEnded(
-                f"the process of the agent loop ended: {process.why or process.exit_text()}{why}"
-            )
+            ended = LoopEnded(f"the agent loop's process ended: {process.why or process.exit_text()}{why}")
             for run in process.running.values():
                 run.fail(unusable or ended)
 

@@ -123,9 +123,7 @@ class Session:
             return given or self.sampling
         named = {_ALIASES.get(name, name): value for name, value in given.items() if name not in _UNUSED}
         if unknown := [name for name in named if name not in _FIELDS]:
-            raise ValueError(
-                f"sampling parameters {', '.join(unknown)}: known are {', '.join(sorted(_FIELDS))}"
-            )
+            raise ValueError(f"sampling parameters {', '.join(unknown)}; known: {', '.join(sorted(_FIELDS))}")
         for name in ("stop", "stop_token_ids"):
             if name in named:
                 value = named[name]
@@ -147,9 +145,7 @@ class Session:
         OutOfTokens if there is no room, BadRow where the template refuses the messages or an image cannot be shown.
         """
         if wrong := [name for name in sampling if name not in _OWN]:
-            raise ValueError(
-                f"session.chat takes {', '.join(_OWN)}, not {', '.join(wrong)}: the run sets them"
-            )
+            raise ValueError(f"session.chat takes {', '.join(_OWN)}; the run sets {', '.join(wrong)}")
         asked = time.monotonic()
         said = [_normal(message) for message in messages]
         ids, media = self._prompt(said, tools)

@@ -125,9 +125,7 @@ def _bleu(responses: Sequence[str], references: Sequence[Sequence[str]]) -> floa
 
     # sacrebleu wants the first reference of every response, then the second of every one, …; None where there is none.
     count = max(map(len, references))
-    streams: list[Any] = [
-        [texts[i] if i < len(texts) else None for texts in references] for i in range(count)
-    ]
+    streams: Any = [[texts[i] if i < len(texts) else None for texts in references] for i in range(count)]
     return float(sacrebleu.corpus_bleu(list(responses), streams).score)
 
 

@@ -65,7 +65,10 @@ class ImageRecord:
         if drawn := since.pop("drawn"):
             out |= {f"perf/images/{name}_per_image": total / drawn for name, total in since.items()}
         if "images" in sampler:
-            out["perf/images/encoded_per_image/sampler"] = sampler["images"] / (drawn or count)
+            seen = (s.media for t in batch for s in t.segments if s.media is not None)
+            of_tools = {leaf for one in seen for leaf in one.leaves}.difference(media)
+            asked = (drawn or count) + sum(leaf.images for leaf in of_tools)
+            out["perf/images/encoded_per_image/sampler"] = sampler["images"] / asked
         trained = self._parts.workers.policy.images()
         if trained.get("distinct"):
             out["perf/images/encoded_per_image/trainer"] = trained["encoded"] / trained["distinct"]
@@ -74,12 +77,12 @@ class ImageRecord:
 
 def images_dropped(batch: Batch) -> int:
     """Images of prompts that no segment of the trajectory has: an agent loop of the user's own may leave them out."""
-    seen = (
-        (t, max((s.media.images for s in t.segments if s.media is not None), default=0))
-        for t in batch
-        if t.length
-    )
-    return sum(max(t.prompt.media.images - most, 0) for t, most in seen if t.prompt.media is not None)
+
+    def most(t: Trajectory) -> int:
+        return max((s.media.images for s in t.segments if s.media is not None), default=0)
+
+    seen = ((t, t.prompt.media) for t in batch if t.length)
+    return sum(max(own.images - most(t), 0) for t, own in seen if own is not None)
 
 
 def probes_of(row: Segment, media: Media) -> list[Trajectory]:

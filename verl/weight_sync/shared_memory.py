@@ -47,13 +47,15 @@ class Channel:
     """What one transfer goes through, on the side that writes.
 
     name: letters, digits, `_ . -`. readers: how many processes read it. expected: those processes, by reader number: one
-    that dies before it comes is not waited for. timeout: seconds without progress after which the sender gives up.
+    that dies before it comes is not waited for; nor are any when `over()`, which says that what they were asked for has ended.
+    timeout: seconds without progress after which the sender gives up.
     """
 
     name: str
     readers: int
     _: KW_ONLY
     expected: Sequence[Identity] = ()
+    over: Callable[[], bool] = lambda: False
     timeout: float = TIMEOUT
 
 
@@ -148,6 +150,8 @@ class SharedMemorySink(buckets.Sink):
     def _check(self) -> None:
         if not all(reader.status for reader in self._readers) and not self._segment.path.exists():
             raise WeightSyncError(f"{self._segment.path} was deleted before all of its readers had opened it")
+        if self._channel.over() and any(reader.status != DONE for reader in self._readers):
+            raise WeightSyncError(f"channel {self._channel.name!r}: its readers ended before they had all")
         for number, reader in enumerate(self._readers):
             where = f"reader {number} of channel {self._channel.name!r} (process {reader.pid})"
             if not reader.status and number < len(self._channel.expected):

@@ -85,8 +85,8 @@ def decode(payload: Mapping[str, Any], inputs: Sequence[Mapping[str, np.ndarray]
 
 
 def distinct_media(media: Iterable[Media | None]) -> list[Media]:
-    """Each once, in the order of their first use."""
-    return list({one.key: one for one in media if one is not None}.values())
+    """Each image once, in the order of their first use."""
+    return list({leaf.key: leaf for one in media if one is not None for leaf in one.leaves}.values())
 
 
 def _encode_media(media: Sequence[Media | None]) -> Payload:
@@ -94,7 +94,8 @@ def _encode_media(media: Sequence[Media | None]) -> Payload:
     distinct = [(one.key, one.tokens) for one in distinct_media(media)]
     if not distinct:
         return {}
-    return {"media": distinct, "media_of": [None if one is None else one.key for one in media]}
+    whose = [None if one is None else [one.key, *(leaf.key for leaf in one.parts)] for one in media]
+    return {"media": distinct, "media_of": whose}
 
 
 def _decode_media(
@@ -106,8 +107,11 @@ def _decode_media(
     held = {}
     for (key, tokens), given in zip(payload["media"], inputs, strict=True):
         held[key] = _MEDIA.get(key) or Media(dict(given), tokens, key=key)
+    for key, *parts in filter(None, payload["media_of"]):
+        if key not in held:
+            held[key] = _MEDIA.get(key) or Media.joined([held[part] for part in parts], key=key)
     _MEDIA.update(held)
-    return [None if key is None else held[key] for key in payload["media_of"]]
+    return [None if keys is None else held[keys[0]] for keys in payload["media_of"]]
 
 
 def collect(rows: Sequence[Segment], columns: Iterable[str]) -> Payload:

@@ -239,9 +239,8 @@ class WorkerSet:
     def trained(self, *, policy: bool) -> list[TrainedRole]:
         """The roles that a step updates, the critic first; without the policy while the critic warms up."""
         found = [role for role in self.roles.values() if isinstance(role, TrainedRole)]
-        return sorted(
-            (r for r in found if policy or r is not self.policy), key=lambda role: role is self.policy
-        )
+        chosen = [role for role in found if policy or role is not self.policy]
+        return sorted(chosen, key=lambda role: role is self.policy)
 
     def close(self) -> None:
         """Write what there is of a profile, stop sampling, then give everything back."""

@@ -141,9 +141,7 @@ def _in_messages(c: Check, file: Any) -> list[str]:
     column = data.prompt_key if c.ppo else (data.prompt_key or data.messages_key)
     rows = file.first(_LOOKED_AT) if c.facts is not None and c.facts.vision else []
     messages = (message for row in rows for message in cells_of(row.get(column)) if isinstance(message, dict))
-    parts = (
-        part for message in messages for part in cells_of(message.get("content")) if isinstance(part, dict)
-    )
+    parts = (part for said in messages for part in cells_of(said.get("content")) if isinstance(part, dict))
     kinds = {str(part.get("type")) for part in parts}
     return [key for kind, key in (("image", data.image_key), ("video", data.video_key)) if kind in kinds]
 

@@ -374,9 +374,8 @@ class FSDPEngine(TrainingEngine):
                 tensor.complete(self._names)
         counted = [p for p in self._parameters if self.layout.counts and (tensor is None or tensor.own(p))]
         squares = sum_of_squares([local(p.grad) for p in counted if p.grad is not None])
-        said = all_gather_json(
-            [own.sums if speaks else {}, own.tokens if speaks else 0, own.refused, squares]
-        )
+        counted = [own.sums, own.tokens] if speaks else [{}, 0]
+        said = all_gather_json([*counted, own.refused, squares])
         merged = StepAccumulator(tokens=sum(tokens for _, tokens, *_ in said))
         for sums, *_ in said:
             merged.add(sums)

@@ -60,10 +60,8 @@ class PaddedClassifier:
         rows = [torch.from_numpy(ids) for ids in sequences]
         ids = pad_sequence(rows, batch_first=True, padding_value=self._padding or 0).to(self.device)
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(self.device)
-        found: np.ndarray = (
-            self._module(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu().numpy()
-        )
-        return found
+        logits = self._module(input_ids=ids, attention_mask=mask).logits
+        return np.asarray(logits[:, 0].float().cpu())
 
     def onload(self, *, optimizer: bool = False) -> None:
         """See `TrainingEngine.onload`."""

@@ -99,9 +99,7 @@ def check_schema(schema: Any, where: str) -> None:
     function = schema.get("function") if isinstance(schema, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str) or not name.strip():
-        raise ToolError(
-            f"{where}: tool_schema must be {{type: function, function: {{name: …}}}}, got {schema!r}"
-        )
+        raise ToolError(f"{where}: tool_schema is no {{type: function, function: {{name: …}}}}: {schema!r}")
     beside = [key for key in ("name", "description", "parameters", "properties", "required") if key in schema]
     beside += [key for key in ("properties", "required") if key in function]
     if beside:
@@ -176,9 +174,7 @@ class BaseTool(Tool):
             OpenAIFunctionToolSchema.model_validate(found) if isinstance(found, Mapping) else found
         )
         if self.tool_schema is None:
-            raise ToolError(
-                f"{type(self).__name__} has no schema: give tool_schema, or get_openai_tool_schema"
-            )
+            raise ToolError(f"{type(self).__name__} has no schema: set tool_schema or get_openai_tool_schema")
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:

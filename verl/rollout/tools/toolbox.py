@@ -94,9 +94,7 @@ class Toolbox:
         known = ", ".join(self.by_name) or "none"
         for name, given in kwargs.items():
             if given is not None and name not in self.by_name:
-                warn_once(
-                    name, "unknown", f"is in a row's tools_kwargs, and the run has no such tool ({known})"
-                )
+                warn_once(name, "unknown", f"is in a row's tools_kwargs; the run has no such tool ({known})")
 
     @classmethod
     def load(cls, tool_config_path: str | None = None, function_tool_path: str | None = None) -> Toolbox:

@@ -55,7 +55,8 @@ class _Builder:
         self.plain = for_elsewhere(config)
         self.pools: list[Pool] = []
         self.agents: Agents | None = None
-        self.watch: Watch | None = None
+        self.pool: ReplicaPool | None = None
+        self.watch = Watch(self._on_death, hooks.phase)
         self.workers: list[WorkerHandle] = []
         self.ranks: list[tuple[str, WorkerHandle]] = []
         self.replicas: list[Replica] = []
@@ -140,14 +141,14 @@ class _Builder:
         return ReplicaPool(replicas, event=self._of_sampler)
 
     def _watched(self, replicas: list[Replica], ranks: Sequence[WorkerHandle] = ()) -> ReplicaPool:
-        """All workers are there: which process is which is recorded, and deaths are noticed from now on."""
+        """All workers are there: which process is which is recorded, and their deaths are noticed from now on."""
         workers = [*ranks, *(replica.worker for replica in replicas)]
         named = [{"name": worker.name, "node": worker.node, "pid": worker.pid} for worker in workers]
         self.hooks.event("workers", workers=named)
         self._say("all workers are ready")
-        pool = ReplicaPool(replicas, event=self._of_sampler)
-        self.watch = Watch(RayCalls(ranks), lambda error: self._on_death(error, pool), self.hooks.phase)
-        return pool
+        self.pool = ReplicaPool(replicas, event=self._of_sampler)
+        self.watch.add(RayCalls(ranks))
+        return self.pool
 
     def _say(self, what: str) -> None:
         """What happens outside of the loop, on the terminal, with the seconds since the start."""
@@ -169,10 +170,11 @@ class _Builder:
             who = f"{fields['sampler']} (node {fields['node']}, process {fields['pid']})"
             self._say(f"{who} is there again; {fields['asked_again']} responses are asked for again")
 
-    def _on_death(self, error: WorkerDied, pool: ReplicaPool) -> None:
+    def _on_death(self, error: WorkerDied) -> None:
         lost = isinstance(error, ClusterLost)
         self.hooks.event("cluster_lost" if lost else "worker_died", error=str(error))
-        pool.end(error)
+        if self.pool is not None:
+            self.pool.end(error)
 
     def _stacks(self) -> str:
         """For the watchdog: who is waited for, what each of them does, and where it stands."""
@@ -295,8 +297,7 @@ class _Builder:
 
     def release(self) -> None:
         """End the workers, give the devices back, stop a Ray of our own."""
-        if self.watch is not None:
-            self.watch.stop()
+        self.watch.stop()
         if self.agents is not None:
             self.agents.release()
         for worker in self.workers:

@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import ray
 from ray import exceptions as faults
 
-from verl.workers.ray.calls import RayCalls, WorkerDied, died, lose
+from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle, died, lose
 
 _SILENCE_S = 30.0  # of the head, after which it counts as lost
 _PAUSE_S = 1.0
@@ -35,24 +36,31 @@ class ClusterLost(WorkerDied):
 
 
 class Watch:
-    """Threads that wait for the death of any worker of a group, or for the loss of the cluster, and tell `on_death` once.
-    `phase` names the run's."""
+    """Threads that wait for the loss of the cluster and, from `add` on, for the death of any worker of a group, and tell `on_death`
+    once. `phase` names the run's."""
 
-    def __init__(
-        self, group: RayCalls, on_death: Callable[[WorkerDied], None], phase: Callable[[], str] = lambda: ""
-    ):
-        self._on_death, self._phase = on_death, phase
-        self._refs = {worker.handle.stay.remote(): worker for worker in group.workers}
+    def __init__(self, on_death: Callable[[WorkerDied], None], phase: Callable[[], str] = lambda: ""):
+        self._on_death, self._phase, self._pause = on_death, phase, "the start"
+        self._refs: dict[Any, WorkerHandle] = {}
         context = ray.get_runtime_context()
         self._head = str(context.gcs_address)
         own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
         self._daemon = str(own["NodeManagerAddress"]), int(own["NodeManagerPort"])
         self._silent, self._refused = 0.0, 0
         self._stop, self._told = threading.Event(), False
-        loops = (self._ask_head, self._watch_workers, self._watch_cluster)
-        self._threads = [threading.Thread(target=loop, name=loop.__name__, daemon=True) for loop in loops]
-        for thread in self._threads:
-            thread.start()
+        self._asking: list[threading.Thread] = []
+        self._begin(self._ask_head)
+        threading.Thread(target=self._watch_cluster, name="_watch_cluster", daemon=True).start()
+
+    def add(self, group: RayCalls) -> None:
+        """The workers are there, and the start is over."""
+        self._pause = "a pause"
+        self._refs = {worker.handle.stay.remote(): worker for worker in group.workers}
+        self._begin(self._watch_workers)
+
+    def _begin(self, loop: Callable[[], None]) -> None:
+        self._asking.append(threading.Thread(target=loop, name=loop.__name__, daemon=True))
+        self._asking[-1].start()
 
     def _watch_workers(self) -> None:
         while self._refs and not self._stop.is_set():
@@ -61,7 +69,7 @@ class Watch:
                 try:
                     ray.get(ref)
                 except faults.RayError as error:
-                    self._tell(died(self._refs[ref], self._phase() or "a pause", error))
+                    self._tell(died(self._refs[ref], self._phase() or self._pause, error))
                 return
 
     def _tell(self, error: WorkerDied) -> None:
@@ -104,7 +112,7 @@ class Watch:
             self._refused = 0
         except OSError as error:  # of another kind it is slow, or this process out of sockets
             self._refused = self._refused + 1 if isinstance(error, ConnectionRefusedError) else 0
-        where = self._phase() or "a pause"
+        where = self._phase() or self._pause
         if self._refused >= _REFUSALS:
             own = f"{self._daemon[0]}:{self._daemon[1]}"
             return (
@@ -122,5 +130,5 @@ class Watch:
         """Before workers are ended on purpose. The cluster is watched on if the end that now begins may be the stuck one."""
         self._stop.set()
         # One may be finding out why a worker is out of reach, which is not asked any more.
-        for thread in self._threads[:2]:
+        for thread in self._asking:
             thread.join(_END_S)

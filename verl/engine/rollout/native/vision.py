@@ -62,10 +62,13 @@ class ImageEncoder:
             if last > first:
                 parts.append(self._encode(span.images.media).part(first, last))
         if parts:
-            self._drop_oldest(keep={span.images.media for span in spans if span.images is not None})
+            seen = (span.images.media for span in spans if span.images is not None)
+            self._drop_oldest(keep={leaf for media in seen for leaf in media.leaves})
         return ImageFeatures.argument(parts)
 
     def _encode(self, media: Media) -> ImageFeatures:
+        if media.parts:
+            return ImageFeatures.joined([self._encode(leaf) for leaf in media.parts])
         found = self._features.get(media)
         if found is None:
             device = next(self._base.parameters()).device

@@ -52,7 +52,7 @@ class ImageInputs:
             raise ValueError(f"a prompt has {len(places)} image tokens for images of {sum(counts)}")
         pairs = zip(np.cumsum([0, *counts[:-1]]), counts, strict=True)
         ranges = [PlaceholderRange(offset=int(places[start]), length=count) for start, count in pairs]
-        hashes = {_MODALITY: [f"{media.key}-{number}" for number in range(media.images)]}
+        hashes = {_MODALITY: [f"{one.key}-{number}" for one in media.leaves for number in range(one.images)]}
         return dict(mm_input(list(ids), self._items(media, hashes), hashes, {_MODALITY: ranges}))
 
     def _items(self, media: Media, hashes: dict[str, list[str]]) -> Any:

@@ -75,9 +75,8 @@ class WorkerChannel:
         device = self._direct(first[0][1].device) if first else None
         channel, places = self._channel()
         loading = self._begin(places, version, _LOAD_TIMEOUT, verify)
-        sender = BucketSender(
-            channel, len(places), self._bucket_bytes, dtype=dtype, timeout=_LOAD_TIMEOUT, device=device
-        )
+        limits: dict[str, Any] = {"timeout": _LOAD_TIMEOUT, "over": loading.done}
+        sender = BucketSender(channel, len(places), self._bucket_bytes, dtype=dtype, device=device, **limits)
         try:
             sender.send(itertools.chain(first, weights), version)
         except WeightSyncError as error:
