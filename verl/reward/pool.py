@@ -267,9 +267,9 @@ class Pool:
 
     def _give(self, task: _Task, worker: _Worker) -> None:
         task.started = time.monotonic()
-        failure = failed("timeout", f"it took more than {task.timeout:g} s")
+        failure = "timeout", f"it took more than {task.timeout:g} s"
         grace = ASYNC_GRACE if worker.is_async else 0.0
-        task.timer = self._loop.call_later(task.timeout + grace, self._stop_worker, worker, failure)
+        task.timer = self._loop.call_later(task.timeout + grace, self._stop_worker, worker, *failure)
         worker.running[task.id] = task
         worker.writer.write(task.message)
 
@@ -289,11 +289,11 @@ class Pool:
 
     async def _run_worker(self, worker: _Worker) -> None:
         """A process from its start to its end."""
-        late = failed("load", f"importing {self.spec.label} took more than {START_LIMIT:g} s")
+        late = "load", f"importing {self.spec.label} took more than {START_LIMIT:g} s"
         watching = None
         try:
             await worker.start(self._init)
-            worker.set_timer(self._loop.call_later(START_LIMIT, self._stop_worker, worker, late))
+            worker.set_timer(self._loop.call_later(START_LIMIT, self._stop_worker, worker, *late))
             watching = self._loop.create_task(worker.close_after_exit(EXIT_WAIT))
             await self._listen(worker)
             await asyncio.wait({watching}, timeout=EXIT_WAIT)  # it may have closed the connection and gone on
@@ -331,8 +331,8 @@ class Pool:
             case {"section": None}:
                 worker.set_timer(None)
             case {"section": limit, "what": what}:
-                failure = failed("timeout", f"{what} took more than {limit:g} s")
-                worker.set_timer(self._loop.call_later(limit, self._stop_worker, worker, failure))
+                failure = "timeout", f"{what} took more than {limit:g} s"
+                worker.set_timer(self._loop.call_later(limit, self._stop_worker, worker, *failure))
             case {"ready": bool(is_async)}:
                 worker.set_timer(None)
                 worker.ready, worker.is_async = True, is_async
@@ -344,10 +344,10 @@ class Pool:
                 raise ValueError(f"{message!r:.200}")
         self._dispatch()
 
-    def _stop_worker(self, worker: _Worker, failure: Outcome) -> None:
+    def _stop_worker(self, worker: _Worker, kind: str, why: str) -> None:
         """End a process that is over a limit, after it has said where it is."""
         if worker.failure is None:
-            worker.failure = failure
+            worker.failure = failed(kind, why)
             worker.writer.write(encode({"stack": True}))
             worker.set_timer(self._loop.call_later(STACK_WAIT, worker.kill))
 

@@ -7,6 +7,7 @@ LoopRunner.run ─→ Session ─→ send (TrajectoryCalls, or a message to the 
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,7 @@ from verl.rollout.agent_loop import AgentLoopOutput, EnvironmentFailed, ServerMa
 from verl.rollout.boundary import Boundaries
 from verl.rollout.event_loop import users_code
 from verl.rollout.session import Send, Session
-from verl.trajectory import AGENT_LOOP_ARGUMENTS
+from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -85,7 +86,7 @@ class LoopRunner:
         try:
             async with deadline:
                 loop = self._loop(name, session)
-                with users_code():
+                with users_code() if name != SINGLE_TURN else nullcontext():
                     outputs = await loop.run(params, **columns | row)
         except TimeoutError:
             if not deadline.expired():

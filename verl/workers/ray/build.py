@@ -230,9 +230,8 @@ class _Builder:
         nodes, addresses = [pool.node_of(bundle) for bundle in bundles], self.cluster.addresses()
         workers: list[WorkerHandle] = []
         for rank, (bundle, node) in enumerate(zip(bundles, nodes, strict=True)):
-            handle = WorkerActor.options(**pool.owner_options(bundle, 1)).remote(
-                self.plain, rank, pool.devices
-            )
+            options = pool.owner_options(bundle, 1)
+            handle = WorkerActor.options(**options).remote(self.plain, rank, pool.devices)
             workers.append(WorkerHandle(handle, f"{what} {rank}", addresses[node]))
         self.workers += workers
         self.ranks += zip(nodes, workers, strict=True)
