@@ -205,11 +205,15 @@ def test_a_reward_that_raises_shows_its_own_traceback(tiny, fork_server, tmp_pat
             "def compute_score(answer):\n    return 1.0\n",
             "is called with data_source, solution_str, ground_truth",
         ),
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info, more):\n    return 1.0\n",
+            "give more a default",
+        ),
         ("def compute_score(\n", "cannot be read as Python"),
         ("def compute_scores(**kwargs):\n    return 1.0\n", "compute_scores"),
         (None, "no such file"),
     ],
-    ids=["signature", "syntax", "other name", "no file"],
+    ids=["signature", "more", "syntax", "other name", "no file"],
 )
 def test_a_reward_that_cannot_be_called(tiny, fork_server, tmp_path, text, said) -> None:
     if text is not None:

@@ -12,6 +12,8 @@ from verl.reward.outcome import RewardLoadError
 
 Function = Callable[..., Any]
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
+# Given beside the others where a judge is served.
+OF_JUDGES = ("reward_router_address", "reward_model_tokenizer")
 MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 

@@ -53,9 +53,8 @@ class LoopRunner:
         from verl.data.media import ImageProcessor, load_processor
 
         model, kwargs = self.config.actor_rollout_ref.model, self.config.data.mm_processor_kwargs
-        processor = load_processor(
-            model.path, self.tokenizer, kwargs, trust_remote_code=model.trust_remote_code
-        )
+        trusted = model.trust_remote_code
+        processor = load_processor(model.path, self.tokenizer, kwargs, trust_remote_code=trusted)
         return None if processor is None else ImageProcessor(processor)
 
     @cached_property

@@ -456,9 +456,7 @@ def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, calls: Trajecto
         log_probs = np.asarray(output.response_logprobs, dtype=np.float32)
     for name, array in (("response_mask", mask), ("response_logprobs", log_probs)):
         if array is not None and len(array) != len(ids):
-            raise ValueError(
-                f"agent loop gave {len(ids)} response_ids and {len(array)} of {name} ({prompt.uid})"
-            )
+            raise ValueError(f"agent loop gave {len(ids)} response_ids, {len(array)} {name} ({prompt.uid})")
     context = np.asarray(output.prompt_ids, dtype=np.int64)
     if np.array_equal(context, prompt.ids):
         context = prompt.ids

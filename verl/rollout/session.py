@@ -132,9 +132,8 @@ class Session:
 
     def begin(self, messages: Any, prompt_ids: np.ndarray, tools: Any = None) -> None:
         """Make known that a dialogue of these messages and tools is `prompt_ids`, as the data rendered it."""
-        self._opening = (
-            (list(messages), list(tools or ()), prompt_ids) if isinstance(messages, list) else None
-        )
+        listed = isinstance(messages, list)
+        self._opening = (list(messages), list(tools or ()), prompt_ids) if listed else None
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any

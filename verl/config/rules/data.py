@@ -357,7 +357,7 @@ def _source(c: Check, key: str) -> Path | None:
 
 def _takes(c: Check, key: str, function: Any) -> None:
     """A reward function takes what the manager calls it with."""
-    from verl.reward.load import MANY, ONE
+    from verl.reward.load import MANY, OF_JUDGES, ONE
 
     manager, given = c.cfg.select("reward_model.reward_manager"), function.args
     positional = [*given.posonlyargs, *given.args]
@@ -365,7 +365,10 @@ def _takes(c: Check, key: str, function: Any) -> None:
         return
     called = MANY if manager == "batch" else ONE
     names = [argument.arg for argument in (*positional, *given.kwonlyargs)]
-    missing = [name for name in called if name not in names]
-    if missing and given.kwarg is None:
+    missing = [] if given.kwarg else [name for name in called if name not in names]
+    known = {*called, *(c.cfg.select("custom_reward_function.reward_kwargs") or ())}
+    unset = {*names[: len(positional) - len(given.defaults)]} - known - {*OF_JUDGES}
+    if missing or unset:
         message = f"is called with {', '.join(called)}; it takes {', '.join(names) or 'nothing'}"
-        c.refuse(key, f"{message}; add {', '.join(missing)} or **kwargs")
+        advice = f"give {', '.join(sorted(unset))} a default" if unset else "take them all, or **kwargs"
+        c.refuse(key, f"{message}; {advice}")
