@@ -370,5 +370,5 @@ def _takes(c: Check, key: str, function: Any) -> None:
     unset = {*names[: len(positional) - len(given.defaults)]} - known - {*OF_JUDGES}
     if missing or unset:
         message = f"is called with {', '.join(called)}; it takes {', '.join(names) or 'nothing'}"
-        advice = f"give {', '.join(sorted(unset))} a default" if unset else "take them all, or **kwargs"
-        c.refuse(key, f"{message}; {advice}")
+        advice = "add {} or **kwargs" if missing else "give {} a default"
+        c.refuse(key, f"{message}; {advice.format(', '.join(missing or sorted(unset)))}")
