@@ -74,7 +74,7 @@ KINDS = {
     "environment server": Kind("/server/python", "ended with status -9"),
     "training rank": Kind("ray::RayWorker", r"training worker \d", RAY),
     "sampler": Kind("ray::RolloutWorker", r"sampler \d", RAY),
-    "Ray's head": Kind("gcs_server", "the head of the Ray cluster|GCS may have been killed", RAY),
+    "Ray's head": Kind("gcs_server", "the head of the Ray cluster|GCS", RAY),
     "driver of Ray workers": Kind("", "", RAY),
     "vLLM's engine": Kind("multiprocessing.forkserver", "vLLM", VLLM),
     "driver of vLLM": Kind("", "", VLLM),
@@ -189,16 +189,17 @@ class Runs:
 
     def kill(self, number: int, steps: list[float]) -> str:
         """Kill one at a moment of the `number`th part of a run, and look at what comes of it; returns what is wrong with that."""
-        step, part = divmod((number + self.rng.random()) / KILLS * len(steps), 1.0)
-        for attempt in range(5):  # the step may be over sooner than the one that was measured
+        moment, part = divmod((number + self.rng.random()) / KILLS * len(steps), 1.0)
+        for attempt in range(9):  # the step may be over sooner than the one that was measured
+            step = max(moment - attempt // 4, 0.0)
             run = self.start(out := self.folder / f"run{number}.{attempt}")
-            there = lambda run=run, out=out: steps_logged(out) >= step and self.victims(run)  # noqa: E731
-            until(lambda run=run, there=there: run.ended or there(), timeout=400, pause=0.05)
-            time.sleep(part * steps[int(step)] * 0.8 ** (attempt + 1))
+            there = lambda run=run, out=out, step=step: steps_logged(out) >= step and self.victims(run)  # noqa: E731
+            until(lambda run=run, there=there: run.ended or there(), timeout=400, pause=0.01)
+            time.sleep(part * steps[int(step)] * 0.7 ** (attempt + 1))
             if victims := self.victims(run):
                 break
             assert run.wait() == 0, f"it ended without a kill:\n{log_of(out)[-3000:]}"
-        assert victims, "five runs were over before there was a moment to kill"
+        assert victims, "nine runs were over before there was a moment to kill"
         victim = self.rng.choice(victims)
         what = f"{victim.pid} {' '.join(victim.cmdline())[-60:]}"
         victim.kill()
@@ -295,6 +296,7 @@ def test_a_process_killed_at_any_moment_is_named_or_made_good(
     steps = runs.whole()
     for number in range(KILLS):
         wrong.append(runs.kill(number, steps))
+        print(wrong[-1])
         if path := os.environ.get("CHAOS_RECORD"):
             keep(Path(path), name, runs.found)
     assert not any(wrong), f"CHAOS_SEED={seed}\n" + "\n\n".join(filter(None, wrong))

@@ -103,10 +103,10 @@ class Cluster:
                     "~/.ray/auth_token or RAY_AUTH_TOKEN (the head has it, see examples/ray_start.sh)"
                 ) from error
             raise no_cluster(address, error) from error
-        except (ValueError, TypeError, RuntimeError, OSError) as error:
+        except Exception as error:  # Ray raises just that for a node that does not come up
             self.own = False
             words = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
-            raise UserError(f"ray.init refused ray_kwargs.ray_init ({words}): {error}") from error
+            raise UserError(f"ray.init failed with ray_kwargs.ray_init ({words}): {error}") from error
 
     def settle_kind(self) -> str:
         """The kind of device; "auto" is what the nodes have most of: cuda, then npu, then cpu."""
