@@ -196,6 +196,8 @@ class Runs:
             there = lambda run=run, out=out, step=step: steps_logged(out) >= step and self.victims(run)  # noqa: E731
             until(lambda run=run, there=there: run.ended or there(), timeout=400, pause=0.01)
             time.sleep(part * steps[int(step)] * 0.7 ** (attempt + 1))
+            # One that looks at the environment before the first step may have ended.
+            until(lambda run=run: run.ended or self.victims(run), timeout=400, pause=0.01)
             if victims := self.victims(run):
                 break
             assert run.wait() == 0, f"it ended without a kill:\n{log_of(out)[-3000:]}"
