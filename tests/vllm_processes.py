@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
+import time
 from multiprocessing import context, forkserver, popen_forkserver
 from typing import Any
 from unittest import mock
 
 from verl.engine.rollout.vllm import launch
+from verl.platform.processes import alive, process_start_time
 
 ADDRESS = "VERL_TEST_VLLM_PROCESSES"
 """In the environment: the socket of the server that forks."""
@@ -78,6 +81,13 @@ def _connect(handles: list[int]) -> tuple[int, int]:
         os.close(client._forkserver_alive_fd)
 
 
+def _end_with(parent: int) -> None:
+    started = process_start_time(parent)
+    while alive(parent, started):
+        time.sleep(0.5)
+    os._exit(1)
+
+
 class _Process(context.ForkServerProcess):
     """Has the environment of the process that starts it, which it takes for its parent."""
 
@@ -97,6 +107,8 @@ class _Process(context.ForkServerProcess):
         os.environ.update(self._variables)
         torch.set_num_threads(int(self._variables.get("OMP_NUM_THREADS", 1)))
         os.getppid = lambda: self._parent_pid
+        # Those of a user's run are known by a variable that they were started with (`processes.started_by`).
+        threading.Thread(target=_end_with, args=(self._parent_pid,), daemon=True).start()
         _patch()
         super().run()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.chaos.fork_server import until
 from tests.integration.test_agent_runs import WORDS as DIALOGUE
 from tests.runs import TinyRun, records
 from tests.tiny import tiny_tokenizer
@@ -56,6 +58,22 @@ def test_two_steps(run: TinyRun, fork_server, tmp_path: Path) -> None:
         assert found[step]["agent/prefix_reuse_ratio"] < 2, "vLLM finds whole blocks of the turns before"
     assert any(name.startswith("val-core/") for name in found[2])
     assert (out / "global_step_2/actor/model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_a_driver_killed_while_vllm_starts_leaves_none_of_its_processes(
+    run: TinyRun, fork_server, tmp_path: Path
+) -> None:
+    def of_vllm() -> list[psutil.Process]:
+        family = psutil.Process(started.pid).children(recursive=True)
+        return [process for process in family if "multiprocessing.spawn" in " ".join(process.cmdline())]
+
+    started = fork_server.start(run.overrides(tmp_path / "out", "actor_rollout_ref.rollout.name=vllm"))
+    until(lambda: started.pid)
+    found = until(of_vllm, timeout=200)
+    started.kill()
+    started.wait()
+    until(lambda: not any(process.is_running() for process in found), timeout=30)
 
 
 def test_bad_settings_are_said_before_anything_is_loaded(run: TinyRun, fork_server, tmp_path: Path) -> None:

@@ -57,9 +57,8 @@ class CheckpointWriter:
                 directory.mkdir(parents=True, exist_ok=True)
                 write(directory)
             (self._beside / LOOP).parent.mkdir(parents=True, exist_ok=True)
-            manifest.write_synced(
-                self._beside / LOOP, json.dumps({"step": self._step, **loop_state}, indent=1)
-            )
+            state = json.dumps({"step": self._step, **loop_state}, indent=1)
+            manifest.write_synced(self._beside / LOOP, state)
         except Exception as error:
             self._fail(error)
             if getattr(error, "ends_the_run", False):

@@ -55,9 +55,8 @@ def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[Part]:
         keys = [end - start for start, end in members]
         query_index = _indices([span for spans in members.values() for span in spans], device)
         bounds = _bounds(queries, device), _bounds(keys, device)
-        parts.append(
-            Part(*bounds, max(queries), max(keys), False, query_index, _indices(list(members), device))
-        )
+        key_index = _indices(list(members), device)
+        parts.append(Part(*bounds, max(queries), max(keys), False, query_index, key_index))
     return parts
 
 

@@ -9,7 +9,6 @@ When the run's end of the socket closes, the child ends, whatever its code is do
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
 import os
 import signal
@@ -18,18 +17,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 from verl.platform.parent_channel import decode
-from verl.platform.processes import process_start_time, sweep_at_exit
+from verl.platform.processes import started_by
 
 LONGEST_MESSAGE = 2**31
 _START_CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
     "from verl.platform.parent_channel import run_child; run_child(sys.argv[1], int(sys.argv[2]))"
 )
-_STARTED_BY = "VERL_STARTED_BY"
 _ENVIRONMENT = {
     # The same sets and dicts in every process, so that a result does not depend on which one computed it.
     "PYTHONHASHSEED": "0",
@@ -37,15 +34,6 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-
-
-@cache
-def _mark(pid: int) -> dict[str, str]:
-    """A variable by which the processes are known that a user's code starts, and inherits to those they start: they may leave
-    the session, and would outlive the run."""
-    mark = f"{pid}-{process_start_time(pid)}."
-    atexit.register(sweep_at_exit("environ", f"{_STARTED_BY}={mark}").communicate)
-    return {_STARTED_BY: mark}
 
 
 class ChildProcess:
@@ -68,7 +56,7 @@ class ChildProcess:
                     # What a user's code prints is for people; standard output belongs to the run's own lines.
                     stdout=2,
                     pass_fds=(theirs.fileno(),),
-                    env={**_ENVIRONMENT, **os.environ, **_mark(os.getpid())},
+                    env={**_ENVIRONMENT, **os.environ, **started_by(os.getpid())},
                     start_new_session=True,
                 )
             except BaseException:

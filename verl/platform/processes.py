@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 from functools import cache
@@ -68,3 +69,12 @@ def sweep_at_exit(file: str, mark: str, folder: str = "") -> subprocess.Popen[by
     sweeper = subprocess.Popen(["sh", "-c", _SWEEP], stdin=subprocess.PIPE, start_new_session=True, env=path)
     os.write(sweeper.stdin.fileno(), f"{file}\n{mark}\n{folder}\n".encode())  # type: ignore[union-attr]
     return sweeper
+
+
+@cache
+def started_by(pid: int) -> dict[str, str]:
+    """A variable by which those are known that this process, `pid`, starts with it, and whom they start: they end with it, also where
+    they left the session."""
+    mark = f"{pid}-{process_start_time(pid)}."
+    atexit.register(sweep_at_exit("environ", f"VERL_STARTED_BY={mark}").communicate)
+    return {"VERL_STARTED_BY": mark}

@@ -83,12 +83,11 @@ def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
         except Exception as error:
             import traceback
 
-            tracking.event(
-                "failed", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()
-            )
+            name = type(error).__name__
+            tracking.event("failed", error=f"{name}: {error}", traceback=traceback.format_exc())
             if not getattr(error, "explained", False):
                 traceback.print_exc()
-            words = [f"{type(error).__name__}: {str(error).rstrip('.')}", _further(config, tracking.run_dir)]
+            words = [f"{name}: {str(error).rstrip('.')}", _further(config, tracking.run_dir)]
             return _stopped(tracking, "failed", ". ".join(filter(None, words)), EXIT_FAILED)
         except BaseException:
             # Not only KeyboardInterrupt: libraries wrap one that comes in the middle of their work.

@@ -21,7 +21,7 @@ from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 from verl.models.layers import layer_configs
 from verl.platform.host import thread_limit
-from verl.platform.processes import alive
+from verl.platform.processes import alive, started_by
 
 T = TypeVar("T")
 # A process: its id and when it started.
@@ -190,17 +190,22 @@ def environment(cpu: bool, ranks: int, folder: str) -> Iterator[None]:
 
 
 def start(arguments: dict[str, Any]) -> Any:
-    """vLLM's asynchronous engine. UserError or RuntimeError says what vLLM said."""
+    """vLLM's asynchronous engine. UserError or RuntimeError says what vLLM said. Its processes end with this one from their start on."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    mark = started_by(os.getpid())
     try:
+        os.environ |= mark
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, TypeError) as error:
         raise UserError(f"vLLM refuses its arguments: {str(error)[:1500]}") from error
     except RuntimeError as error:
         more = "its processes say why above; VLLM_LOGGING_LEVEL=INFO says more"
         raise RuntimeError(f"vLLM did not start: {str(error)[:1500]} ({more})") from error
+    finally:
+        for name in mark:
+            os.environ.pop(name, None)
 
 
 def request_parameters(arguments: dict[str, Any]) -> Any:
