@@ -124,5 +124,5 @@ def test_an_option_that_ray_does_not_have_is_refused_by_name(monkeypatch: pytest
     from verl.workers.ray.cluster import Cluster
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(UserError, match=r"ray\.init refused .*\(port=6379\): .*port"):
+    with pytest.raises(UserError, match=r"ray\.init failed .*\(port=6379\): .*port"):
         Cluster(load(["+ray_kwargs.ray_init.port=6379"]), "cpu")

@@ -46,9 +46,11 @@ def alive(pid: int, start: int) -> bool:
 
 
 # In a shell: it waits for as long as the run lives, and should take no memory. Its mark comes on its input, for a process that
-# had it in its arguments or environment would be swept too. Ray's processes replace both by a title, and have logs open in the folder.
+# had it in its arguments or environment would be swept too. Ray's processes replace both by a title, and have logs open in the
+# folder. The others have three seconds: vLLM's workers remove what they share.
 _SWEEP = """
 read -r file; read -r mark; read -r folder; read -r _
+[ -n "$folder" ] || ! grep -qasF -- "$mark" /proc/[0-9]*/"$file" || sleep 3
 set -- /proc/[0-9]*/"$file"
 { grep -alsF -- "$mark" "$@"
   [ -z "$folder" ] || for own in $(grep -alsF ray:: "$@"); do ! ls -l "${own%/*}/fd" | grep -qF "$folder/" || echo "$own"; done

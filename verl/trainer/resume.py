@@ -178,9 +178,8 @@ class Storage:
             if getattr(error, "ends_the_run", False) or _out_of_memory(error):  # the first: a worker died
                 raise
             what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            self._tracking.event(
-                "checkpoint_not_loaded", path=str(found.path), traceback=traceback.format_exc()
-            )
+            trace = traceback.format_exc()
+            self._tracking.event("checkpoint_not_loaded", path=str(found.path), traceback=trace)
             raise CheckpointError(
                 f"{found.path} cannot be loaded ({what}). To go on from the checkpoint before it, move it out of the run "
                 "folder; trainer.resume_mode=disable starts anew"
