@@ -45,8 +45,8 @@ class Capabilities:
 
 class _ByName(dict[str, Capabilities]):
     def __missing__(self, name: str) -> Capabilities:
-        """A name that is refused elsewhere: nothing is known of it."""
-        return Capabilities(dtypes=(), released=False)
+        """A name that is refused elsewhere: nothing is known of it, so any data type may be one of it."""
+        return Capabilities(dtypes=tuple(FLOATS), released=False)
 
 
 CAPABILITIES = _ByName(

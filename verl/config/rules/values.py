@@ -82,10 +82,10 @@ def _unused(c: Check, path: str) -> bool:
 
 
 def _dtype(c: Check, path: str, value: Any) -> None:
-    name, sampled = float_name(value), CAPABILITIES[c.rollout.name].dtypes
+    name = float_name(value)
     if name is None and (c.was_set(path) or "same_as" not in c.keys[path].about):
         c.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(value, FLOATS)}")
-    elif name and path == f"{c.rollout_key}.dtype" and sampled and name not in sampled:
+    elif name and path == f"{c.rollout_key}.dtype" and name not in CAPABILITIES[c.rollout.name].dtypes:
         c.refuse(f"{path}={value}", not_sampled(c.rollout.name))
 
 
