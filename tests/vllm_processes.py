@@ -83,7 +83,7 @@ def _connect(handles: list[int]) -> tuple[int, int]:
 
 def _end_with(parent: int) -> None:
     started = process_start_time(parent)
-    while alive(parent, started):
+    while started and alive(parent, started):
         time.sleep(0.5)
     time.sleep(4)  # a worker that has begun removes what it shares
     os._exit(1)

@@ -63,9 +63,9 @@ def sweep_at_exit(file: str, mark: str, folder: str = "") -> subprocess.Popen[by
     """Have all processes killed that are marked, and `folder` removed, as soon as this process has ended, however it ends, or
     calls `communicate` on what is returned.
 
-    Marked is a process in whose `file` ("environ" or "cmdline", see proc(5)) the text `mark` occurs, and with a `folder` one of Ray's that
-    has files open there (Linux). Signals and
-    parents would not do: what left its session and whose parent has ended is nobody's child.
+    Marked is a process in whose `file` ("environ" or "cmdline", see proc(5)) the text `mark` occurs, and with a `folder` one of
+    Ray's that has files open there (Linux). Signals and parents would not do: what left its session and whose parent has
+    ended is nobody's child.
     """
     path = {"PATH": os.environ.get("PATH", os.defpath)}
     sweeper = subprocess.Popen(["sh", "-c", _SWEEP], stdin=subprocess.PIPE, start_new_session=True, env=path)
