@@ -67,7 +67,7 @@ def play(
 ) -> tuple[Batch, Says]:
     """One prompt through the manager, its loop in this process or in so many others. words: keys below actor_rollout_ref.rollout."""
     config = load(
-        [f"actor_rollout_ref.rollout.response_length={room}", "actor_rollout_ref.rollout.prompt_length=600",
+        [f"data.max_response_length={room}", "data.max_prompt_length=600",
          *(f"actor_rollout_ref.rollout.{word}" for word in words),
          *([f"actor_rollout_ref.model.path={model}"] if model else [])],
     )  # fmt: skip
