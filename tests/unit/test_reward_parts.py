@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from verl import config
-from verl.platform import parent_channel as codec
+from verl.platform import child_process as codec
 from verl.reward import load
 from verl.reward.outcome import LARGEST_RESULT, BadScore, RewardLoadError, normalise, outcome_of
 from verl.reward.pool import RateGate

@@ -1,31 +1,43 @@
-"""A Python process of the run's own that runs a user's code, and the socket between the two.
+"""A Python process of the run's own that runs a user's code, the socket between the two, and what travels on it.
 
     run: ChildProcess ──lines of JSON──→ child: ParentChannel.inbox
                       ←─────────────────        ParentChannel.send
 
-When the run's end of the socket closes, the child ends, whatever its code is doing; and what that started ends with the run.
+A message is one line of ASCII JSON, never a pickle. Values JSON lacks (bytes, tuples, decimals, dates, dicts with other keys
+than text) travel tagged and come back as they were; numpy scalars come back as numbers, arrays as lists or, where `encode` is
+told to keep them, as arrays. When the run's end of the socket closes, the child ends, whatever its code is doing; and what
+that started ends with the run.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
+import base64
+import datetime
+import importlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from decimal import Decimal
 
-from verl.platform.parent_channel import decode
+# Bound here, so that a user's function that replaces json.dumps changes no message.
+from json import JSONDecoder, dumps
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
 from verl.platform.processes import started_by
+
+if TYPE_CHECKING:
+    import asyncio  # the child imports it when its code wants it
 
 LONGEST_MESSAGE = 2**31
 _START_CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
-    "from verl.platform.parent_channel import run_child; run_child(sys.argv[1], int(sys.argv[2]))"
+    "from verl.platform.child_process import run_child; run_child(sys.argv[1], int(sys.argv[2]))"
 )
 _ENVIRONMENT = {
     # The same sets and dicts in every process, so that a result does not depend on which one computed it.
@@ -34,6 +46,85 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+_TAG = "$type"
+_DATES: dict[str, Any] = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}
+
+
+class NotPlain(TypeError):
+    """A value is of a kind that cannot be sent to another process; the message names the path to it."""
+
+
+def encode(message: Any, name: str = "message", *, arrays: bool = False) -> bytes:
+    """One line. NotPlain names the place (in `name`) and the type of what cannot travel.
+
+    `arrays`: numpy arrays come back as arrays of their dtype and shape, otherwise as lists.
+    """
+    return dumps(to_plain(message, name, arrays), separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> Any:
+    """The message of a line. ValueError for a line that holds none."""
+    return _DECODER.decode(str(line, "ascii"))
+
+
+def to_plain(value: Any, where: str = "value", arrays: bool = False) -> Any:
+    """`value` as something JSON can write. NotPlain names the place and type of what cannot travel."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        if all(isinstance(k, str) for k in value) and _TAG not in value:
+            return {str(k): to_plain(v, f"{where}.{k}", arrays) for k, v in value.items()}
+        pairs = [
+            [to_plain(k, f"{where} key"), to_plain(v, f"{where}[{k!r}]", arrays)] for k, v in value.items()
+        ]
+        return {_TAG: "dict", "v": pairs}
+    if isinstance(value, list | tuple):
+        items = [to_plain(v, f"{where}[{i}]", arrays) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {_TAG: "tuple", "v": items}
+    if isinstance(value, bytes | bytearray):
+        return {_TAG: "bytes", "v": base64.b64encode(bytes(value)).decode("ascii")}
+    if isinstance(value, Decimal):
+        return {_TAG: "decimal", "v": str(value)}
+    for name, kind in _DATES.items():
+        if isinstance(value, kind):
+            return {_TAG: name, "v": value.isoformat()}
+    for simple in (str, int, float):  # subclasses: enumerations, numpy's float64
+        if isinstance(value, simple):
+            return simple(value)
+    if hasattr(value, "tolist"):  # numpy arrays and scalars, torch tensors
+        has_axes = getattr(value, "ndim", None)  # None or 0: a scalar
+        if arrays and has_axes and hasattr(value, "tobytes") and value.dtype.kind in "biuf":
+            data = base64.b64encode(value.tobytes()).decode("ascii")
+            return {_TAG: "array", "v": [value.dtype.str, list(value.shape), data]}
+        return to_plain(value.tolist(), where, arrays)
+    raise NotPlain(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent")
+
+
+def _array(content: list[Any]) -> Any:
+    import numpy as np
+
+    dtype, shape, data = content
+    return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "dict": dict,
+    "bytes": base64.b64decode,
+    "decimal": Decimal,
+    "array": _array,
+    **{name: kind.fromisoformat for name, kind in _DATES.items()},
+}
+
+
+def _from_plain(found: dict[str, Any]) -> Any:
+    """What a mapping of `to_plain` stands for. JSON's reader calls it for the inner ones first."""
+    return _KINDS[found[_TAG]](found["v"]) if _TAG in found else found
+
+
+_DECODER = JSONDecoder(object_hook=_from_plain)
 
 
 class ChildProcess:
@@ -45,7 +136,9 @@ class ChildProcess:
 
     async def start(self, init: bytes) -> None:
         """Start the process and send it its first message. OSError if the system gives no process or socket."""
-        paths = json.dumps([os.path.abspath(p) if p == "" else p for p in sys.path])
+        import asyncio
+
+        paths = dumps([os.path.abspath(p) if p == "" else p for p in sys.path])
         ours, theirs = socket.socketpair()
         with theirs:
             self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=LONGEST_MESSAGE)
@@ -77,6 +170,8 @@ class ChildProcess:
 
     async def close_after_exit(self, seconds: float) -> None:
         """End the connection of a process that is gone: one that it started may hold the other end open."""
+        import asyncio
+
         assert self.process is not None
         await self.process.wait()
         asyncio.get_running_loop().call_later(seconds, self.writer.close)
@@ -95,3 +190,50 @@ class ChildProcess:
         if name is None:
             return f"exit code {code}"
         return f"{name}, often the system being out of memory" if name == "SIGKILL" else name
+
+
+class ParentChannel:
+    """The child's end of the socket. `send` may be used from any thread.
+
+    `on_message` sees every message first, on the reading thread; those for which it returns False go to `inbox`.
+    """
+
+    def __init__(self, fd: int):
+        self.inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self.on_message: Callable[[dict[str, Any]], bool] = lambda message: False
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        threading.Thread(target=self._listen, name="verl-parent", daemon=True).start()
+
+    def send(self, message: dict[str, Any], *, arrays: bool = False) -> None:
+        """Write one message whole. NotPlain if it holds what cannot travel."""
+        if os.getpid() != self._pid:
+            os._exit(0)  # the user's code forked and the copy returned too: the original speaks for both
+        line = encode(message, arrays=arrays)
+        with self._lock:
+            self._socket.sendall(line)
+
+    def _listen(self) -> None:
+        for line in self._socket.makefile("rb"):
+            message = decode(line)
+            if not self.on_message(message):
+                self.inbox.put(message)
+        os._exit(0)
+
+
+def die_with_parent() -> None:
+    """Have the system kill this process when the thread that started it ends, whatever its code is doing then (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+
+
+def run_child(module: str, fd: int) -> None:
+    """What a child process runs: `main(channel)` of the module."""
+    die_with_parent()  # the run may die while the user's code holds the interpreter
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    importlib.import_module(module).main(ParentChannel(fd))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import UserError
-from verl.platform.parent_channel import NotPlain, encode, to_plain
+from verl.platform.child_process import NotPlain, encode, to_plain
 
 TRACEBACK_CHARACTERS = 6000
 LARGEST_RESULT = 16 * 2**20

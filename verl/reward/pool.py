@@ -25,9 +25,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl.platform.child_process import ChildProcess
+from verl.platform.child_process import ChildProcess, encode
 from verl.platform.host import usable
-from verl.platform.parent_channel import encode
 from verl.reward.outcome import Outcome, failed
 
 # Seconds: to import the function; for a process that hangs to say where, before it is killed; for the other sign of a

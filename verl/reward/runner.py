@@ -21,7 +21,7 @@ from typing import Any
 
 from verl.config.schema.base import select
 from verl.config.weights import FUNCTION, MODEL
-from verl.platform.parent_channel import NotPlain
+from verl.platform.child_process import NotPlain
 from verl.reward.managers import row_of
 from verl.reward.model import RewardModel
 from verl.reward.outcome import Outcome, RewardErrorLimit, failed

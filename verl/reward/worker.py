@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from verl.platform import parent_channel
-from verl.platform.parent_channel import ParentChannel
+from verl.platform import child_process
+from verl.platform.child_process import ParentChannel
 from verl.reward.outcome import TRACEBACK_CHARACTERS, Outcome, RewardLoadError, failed, outcome_of, raised
 
 _announce: Callable[[float | None, str], None] | None = None
@@ -78,7 +78,7 @@ def _main_stack() -> str:
     """Where the main thread is now, outermost first, without our own frames below the function."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = traceback.format_stack(frame) if frame is not None else []
-    ours = (__file__, parent_channel.__file__, "<string>")
+    ours = (__file__, child_process.__file__, "<string>")
     shown = [line for line in lines if not any(name in line for name in ours)]
     return "".join(shown)[-TRACEBACK_CHARACTERS:]
 

@@ -28,7 +28,7 @@ import numpy as np
 from verl.config.weights import user_scores
 from verl.data.rows import BadRow
 from verl.errors import UserError
-from verl.platform.parent_channel import die_with_parent
+from verl.platform.child_process import die_with_parent
 from verl.rollout import openenv, verifiers_server
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, register
 from verl.rollout.boundary import without_images

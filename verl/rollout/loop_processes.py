@@ -27,9 +27,8 @@ import numpy as np
 from verl.config.schema.base import select
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
-from verl.platform.child_process import ChildProcess
+from verl.platform.child_process import ChildProcess, ParentChannel, encode
 from verl.platform.host import usable
-from verl.platform.parent_channel import ParentChannel, encode
 from verl.rollout import agent_loop
 from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.requests import TrajectoryCalls
