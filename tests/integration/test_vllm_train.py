@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -65,8 +66,11 @@ def test_a_driver_killed_while_vllm_starts_leaves_none_of_its_processes(
     run: TinyRun, fork_server, tmp_path: Path
 ) -> None:
     def of_vllm() -> list[psutil.Process]:
-        family = psutil.Process(started.pid).children(recursive=True)
-        return [process for process in family if "multiprocessing.spawn" in " ".join(process.cmdline())]
+        family, found = psutil.Process(started.pid).children(recursive=True), []
+        for process in family:
+            with suppress(psutil.Error):  # it ended meanwhile
+                found += [process] if "multiprocessing.spawn" in " ".join(process.cmdline()) else []
+        return found
 
     started = fork_server.start(run.overrides(tmp_path / "out", "actor_rollout_ref.rollout.name=vllm"))
     until(lambda: started.pid)
