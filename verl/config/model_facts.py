@@ -14,6 +14,7 @@ from verl.errors import UserError
 from verl.versions import package_folder
 
 ADAPTER_CONFIG = "adapter_config.json"
+VALUE_LAYERS = ("score", "classifier")  # as transformers names the layer to one number
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FOLDER = "lora_adapter"
 """The adapter's folder inside `actor/` of a checkpoint."""

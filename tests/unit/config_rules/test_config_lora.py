@@ -85,6 +85,16 @@ def test_an_adapter_to_go_on_with(named, adapter, tmp_path):
     assert "cannot be read" in problems(*named, f"{MODEL}.lora_adapter_path={adapter}")[0]
 
 
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "score"], ".*proj", ".*proj|score", "all-linear"])
+def test_a_critics_adapter_without_the_new_layer_of_values_is_refused(named, adapter, targets):
+    """That layer is 0 and would stay so: no gradient would reach the adapter either."""
+    found = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(found | {"target_modules": targets}))
+    given = ("algorithm.adv_estimator=gae", f"critic.model.lora_adapter_path={adapter}")
+    refused = [text for text in problems(*named, *given) if "layer of values" in text]
+    assert len(refused) == (targets in (["q_proj"], ".*proj"))
+
+
 def test_peft_is_missing(named, monkeypatch):
     import importlib.util
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from verl.config.model_facts import ADAPTER_CONFIG, ModelFacts, adapter_directory, read_adapter_config
+from verl.config.model_facts import (
+    ADAPTER_CONFIG,
+    VALUE_LAYERS,
+    ModelFacts,
+    adapter_directory,
+    read_adapter_config,
+)
 from verl.config.names import nearest
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
@@ -43,7 +50,7 @@ def _rank(c: Check, key: str, facts: ModelFacts | None, parallel: str) -> int | 
         at = f"{key}.lora_rank" if rank > 0 else f"{key}.lora_adapter_path"
         c.lacks(at, "LoRA needs peft, which is not installed: pip install 'verl[lora]'")
     if model.lora_adapter_path:
-        rank = _adapter(c, key, model) or rank
+        rank = _adapter(c, key, model, facts) or rank
     else:
         _patterns(c, key, model, facts)
     if (c.cfg.select(f"{parallel}.tensor_parallel_size") or 1) > 1:
@@ -64,7 +71,7 @@ def _without(c: Check) -> None:
         c.notice(f"no effect: {only}=True: this run trains all weights, which are saved")
 
 
-def _adapter(c: Check, model_key: str, model: Any) -> int | None:
+def _adapter(c: Check, model_key: str, model: Any, facts: ModelFacts | None) -> int | None:
     """The rank of the adapter to go on with."""
     key, given = f"{model_key}.lora_adapter_path", model.lora_adapter_path
     try:
@@ -81,7 +88,21 @@ def _adapter(c: Check, model_key: str, model: Any) -> int | None:
     own = [f"{model_key}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
     if ignored := [name for name in own if c.was_set(name)]:
         c.notice(f"no effect: {', '.join(ignored)}: the adapter of lora_adapter_path has its own")
+    if model_key == "critic.model" and facts is not None and not _reaches_values(found, facts):
+        message = "the adapter has no part in the layer of values, which is new and would stay 0: nothing would be learned"
+        c.refuse(f"{key}={given}", f"{message}; use {model_key}.lora_rank for a new adapter")
     return rank
+
+
+def _reaches_values(adapter: dict[str, Any], facts: ModelFacts) -> bool:
+    """Whether a critic has values to start from, or the adapter trains those of a new layer."""
+    names = facts.weight_names()
+    if not names or any(_named(name.removesuffix(".weight"), VALUE_LAYERS) for name in names):
+        return True
+    targets = adapter.get("target_modules") or []
+    if isinstance(targets, str):
+        return targets == ALL_LINEAR or any(re.fullmatch(targets, name) for name in VALUE_LAYERS)
+    return not set(VALUE_LAYERS).isdisjoint(targets)
 
 
 def _patterns(c: Check, model_key: str, model: Any, facts: ModelFacts | None) -> None:
@@ -108,7 +129,7 @@ def _patterns(c: Check, model_key: str, model: Any, facts: ModelFacts | None) ->
         c.notice(f"{key}: {message}")
 
 
-def _named(module: str, names: list[str]) -> bool:
+def _named(module: str, names: Sequence[str]) -> bool:
     """True for a module that one of the names, or the end of its path, stands for."""
     return any(f".{module}".endswith(f".{name}") for name in names)
 

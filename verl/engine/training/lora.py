@@ -169,10 +169,9 @@ def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
 
 def _with_value_layer(targets: set[str] | str) -> set[str] | str:
     """Targets and the layer of values: a new one is 0, and as long as it stays so nothing below it learns."""
-    own = ("score", "classifier")
     if isinstance(targets, str):
-        return targets if targets == _ALL_LINEAR else "|".join((targets, *own))
-    return {*targets, *own}
+        return targets if targets == _ALL_LINEAR else "|".join((targets, *model_facts.VALUE_LAYERS))
+    return {*targets, *model_facts.VALUE_LAYERS}
 
 
 def _no_match(module: PreTrainedModel, settings: LoraSettings, error: Exception) -> str:
