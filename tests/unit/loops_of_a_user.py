@@ -57,6 +57,9 @@ class Fails(AgentLoopBase):
                 os._exit(3)
             case "returns text":
                 return "done"
+            case "cancels itself":
+                asyncio.current_task().cancel()
+                await asyncio.sleep(0)
             case "waits for ever":
                 await asyncio.sleep(3600)
         return output(row["prompt_ids"], done)

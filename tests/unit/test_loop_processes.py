@@ -134,7 +134,7 @@ def test_failures_are_lost_trajectories_with_their_reason_and_a_process_that_end
     config: Config,
 ) -> None:
     events: list[dict] = []
-    ways = ("raises", "returns text", "ends its process", "nothing", object())
+    ways = ("raises", "returns text", "ends its process", "nothing", object(), "cancels itself")
 
     async def go() -> list[Trajectory]:
         rollouts = manager(config, LoopProcesses(1, config), events)
@@ -144,12 +144,13 @@ def test_failures_are_lost_trajectories_with_their_reason_and_a_process_that_end
             await rollouts.stop()
 
     found = asyncio.run(go())
-    assert [t.finish_reason for t in found] == ["lost", "lost", "lost", "stop", "lost"]
+    assert [t.finish_reason for t in found] == ["lost", "lost", "lost", "stop", "lost", "lost"]
     assert "KeyError: 'no such tool'" in found[0].score_error and "LoopFailed" not in found[0].score_error
     assert "AgentLoopOutput, not str" in found[1].score_error
     assert "exit code 3" in found[2].score_error
     assert "loops_of_a_user.py" in events[0]["traceback"], "the traceback is the one of the user's code"
     assert "how" in found[4].score_error and "cannot be sent" in found[4].score_error
+    assert "CancelledError" in found[5].score_error
 
 
 def test_no_process_outlives_the_manager(config: Config) -> None:

@@ -210,6 +210,12 @@ def nap(seconds: float = 30):
     import time
     time.sleep(seconds)
     return "awake", 1.0, {"naps": 1}
+
+@function_tool("cancels", schema={"type": "function", "function": {"name": "cancels"}})
+async def cancels():
+    import asyncio
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
 '''
 ENTRY = """
 tools:
@@ -316,31 +322,32 @@ def test_a_row_that_means_another_tool_is_named(tmp_path: Path, caplog: pytest.L
     for _ in range(2):
         box.warn_of_unknown({"add": {}, "adds": {"create_kwargs": {"ground_truth": "3"}}, "other": None})
     assert [record.getMessage() for record in caplog.records] == [
-        "tool 'adds': is in a row's tools_kwargs; the run has no such tool (add, sleep)"
+        "tool 'adds': is in a row's tools_kwargs; the run has no such tool (add, sleep, cancels)"
     ]
 
 
 def test_function_tools_and_calls_that_go_wrong(tmp_path: Path) -> None:
     box = Toolbox.load(**multi_turn(tmp_path))
-    assert list(box.schemas) == ["add", "sleep"] and box.schemas["add"]["function"]["parameters"][
+    assert list(box.schemas) == ["add", "sleep", "cancels"] and box.schemas["add"]["function"]["parameters"][
         "required"
     ] == ["a", "b"]
     run = run_of(box, timeout=0.2, longest=60)
     calls = [
         ToolCall("add", {"a": 1, "b": 2}), ToolCall("add", {"a": 1}), ToolCall("sub", {}),
         ToolCall("", error="no JSON"), ToolCall("sleep", {}), ToolCall("sleep", {"seconds": 0}),
+        ToolCall("cancels", {}),
     ]  # fmt: skip
 
     async def go() -> list[str]:
         return await asyncio.gather(*map(run.call, calls))
 
     started = time.monotonic()
-    good, missing, unknown, unread, late, awake = asyncio.run(go())
+    good, missing, unknown, unread, late, awake, cancelled = asyncio.run(go())
     assert good == '{"sum": 3}' and awake == "awake" and run.rewards == [0.0, 1.0]
     assert "missing" in missing or "TypeError" in missing
     assert "add, sleep" in unknown and unread == "Error: no JSON" and "0.2 s" in late
-    assert time.monotonic() - started < 25
-    assert dict(run.counts) == {"calls": 6, "invalid": 2, "errors": 1, "timeouts": 1}
+    assert time.monotonic() - started < 25 and "CancelledError" in cancelled
+    assert dict(run.counts) == {"calls": 7, "invalid": 2, "errors": 2, "timeouts": 1}
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,7 @@ class EnvironmentAgent(AgentLoopBase):
         try:
             async with asyncio.timeout(self._agent.tool_timeout):
                 apart = not inspect.iscoroutinefunction(method)
-                with users_code():
-                    found = await (in_thread(method, **arguments) if apart else method(**arguments))
+                found = await users_code(in_thread(method, **arguments) if apart else method(**arguments))
             if not isinstance(found, gives):
                 other = " (gymnasium's interface is environment.name=gym)" if isinstance(found, tuple) else ""
                 raise TypeError(f"it has to give {gives.__name__}, not {type(found).__name__}{other}")

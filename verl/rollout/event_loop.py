@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -55,15 +54,21 @@ class BackgroundLoop:
             self._loop.run_forever()
 
 
-@contextmanager
-def users_code() -> Iterator[None]:
-    """RuntimeError for what would end more than the user's coroutine in this block: `sys.exit` ends the event loop, and whoever
-    waits for a task that cancelled itself waits for ever."""
+async def users_code(code: Awaitable[T]) -> T:
+    """What a user's coroutine gives. RuntimeError for what would end more than it: `sys.exit` ends the event loop, and whoever
+    waits for a task that was cancelled from inside waits for ever, so the coroutine has a task of its own."""
+
+    async def guarded() -> T:
+        try:
+            return await code
+        except SystemExit as raised:
+            raise RuntimeError(repr(raised)) from raised
+
     try:
-        yield
-    except (SystemExit, asyncio.CancelledError) as raised:
+        return await asyncio.ensure_future(guarded())
+    except asyncio.CancelledError as raised:
         task = asyncio.current_task()
-        if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
+        if task is not None and task.cancelling():
             raise
         raise RuntimeError(repr(raised)) from raised
 

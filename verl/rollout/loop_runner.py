@@ -7,7 +7,6 @@ LoopRunner.run ─→ Session ─→ send (TrajectoryCalls, or a message to the 
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -85,8 +84,8 @@ class LoopRunner:
         try:
             async with deadline:
                 loop = self._loop(name, session)
-                with users_code() if name != SINGLE_TURN else nullcontext():
-                    outputs = await loop.run(params, **columns | row)
+                running = loop.run(params, **columns | row)
+                outputs = await (running if name == SINGLE_TURN else users_code(running))
         except TimeoutError:
             if not deadline.expired():
                 raise

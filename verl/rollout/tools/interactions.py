@@ -66,12 +66,7 @@ class Partner:
         policy is not to blame."""
         try:
             async with asyncio.timeout(self._timeout):
-                with users_code():
-                    if self._id is None:
-                        self._id = await self._interaction.start_interaction(uuid4().hex, **self._kwargs)
-                    over, text, reward, _ = await self._interaction.generate_response(
-                        self._id, messages, **self._kwargs
-                    )
+                over, text, reward, _ = await users_code(self._ask(messages))
             if not over and not isinstance(text, str):
                 raise TypeError(f"what generate_response gives second is no text: {text!r:.100}")
             self.rewards.append(float(reward or 0.0))
@@ -79,14 +74,18 @@ class Partner:
             raise EnvironmentFailed(f"interaction: {told(error)}") from error
         return None if over else text
 
+    async def _ask(self, messages: list[dict[str, Any]]) -> tuple[bool, str, float, dict[str, Any]]:
+        if self._id is None:
+            self._id = await self._interaction.start_interaction(uuid4().hex, **self._kwargs)
+        return await self._interaction.generate_response(self._id, messages, **self._kwargs)
+
     async def close(self) -> None:
         """End the dialogue. What goes wrong then is said, and costs no trajectory that is over."""
         if self._id is None:
             return
         try:
             async with asyncio.timeout(self._timeout):
-                with users_code():
-                    await self._interaction.finalize_interaction(self._id, **self._kwargs)
+                await users_code(self._interaction.finalize_interaction(self._id, **self._kwargs))
         except Exception as error:
             what = f"finalize_interaction: {told(error)}"
             warn_once(str(self._kwargs.get("name")), type(error).__name__, what, of="interaction")

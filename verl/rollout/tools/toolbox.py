@@ -202,8 +202,7 @@ class ToolRun:
         deadline, own = asyncio.timeout(timeout), list[str]()
         try:
             async with deadline:
-                with users_code():
-                    found = await self._execute(tool, call.arguments, own)
+                found = await users_code(self._execute(tool, call.arguments, own))
                 response, reward, metrics = normalize_function_tool_return(found)
                 if response.video:
                     raise ToolError("it gave a video, and videos are not in this release")
@@ -263,8 +262,8 @@ class ToolRun:
             tool = self._tools[name]
             try:
                 async with asyncio.timeout(self._deadline(tool)):
-                    with users_code():
-                        reward = await tool.calc_reward(instance, **self._of_row(tool, "calc_reward_kwargs"))
+                    asked = tool.calc_reward(instance, **self._of_row(tool, "calc_reward_kwargs"))
+                    reward = await users_code(asked)
                 self.rewards.append(float(reward or 0.0))
             except Exception as error:
                 self._failed(tool, "calc_reward", error)
@@ -275,8 +274,7 @@ class ToolRun:
         """Give up an instance, within a deadline of its own: that of the call may have passed. What goes wrong is counted and said."""
         try:
             async with asyncio.timeout(self._deadline(tool)):
-                with users_code():
-                    await tool.release(instance, **self._of_row(tool, "release_kwargs"))
+                await users_code(tool.release(instance, **self._of_row(tool, "release_kwargs")))
         except Exception as error:
             self._failed(tool, "release", error)
 
