@@ -136,14 +136,17 @@ class AgentLoopBase(ABC):
     ):
         self.config = getattr(trainer_config, "config", trainer_config)
         self.data_config = getattr(data_config, "config", data_config)
-        self.rollout_config = self.config and self.config.actor_rollout_ref.get("rollout")
+        self.rollout_config: Any = (
+            None if self.config is None else self.config.actor_rollout_ref.get("rollout")
+        )
         self.server_manager = server_manager
         # A user's own test of a loop gives a server manager that has `generate` alone.
         self.session: Session = getattr(server_manager, "session", None)  # type: ignore[assignment]
         self.generate: Any = getattr(self.session, "generate", None)
         self.tokenizer, self.processor = tokenizer, processor
         self.dataset_cls, self.hf_model_type = dataset_cls, hf_model_type
-        self.apply_chat_template_kwargs = (self.data_config or {}).get("apply_chat_template_kwargs", {})
+        data = {} if self.data_config is None else self.data_config
+        self.apply_chat_template_kwargs = data.get("apply_chat_template_kwargs", {})
 
     @cached_property
     def _boundaries(self) -> Boundaries:
