@@ -13,7 +13,7 @@ from verl.config.files import dump_yaml, read
 from verl.config.fill import fill
 from verl.config.grammar import GrammarError
 from verl.config.names import PROGRAMS
-from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, ConfigError, Problem, Report, counted
+from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, CheckReport, ConfigError, Problem, counted
 from verl.config.resolve import Resolver
 from verl.config.schema.base import Root
 
@@ -123,7 +123,7 @@ def _checked(cfg: Root, options: argparse.Namespace) -> None:
         raise SystemExit(report.exit_code)
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: CheckReport) -> str:
     """What --check prints: the plan and the verdict."""
     ours, theirs = len(report.of("configuration")), len(report.of("machine"))
     verdict = "check: ok"

@@ -3,6 +3,7 @@ those who start."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -158,4 +159,5 @@ def own_pools(config: Any) -> dict[str, OwnPool]:
 
 def divisors(number: int) -> str:
     """The divisors of a number, as text."""
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return ", ".join(map(str, sorted({*small, *(number // d for d in small)})))

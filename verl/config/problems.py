@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: one Problem each, all of them in one ConfigError or in a check's Report."""
+"""What is wrong with a configuration: one Problem each, all of them in one ConfigError or in a CheckReport."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ConfigError(UserError, ValueError):
 
 
 @dataclass
-class Report:
+class CheckReport:
     """All that a check found. `check_only` are notices that the run gives itself; `plan` tells the batches."""
 
     problems: list[Problem] = field(default_factory=list)

@@ -50,7 +50,7 @@ class Trial:
 
 
 @dataclass(slots=True)
-class Report:
+class RewardReport:
     """What `reward_check` found. `problems` make it fail; `notes` are worth knowing."""
 
     data: str
@@ -138,14 +138,14 @@ def reward_check(
     *,
     timeout: float = 30.0,
     reward_kwargs: dict[str, Any] | None = None,
-) -> Report:
+) -> RewardReport:
     """Try a reward function (None: the built-in ones) on up to `samples` rows of a data file.
 
     Raises UserError (DataError, RewardLoadError) if the data or the function cannot be used at all.
     """
     prompts, total, bad = read_prompts(data_path, samples, custom=reward_file is not None)
     spec = FunctionSpec(path=reward_file, name=name, kwargs=dict(reward_kwargs or {}))
-    report = Report(data_path, spec.label, len(prompts), total)
+    report = RewardReport(data_path, spec.label, len(prompts), total)
     report.problems += bad[:5]
     if reward_file is None:
         report.problems += unsupported(dict.fromkeys(p.data_source for p in prompts)).values()
@@ -191,7 +191,7 @@ def _another(prompts: Sequence[Prompt], i: int, built_in: bool) -> list[tuple[st
     return []
 
 
-def _judge(report: Report, built_in: bool) -> None:
+def _judge(report: RewardReport, built_in: bool) -> None:
     for label, trials in _by_label(report.trials).items():
         failed = [t for t in trials if t.outcome.error is not None]
         if failed:
@@ -217,7 +217,7 @@ def _failures(label: str, total: int, failed: Sequence[Trial]) -> str:
     return f"{len(failed)} of {total} calls on {label!r} failed; row {first.prompt.row}: {first.outcome.error}{at}"
 
 
-def _judge_scores(report: Report, built_in: bool) -> None:
+def _judge_scores(report: RewardReport, built_in: bool) -> None:
     """Compare, row by row, what the reference earns with what every wrong response earns."""
     scored = [trial for trial in report.trials if trial.outcome.error is None]
     right = [trial for trial in scored if trial.kind == "reference" and trial.response.strip()]

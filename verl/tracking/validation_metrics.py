@@ -22,7 +22,7 @@ ACC = "acc"
 REWARD = "reward"
 SUCCESS_ONLY = "acc_success_only"
 
-Group = list[Trajectory]
+Responses = list[Trajectory]
 
 
 def validation_metrics(responses: Iterable[Trajectory], n: int | None = None) -> dict[str, Number]:
@@ -35,7 +35,7 @@ def validation_metrics(responses: Iterable[Trajectory], n: int | None = None) ->
     every = list(responses)
     if not every:
         return {}
-    sources: dict[str, dict[str, Group]] = {}
+    sources: dict[str, dict[str, Responses]] = {}
     for t in every:
         sources.setdefault(t.prompt.data_source, {}).setdefault(t.uid, []).append(t)
     n = n or max(len(group) for groups in sources.values() for group in groups.values())
@@ -54,7 +54,7 @@ def validation_metrics(responses: Iterable[Trajectory], n: int | None = None) ->
     return out
 
 
-def _source_metrics(source: str, groups: Sequence[Group], n: int) -> dict[str, Number]:
+def _source_metrics(source: str, groups: Sequence[Responses], n: int) -> dict[str, Number]:
     out: dict[str, Number] = {}
     failed = sum(not t.scored for group in groups for t in group)
     for variable in _variables(groups):
@@ -69,7 +69,7 @@ def _source_metrics(source: str, groups: Sequence[Group], n: int) -> dict[str, N
     return out
 
 
-def _variables(groups: Sequence[Group]) -> list[str]:
+def _variables(groups: Sequence[Responses]) -> list[str]:
     """`reward`, `acc` if there is one, then the other numeric keys in the order they first come."""
     parts = [t.score_parts for group in groups for t in group if t.scored]
     keys = dict.fromkeys(str(k) for part in parts for k, v in part.items() if plain(v) is not None)
@@ -77,7 +77,7 @@ def _variables(groups: Sequence[Group]) -> list[str]:
     return [*first, *(key for key in keys if key not in (REWARD, ACC, "score"))]
 
 
-def _has_acc(groups: Sequence[Group]) -> bool:
+def _has_acc(groups: Sequence[Responses]) -> bool:
     """True if responses have `acc`: the function returned it, or a plain number, or every response failed."""
     scored = [t for group in groups for t in group if t.scored]
     return not scored or any(_value(t, ACC) is not None for t in scored)
@@ -91,14 +91,14 @@ def _value(t: Trajectory, variable: str) -> float | None:
     return None if number is None else float(number)
 
 
-def _values(group: Group, variable: str, zero_failed: bool = True) -> list[float]:
+def _values(group: Responses, variable: str, zero_failed: bool = True) -> list[float]:
     """Values of a prompt's responses in order; failed ones are 0 for `acc` and left out of the rest."""
     failed = 0.0 if variable == ACC and zero_failed else None
     found = [_value(t, variable) if t.scored else failed for t in group]
     return [value for value in found if value is not None]
 
 
-def _variable_metrics(groups: Sequence[Group], variable: str, n: int) -> dict[str, float]:
+def _variable_metrics(groups: Sequence[Responses], variable: str, n: int) -> dict[str, float]:
     per_prompt: dict[str, list[float]] = {}
     votes = all("pred" in t.score_parts for group in groups for t in group)
     for group in groups:

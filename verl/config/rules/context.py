@@ -11,7 +11,7 @@ from verl.config import devices
 from verl.config.fields import leaves
 from verl.config.layout import own_pools
 from verl.config.model_facts import ModelFacts, ModelTrouble, look
-from verl.config.problems import Kind, Problem, Report
+from verl.config.problems import CheckReport, Kind, Problem
 from verl.config.schema.base import Root
 from verl.errors import UserError
 
@@ -23,7 +23,7 @@ class Check:
     """One check in progress."""
 
     def __init__(self, cfg: Root):
-        self.report = Report(notices=list(cfg.notices))
+        self.report = CheckReport(notices=list(cfg.notices))
         self.ppo = cfg.entry == "ppo"
         self.model_key = "actor_rollout_ref.model" if self.ppo else "model"
         self.rollout_key = ROLLOUT if self.ppo else "rollout"

@@ -189,5 +189,5 @@ class CriticConfig(TrainedRoleConfig):
     loss_scale_factor: float = same_as(_ACTOR + "loss_scale_factor", above=0)
     cliprange_value: float = key(0.5, low=0, inf=True)
     ulysses_sequence_parallel_size: int = same_as(_ACTOR + "ulysses_sequence_parallel_size", low=1, ours=True)
-    nnodes: int = key(0, low=0, ours=True)
-    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1, ours=True)
+    nnodes: int = key(0, low=0, high=100_000, ours=True)
+    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1, high=1024, ours=True)

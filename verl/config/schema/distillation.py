@@ -58,6 +58,6 @@ class DistillationConfig(Group):
         **{ONLY_TEACHER: {"key": None, "model_path": None, "num_replicas": 0, "inference": {}}}
     )
     teacher_key: str = "data_source"
-    n_gpus_per_node: int = key(8, low=1)
-    nnodes: int = key(0, low=0)
+    n_gpus_per_node: int = key(8, low=1, high=1024)
+    nnodes: int = key(0, low=0, high=100_000)
     distillation_loss: DistillationLossConfig = sub(DistillationLossConfig)

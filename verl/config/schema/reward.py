@@ -139,8 +139,8 @@ class RewardModelConfig(ScoringConfig):
     model: RewardModelModelConfig = sub(RewardModelModelConfig)
     rollout: RewardRolloutConfig = sub(RewardRolloutConfig)
     enable_resource_pool: bool = False
-    nnodes: int = key(0, low=0)
-    n_gpus_per_node: int = key(8, low=1)
+    nnodes: int = key(0, low=0, high=100_000)
+    n_gpus_per_node: int = key(8, low=1, high=1024)
 
 
 class RewardManagerModuleConfig(Group):

@@ -283,8 +283,8 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     skip_tokenizer_init: bool = True
     multi_stage_wake_up: bool = False
     checkpoint_engine: CheckpointEngineConfig = sub(CheckpointEngineConfig)
-    nnodes: int = key(0, low=0)
-    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1)
+    nnodes: int = key(0, low=0, high=100_000)
+    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1, high=1024)
     multi_turn: MultiTurnConfig = sub(MultiTurnConfig)
     agent: AgentConfig = sub(AgentConfig)
     prometheus: PrometheusConfig = sub(PrometheusConfig)
@@ -324,4 +324,4 @@ class GenerationRolloutConfig(RolloutConfig):
     response_length: int = key(512, low=1)
     seed: int = key(42, low=0, high=SEEDS)
     load_format: str = choice("auto", "dummy", "auto", "safetensors")
-    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1)
+    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1, high=1024)

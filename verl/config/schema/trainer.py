@@ -66,8 +66,10 @@ class TrainerConfig(Group):
     logger: list[str] = items("console", options=LOGGERS, ours=True)
     wandb_proxy: str | None = None
     device: str = choice("auto", *DEVICES, ours=True)
-    nnodes: int = key(1, low=1)
-    n_gpus_per_node: int = key(None, low=1, nullable=True, ours=True, shown="devices found (1 on cpu)")
+    nnodes: int = key(1, low=1, high=100_000)
+    n_gpus_per_node: int = key(
+        None, low=1, high=1024, nullable=True, ours=True, shown="devices found (1 on cpu)"
+    )
     save_freq: int = -1
     test_freq: int = -1
     val_before_train: bool = True
@@ -138,6 +140,6 @@ class GenerationTrainerConfig(RecordsConfig):
     """
 
     logger: list[str] = items("console", options=LOGGERS)
-    nnodes: int = key(1, low=1)
-    n_gpus_per_node: int = key(None, low=1, nullable=True, shown="devices found (1 on cpu)")
+    nnodes: int = key(1, low=1, high=100_000)
+    n_gpus_per_node: int = key(None, low=1, high=1024, nullable=True, shown="devices found (1 on cpu)")
     device: str = choice("auto", *DEVICES)

@@ -34,7 +34,7 @@ _PLACES = 8  # sequences that may be in the cache for each that may be sampled a
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class RequestGroup:
     """One prompt in the cache, and how many unfinished responses need it."""
 
     group_key: str
@@ -65,7 +65,7 @@ class Request:
     max_tokens: int  # that it may sample
     stop_ids: frozenset[int]
     images: PromptImages | None = None
-    group: Group | None = None
+    group: RequestGroup | None = None
     session: str | None = None
     slot: int = -1
     computed: int = 0  # of `tokens`: how many have their keys and values in the cache
@@ -130,7 +130,7 @@ class Scheduler:
         self._most_running = max_num_seqs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, RequestGroup] = {}
         # by session: finished requests that keep their place, longest idle first
         self.idle: dict[str, Request] = {}
         self._budget = max_num_batched_tokens
@@ -145,7 +145,7 @@ class Scheduler:
             request.prompt = other.prompt
         self.waiting.append(request)
 
-    def _same_group(self, key: str) -> Group | Request | None:
+    def _same_group(self, key: str) -> RequestGroup | Request | None:
         group = self.groups.get(key)
         if group is not None and group.users:
             return group
@@ -188,7 +188,7 @@ class Scheduler:
             if prompt_slot is None:
                 return False
             # stays, idle, if the response finds no place: it is evicted like any other when space is short
-            group = self.groups[request.group_key] = Group(
+            group = self.groups[request.group_key] = RequestGroup(
                 request.group_key, request.prompt, prompt_slot, request.images
             )
         slot = self.responses.acquire(len(request.tokens) + 1)
@@ -357,7 +357,7 @@ class Scheduler:
             self._evict(min(idle, key=lambda g: g.last_used))
         return bool(idle)
 
-    def _evict(self, group: Group) -> None:
+    def _evict(self, group: RequestGroup) -> None:
         self.prompts.release(group.slot)
         del self.groups[group.group_key]
 
@@ -372,12 +372,12 @@ class Scheduler:
         self._hold = False
 
 
-def _same_prompt(one: Group | Request, other: Request) -> bool:
+def _same_prompt(one: RequestGroup | Request, other: Request) -> bool:
     same = one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)
     return same and _media(one) is _media(other)
 
 
-def _media(one: Group | Request) -> Media | None:
+def _media(one: RequestGroup | Request) -> Media | None:
     return None if one.images is None else one.images.media
 
 
