@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform.host import prepare_process
+from verl.platform.host import frozen_heap, prepare_process
 from verl.plugins import import_modules
 from verl.tracking.console import notice, spare
 
@@ -161,7 +161,7 @@ def train_ppo(config: Config, tracking: Any) -> None:
         try:
             announce(config, total_steps, tracking.notice)
             tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
-            with interrupt.patient():
+            with interrupt.patient(), frozen_heap():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
             loop.run(parts.rollouts.stop())
