@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import math
 import os
 import re
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -168,18 +165,6 @@ def _numbers(text: str) -> set[int]:
     """The kernel's lists: "0-3,8" is 0, 1, 2, 3, 8."""
     ends = [part.split("-") for part in text.split(",") if part]
     return {number for part in ends for number in range(int(part[0]), int(part[-1]) + 1)}
-
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """In this block garbage collections look at what is made in it alone: the objects of torch and transformers are hundreds of
-    thousands, and every full collection would look at each again."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def tune_allocator() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform.host import frozen_heap, prepare_process
+from verl.platform.host import prepare_process
 from verl.plugins import import_modules
 from verl.tracking.console import notice, spare
 
@@ -161,13 +162,16 @@ def train_ppo(config: Config, tracking: Any) -> None:
         try:
             announce(config, total_steps, tracking.notice)
             tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
-            with interrupt.patient(), frozen_heap():
+            gc.collect()
+            gc.freeze()  # a full collection would look at torch's hundreds of thousands of objects again each time
+            with interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
             loop.run(parts.rollouts.stop())
             parts.checkpoints.finish()
             parts.rewards.close()
             parts.workers.close()
+            gc.unfreeze()
 
 
 @dataclass

@@ -7,13 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.config.model_facts import (
-    ADAPTER_CONFIG,
-    VALUE_LAYERS,
-    ModelFacts,
-    adapter_directory,
-    read_adapter_config,
-)
+from verl.config import model_facts
+from verl.config.model_facts import VALUE_LAYERS, ModelFacts
 from verl.config.names import nearest
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
@@ -75,13 +70,13 @@ def _adapter(c: Check, model_key: str, model: Any, facts: ModelFacts | None) -> 
     """The rank of the adapter to go on with."""
     key, given = f"{model_key}.lora_adapter_path", model.lora_adapter_path
     try:
-        found = read_adapter_config(adapter_directory(given))
+        found = model_facts.read_adapter_config(model_facts.adapter_directory(given))
     except UserError as error:
         c.refuse(f"{key}={given}", str(error).removeprefix("model.lora_adapter_path=").strip())
         return None
     rank = found.get("r")
     if found.get("peft_type") != "LORA" or not isinstance(rank, int):
-        c.refuse(f"{key}={given}", f"{ADAPTER_CONFIG} there is not that of a LoRA adapter")
+        c.refuse(f"{key}={given}", f"{model_facts.ADAPTER_CONFIG} there is not that of a LoRA adapter")
         return None
     if model.lora_rank > 0 and model.lora_rank != rank:
         c.refuse(f"{model_key}.lora_rank", f"the adapter has rank {rank}; set {rank}, or leave it out")
@@ -96,13 +91,11 @@ def _adapter(c: Check, model_key: str, model: Any, facts: ModelFacts | None) -> 
 
 def _reaches_values(adapter: dict[str, Any], facts: ModelFacts) -> bool:
     """Whether a critic has values to start from, or the adapter trains those of a new layer."""
-    names = facts.weight_names()
-    if not names or any(_named(name.removesuffix(".weight"), VALUE_LAYERS) for name in names):
-        return True
-    targets = adapter.get("target_modules") or []
+    targets, names = adapter.get("target_modules") or [], facts.weight_names()
     if isinstance(targets, str):
-        return targets == ALL_LINEAR or any(re.fullmatch(targets, name) for name in VALUE_LAYERS)
-    return not set(VALUE_LAYERS).isdisjoint(targets)
+        targets = [name for name in VALUE_LAYERS if targets == ALL_LINEAR or re.fullmatch(targets, name)]
+    held = [name for name in names if _named(name.removesuffix(".weight"), VALUE_LAYERS)]
+    return bool(not names or held or set(VALUE_LAYERS) & set(targets))
 
 
 def _patterns(c: Check, model_key: str, model: Any, facts: ModelFacts | None) -> None:

@@ -67,9 +67,7 @@ class TrainerConfig(Group):
     wandb_proxy: str | None = None
     device: str = choice("auto", *DEVICES, ours=True)
     nnodes: int = key(1, low=1, high=100_000)
-    n_gpus_per_node: int = key(
-        None, low=1, high=1024, nullable=True, ours=True, shown="devices found (1 on cpu)"
-    )
+    n_gpus_per_node: int = key(None, low=1, high=1024, nullable=True, ours=True, shown="found (1 on cpu)")
     save_freq: int = -1
     test_freq: int = -1
     val_before_train: bool = True
@@ -141,5 +139,5 @@ class GenerationTrainerConfig(RecordsConfig):
 
     logger: list[str] = items("console", options=LOGGERS)
     nnodes: int = key(1, low=1, high=100_000)
-    n_gpus_per_node: int = key(None, low=1, high=1024, nullable=True, shown="devices found (1 on cpu)")
+    n_gpus_per_node: int = key(None, low=1, high=1024, nullable=True, shown="found (1 on cpu)")
     device: str = choice("auto", *DEVICES)

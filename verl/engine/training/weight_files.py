@@ -25,14 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils import swap_tensors
 
-from verl.engine.training.process_group import (
-    all_gather_json,
-    local,
-    on_all_ranks,
-    take_share,
-    this_rank,
-    whole,
-)
+from verl.engine.training import process_group
+from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank, whole
 from verl.errors import UserError
 from verl.models.adapters import PlainView
 from verl.models.names import checkpoint_parts
@@ -178,7 +172,7 @@ def load_weights(module: PreTrainedModel, directory: Path) -> None:
         if missing := source.missing(state):
             raise UserError(f"{directory}: weights are missing, for example {missing[0]}")
         for name, tensor in state.items():
-            take_share(tensor, source.read(name, tensor))
+            process_group.take_share(tensor, source.read(name, tensor))
 
     on_all_ranks(load)
 
@@ -193,7 +187,7 @@ def refuse_non_finite(module: PreTrainedModel) -> None:
 
     def look() -> None:
         for name, parameter in module.named_parameters():
-            norm = float(torch.linalg.vector_norm(local(parameter), dtype=torch.float32))
+            norm = float(torch.linalg.vector_norm(process_group.local(parameter), dtype=torch.float32))
             if not math.isfinite(norm):
                 raise UserError(
                     f"the norm of the weight {name} is {norm}: training blew it up (lower optim.lr)"

@@ -11,27 +11,21 @@ from typing import Any
 from verl.data.files import DataError
 from verl.data.load_object import load_module
 from verl.rollout.event_loop import in_thread
-from verl.rollout.tools.base import (
-    OpenAIFunctionToolSchema,
-    Tool,
-    ToolError,
-    ToolResponse,
-    check_schema,
-    plain,
-)
+from verl.rollout.tools import base
+from verl.rollout.tools.base import ToolError, ToolResponse
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
 """Name → the tool that was marked last under it; a file has one of a name."""
 _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[FunctionTool]] = {}
 
 
-class FunctionTool(Tool):
+class FunctionTool(base.Tool):
     """A function as a tool. What is not async runs in a thread of its own, so that one that hangs holds up nobody."""
 
     def __init__(self, function: Callable[..., Any], name: str, schema: Any):
         self.fn, self.config = function, {}
         self.is_async = inspect.iscoroutinefunction(function)
-        self.tool_schema = OpenAIFunctionToolSchema.model_validate(schema)
+        self.tool_schema = base.OpenAIFunctionToolSchema.model_validate(schema)
         self.name = self.tool_schema.function.name = name
 
     async def call(self, parameters: dict[str, Any]) -> Any:
@@ -75,7 +69,7 @@ def function_tool(target: Any = None, *, schema: Any = None) -> Any:
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         name = target if isinstance(target, str) else function.__name__
         found = schema if schema is not None else _schema_of(function, name)
-        check_schema(plain(found), f"function tool {name!r}")
+        base.check_schema(base.plain(found), f"function tool {name!r}")
         taken = FUNCTION_TOOL_REGISTRY.get(name)
         if taken and taken.fn.__module__ == function.__module__ and _place(taken.fn) != _place(function):
             before = f"{_place(taken.fn)} is already registered"
