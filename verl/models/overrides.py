@@ -6,6 +6,7 @@ layer where layers differ. The old names are still what users write; here they r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,27 @@ def refused(folder: Path, overrides: Mapping[str, Any]) -> dict[str, str]:
     from transformers import AutoConfig
 
     try:
-        return apply(AutoConfig.from_pretrained(folder), overrides)
+        config, own = AutoConfig.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     except (OSError, ValueError):
         return {}
+    found = apply(config, overrides)
+    if not found and (why := _unbuildable(config)) and not _unbuildable(own):
+        found[", ".join(overrides)] = f"no model can be built so: {why}"
+    return found
+
+
+def _unbuildable(config: Any) -> str:
+    """Why no model can be built of a configuration, on the meta device; "" if one can."""
+    import torch
+    from transformers import AutoModel
+
+    try:
+        config.validate()
+        with torch.device("meta"):
+            AutoModel.from_config(config)
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return ""
 
 
 def apply(config: Any, overrides: Mapping[str, Any], within: str = "") -> dict[str, str]:
@@ -81,6 +100,8 @@ def _set_rope(config: Any, name: str, value: Any) -> None:
                 f"the layers of a {type(config).__name__} differ ({', '.join(kinds)}): "
                 f"set rope_parameters.{kinds[0]}.rope_theta"
             )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError("give a positive number")
         parameters["rope_theta"] = float(value)
     elif not isinstance(value, Mapping):
         raise UserError("give a mapping, as {rope_type:yarn,factor:4.0}")

@@ -209,6 +209,10 @@ REFUSED = [
     ([f"+{ARR}.model.override_config.rms_norm_epz=1"], ["no such field; nearest: rms_norm_eps"]),
     ([f"+{ARR}.model.override_config.model_config.use_cach=1"], ["override_config.use_cach", "use_cache"]),
     ([f"+{ARR}.model.override_config.rms_norm_eps=small"], ["override_config.rms_norm_eps=small", "float"]),
+    ([f"+{ARR}.model.override_config.hidden_act=nope"], ["hidden_act=nope", "no model can be built so"]),
+    ([f"+{ARR}.model.override_config.layer_types=[a]"], ["layer_types", "no model can be built so"]),
+    ([f"+{ARR}.model.override_config.rope_theta=[1]"], ["rope_theta", "positive number"]),
+    ([f"+{ARR}.model.override_config.rope_theta=-3"], ["rope_theta=-3", "positive number"]),
     (["trainer.weight_sync_every=4"], ["keeps older weights", f"{ARR}.rollout.nnodes=1"]),
     # not in this release
     ([f"{ARR}.rollout.multi_turn.tool_config_path=no.yaml"], ["multi_turn", "no.yaml: cannot be read"]),

@@ -60,15 +60,17 @@ def _overrides(c: Check, model_key: str, facts: ModelFacts | None) -> None:
     if facts is None or not changes:
         return
     own = look(model.path, None, model.hf_config_path)
+    others = dict(_contradictions(changes, own.config, own.text)) if own.weight_names() else {}
+    for name, found in others.items():
+        c.refuse(
+            f"{key}.{name}", f"the weights of {model.path} are of a model with {name}={found}; remove it"
+        )
     if not own.remote_code:
         from verl.models import overrides
 
         for name, why in overrides.refused(own.folder, changes).items():
-            c.refuse(f"{key}.{name}", why)
-    for name, found in _contradictions(changes, own.config, own.text):
-        if own.weight_names():
-            of = f"of a model with {name}={found}"
-            c.refuse(f"{key}.{name}", f"the weights of {model.path} are {of}; remove it")
+            if name not in others:
+                c.refuse(f"{key}.{name}", why)
 
 
 def _contradictions(
