@@ -63,7 +63,7 @@ def trajectory_tokens(rows: Sequence[Segment]) -> list[int] | None:
     if all(row.trajectory is None or len(row.trajectory.segments) == 1 for row in rows):
         return None
     return [
-        sum(int(np.count_nonzero(loss_mask(one))) for one in (row.trajectory or row).segments) for row in rows
+        sum(int(np.count_nonzero(loss_mask(s))) for s in (row.trajectory or row).segments) for row in rows
     ]
 
 

@@ -237,9 +237,7 @@ class ImageProcessor:
     urls: bool = False
     limit: int | None = None
     scored: bool = False
-    counts: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("decoded", "processed", "drawn"), 0)
-    )
+    counts: dict[str, int] = field(default_factory=lambda: {"decoded": 0, "processed": 0, "drawn": 0})
 
     def headers(self, cells: Sequence[Any], folder: Path) -> list[Image]:
         """The images of a row, their pixels not read. Raises BadRow, for a video too."""

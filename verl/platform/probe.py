@@ -123,9 +123,7 @@ def limits() -> dict[str, tuple[int | None, int | None]]:
     }
     unlimited = {resource.RLIM_INFINITY: None}
     pairs = {name: resource.getrlimit(kind) for name, kind in kinds.items()}
-    return {
-        name: (unlimited.get(soft, soft), unlimited.get(hard, hard)) for name, (soft, hard) in pairs.items()
-    }
+    return {name: (unlimited.get(s, s), unlimited.get(h, h)) for name, (s, h) in pairs.items()}
 
 
 def loopback() -> str | None:

@@ -101,9 +101,7 @@ def outcome_of(value: Any, seconds: float) -> Outcome:
     try:
         score, parts, bare = normalise(value)
         if parts and (size := len(encode(parts))) > LARGEST_RESULT:
-            raise BadScore(
-                f"what it returned is {size} bytes, at most {LARGEST_RESULT} are kept; return less"
-            )
+            raise BadScore(f"it returned {size} bytes, at most {LARGEST_RESULT} are kept; return less")
     except Exception as error:
         return failed("value", text_of(error).partition(": ")[2] or text_of(error), seconds=seconds)
     return Outcome(score, parts, bare, seconds)

@@ -52,12 +52,8 @@ class TorchTrace:
         # A sampler's event loop, a thread that copies weights: the work of a step is not all in one thread. torch records
         # allocations of the starting thread only, and none when it records all threads.
         whose = torch._C._profiler._ExperimentalConfig(profile_all_threads=not self._flags["profile_memory"])
-        kinds: dict[str, Any] = {
-            "activities": self._activities,
-            "acc_events": True,
-            "experimental_config": whose,
-        }
-        self._profile = torch.profiler.profile(**kinds, **self._flags)
+        kinds: dict[str, Any] = {"activities": self._activities, "experimental_config": whose}
+        self._profile = torch.profiler.profile(acc_events=True, **kinds, **self._flags)
         self._profile.start()
 
     def stop(self, base: Path) -> list[Path]:

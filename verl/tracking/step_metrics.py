@@ -220,9 +220,7 @@ def dialogue_metrics(rows: Sequence[Played]) -> dict[str, Number]:
     if not rows:
         return {}
     ended = Counter(t.status for t in rows)
-    out: dict[str, Number] = {
-        f"agent/status/{status}": _ratio(ended[status], len(rows)) for status in STATUSES
-    }
+    out: dict[str, Number] = {f"agent/status/{s}": _ratio(ended[s], len(rows)) for s in STATUSES}
     out |= spread("agent/segments_per_trajectory", [t.segments for t in rows])
     out |= spread("agent/calls", [t.extra.get("sampler_calls", 0) for t in rows], ("mean", "max"))
     out["agent/unrecorded_tokens"] = sum(int(t.extra.get("unrecorded_tokens", 0)) for t in rows)

@@ -62,9 +62,7 @@ def _overrides(c: Check, model_key: str, facts: ModelFacts | None) -> None:
     own = look(model.path, None, model.hf_config_path)
     others = dict(_contradictions(changes, own.config, own.text)) if own.weight_names() else {}
     for name, found in others.items():
-        c.refuse(
-            f"{key}.{name}", f"the weights of {model.path} are of a model with {name}={found}; remove it"
-        )
+        c.refuse(f"{key}.{name}", f"the weights of {model.path} have {name}={found}; remove it")
     if not own.remote_code:
         from verl.models import overrides
 

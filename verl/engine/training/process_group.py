@@ -42,13 +42,13 @@ class RanksApart(RuntimeError):
 
 def init_process_group(
     rank: int,
-    world_size: int,
+    world: int,
     master_addr: str,
     master_port: int,
     platform: Platform,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> None:
-    """Join `world_size` ranks that meet at master_addr:master_port; rank 0 listens there, on that address only.
+    """Join `world` ranks that meet at master_addr:master_port; rank 0 listens there, on that address only.
 
     `timeout` in seconds holds for the meeting and for every collective of every group. UserError if the port is taken
     or the ranks do not meet.
@@ -59,13 +59,11 @@ def init_process_group(
     try:
         listening = listen(master_addr, master_port) if rank == 0 else None
         meeting: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False, "timeout": limit}
-        store = dist.TCPStore(master_addr, master_port, world_size, master_listen_fd=listening, **meeting)
+        store = dist.TCPStore(master_addr, master_port, world, master_listen_fd=listening, **meeting)
     except (OSError, RuntimeError) as error:
-        who, where = f"training rank {rank} of {world_size}", f"{master_addr}:{master_port}"
+        who, where = f"training rank {rank} of {world}", f"{master_addr}:{master_port}"
         raise UserError(f"{who} cannot meet the others at {where}: {error}") from error
-    dist.init_process_group(
-        backend_of(platform), store=store, rank=rank, world_size=world_size, timeout=limit
-    )
+    dist.init_process_group(backend_of(platform), store=store, rank=rank, world_size=world, timeout=limit)
     _limit, _limit_key = limit, "actor_rollout_ref.nccl_timeout"
 
 
