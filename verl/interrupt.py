@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM. An exception at an arbitrary moment would tear a checkpoint, a tensor library or a lock apart.
+"""Ctrl-C, SIGTERM, and a terminal that closes. An exception at an arbitrary moment would tear a checkpoint, a tensor library or a lock apart.
 
 So while a run trains, the first signal is only noted and obeyed at the next safe point (a phase begins, a response has
 come back); a second one interrupts at once, and so does the first one outside of training. Before there is a run, while a
@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Under nohup the end of the terminal is nothing to the run.
+_CLOSED = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_CLOSED)
 _patient = False
 _noted = False
 

@@ -20,11 +20,11 @@ def import_modules(external_lib: str | Sequence[str] | None) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(_problem(module, error)) from error
 
 
-def _problem(module: str, error: Exception) -> str:
+def _problem(module: str, error: BaseException) -> str:
     import traceback
 
     what = f"the plug-in module {module} (model.external_lib, {VARIABLE}) cannot be imported: "

@@ -320,7 +320,7 @@ def test_a_model_directory_that_is_not_whole(tiny, fork_server, tmp_path, name, 
         (
             ["trainer.device=auto", "trainer.n_gpus_per_node=800"],
             3,
-            ["trainer.n_gpus_per_node=800", "8000 devices asked for", "lower trainer.n_gpus_per_node"],
+            ["trainer.n_gpus_per_node=800", "800 devices asked for", "lower trainer.n_gpus_per_node"],
         ),
         (["actor_rollout_ref.model.external_lib=my_plugins.loss"], 2, ["my_plugins", "PYTHONPATH"]),
     ],

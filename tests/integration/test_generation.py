@@ -108,12 +108,18 @@ def test_greedy_responses_are_the_same(tiny: TinyRun, tmp_path: Path, capfd: Any
     assert "greedy: all responses to a prompt will be the same" in capfd.readouterr().err
 
 
+def test_prompts_are_not_replaced_by_what_is_written(tiny, capfd) -> None:
+    assert main_generation.main(words(tiny, tiny.val)) == 2
+    assert "is a file of data.path and would be replaced" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "status", "message"),
     [
         (["rollout.prompt_length=8"], 2, "every prompt is longer than rollout.prompt_length=8"),
         (["rollout.nnodes=1"], 2, "no pool of its own"),
         (["data.output_path=s3://bucket/x.parquet"], 2, "is not a local path"),
+        (["data.output_path=o.jsonl"], 2, "end in .parquet"),
         (["data.prompt_key=question"], 2, "there is no column 'question'"),
         (["trainer.nnodes=2"], 3, "need a Ray cluster"),
         (["rollout.name=vllm", "model.lora_rank=8"], 2, "give it the merged model"),

@@ -33,6 +33,8 @@ def test_built_in_names():
     assert {role.strategy for role in roles} == {"megatron"}
     assert load(["--config-name", "ppo_trainer"]) == load([])
     assert load(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml"]) == cfg
+    with pytest.raises(ConfigError, match="no such directory: cnf"):
+        load(["--config-path=cnf", "--config-name=ppo_trainer"])
     assert load(["--config-name=sft_trainer"], entry="sft").trainer.total_epochs == 4
 
 

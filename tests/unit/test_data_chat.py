@@ -72,6 +72,21 @@ def test_system_keys_and_failing_templates() -> None:
         ChatRenderer(tokenizer).text(as_messages("a"))
 
 
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ('[{"role": "user", "content": "a"}]', "messages stored as text"),
+        ("[{'content': 'a', 'role': 'user'}]", "messages stored as text"),
+        ([{"role": "user", "content": " "}], "prompt empty"),
+        ([{"role": "user", "content": []}], "prompt empty"),
+    ],
+)
+def test_what_is_no_prompt(cell: Any, problem: str) -> None:
+    with pytest.raises(BadRow, match=problem):
+        as_messages(cell)
+    assert as_messages('[{"a": 1}] is JSON: why?')[0]["role"] == "user"
+
+
 def test_messages_keep_other_keys_and_drop_nulls() -> None:
     calls = [{"function": {"arguments": {"city": "Paris", "expr": None}}}]
     call = {"role": "assistant", "content": None, "tool_calls": calls, "name": None}

@@ -265,6 +265,11 @@ def test_scan_in_processes(
     (tmp_path / "own.py").write_text(f"{base}class Own(RLHFDataset): pass\n")
     own = f"data.custom_cls={{path:{tmp_path}/own.py,name:Own}}"
     assert len(open_rows(tmp_path, rows, tokenizer, *more, own, name="x.parquet")) == len(here)
+    (tmp_path / "other.py").write_text("class Own:\n    def __init__(self): ...\n")
+    with pytest.raises(
+        DataError, match=r"data\.custom_cls: .*other\.py: Own, given data_files, .*max_samples: "
+    ):
+        open_rows(tmp_path, rows, tokenizer, own.replace("own.py", "other.py"), name="x.parquet")
 
 
 # ------------------------------------------------------------------------------------------------------- order

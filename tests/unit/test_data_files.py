@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pytest
 
 from verl.config.names import nearest
 from verl.data import files
-from verl.data.files import DataError, RowFiles, local_path, open_file
+from verl.data.files import DataError, RowFiles, contents, local_path, open_file
 
 ROWS = [{"prompt": f"q{i}", "extra": {"index": i, "tags": ["a", "b"]}, "n": i} for i in range(7)]
 
@@ -152,3 +153,15 @@ def test_columns_of_nothing_are_not_filled(tmp_path: Path, cells: list, filled: 
     pq.write_table(pa.table({"prompt": ["a", "b"], "images": cells}), tmp_path / "rows.parquet")
     rows = open_file(str(tmp_path / "rows.parquet"))
     assert rows.filled("images") is filled and rows.filled("prompt")
+
+
+def test_contents_are_known_by_their_bytes(tmp_path: Path) -> None:
+    file, other = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    file.write_bytes(b"1")
+    other.write_bytes(b"1")
+    before = contents([file])
+    assert before == contents([str(other)]) != contents([file, other])
+    file.write_bytes(b"2")
+    os.utime(file, ns=(1, 1))
+    assert contents([file]) != before
+    assert contents([file, tmp_path / "none"]) == contents(["hdfs://a/b.parquet"]) == ""

@@ -246,6 +246,10 @@ def test_load_extern_object(tmp_path: Path) -> None:
     for path, name, words in (*missing, (f"{tmp_path}/mod.py", "compte", "nearest: compute ")):
         with pytest.raises(DataError, match=words):
             load_extern_object(path, name)
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(0)")
+    for path in (f"{tmp_path}/ends.py", "pkg://ends"):
+        with pytest.raises(DataError, match=r"ends.*sys.exit\(0\)"):
+            load_module(path)
     for path, kind in ((f"{tmp_path}/none.py", FileNotFoundError), (f"{tmp_path}/mod.py", AttributeError)):
         with pytest.raises(kind):
             load_extern_object(path, "compte")

@@ -60,7 +60,7 @@ def test_everything_is_put_back() -> None:
     interrupt.check()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_library_that_brings_handlers_of_its_own_does_not_keep_them(number) -> None:
     with interrupt.handled(), interrupt.patient():
         with interrupt.kept():
@@ -71,7 +71,12 @@ def test_a_library_that_brings_handlers_of_its_own_does_not_keep_them(number) ->
 
 @pytest.mark.parametrize(
     ("entry", "number"),
-    [("main_ppo", signal.SIGINT), ("main_ppo", signal.SIGTERM), ("sft_trainer", signal.SIGINT)],
+    [
+        ("main_ppo", signal.SIGINT),
+        ("main_ppo", signal.SIGTERM),
+        ("main_ppo", signal.SIGHUP),
+        ("sft_trainer", signal.SIGINT),
+    ],
 )
 def test_before_there_is_a_run_a_signal_ends_the_command_without_a_traceback(entry, number, tmp_path) -> None:
     (tmp_path / "interrupting.py").write_text(f"import os; os.kill(os.getpid(), {int(number)})")

@@ -68,8 +68,9 @@ def build(arguments: argparse.Namespace, entry: str) -> Root:
         folders = [Path(expand(given)) for given in (arguments.config_path, arguments.config_dir) if given]
     except GrammarError as error:
         raise ConfigError([Problem("--config-path", str(error))]) from None
-    # A relative one may be the public system's own, whose files are built in here.
-    if absent := [str(folder) for folder in folders if folder.is_absolute() and not folder.is_dir()]:
+    # `config` is the public system's own folder, whose files are built in here.
+    own = [folder for folder in folders if not folder.is_absolute() and folder.name == "config"]
+    if absent := [str(folder) for folder in folders if folder not in own and not folder.is_dir()]:
         raise ConfigError([Problem("--config-path", f"no such directory: {', '.join(absent)}")])
     resolver = Resolver(entry)
     for layer in read(arguments.config_name, folders or [Path()], entry):

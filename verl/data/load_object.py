@@ -53,8 +53,10 @@ def load_module(module_path: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, SystemExit):
+            raise DataError(f"{module_path}: it calls sys.exit({error.code}) when it is imported") from error
         raise
     return module
 
@@ -66,6 +68,8 @@ def _import(name: str, written: str) -> ModuleType:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise DataError(f"{written}: no module {error.name!r} can be imported here") from error
         raise
+    except SystemExit as error:
+        raise DataError(f"{written}: it calls sys.exit({error.code}) when it is imported") from error
 
 
 def load_extern_object(module_path: str, object_name: str) -> Any:

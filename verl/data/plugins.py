@@ -118,7 +118,12 @@ class CustomRows:
             raise DataError(f"data.custom_cls.path={path} needs data.custom_cls.name=CLASS")
         wanted = int(data.train_max_samples if split == "train" else data.val_max_samples)
         about = {"data_files": files, "tokenizer": tokenizer, "config": data, "processor": processor}
-        dataset = load_extern_object(path, name)(**about, max_samples=wanted)
+        kind = load_extern_object(path, name)
+        try:
+            dataset = kind(**about, max_samples=wanted)
+        except (TypeError, AttributeError) as error:
+            takes = f"{', '.join(about)} and max_samples"
+            raise DataError(f"data.custom_cls: {path}: {name}, given {takes}: {error}") from error
         for method in ("__len__", "__getitem__"):
             if not hasattr(dataset, method):
                 raise DataError(f"{path}: {name} has no {method}")

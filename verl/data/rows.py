@@ -29,6 +29,7 @@ TOOL_AGENT = "tool_agent"
 PLACEHOLDER = "<image>"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _FINAL = re.compile(r"#### (-?\$?[0-9.,]*[0-9][0-9.,]*)")
 RESERVED = ("tokenize", "return_tensors", "return_dict", "conversation", "padding", "truncation")
 
@@ -65,8 +66,15 @@ def as_messages(cell: Any, column: str = "prompt", *, images: bool = False) -> l
     if not cell or (isinstance(cell, str) and not cell.strip()):
         raise BadRow("prompt empty", f"column {column!r} is an empty {type(cell).__name__}")
     if isinstance(cell, str):
+        if _MESSAGES_AS_TEXT.match(cell):
+            raise BadRow(
+                "messages stored as text", f"column {column!r} is the text of a list; store the list itself"
+            )
         return [{"role": "user", "content": cell}]
-    return [_message(item, f"{column}[{number}]", images) for number, item in enumerate(cell)]
+    messages = [_message(item, f"{column}[{number}]", images) for number, item in enumerate(cell)]
+    if not any(m.get("tool_calls") or str(m["content"]).strip() for m in messages):
+        raise BadRow("prompt empty", f"the messages of column {column!r} have no content")
+    return messages
 
 
 def _message(item: Any, where: str, images: bool) -> dict[str, Any]:

@@ -3,7 +3,6 @@ into a number: what can go wrong with a reward is here, too, as exceptions."""
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from verl.platform.child_process import NotPlain, encode, to_plain
 
 TRACEBACK_CHARACTERS = 6000
 LARGEST_RESULT = 16 * 2**20
+_LARGEST_SCORE = 1e30  # squares of what comes of it are float32
 """Bytes of what a call may return: it travels to the run, is kept until the step ends and is dumped."""
 
 
@@ -138,8 +138,8 @@ def _number(value: Any, what: str) -> float:
         raise BadScore(f"{what} cannot be read as a number: {type(error).__name__}: {error}") from error
     if number is None:
         raise BadScore(f"{what} is a {type(value).__name__}, no number; return one, or a dict with 'score'")
-    if not math.isfinite(number):
-        raise BadScore(f"{what} is {number}; a score must be finite")
+    if not abs(number) <= _LARGEST_SCORE:
+        raise BadScore(f"{what} is {number}; a score must be finite, and at most {_LARGEST_SCORE:g}")
     return number
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from verl.checkpoint import CheckpointError, open_checkpoint, read, rng, write
 from verl.checkpoint.manifest import remove
 from verl.checkpoint.remote import Copy, RemoteCopies
+from verl.data.files import contents
 from verl.errors import UserError
 from verl.tracking.names import plain_metrics
 from verl.trajectory import Batch, Segment, Trajectory
@@ -235,6 +236,7 @@ def data_identity(config: Config, rows: int) -> dict[str, Any]:
     files = data.train_files if isinstance(data.train_files, list) else [data.train_files]
     return {
         "data.train_files": [str(f) for f in files],
+        "contents of data.train_files": contents(files),
         "usable rows": rows,
         "data.seed": data.seed if data.seed is not None else config.trainer.seed,
         "data.shuffle": data.shuffle,

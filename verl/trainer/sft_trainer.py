@@ -21,6 +21,7 @@ from verl import interrupt
 from verl.checkpoint import open_checkpoint, rng
 from verl.config.command_line import resolve
 from verl.config.schema.trainer import EACH_EPOCH
+from verl.data.files import contents
 from verl.errors import UserError
 from verl.tracking.names import plain_metrics
 from verl.tracking.profiler import announce, open_profiler
@@ -203,6 +204,7 @@ class SFTTrainer:
         keys = ("seed", "shuffle", "train_batch_size")
         return {
             "data.train_files": [str(f) for f in data.train_files],
+            "contents of data.train_files": contents(data.train_files),
             "usable rows": len(self.train),
             **{f"data.{key}": getattr(data, key) for key in keys},
         }

@@ -217,6 +217,10 @@ REFUSED = [
     # not in this release
     ([f"{ARR}.rollout.multi_turn.tool_config_path=no.yaml"], ["multi_turn", "no.yaml: cannot be read"]),
     (
+        [f"{ARR}.rollout.agent.environment.path=/a.py:Game"],
+        ["agent.environment.name", "environment.path=/a.py:Game needs it"],
+    ),
+    (
         [f"{ARR}.rollout.agent.environment.name=gym"],
         ["agent.environment.path", "environment.name=gym needs it"],
     ),

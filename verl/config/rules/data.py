@@ -246,6 +246,13 @@ def _table(c: Check) -> None:
     """The file of prompts or of responses that generation and evaluation read."""
     if "://" in (c.cfg.select("data.output_path") or ""):
         c.refuse("data.output_path", "is not a local path; write to a disk of this machine and copy the file")
+    elif c.cfg.entry == "generation" and (target := c.cfg.select("data.output_path")):
+        if Path(target).suffix in (".json", ".jsonl", ".csv", ".txt"):
+            c.refuse(f"data.output_path={target}", "a parquet file is written; let its name end in .parquet")
+        if any(Path(target).resolve() == Path(file).resolve() for file in c.cfg.select("data.path") or ()):
+            c.refuse(
+                f"data.output_path={target}", "is a file of data.path and would be replaced; name another"
+            )
     for file in _opened(c, "data.path"):
         with c.refusing("data.path"):
             if c.cfg.entry == "generation":

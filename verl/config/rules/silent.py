@@ -181,6 +181,8 @@ def _agents(c: Check) -> None:
     turns, environment, key = c.rollout.multi_turn, c.rollout.agent.environment, c.rollout_key
     if environment.name and not environment.path:
         c.refuse(f"{key}.agent.environment.path", f"environment.name={environment.name} needs it")
+    elif environment.path and not environment.name:
+        c.refuse(f"{key}.agent.environment.name", f"{c.at(f'{key}.agent.environment.path')} needs it")
     elif environment.name and c.plugins:
         from verl.rollout import environments
 
@@ -213,6 +215,9 @@ def _folders(c: Check) -> None:
     key = "trainer.default_local_dir"
     if c.was_set(key) and str(c.trainer.get("default_local_dir")).lower() in ("", "false", "true"):
         c.refuse(key, "name a folder")
+    folder = Path(str(c.trainer.get("default_local_dir") or "")).expanduser()
+    if file := next((place for place in (folder, *folder.parents) if place.is_file()), None):
+        c.refuse(c.at(key), f"{file} is a file; name a folder")
     for name in ("project_name", "experiment_name"):
         given = c.trainer.get(name)
         if given == "":

@@ -57,6 +57,6 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
         # Whoever read the summary has seen enough; the files are written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"verl prepare {name}: {error}", file=sys.stderr)
         return 2
