@@ -107,6 +107,8 @@ class Resolver:
             elif value.data is not None:
                 keys = ", ".join(fields_of(place.field.group))
                 self.refuse(source, f"{name} is a group of keys; set one of {keys}")
+            else:
+                self.notice(f"{name}=null changes nothing: it is a group of keys")
 
     def _assign_parts(self, name: str, value: Value, op: str, source: str, spelled: str) -> None:
         for child, content in value.data.items():

@@ -280,6 +280,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("name a data file: verl reward check --data train.parquet [--reward file.py]")
     if args.samples < 1:
         parser.error("--samples must be 1 or more")
+    if not 0 < args.timeout < 1e9:
+        parser.error("--timeout must be a positive number of seconds")
     return args
 
 

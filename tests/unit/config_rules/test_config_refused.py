@@ -402,6 +402,16 @@ def test_reward_models_that_do_not_fit(base, tmp_path, changes, overrides, part)
     assert any(part in p and "reward_model.model.path" in p for p in found), found
 
 
+def test_a_folder_that_is_a_file(base, tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file/below"):
+        found = problems(*base, f"trainer.default_local_dir={folder}")
+        only(found, "configuration", "trainer.default_local_dir", f"{tmp_path}/file is a file")
+        profile = ["global_profiler.tool=torch", "global_profiler.steps=[1]"]
+        found = problems(*base, *profile, f"global_profiler.save_path={folder}")
+        only(found, "configuration", "global_profiler.save_path", f"{tmp_path}/file is a file")
+
+
 def test_an_override_that_contradicts_the_weights(base, tmp_path):
     from safetensors.numpy import save_file
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from verl.config import devices
@@ -43,6 +44,12 @@ class Check:
     def refuse(self, key: str, message: str, *, run_says: bool = False) -> None:
         """The configuration is wrong. One key alone in `key` is shown with its value. `run_says`: the run finds it itself."""
         self._add(key, message, "configuration", run_says)
+
+    def refuse_file(self, key: str, folder: Any) -> None:
+        """A folder that cannot be made is wrong: it, or one that it is in, is a file."""
+        place = Path(str(folder or "")).expanduser()
+        if file := next((one for one in (place, *place.parents) if one.is_file()), None):
+            self.refuse(key, f"{file} is a file; name a folder")
 
     def lacks(self, key: str, message: str, download: bool = False) -> None:
         """This machine lacks something; `download` if a run could fetch it."""

@@ -41,6 +41,7 @@ def check(c: Check) -> None:
     if not profiler.steps:
         c.notice(f"no effect: {tool}: no step is named (global_profiler.steps=[2] would profile the second)")
         return
+    c.refuse_file("global_profiler.save_path", profiler.save_path)
     if min(profiler.steps) < 1:
         c.refuse(c.at("global_profiler.steps"), "steps are counted from 1")
     if c.trainer is not None:

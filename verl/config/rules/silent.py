@@ -215,9 +215,7 @@ def _folders(c: Check) -> None:
     key = "trainer.default_local_dir"
     if c.was_set(key) and str(c.trainer.get("default_local_dir")).lower() in ("", "false", "true"):
         c.refuse(key, "name a folder")
-    folder = Path(str(c.trainer.get("default_local_dir") or "")).expanduser()
-    if file := next((place for place in (folder, *folder.parents) if place.is_file()), None):
-        c.refuse(c.at(key), f"{file} is a file; name a folder")
+    c.refuse_file(key, c.trainer.get("default_local_dir"))
     for name in ("project_name", "experiment_name"):
         given = c.trainer.get(name)
         if given == "":
