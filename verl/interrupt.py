@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM, and a terminal that closes. An exception at an arbitrary moment would tear a checkpoint, a tensor library or a lock apart.
+"""Ctrl-C, SIGTERM, and SIGHUP of a terminal that closes. An exception at an arbitrary moment would tear a checkpoint, a tensor
+library or a lock apart.
 
 So while a run trains, the first signal is only noted and obeyed at the next safe point (a phase begins, a response has
 come back); a second one interrupts at once, and so does the first one outside of training. Before there is a run, while a
@@ -33,7 +34,7 @@ def noted() -> bool:
 
 
 def ends_the_process() -> None:
-    """Until `handled` takes over, both signals end the process with one line and status 130."""
+    """Until `handled` takes over, these signals end the process with one line and status 130."""
 
     def end(number: int, _: Any) -> None:
         with suppress(OSError):
@@ -46,7 +47,7 @@ def ends_the_process() -> None:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Take over both signals in this block; the old handlers come back after it. Main thread only."""
+    """Take over these signals in this block; the old handlers come back after it. Main thread only."""
     global _noted
     _noted = False
     old = {number: signal.signal(number, _handler) for number in _SIGNALS}
