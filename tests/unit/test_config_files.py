@@ -165,3 +165,22 @@ def test_names_and_texts_that_are_no_files_stay(tmp_path, monkeypatch) -> None:
     model = for_elsewhere(load(words))["actor_rollout_ref"]["model"]
     assert model["path"] == model["hf_config_path"] == "Qwen/Qwen3-0.6B"
     assert model["custom_chat_template"] == template
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"trainer.total_training_steps={'9' * 400}",
+        f"data.seed={'9' * 5000}",
+        f"+data.apply_chat_template_kwargs.x={'[' * 500}{']' * 500}",
+    ],
+    ids=["400 digits", "5000 digits", "500 brackets"],
+)
+def test_values_beyond_measure_are_refused(word):
+    with pytest.raises(ConfigError):
+        load([word])
+
+
+def test_a_file_of_hundreds_of_levels_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        from_yaml(tmp_path, "".join(f"{' ' * depth}a:\n" for depth in range(900)))

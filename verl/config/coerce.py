@@ -116,6 +116,8 @@ def _number(data: Any, kind: type) -> int | float | None:
         data = int(plain) if re.fullmatch(r"[+-]?\d+", plain) else float(plain)
     if isinstance(data, bool) or not isinstance(data, (int, float)):
         return None
+    if isinstance(data, int) and data.bit_length() > 1000:
+        raise GrammarError("out of range: a number of hundreds of digits")
     if math.isnan(data):
         raise GrammarError("nan is no usable value")
     if kind is float:

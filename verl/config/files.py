@@ -98,7 +98,7 @@ def load_yaml(file: Path) -> dict[str, Any]:
 
     try:
         tree = OmegaConf.to_container(OmegaConf.load(file))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise _error(f"{file}: cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
         raise _error(f"{file}: expected a mapping of keys, got {type(tree).__name__}")

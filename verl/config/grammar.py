@@ -74,6 +74,8 @@ def parse_value(text: str) -> Value:
         parsed = _hydra().parse_override("k=" + text)
     except HydraException:
         return _widened(text.strip())
+    except (RecursionError, ValueError) as error:  # brackets in hundreds of brackets, thousands of digits
+        raise GrammarError(f"cannot be read: {error}") from error
     raw = parsed._value
     if isinstance(raw, QuotedString):
         return Value(raw.text, raw.text, quoted=True)
