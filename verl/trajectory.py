@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
+from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -200,7 +201,7 @@ class Segment:
     versions     weight versions that wrote tokens, oldest first, without repeats
     media        images in the context, None without
     uid, index   key of the group, number of the trajectory in it
-    trajectory   the trajectory that it is part of; None on a worker, which gets segments alone
+    trajectory   the trajectory that it is part of, as long as that is in use; None on a worker, which gets segments alone
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class Segment:
         self.context_ids = context_ids
         self.versions, self.media = versions, media
         self.uid, self.index = uid, index
-        self.trajectory: Trajectory | None = None
+        self._trajectory: ReferenceType[Trajectory] | None = None
         self.columns: dict[str, np.ndarray] = {"response_ids": response_ids, "response_mask": response_mask}
         self.context_columns: dict[str, np.ndarray] = {}
         for name, values in columns.items():
@@ -229,6 +230,15 @@ class Segment:
         def __getattr__(self, name: str) -> Any: ...
 
         def __setattr__(self, name: str, value: Any) -> None: ...
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """Held weakly: a step's gigabytes go when the batch goes, and wait for no garbage collection."""
+        return None if self._trajectory is None else self._trajectory()
+
+    @trajectory.setter
+    def trajectory(self, trajectory: Trajectory) -> None:
+        self._trajectory = ref(trajectory)
 
     @property
     def length(self) -> int:
@@ -329,7 +339,7 @@ class Trajectory:
     @property
     def length(self) -> int:
         """Number of response tokens L of all segments."""
-        return sum(segment.length for segment in self.segments)
+        return sum([len(segment.columns["response_ids"]) for segment in self.segments])
 
     @property
     def longest(self) -> int:
@@ -339,7 +349,7 @@ class Trajectory:
     @property
     def policy_tokens(self) -> int:
         """Number of tokens the policy wrote, K."""
-        return sum(int(np.count_nonzero(segment.columns["response_mask"])) for segment in self.segments)
+        return sum([int(np.count_nonzero(segment.columns["response_mask"])) for segment in self.segments])
 
     @property
     def versions(self) -> tuple[int, ...]:

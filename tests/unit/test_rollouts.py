@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -107,6 +108,18 @@ def test_a_sampler_that_is_gone_is_said_once(caplog: pytest.LogCaptureFixture) -
         asyncio.run(_rollouts(Scripted(("all",)), []).take(_prompts(3)))
     gc.collect()
     assert not caplog.records, "asyncio complains of errors that nobody took"
+
+
+def test_a_batch_that_is_done_goes_without_a_garbage_collection() -> None:
+    gc.disable()
+    try:
+        batch = asyncio.run(_rollouts(Scripted(), []).take(_prompts(1)))
+        rows = [weakref.ref(segment) for segment in batch.segments]
+        assert all(segment.trajectory is row for segment, row in zip(batch.segments, batch, strict=True))
+        del batch
+        assert [row() for row in rows] == [None] * len(rows)
+    finally:
+        gc.enable()
 
 
 def test_a_group_has_one_greedy_response_beside_its_own() -> None:

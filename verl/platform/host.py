@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import re
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +45,21 @@ def prepare_process() -> None:
     """Set what is not set already; effective only before torch is imported."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Garbage collections leave out what exists now, torch's hundreds of thousands of objects among it, and are rarer: a step makes as
+    many that are all in use until it ends."""
+    usual = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
 
 
 @cache

@@ -104,21 +104,23 @@ class LoopRunner:
             found[-1].extra_fields.setdefault("messages", session.messages)
         return found
 
-    def _loop(self, name: str, session: Session) -> agent_loop.AgentLoopBase:
+    @cached_property
+    def _arguments(self) -> dict[str, Any]:
+        """What the constructors of all loops get."""
         from verl.data.plugins import RLHFDataset
 
-        more = {} if self.tools is None else {"tools": self.tools}
-        return agent_loop.get(name)(
-            trainer_config=agent_loop.DictConfigWrap(self.config),
-            server_manager=ServerManager(session),
-            tokenizer=self.tokenizer,
-            processor=None,
-            dataset_cls=RLHFDataset,
-            data_config=agent_loop.DictConfigWrap(select(self.config, "data")),
-            hf_model_type=None,
-            **more,
-            **agent_loop.ARGUMENTS.get(name, {}),
-        )
+        return {
+            "trainer_config": agent_loop.DictConfigWrap(self.config),
+            "tokenizer": self.tokenizer,
+            "processor": None,
+            "dataset_cls": RLHFDataset,
+            "data_config": agent_loop.DictConfigWrap(select(self.config, "data")),
+            "hf_model_type": None,
+        } | ({} if self.tools is None else {"tools": self.tools})
+
+    def _loop(self, name: str, session: Session) -> agent_loop.AgentLoopBase:
+        more = self._arguments | agent_loop.ARGUMENTS.get(name, {})
+        return agent_loop.get(name)(server_manager=ServerManager(session), **more)
 
 
 def _ended(

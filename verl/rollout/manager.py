@@ -395,7 +395,8 @@ class RolloutManager:
         for segment, output in zip(segments, outputs, strict=True):
             segment.versions = versions
             _add_routes(segment, output.routed_experts, calls)
-        ids = np.concatenate([segment.response_ids for segment in segments])
+        parts = [segment.response_ids for segment in segments]
+        ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
         # The text that came with the response, if it is one completion as it was sampled, nothing cut or added.
         whole = len(completions) == 1 and np.array_equal(completions[0].token_ids, ids)
         text = completions[0].text if whole else None

@@ -66,7 +66,7 @@ class TrajectoryCalls:
         number, self._asked = self._asked, self._asked + 1
         result = await self._requests.generate(
             prompt_ids,
-            replace(sampling, call=number),
+            sampling if sampling.call == number else replace(sampling, call=number),
             request_id=f"{self.id}.{number}" if number else self.id,
             # What a loop puts before the prompt is its trajectory's alone.
             group=self._group if number == 0 and np.array_equal(prompt_ids, self._prompt.ids) else None,
@@ -150,9 +150,14 @@ class ResumableGeneration:
         while True:
             await self._open.wait()
             pauses = self._pauses
+            rest = sampling
+            if written:
+                rest = replace(
+                    sampling, max_tokens=sampling.max_tokens - written, start=sampling.start + written
+                )
             part = await self._ask(
                 _continued(prompt_ids, parts) if written else prompt_ids,
-                replace(sampling, max_tokens=sampling.max_tokens - written, start=sampling.start + written),
+                rest,
                 request_id=f"{request_id}~{len(parts)}" if parts else request_id,
                 group=None if written else group,
                 **options,

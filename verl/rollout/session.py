@@ -60,10 +60,13 @@ class Recorded:
     def add(self, ids: np.ndarray, log_probs: np.ndarray | None = None) -> None:
         """Append ids: sampled ones with their log-probs, or those of others."""
         sampled = np.full(len(ids), log_probs is not None)
-        self.tokens = np.concatenate([self.tokens, ids])
-        self.mask = np.concatenate([self.mask, sampled])
         values = np.zeros(len(ids), np.float32) if log_probs is None else log_probs
-        self.log_probs = np.concatenate([self.log_probs, values])
+        if not len(self.tokens):  # the arrays as they came: most segments have one call
+            self.tokens, self.mask, self.log_probs = ids, sampled, values
+        elif len(ids):
+            self.tokens = np.concatenate([self.tokens, ids])
+            self.mask = np.concatenate([self.mask, sampled])
+            self.log_probs = np.concatenate([self.log_probs, values])
 
 
 @dataclass(slots=True)

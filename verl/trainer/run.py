@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform.host import prepare_process
+from verl.platform.host import prepare_process, seldom_collected
 from verl.plugins import import_modules
 from verl.tracking.console import notice, spare
 
@@ -162,16 +161,13 @@ def train_ppo(config: Config, tracking: Any) -> None:
         try:
             announce(config, total_steps, tracking.notice)
             tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
-            gc.collect()
-            gc.freeze()  # a full collection would look at torch's hundreds of thousands of objects again each time
-            with interrupt.patient():
+            with seldom_collected(), interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
             loop.run(parts.rollouts.stop())
             parts.checkpoints.finish()
             parts.rewards.close()
             parts.workers.close()
-            gc.unfreeze()
 
 
 @dataclass
