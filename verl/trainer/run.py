@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform.host import prepare_process, seldom_collected
+from verl.platform.host import prepare_process, uncollected
 from verl.plugins import import_modules
 from verl.tracking.console import notice, spare
 
@@ -147,6 +146,8 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 
 def train_ppo(config: Config, tracking: Any) -> None:
     """Build the parts and train by reinforcement."""
+    import asyncio
+
     from verl.rollout.event_loop import BackgroundLoop
     from verl.tracking.profiler import announce
     from verl.tracking.timer import Phases, Watchdog
@@ -161,7 +162,7 @@ def train_ppo(config: Config, tracking: Any) -> None:
         try:
             announce(config, total_steps, tracking.notice)
             tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
-            with seldom_collected(), interrupt.patient():
+            with uncollected(), interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
             loop.run(parts.rollouts.stop())
