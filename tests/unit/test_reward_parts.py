@@ -231,6 +231,10 @@ def test_settings() -> None:
     assert settings(manager + "prime", custom).function.positional
     gdpo = settings(manager + "gdpo", "algorithm.gdpo_reward_keys=[format]")
     assert gdpo.required_parts == ("format",)
+    groups = "algorithm.filter_groups."
+    for metric, wanted in (("reward", ()), ("format", ("format",))):
+        assert settings(groups + "enable=True", groups + f"metric={metric}").groups_metric == wanted
+    assert settings(groups + "metric=format").groups_metric == ()
     assert settings(manager + "limited").rate is not None
     with pytest.raises(RewardLoadError, match=r"importlib needs reward_manager\.module\.path=FILE\.py"):
         settings("reward_manager.source=importlib")

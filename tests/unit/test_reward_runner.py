@@ -333,6 +333,13 @@ def test_required_parts(make: Any) -> None:
     assert run(runner, ["72"])[0].score_parts == {"acc": 1.0}
 
 
+def test_what_groups_are_filtered_by_is_looked_for_before_the_run(make: Any) -> None:
+    asyncio.run(precheck(make(groups_metric=("acc",)), [answer("").prompt]))
+    with pytest.raises(RewardPrecheckError, match=r"lacks format .*filter_groups\.metric"):
+        asyncio.run(precheck(make(groups_metric=("format",)), [answer("").prompt]))
+    assert run(make(groups_metric=("format",)), ["72"])[0].score == 1.0
+
+
 def test_overlong_penalty_is_part_of_the_score_and_acc_is_not(make: Any) -> None:
     runner = make(overlong=Overlong(10, 1.0, 100, log=True))
     rows = [answer("72", tokens=50), answer("72", tokens=95), answer("dict", tokens=100)]

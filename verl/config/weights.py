@@ -4,6 +4,8 @@ from typing import Any
 
 FUNCTION, MODEL = "function", "model"
 """Names of rewards in `reward_model.weights`; every other name is a key that the function returns."""
+SCORES = ("reward", "score", "seq_reward", "seq_final_reward")
+"""Values of `algorithm.filter_groups.metric` that are the score itself."""
 
 
 def weights_of(config: Any) -> dict[str, float]:

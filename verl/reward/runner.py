@@ -114,7 +114,8 @@ class RewardRunner:
 
     def lacks(self, outcome: Outcome) -> str:
         """What the configuration counts on and a result of the function does not have; "" for nothing."""
-        return self._missing({MODEL: 0.0} | self._named(outcome))
+        parts = {MODEL: 0.0} | ({"acc": outcome.score} if outcome.bare else {}) | self._named(outcome)
+        return self._missing(parts, {"algorithm.filter_groups.metric": self.settings.groups_metric})
 
     def close(self) -> None:
         """End the scoring processes. The runner can be used again afterwards: it then starts new ones."""
@@ -198,11 +199,12 @@ class RewardRunner:
             own["acc"] = outcome.score
         return outcome.parts | own
 
-    def _missing(self, parts: Mapping[str, Any]) -> str:
-        """Which rewards that the configuration counts on were not returned as finite numbers; "" for none."""
-        wanted = {
+    def _missing(self, parts: Mapping[str, Any], more: Mapping[str, Iterable[str]] | None = None) -> str:
+        """Which rewards that the configuration counts on were not returned as finite numbers; "" for none. more: key → names."""
+        wanted: dict[str, Iterable[str]] = {
             "reward_model.weights": self.settings.weights,
             "algorithm.gdpo_reward_keys": self.settings.required_parts,
+            **(more or {}),
         }
         for key, names in wanted.items():
             if lacking := [n for n in names if (v := plain(parts.get(n))) is None or not math.isfinite(v)]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.weights import weights_of
+from verl.config.weights import SCORES, weights_of
 from verl.reward.managers import manager_function
 from verl.reward.pool import FunctionSpec, Rate
 from verl.reward.rules import options_of
@@ -28,7 +28,8 @@ class Overlong:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """The resolved choices. `rate`: limits of calls; `weights`: see `weights_of`."""
+    """The resolved choices. `rate`: limits of calls; `weights`: see `weights_of`; `groups_metric`: what groups are filtered by, if that is
+    a value beside the score."""
 
     function: FunctionSpec = field(default_factory=FunctionSpec)
     num_workers: int = 8
@@ -36,6 +37,7 @@ class RewardSettings:
     max_error_ratio: float = 0.1
     overlong: Overlong | None = None
     required_parts: tuple[str, ...] = ()
+    groups_metric: tuple[str, ...] = ()
     rate: Rate | None = None
     weights: dict[str, float] = field(default_factory=dict)
 
@@ -48,6 +50,7 @@ class RewardSettings:
         function = manager_function(config, offered or {}) if own else _function(config, offered or {})
         manager = "" if own else model.reward_manager
         limited = manager in ("rate_limited", "limited")
+        groups = config.algorithm.filter_groups
         counted_on = "gdpo" in (manager, config.algorithm.adv_estimator)
         parts = config.algorithm.gdpo_reward_keys or () if counted_on else ()
         sandboxes = model.sandbox_fusion.max_concurrent if function.path is None else model.num_workers
@@ -59,6 +62,7 @@ class RewardSettings:
             max_error_ratio=model.max_error_ratio,
             overlong=_overlong(config),
             required_parts=tuple(part for part in parts if part not in ("score", "reward")),
+            groups_metric=(groups.metric,) if groups.enable and groups.metric not in SCORES else (),
             rate=limits if limited else None,
             weights=weights_of(config),
         )

@@ -17,13 +17,13 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.weights import SCORES
 from verl.errors import UserError
 from verl.rollout.manager import PromptGroup, RolloutManager
 from verl.rollout.schedule import PromptSchedule, Versions
 from verl.trajectory import Batch, Prompt, Trajectory
 
 _KEYS = "algorithm.filter_groups"
-_SCORE = ("reward", "score", "seq_reward", "seq_final_reward")
 _WITHOUT_SIGNAL = 10  # batches without a single group that is kept before a run without a limit stops
 
 
@@ -44,7 +44,7 @@ class GroupRule:
                 continue
             # What a function returns that returns a number is accuracy, too.
             parts = row.score_parts or {"acc": row.score}
-            values = parts | dict.fromkeys(_SCORE, row.score)
+            values = parts | dict.fromkeys(SCORES, row.score)
             if self.metric not in values:
                 keys = ", ".join(sorted({"reward", *parts}))
                 raise UserError(
