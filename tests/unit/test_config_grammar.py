@@ -49,6 +49,14 @@ def test_tilde_goes_back_to_the_default(form):
     cfg = load(["trainer.total_epochs=3", form])
     assert cfg.trainer.total_epochs == 30
     assert not cfg.was_set("trainer.total_epochs")
+    assert "trainer.total_epochs is 3, not 4" in refused("trainer.total_epochs=3", "~trainer.total_epochs=4")
+
+
+def test_three_question_marks_ask_for_a_value():
+    key = "trainer.project_name"
+    assert f"{key}: ??? stands for a value" in refused(f"{key}=???")
+    assert load([f"{key}=???", f"{key}=mine"]).trainer.project_name == "mine"
+    assert load([f"{key}=???", f"~{key}"]).trainer.project_name == load([]).trainer.project_name
 
 
 def test_tilde_removes_inside_a_map_and_resets_a_group():

@@ -34,6 +34,7 @@ class Resolver:
         self.old: dict[str, Value] = {}
         self.written: dict[str, tuple[str, Any]] = {}
         self._unknown: list[tuple[str, Value | None, str]] = []
+        self._to_give: dict[str, str] = {}
         self._without_effect: dict[str, dict[str, None]] = {}
         self._count = 0
 
@@ -64,7 +65,7 @@ class Resolver:
             package = key.replace("/", ".") if override.package is None else override.package
             self.choose(package, str(value.data if value else ""), argument)
         elif override.op == "~":
-            self.remove(key, argument)
+            self.remove(key, value, argument)
         elif value is not None:
             self.assign(key, value, override.op, argument)
 
@@ -125,7 +126,10 @@ class Resolver:
         self.written[name] = (spelled, value.data)
         self._was_set(name)
         self.interpolated.pop(name, None)
-        if "${" in str(value.data):
+        self._to_give.pop(name, None)
+        if value.data == "???":
+            self._to_give[name] = source
+        elif "${" in str(value.data):
             self.interpolated[name] = value
         else:
             self.set_leaf(place, name, value, source)
@@ -208,10 +212,14 @@ class Resolver:
 
     # ---- removal ----
 
-    def remove(self, path: str, source: str) -> None:
-        """`~a.b`: back to the default; inside an open mapping, gone."""
+    def remove(self, path: str, value: Value | None, source: str) -> None:
+        """`~a.b`: back to the default; inside an open mapping, gone. `~a.b=1` only where it is 1, else a problem."""
         name = canonical(path, self.entry)
         place = locate(type(self.root), name)
+        _, now = self.written.get(name, (name, select(self.root, name)))
+        if value is not None and place is not None and place.field.group is None and now != value.data:
+            self.refuse(source, f"{name} is {now}, not {value.text}; write ~{path}")
+            return
         parent, _, last = name.rpartition(".")
         node = select(self.root, parent) if parent else self.root
         if place is None:
@@ -222,6 +230,7 @@ class Resolver:
         for key in [k for k in self.root._set if k == name or k.startswith(name + ".")]:
             del self.root._set[key]
             self.interpolated.pop(key, None)
+            self._to_give.pop(key, None)
         if not place.inside:
             node[last] = place.field.default()
         elif isinstance(node, Map):
@@ -253,6 +262,8 @@ class Resolver:
                 self._add(name, value)
             else:
                 unknown.setdefault(self._outermost(name), {})[name] = source if name in source else name
+        for name, source in self._to_give.items():
+            self.refuse(name, f"??? stands for a value that has to be given; write {name}=… (from {source})")
         for group, found in unknown.items():
             if len(found) > 1:
                 self.refuse(group, f"no such group of keys; given in it: {', '.join(found)}")
