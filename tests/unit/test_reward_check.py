@@ -133,6 +133,8 @@ def test_command_line(data: Any, reward: Any, capsys: pytest.CaptureFixture[str]
     assert main([reward(good), path]) == 0
     assert main(["check", path, reward(bad)]) == 1
     assert "wrong response scores high" in capsys.readouterr().out
+    assert main(["check", path, reward(good), "--name", "nobody"]) == 2
+    assert "defines no 'nobody'" in capsys.readouterr().err
     assert main(["--data", path, "--kwargs", '{"method": "flexible"}']) == 0
     capsys.readouterr()
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from verl.errors import UserError
-from verl.reward.outcome import Outcome
+from verl.reward.outcome import Outcome, RewardLoadError
 from verl.reward.pool import FunctionSpec
 from verl.reward.precheck import GARBAGE, HOSTILE, forms, reference_responses, short, truth_text
 from verl.reward.rules import rule_or_none, unsupported
@@ -153,6 +153,8 @@ def reward_check(
     settings = RewardSettings(function=spec, num_workers=2, timeout=timeout)
     with closing(RewardRunner(None, settings=settings)) as runner:
         report.trials = asyncio.run(_try_all(runner, prompts))
+    if report.trials and all(trial.outcome.kind == "load" for trial in report.trials):
+        raise RewardLoadError(_told(report.trials[0].outcome))
     _judge(report, built_in=reward_file is None)
     return report
 
@@ -211,10 +213,15 @@ def _judge(report: RewardReport, built_in: bool) -> None:
 
 def _failures(label: str, total: int, failed: Sequence[Trial]) -> str:
     first = failed[0]
-    lines = [line.strip() for line in first.outcome.traceback.splitlines()]
+    told = _told(first.outcome)
+    return f"{len(failed)} of {total} calls on {label!r} failed; row {first.prompt.row}: {told}"
+
+
+def _told(outcome: Outcome) -> str:
+    """The error, and the line of code that it comes from."""
+    lines = [line.strip() for line in outcome.traceback.splitlines()]
     frames = [line for line in lines if line.startswith("File ")]
-    at = f" ({frames[-1]})" if frames else ""
-    return f"{len(failed)} of {total} calls on {label!r} failed; row {first.prompt.row}: {first.outcome.error}{at}"
+    return f"{outcome.error} ({frames[-1]})" if frames else str(outcome.error)
 
 
 def _judge_scores(report: RewardReport, built_in: bool) -> None:
