@@ -126,7 +126,7 @@ def state_files(run: Path, step: int) -> dict[str, bytes | dict[str, Any]]:
     """Every file of a checkpoint by name, as it must be again after any history of kills.
 
     Left out: the manifest (clock, serial), the index of torch.distributed.checkpoint (a random id), and of loop.json
-    the clocks and the hash of a configuration that names the folder.
+    the clocks and the settings, which name the folder.
     """
     root = run / f"global_step_{step}"
     out: dict[str, bytes | dict[str, Any]] = {}
@@ -134,7 +134,7 @@ def state_files(run: Path, step: int) -> dict[str, bytes | dict[str, Any]]:
         name = path.relative_to(root).as_posix()
         if name == "state/loop.json":
             loop = json.loads(path.read_text())
-            loop.pop("config_hash", None)
+            loop.pop("settings", None)
             if "record" in loop:
                 loop["record"] = {
                     k: v for k, v in loop["record"].items() if not k.startswith((*UNSTABLE, "train/time"))

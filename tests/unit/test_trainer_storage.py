@@ -60,7 +60,12 @@ def storage(root: Path, *, narrowed: bool = False, contents: dict | None = None,
     whole = ["model", "optimizer", "extra"]
     held = {"save_contents": whole, "load_contents": whole, "async_save": False} | (contents or {})
     groups = {"trainer": SimpleNamespace(**trainer | settings), "select": lambda key: SimpleNamespace(**held)}
-    config = SimpleNamespace(**groups, was_set=lambda key: narrowed)
+    own = {
+        "trainer": settings | {"default_local_dir": str(root)},
+        "api_key": "sk-1",
+        "groups": {"mine": held},
+    }
+    config = SimpleNamespace(**groups, was_set=lambda key: narrowed, to_dict=lambda: own)
     return Storage(config, "checkpoint", Records(root))  # type: ignore[arg-type]
 
 
@@ -209,6 +214,19 @@ def test_parts_that_are_not_read_are_named(tmp_path) -> None:
     assert "resumed without optimizer" in records(one).notices[-1]
     less = storage(tmp_path, contents={"save_contents": ["model"], "load_contents": ["model"]})
     assert all(less.wants(part) for part in ("model", "optimizer", "extra")), "nobody asked for less"
+
+
+def test_settings_that_changed_are_named(tmp_path) -> None:
+    save(storage(tmp_path, total_epochs=3), 1)
+    same = storage(tmp_path, total_epochs=3, resume_mode="auto", new_key=1)
+    same.loaded(same.find())
+    assert not records(same).notices
+    other = storage(tmp_path, contents={"async_save": True}, total_epochs=4, resume_mode="resume_path")
+    found = newest(tmp_path)
+    other.loaded(found)
+    changed = "trainer.total_epochs: 3 then, 4 now; groups.mine.async_save: False then, True now"
+    assert records(other).notices == [f"settings that changed since global_step_1: {changed}"]
+    assert "sk-1" not in (found.path / "state" / "loop.json").read_text()
 
 
 # ------------------------------------------------------------------------------------------ weights and updates

@@ -8,8 +8,6 @@ it is sealed the one before stays the newest. `Checkpoints` is the content of a 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +24,7 @@ from verl.checkpoint.remote import Copy, RemoteCopies
 from verl.data.files import contents
 from verl.errors import UserError
 from verl.tracking.names import plain_metrics
+from verl.tracking.run_folder import mask_secrets
 from verl.trajectory import Batch, Segment, Trajectory
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
 WHOLE = frozenset({"model", "optimizer", "extra"})
 """What a checkpoint must hold, and a resume must read, for the run to go on as if nothing had happened."""
+_OF_THE_RESUME = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
+_SHOWN = 12  # settings that a notice names
 
 
 class Storage:
@@ -48,6 +49,7 @@ class Storage:
         self._contents = contents = config.select(key)
         self._tracking = tracking
         self._narrowed = config.was_set(f"{key}.load_contents")
+        self._given = mask_secrets(config.to_dict())
         self.root = tracking.run_dir
         self._remote = RemoteCopies(settings.default_hdfs_dir) if settings.default_hdfs_dir else None
         self._thread: threading.Thread | None = None
@@ -69,7 +71,7 @@ class Storage:
         limits = self._settings
         keep = limits.max_ckpt_to_keep or limits.max_actor_ckpt_to_keep or limits.max_critic_ckpt_to_keep
         writer = write.CheckpointWriter(self.root, step, keep=keep, on_event=self._tracking.event)
-        writer.fill(parts, loop_state)
+        writer.fill(parts, {**loop_state, "settings": self._given})
         if not self._contents.async_save:
             self._seal(writer, step)
             return
@@ -192,6 +194,10 @@ class Storage:
         self._tracking.resumed(found.step, found.loop_state.get("record"))
         said = f"resuming from {found.path}, step {found.step}"
         self._tracking.event("resumed", step=found.step, path=str(found.path), message=said)
+        if changed := list(_changes(found.loop_state.get("settings", {}), self._given)):
+            shown = [f"{key}: {then} then, {now} now" for key, then, now in changed[:_SHOWN]]
+            shown += [f"{len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
+            self._tracking.notice(f"settings that changed since {found.path.name}: {'; '.join(shown)}")
         left = sorted(part for part in WHOLE if not self.wants(part))
         if left:
             self._tracking.notice(
@@ -225,6 +231,18 @@ def _out_of_memory(error: Exception) -> bool:
 def _parts(contents: Iterable[str]) -> frozenset[str]:
     """What of `WHOLE` the user names; `hf_model` is `model`."""
     return frozenset("model" if part == "hf_model" else part for part in contents)
+
+
+def _changes(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, value then, value now) of what differs; what only one of them has is another release's."""
+    if not (isinstance(then, Mapping) and isinstance(now, Mapping)):
+        if then != now:
+            yield key, then, now
+        return
+    for name in filter(then.__contains__, now):
+        path = f"{key}.{name}" if key else name
+        if path not in _OF_THE_RESUME:
+            yield from _changes(then[name], now[name], path)
 
 
 def data_identity(config: Config, rows: int) -> dict[str, Any]:
@@ -315,7 +333,6 @@ class Checkpoints:
 
     def _loop_state(self, trainer: PPOTrainer) -> dict[str, Any]:
         parts = trainer.parts
-        resolved = json.dumps(self._config.to_dict(), sort_keys=True, default=str)
         return {
             "step": trainer.step,
             "weight_version": trainer.versions.at(trainer.step) + 1,
@@ -324,7 +341,6 @@ class Checkpoints:
             "kl_controller": parts.kl_controller.state_dict() if parts.kl_controller else None,
             "counters": trainer.record.counters.state(),
             "seed": self._config.trainer.seed,
-            "config_hash": hashlib.sha256(resolved.encode()).hexdigest(),
         }
 
     def resume(self, trainer: PPOTrainer) -> int:
