@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import json
 import os
 import tempfile
@@ -176,8 +177,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds by part: the median of the steps after the first, which also makes the object store's pages."""
     import ray
 
-    from verl.platform.host import uncollected
-
     # The workers find this repository, and what lies beside this file, as this process does.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ray.init("local", include_dashboard=False, object_store_memory=4 << 30, logging_level="ERROR")
@@ -186,11 +185,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         vocabulary = prepare(Path(folder), [*ROOT.glob("docs/*.md"), *ROOT.glob("verl/**/*.py")])
         step = Step(given, Path(folder))
         records = []
-        with uncollected():  # as a run does
-            for number in range(given.steps):
-                if profile is not None and number == given.steps - 1:
-                    profile.enable()
-                records.append(step.run(number))
+        gc.collect()
+        gc.freeze()  # as a run does
+        for number in range(given.steps):
+            if profile is not None and number == given.steps - 1:
+                profile.enable()
+            records.append(step.run(number))
         if profile is not None:
             profile.disable()
             profile.dump_stats(given.profile)

@@ -8,8 +8,6 @@ import math
 import os
 import re
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -50,17 +48,6 @@ def prepare_process() -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     gc.set_threshold(*COLLECT_AFTER)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Garbage collections leave out what exists now: torch's hundreds of thousands of objects, and a run's."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @cache

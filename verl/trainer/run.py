@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform.host import prepare_process, uncollected
+from verl.platform.host import prepare_process
 from verl.plugins import import_modules
 from verl.tracking.console import notice, spare
 
@@ -162,13 +163,16 @@ def train_ppo(config: Config, tracking: Any) -> None:
         try:
             announce(config, total_steps, tracking.notice)
             tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
-            with uncollected(), interrupt.patient():
+            gc.collect()
+            gc.freeze()  # a full collection would look at torch's hundreds of thousands of objects again each time
+            with interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
             loop.run(parts.rollouts.stop())
             parts.checkpoints.finish()
             parts.rewards.close()
             parts.workers.close()
+            gc.unfreeze()
 
 
 @dataclass
