@@ -224,6 +224,29 @@ class Changing(agent_loop.AgentLoopBase):
         return agent_loop.AgentLoopOutput(row["prompt_ids"], given, [1] * len(given))
 
 
+@agent_loop.register("images_test")
+class Showing(agent_loop.AgentLoopBase):
+    """An output as the prompt's name wants it: a mask that is too short, images that the model did not see, none of them."""
+
+    async def run(self, sampling_params, **row):
+        first = await self.generate(row["prompt_ids"], sampling_params)
+        images = {"image": {"images": ["one"]}, "none": {"images": [], "videos": None}}
+        mask = [1] * (len(first.token_ids) - (row["raw_prompt"] == "uneven"))
+        given = images.get(row["raw_prompt"], {})
+        return agent_loop.AgentLoopOutput(row["prompt_ids"], first.token_ids, mask, multi_modal_data=given)
+
+
+def test_an_output_that_cannot_be_used_loses_its_response_alone() -> None:
+    async def go(kinds: list[str]) -> list[Trajectory]:
+        rollouts = _rollouts(Worded(), [], n=1, default_loop="images_test", max_lost_ratio=0.5)
+        prompts = [Prompt(f"0:{i}@0", np.arange(3), messages=kind, row=i) for i, kind in enumerate(kinds)]
+        return list(await rollouts.take(prompts))
+
+    uneven, image, none, plain = asyncio.run(go(["uneven", "image", "none", "plain"]))
+    assert "3 response_ids, 2 response_mask" in uneven.score_error and "session.chat" in image.score_error
+    assert none.length == plain.length == 3 and none.score_error is None
+
+
 def test_a_text_that_came_with_an_answer_is_taken_if_it_is_the_responses() -> None:
     decoded: list[list[int]] = []
 

@@ -336,6 +336,7 @@ class RolloutManager:
                 outputs = await self._processes.run(name, calls, params, row)
             else:
                 outputs = await self._runner.run(name, calls.generate, params, row)
+            trajectory = self._trajectory(prompt, index, outputs, calls, time.monotonic() - started)
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise
@@ -345,7 +346,6 @@ class RolloutManager:
             return lost
         finally:
             calls.end()
-        trajectory = self._trajectory(prompt, index, outputs, calls, time.monotonic() - started)
         if name != SINGLE_TURN:
             trajectory.extra["agent_loop"] = name
         if calls.prefill[1]:
@@ -461,7 +461,12 @@ def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, calls: Trajecto
     context = np.asarray(output.prompt_ids, dtype=np.int64)
     if np.array_equal(context, prompt.ids):
         context = prompt.ids
-    if output.multi_modal_data:
+    images = (given for given in output.multi_modal_data.values() if given is not None)
+    shown = sum(len(given) if isinstance(given, list | tuple) else 1 for given in images)
+    if shown not in (
+        0,
+        prompt.media.images if prompt.media is not None else 0,
+    ):  # the row's own are there already
         raise ValueError(
             f"agent loop gave multi_modal_data ({prompt.uid}): images are shown through session.chat, see docs/agents.md"
         )
