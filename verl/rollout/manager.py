@@ -336,7 +336,7 @@ class RolloutManager:
                 outputs = await self._processes.run(name, calls, params, row)
             else:
                 outputs = await self._runner.run(name, calls.generate, params, row)
-            trajectory = self._trajectory(prompt, index, outputs, calls, time.monotonic() - started)
+            segments = _segments(prompt, outputs, calls)
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise
@@ -346,6 +346,8 @@ class RolloutManager:
             return lost
         finally:
             calls.end()
+        seconds = time.monotonic() - started
+        trajectory = self._trajectory(prompt, index, outputs, segments, calls, seconds)
         if name != SINGLE_TURN:
             trajectory.extra["agent_loop"] = name
         if calls.prefill[1]:
@@ -382,15 +384,13 @@ class RolloutManager:
         prompt: Prompt,
         index: int,
         outputs: Sequence[agent_loop.AgentLoopOutput],
+        segments: Sequence[Segment],
         calls: TrajectoryCalls,
         seconds: float,
     ) -> Trajectory:
-        """One segment for each output; reward, fields and metrics of later outputs win."""
-        if not outputs:
-            raise ValueError(f"the agent loop returned no output ({prompt.uid})")
+        """Of an agent loop's outputs and their segments; reward, fields and metrics of later outputs win."""
         completions = calls.completions
         versions = tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,)
-        segments = [_segment(prompt, output, calls) for output in outputs]
         unrecorded = mask_unrecorded(segments, completions)
         for segment, output in zip(segments, outputs, strict=True):
             segment.versions = versions
@@ -443,6 +443,15 @@ class RolloutManager:
             )
         batch.meta["lost"] = len(lost)
         return batch
+
+
+def _segments(
+    prompt: Prompt, outputs: Sequence[agent_loop.AgentLoopOutput], calls: TrajectoryCalls
+) -> list[Segment]:
+    """One for each output. ValueError for outputs that cannot be used."""
+    if not outputs:
+        raise ValueError(f"the agent loop returned no output ({prompt.uid})")
+    return [_segment(prompt, output, calls) for output in outputs]
 
 
 def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, calls: TrajectoryCalls) -> Segment:
