@@ -13,8 +13,8 @@ from verl.platform.child_process import NotPlain, encode, to_plain
 
 TRACEBACK_CHARACTERS = 6000
 LARGEST_RESULT = 16 * 2**20
-_LARGEST_SCORE = 1e30  # squares of what comes of it are float32
 """Bytes of what a call may return: it travels to the run, is kept until the step ends and is dumped."""
+_LARGEST_SCORE = 1e30  # squares of what comes of it are float32
 
 
 class RewardError(Exception):

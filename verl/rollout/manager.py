@@ -470,12 +470,10 @@ def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, calls: Trajecto
     context = np.asarray(output.prompt_ids, dtype=np.int64)
     if np.array_equal(context, prompt.ids):
         context = prompt.ids
-    images = (given for given in output.multi_modal_data.values() if given is not None)
-    shown = sum(len(given) if isinstance(given, list | tuple) else 1 for given in images)
-    if shown not in (
-        0,
-        prompt.media.images if prompt.media is not None else 0,
-    ):  # the row's own are there already
+    given = [images for images in output.multi_modal_data.values() if images is not None]
+    shown = sum(len(images) if isinstance(images, list | tuple) else 1 for images in given)
+    own = 0 if prompt.media is None else prompt.media.images  # these are there already
+    if shown not in (0, own):
         raise ValueError(
             f"agent loop gave multi_modal_data ({prompt.uid}): images are shown through session.chat, see docs/agents.md"
         )
