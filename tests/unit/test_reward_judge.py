@@ -136,7 +136,8 @@ def test_a_run_asks_the_judge(served: tuple[Judge, str]) -> None:
     finally:
         runner.close()
     assert [t.score for t in rows] == [0.5, None, 1.0, 0.25]
-    assert any("[Question]\nThe room?\n" in body["messages"][0]["content"] for body in asked.bodies)
+    asked_for = [body["messages"][0]["content"] for body in asked.bodies]  # in no certain order
+    assert sum("[Question]\nThe room?\n" in content for content in asked_for) == 1
     assert "JudgeFailed: the judge's answer holds no verdict" in str(rows[1].score_error)
-    assert "[Question]\nq?\n" in asked.bodies[0]["messages"][0]["content"]
+    assert sum("[Question]\nq?\n" in content for content in asked_for) >= 3
     assert rows[0].score_parts == {"judgement": SAYS["five"]}
