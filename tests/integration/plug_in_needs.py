@@ -50,6 +50,7 @@ class Forgetful(AgentLoopBase):
                 response_mask=np.ones(len(done.token_ids), bool),
                 response_logprobs=done.log_probs,
                 num_turns=4,
+                metrics={"asked": np.int64(2), "tool_calls": 0.5},
                 extra_fields={"turns": 2},
             )
             for ids, done in ((row["prompt_ids"], first), (context, second))

@@ -101,3 +101,29 @@ def test_answers_that_a_push_interrupts_are_continued(
         assert record["training/off_policy/continued_samples"] >= len(two)
         seams += two
     assert seams, "no answer was in flight at any push"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["one process", "ahead"])
+def test_a_sampler_that_computes_another_model_ends_the_run_after_its_first_step(
+    fork_server, tiny, tmp_path: Path, request: pytest.FixtureRequest, kind: str
+) -> None:
+    """No checksum of a weight sync finds it: what arrived is right. The first batch's log-probs do, of a resumed run too."""
+    out = tmp_path / "out"
+    words = tiny.overrides(out, "trainer.test_freq=-1", "trainer.val_before_train=False")
+    more = {}
+    if kind == "ahead":
+        words += [*POOLS, "trainer.max_staleness=1"]
+        more["RAY_ADDRESS"] = request.getfixturevalue("ray_address")
+    spoiled = "actor_rollout_ref.model.external_lib=tests.integration.plug_in_spoiled"
+    runs = [[f"trainer.default_local_dir={tmp_path / 'new'}", spoiled]]
+    if kind == "one process":
+        assert fork_server.run([*words, "trainer.total_training_steps=2"]).status == 0
+        runs.append([spoiled])
+    for run in runs:
+        done = fork_server.run([*words, *run], timeout=400, **more)
+        assert done.status == 1 and "do not compute the same model" in done.stderr, done.stderr[-3000:]
+    assert sorted(records(tmp_path / "new")) == [1]
+    if kind == "one process":
+        assert sorted(records(out)) == [1, 2, 3]

@@ -71,8 +71,14 @@ def test_a_need_that_nothing_produces_is_refused(
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", pytest.param("token-mean", marks=pytest.mark.long)])
 def test_a_loop_with_several_segments_trains(tiny: TinyRun, tmp_path: Path, mode: str) -> None:
+    reward = tmp_path / "metrics.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return {'score': len(solution_str) % 3, 'seen': extra_info['agent_metrics'].get('asked', 0)}\n"
+    )
     words = [
         PLUG_IN,
+        f"custom_reward_function.path={reward}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=forgetful",
         f"actor_rollout_ref.actor.loss_agg_mode={mode}",
         "trainer.total_training_steps=2",
@@ -83,7 +89,7 @@ def test_a_loop_with_several_segments_trains(tiny: TinyRun, tmp_path: Path, mode
     assert first["num_turns/max"] == 4 and first["response_length/max"] > 12, "lengths add up over segments"
     assert first["training/rollout_logprob_abs_diff/max"] < 1e-3, "every segment is scored in its own context"
     row = json.loads((tmp_path / "dump" / "1.jsonl").read_text().splitlines()[0])
-    assert row["turns"] == 2
+    assert row["turns"] == 2 and row["agent_metrics"] == {"asked": 2, "tool_calls": 0.5} and row["seen"] == 2
 
 
 def test_dynamic_sampling_trains_and_goes_on_exactly(tiny: TinyRun, tmp_path: Path) -> None:

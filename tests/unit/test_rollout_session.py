@@ -101,7 +101,11 @@ def test_a_loop_that_drops_its_history_gives_segments(tmp_path, two_turns) -> No
         assert np.array_equal(
             t.rollout_log_probs, np.concatenate([first.rollout_log_probs, second.rollout_log_probs])
         )
-        assert t.fields == {"turn 1": "seen", "turn 2": "seen"} and t.extra["calls"] == 2 and t.num_turns == 4
+        assert (
+            t.fields == {"turn 1": "seen", "turn 2": "seen", "agent_metrics": {"calls": 2}}
+            and t.extra["calls"] == 2
+            and t.num_turns == 4
+        )
     kinds = [segment.context_ids is batch[0].prompt.ids for segment in batch.segments]
     assert kinds == [True] * 3 + [False] * 3, "segments that share their context are neighbours"
 

@@ -62,54 +62,54 @@ def test_a_sample_finds_a_transposed_a_stale_shard_and_another_shape() -> None:
     assert digest(torch.randn(7, 40, 30, 9), SAMPLED) and digest(torch.zeros(()), SAMPLED)
 
 
-def config(dtype: str | None = "float32", **changed: Any) -> Any:
+def config(dtype: str | None = None, **changed: Any) -> Any:
     rollout = {"dtype": dtype, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
                "logprobs_mode": "processed_logprobs", "quantization": None}  # fmt: skip
-    rest = {"max_staleness": 0, "bypass_mode": False, "logprob_diff_limit": None}
-    given = rollout | rest | changed
-    precision = SimpleNamespace(dtype=dtype, mixed_precision=SimpleNamespace(param_dtype=None))
-    trainer = SimpleNamespace(
-        max_staleness=given["max_staleness"], logprob_diff_limit=given["logprob_diff_limit"]
-    )
+    given = rollout | {"bypass_mode": False, "logprob_diff_limit": None} | changed
+    trainer = SimpleNamespace(logprob_diff_limit=given["logprob_diff_limit"])
     return SimpleNamespace(
         actor_rollout_ref=SimpleNamespace(
             rollout=SimpleNamespace(**{name: given[name] for name in rollout}),
-            actor=SimpleNamespace(fsdp_config=precision),
         ),
         trainer=trainer,
         algorithm=SimpleNamespace(rollout_correction=SimpleNamespace(bypass_mode=given["bypass_mode"])),
     )
 
 
-def metrics(mean: float, most: float) -> dict[str, float]:
+def metrics(mean: float, most: float, behind: int = 0) -> dict[str, float]:
     return {
         "training/rollout_logprob_abs_diff/mean": mean,
         "training/rollout_logprob_abs_diff/max": most,
+        "training/off_policy/trajectory_staleness_worst/max": behind,
     }
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mean", "most", "stops"),
+    ("sampler", "trainer", "mean", "most", "stops"),
     [
-        ("float32", 1e-6, 9e-4, False),
-        ("float32", 1e-6, 2e-3, True),
-        ("bf16", 0.05, 3.0, False),
-        ("bf16", 0.2, 3.0, True),
-        (None, 0.05, 3.0, False),
-        ("float32", float("nan"), float("nan"), False),
+        (None, "torch.float32", 1e-6, 9e-4, False),
+        (None, "torch.float32", 1e-6, 2e-3, True),
+        ("fp32", "torch.float32", 1e-6, 2e-3, True),
+        ("bf16", "torch.float32", 0.05, 3.0, False),
+        (None, "torch.bfloat16", 0.05, 3.0, False),
+        (None, "torch.bfloat16", 0.2, 3.0, True),
+        (None, "torch.float32", float("nan"), float("nan"), False),
     ],
 )
 def test_a_first_batch_far_beyond_the_precision_stops_the_run(
-    dtype: str | None, mean: float, most: float, stops: bool
+    sampler: str | None, trainer: str, mean: float, most: float, stops: bool
 ) -> None:
-    said = first_step_disagreement(metrics(mean, most), first_step_bound(config(dtype)))
+    bound = first_step_bound(config(sampler), trainer)
+    said = first_step_disagreement(metrics(mean, most), bound)
     assert bool(said) is stops and (not stops or "do not compute the same model" in said)
+    assert first_step_disagreement(metrics(9.0, 9.0, behind=1), bound) == "", "of earlier weights"
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"max_staleness": 1}, {"bypass_mode": True}, {"top_p": 0.9}, {"top_k": 50}, {"logprob_diff_limit": 5.0}],
+    [{"bypass_mode": True}, {"top_p": 0.9}, {"top_k": 50}, {"logprob_diff_limit": 5.0}],
     ids=str,
 )
 def test_nothing_is_said_where_log_probs_may_differ_by_design(changed: dict[str, Any]) -> None:
-    assert first_step_disagreement(metrics(9.0, 9.0), first_step_bound(config(**changed))) == ""
+    bound = first_step_bound(config(**changed), "torch.float32")
+    assert first_step_disagreement(metrics(9.0, 9.0), bound) == ""

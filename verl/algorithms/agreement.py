@@ -162,20 +162,20 @@ compute in float32, on average in half precision. Measured agreement is some hun
 (docs/weight-sync.md)."""
 
 
-def first_step_bound(config: Any) -> tuple[str, float] | None:
-    """What a run's first batch is held to: `FAR` of the precision in use.
+def first_step_bound(config: Any, trainer_dtype: str) -> tuple[str, float] | None:
+    """What a run's first batch is held to: `FAR` of the precision in use. trainer_dtype: in which the policy's ranks compute.
 
-    None where both may differ by design (several weight versions in a batch, bypass mode, a distribution that is
-    truncated or not the one sampled from), and where the user has set a limit.
+    None where both may differ by design (bypass mode, a distribution that is truncated or not the one sampled from), and where
+    the user has set a limit.
     """
-    rollout, training = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
+    rollout = config.actor_rollout_ref.rollout
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0 or rollout.repetition_penalty != 1
     other = truncated or rollout.logprobs_mode != "processed_logprobs" or rollout.quantization
-    if other or config.trainer.max_staleness or config.algorithm.rollout_correction.bypass_mode:
+    if other or config.algorithm.rollout_correction.bypass_mode:
         return None
     if config.trainer.logprob_diff_limit is not None:
         return None
-    names = rollout.dtype, training.mixed_precision.param_dtype or training.dtype
+    names = rollout.dtype or trainer_dtype, trainer_dtype
     return FAR["float32" if all(float_name(name) == "float32" for name in names) else "half"]
 
 
@@ -183,9 +183,9 @@ def first_step_disagreement(metrics: Mapping[str, Any], bound: tuple[str, float]
     """Why a run's first batch shows that sampler and trainer do not compute the same model; "" if it does not.
 
     Finds what checksums of a weight sync cannot: tied or fused weights that the sampler derived from old ones, a stale
-    cache. `bound`: of `first_step_bound`.
+    cache. `bound`: of `first_step_bound`. A batch with responses of an earlier version of the weights shows nothing.
     """
-    if bound is None:
+    if bound is None or metrics.get("training/off_policy/trajectory_staleness_worst/max", 0) > 0:
         return ""
     kind, limit = bound
     found = metrics.get(f"training/rollout_logprob_abs_diff/{kind}")

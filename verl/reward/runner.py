@@ -34,7 +34,12 @@ from verl.trajectory import SINGLE_TURN, Batch, Prompt, Trajectory
 SHOWN_PER_REASON = 2
 SHOWN_IN_ALL = 10
 JUDGE = "pkg://verl.reward.judge"
-_OF_LOOPS: dict[str, Any] = {"tool_metrics": [], "environment_reward": 0.0, "environment_metrics": {}}
+_OF_LOOPS: dict[str, Any] = {
+    "agent_metrics": {},
+    "tool_metrics": [],
+    "environment_reward": 0.0,
+    "environment_metrics": {},
+}
 _REWARDS_OF_LOOPS: dict[str, Any] = {"tool_rewards": [], "turn_scores": []}
 
 Events = Callable[..., None]

@@ -406,6 +406,8 @@ class RolloutManager:
         for output in outputs:
             metrics |= output.metrics
             fields |= output.extra_fields
+        if numbers := _plain_values(metrics):
+            fields.setdefault("agent_metrics", numbers)
         if interruptions := sum(completion.parts - 1 for completion in completions):
             metrics["interruptions"] = interruptions
         if unrecorded:
@@ -443,6 +445,12 @@ class RolloutManager:
             )
         batch.meta["lost"] = len(lost)
         return batch
+
+
+def _plain_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and texts of a loop's metrics, which a reward function in another process and a line of JSON can hold."""
+    values = {k: v.item() if isinstance(v, np.generic) else v for k, v in metrics.items()}
+    return {k: v for k, v in values.items() if isinstance(v, bool | int | float | str)}
 
 
 def _segments(

@@ -120,7 +120,7 @@ class StepRecord:
         self._proof: dict[str, float] = {}
         self._without_signal = False
         self._config, self._parts, self._schedule = config, parts, schedule
-        self._bound = first_step_bound(config)
+        self._bound = first_step_bound(config, parts.workers.policy.compute_dtype)
         self._correction = parse_correction(config.algorithm.rollout_correction)
         self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
         seeing = getattr(parts.stream.dataset, "images", None) is not None

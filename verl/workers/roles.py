@@ -157,6 +157,11 @@ class Policy(TrainedRole):
     """The policy. An update fills `old_log_probs` and `entropy` of rows that have none: a step's only update is its own old
     policy. One call for the whole step, unless each mini-batch has to be corrected by itself."""
 
+    @property
+    def compute_dtype(self) -> str:
+        """The data type of the ranks' matrix products, as torch prints it."""
+        return str(self.group.facts[0]["compute_dtype"])
+
     def _outcomes(self, minis: Sequence[MiniBatch], placed: Placed, step: int) -> list[Outcome]:
         self.group.moved = True
         if any(self.plan.needs_pass(mini) for mini in minis):

@@ -20,6 +20,7 @@ import torch
 from verl.algorithms.objective import ActorObjective, LossDenominators
 from verl.config.schema.base import setting
 from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, MicroLoss, StepResult, TrainingEngine
+from verl.engine.training.settings import compute_dtype
 from verl.platform import Platform, detect, stacks
 from verl.platform.network import reserve
 from verl.platform.processes import Identity
@@ -67,7 +68,7 @@ class Worker(Profiled):
 
     def build(self, total_steps: int, shared: bool = False, pool: str = "training") -> dict[str, Any]:
         """Load the models of a pool's roles. Returns where this rank stands: dp_rank, holds_outputs, the device in words, its
-        id, its roles.
+        id, its roles, in which data type the policy computes.
 
         shared: a sampler of this process works on the policy's tensors.
         """
@@ -80,6 +81,7 @@ class Worker(Profiled):
             "device": self.platform.describe(),
             "device_id": self.platform.memory_id(self.platform.device()),
             "roles": list(self.engines),
+            "compute_dtype": str(compute_dtype(self.config.actor_rollout_ref.actor, self.platform)),
         }
 
     def engine(self, role: str = "actor") -> TrainingEngine:
