@@ -25,20 +25,23 @@ OUTPUTS = {"log_probs": "old_log_probs", "entropy": "entropy"}
 
 
 class CountingEngine(TrainingEngine):
-    """log p = −(token + 1) / (10 · version). Every update makes a version; what it was given is written down."""
+    """log p = −(token + 1) / (10 · version). Every update makes a version; what it was given is written down. One that holds no
+    outputs computes as the others do and has nothing to say, as all but the last stage of a pipeline."""
 
-    def __init__(self, share: bool = True) -> None:
-        self.version, self.steps = 1, list[dict[str, Any]]()
+    def __init__(self, share: bool = True, holds_outputs: bool = True) -> None:
+        self.version, self.steps, self.holds_outputs = 1, list[dict[str, Any]](), holds_outputs
         self.state = {"weights": b"w", "optimizer": b"o"}
         self._how = MicroBatching(share_prompt=share)
 
     def forward(self, rows, outputs=("log_probs",), *, temperature):
+        if not self.holds_outputs:
+            return {}
         found = -(flat(rows, "response_ids") + 1).astype(np.float32) / 10 / self.version
         return {name: found if name == "log_probs" else -found for name in outputs}
 
     def step(self, rows, loss, outputs=("log_probs",), *, temperature):
         value = 0.0
-        if rows:
+        if rows and self.holds_outputs:
             found = torch.tensor(self.forward(rows, temperature=temperature)["log_probs"], requires_grad=True)
             value = float(loss(MicroBatch(rows, found, -found))[0].detach())
         ids = [(row.uid, row.index) for row in rows]
@@ -71,13 +74,31 @@ class CountingEngine(TrainingEngine):
         self.state["optimizer"] = directory.read_bytes()
 
 
+class CountingWorker(Worker):
+    """A rank whose engines only count."""
+
+    def __init__(self) -> None:
+        super().__init__(settings())
+
+    def restart(self, config: Any, rank: int, world: int, share: bool, holds_outputs: bool) -> None:
+        Worker.__init__(self, config, rank, world)
+        self.engines = {role: CountingEngine(share, holds_outputs) for role in ("actor", "ref")}
+        self.engines["ref"].state = {"weights": b"ref", "optimizer": b"none"}
+
+    def steps(self) -> list[dict[str, Any]]:
+        return self.engines["actor"].steps
+
+    def state(self) -> dict[str, bytes]:
+        return self.engines["actor"].state
+
+
 class FarCalls:
     """Calls as Ray makes them: everything is pickled on its way, and arrays arrive read-only."""
 
     shares_rows = False
 
-    def __init__(self, workers: Sequence[Worker]):
-        self.workers, self.sent = workers, list[tuple[str, Any]]()
+    def __init__(self, count: int):
+        self.workers, self.sent = [CountingWorker() for _ in range(count)], list[tuple[str, Any]]()
 
     def call(self, method, *args, each=None, doing=""):
         given = [args] * len(self.workers) if each is None else each
@@ -121,21 +142,24 @@ def settings(**keys: Any) -> SimpleNamespace:
 
 
 class Ranks:
-    """Workers with engines that only count, called one way or the other."""
+    """Workers with engines that only count, called one way or the other. The first half of the ranks of one row holds no outputs."""
 
     def __init__(self, dp_ranks: list[int] | None, config: SimpleNamespace, share: bool = True):
-        self.workers = [Worker(config, rank, len(dp_ranks or [0])) for rank in range(len(dp_ranks or [0]))]
-        for worker in self.workers:
-            worker.engines = {"actor": CountingEngine(share), "ref": CountingEngine(share)}
-        self.dp_ranks = dp_ranks or [0]
-        self.calls = DirectCalls(self.workers[0]) if dp_ranks is None else FarCalls(self.workers)
-        facts = [{"dp_rank": rank, "roles": ["actor", "ref"]} for rank in self.dp_ranks]
+        self.dp_ranks = ranks = dp_ranks or [0]
+        self.calls: Any = DirectCalls(CountingWorker()) if dp_ranks is None else FarCalls(len(ranks))
+        self.holds = [rank not in ranks[number + 1 :] for number, rank in enumerate(ranks)]
+        each = [(config, rank, len(ranks), share, holds) for rank, holds in enumerate(self.holds)]
+        self.calls.call("restart", each=each)
+        facts = [
+            {"dp_rank": rank, "roles": ["actor", "ref"], "holds_outputs": holds}
+            for rank, holds in zip(ranks, self.holds, strict=True)
+        ]
         group = WorkerGroup(self.calls, facts, plan=update_plan(config))
         self.policy, self.reference = Policy("actor", group, group.plan), Role("ref", group)
 
     def steps(self) -> list[dict[str, Any]]:
         """What each update did, over the ranks that hold different rows."""
-        engines = [self.workers[self.dp_ranks.index(d)].engines["actor"] for d in sorted({*self.dp_ranks})]
+        steps = [found for found, holds in zip(self.calls.call("steps"), self.holds, strict=True) if holds]
         return [
             {
                 "loss": sum(part["loss"] for part in parts),
@@ -143,7 +167,7 @@ class Ranks:
                     row for part in parts for row in zip(part["rows"], part["masks"], strict=True)
                 ),
             }
-            for parts in zip(*(engine.steps for engine in engines), strict=True)
+            for parts in zip(*steps, strict=True)
         ]
 
 
@@ -225,7 +249,8 @@ def test_every_update_leaves_the_log_probs_of_its_own_rows(dp_ranks) -> None:
 def test_a_batch_travels_once_and_then_only_what_is_new() -> None:
     batch = batch_of(LENGTHS)
     ranks, _ = run([0, 1], settings(ppo_epochs=2), batch, first=True)
-    assert [method for method, _ in ranks.calls.sent] == ["receive_rows", "forward", "update", "advance"]
+    sent = [method for method, _ in ranks.calls.sent if method != "restart"]
+    assert sent == ["receive_rows", "forward", "update", "advance"]
     news = dict(ranks.calls.sent)["update"][0][1]
     assert sorted(news) == ["advantages", "loss_mask"]
     ranks.policy.update(batch, step=2)
@@ -329,15 +354,13 @@ def test_shared_prompts_are_the_tokens_saved(share, unusable) -> None:
 @ways
 def test_a_checkpoint_is_of_the_role_that_was_named(dp_ranks, tmp_path) -> None:
     ranks = Ranks(dp_ranks, settings())
-    for worker in ranks.workers:
-        worker.engines["ref"].state = {"weights": b"ref", "optimizer": b"none"}
     for role in (ranks.policy, ranks.reference):
         for part in ("weights", "optimizer"):
             role.save(part, tmp_path / f"{role.name}-{part}")
     assert (tmp_path / "ref-weights").read_bytes() == b"ref"
     ranks.policy.load("weights", tmp_path / "ref-weights")
     ranks.policy.load("optimizer", tmp_path / "actor-optimizer")
-    assert all(w.engine("actor").state == {"weights": b"ref", "optimizer": b"o"} for w in ranks.workers)
+    assert all(state == {"weights": b"ref", "optimizer": b"o"} for state in ranks.calls.call("state"))
     with pytest.raises(RuntimeError, match="no engine for the role 'critic'"):
         Role("critic", ranks.policy.group).save("weights", tmp_path / "critic")
 
@@ -350,7 +373,7 @@ def test_a_transfer_that_fails_gathers_to_the_end(monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("verl.weight_sync.shared_memory.BucketSender.send", no_room)
-    worker = Ranks(None, settings()).workers[0]
+    worker = Ranks(None, settings()).calls.workers[0]
     with pytest.raises(OSError, match="No space"):
         worker.send_weights("channel", [processes.identity()], 1, False)
     assert [step["gathered"] for step in worker.engine().steps] == ["a", "b", "c"]

@@ -147,6 +147,7 @@ class RolloutWorker(Profiled):
 
     async def abort(self, request_ids: list[str] | None) -> None:
         """Stop requests (None: all); their responses come through `results`."""
+        await asyncio.sleep(0)  # what was submitted just before this call has begun
         self.engine.abort(request_ids)
 
     async def receive_weights(

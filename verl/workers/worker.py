@@ -157,9 +157,10 @@ class Worker(Profiled):
         return engine.step(rows, record_old_log_probs(objective), outputs, temperature=self._temperature)
 
     def log_probs_of(self, positions: Sequence[int]) -> np.ndarray:
-        """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]."""
+        """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]; [0] where this rank holds no outputs."""
         rows, engine = [self._rows[i] for i in positions], self.engine()
-        return engine.forward(rows, temperature=self._temperature)["log_probs"]
+        found = engine.forward(rows, temperature=self._temperature)
+        return found.get("log_probs", np.zeros(0, np.float32))
 
     def onload(self, role: str, optimizer: bool) -> None:
         """`TrainingEngine.onload` of a role."""

@@ -169,7 +169,7 @@ class ReplicaPool(RolloutEngine):
             self._sessions[session] = replica
             if len(self._sessions) > _SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
-        if request_id in replica.requests:
+        if any(request_id in each.requests for each in self.replicas):
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         loop = asyncio.get_running_loop()
         waiting = replica.requests[request_id] = _Waiting(request, loop.create_future())
@@ -247,13 +247,14 @@ class ReplicaPool(RolloutEngine):
         """See `RolloutEngine.abort`."""
         wanted = None if request_ids is None else set(request_ids)
         for replica in self.replicas:
-            ids = [name for name in replica.requests if wanted is None or name in wanted]
-            if ids and not replica.reviving:
-                replica.worker.handle.abort.remote(ids)
-            elif ids:
-                nothing = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
-                for name in ids:
-                    replica.requests[name].settle(GenerateResult(name, nothing))
+            ids = {name for name in replica.requests if wanted is None or name in wanted}
+            unsent = ids if replica.reviving else ids & {request.id for request in replica.queue}
+            replica.queue = [request for request in replica.queue if request.id not in unsent]
+            nothing = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
+            for name in unsent:
+                replica.requests[name].settle(GenerateResult(name, nothing))
+            if begun := ids - unsent:
+                replica.worker.handle.abort.remote(sorted(begun))
 
     # -- death ----------------------------------------------------------------------------------------------
 
