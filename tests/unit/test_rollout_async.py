@@ -24,6 +24,7 @@ from verl.rollout.manager import RolloutManager, RolloutSettings, response_seed
 from verl.rollout.requests import ResumableGeneration
 from verl.rollout.schedule import PromptSchedule, Versions
 from verl.tracking.timer import Phases
+from verl.trainer.colocation import Colocation
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.run import Parts
 from verl.trajectory import Batch, Prompt
@@ -114,6 +115,7 @@ class Run:
             rollouts,
             rewards,
             workers,
+            Colocation(self.config, engine),
             None,
             None,
             self.quiet,
@@ -131,7 +133,7 @@ class Run:
 
     # the actor and the weight sync, as far as the loop asks
 
-    name, phase, updates_per_step = "actor", "update_actor", 1
+    name, phase, updates_per_step, compute_dtype = "actor", "update_actor", 1, "torch.float32"
 
     def memory(self) -> dict[str, float]:
         return {}

@@ -25,7 +25,8 @@ class Colocation:
     do with trainer.max_staleness > 0, and devices of its own with rollout.nnodes > 0; rollout.free_cache_engine=False keeps its
     memory. A judge on the same devices lends its memory with it.
 
-    A role whose `fsdp_config` names `param_offload` or `optimizer_offload` is in host memory but for its own passes and updates.
+    A role whose `fsdp_config` names `param_offload` or `optimizer_offload` is in host memory but for its own passes and updates;
+    so is a classifier that scores on the policy's devices.
     """
 
     def __init__(self, config: Any, sampler: RolloutEngine, judge: ServedJudge | None = None):
@@ -39,6 +40,8 @@ class Colocation:
         groups |= dict.fromkeys(teacher_roles(config), arr.ref)
         fsdp = {name: group.fsdp_config for name, group in groups.items()}
         self._leave = {name for name, own in fsdp.items() if own.param_offload or own.optimizer_offload}
+        if "reward_model" not in own_pools(config):
+            self._leave.add("reward_model")
 
     def to_training(self) -> None:
         """Sampling is over: the trainer is about to compute."""

@@ -27,7 +27,6 @@ from verl.algorithms.driver import compute_advantages, rows_of_update
 from verl.algorithms.needs import passes, with_old_log_probs
 from verl.rollout.dynamic_sampling import open_schedule
 from verl.rollout.schedule import evict_stale
-from verl.trainer.colocation import Colocation
 from verl.trainer.step_record import StepRecord
 from verl.weight_sync.base import SyncResult
 
@@ -48,7 +47,7 @@ class PPOTrainer:
         assert parts.workers.weight_sync is not None
         self.weight_sync = parts.workers.weight_sync
         self.passes = passes(config, parts.workers.policy.updates_per_step)
-        self.colocation = Colocation(config, parts.workers.sampler, parts.rewards.judge)
+        self.colocation = parts.colocation
         self.record = StepRecord(config, parts, self.schedule)
 
     def fit(self) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
+    from verl.trainer.colocation import Colocation
     from verl.trainer.resume import Checkpoints
     from verl.trainer.validation import Validator
     from verl.workers.roles import WorkerSet
@@ -183,6 +184,7 @@ class Parts:
     rollouts: RolloutManager
     rewards: RewardRunner
     workers: WorkerSet
+    colocation: Colocation
     kl_controller: KLController | None
     validator: Validator | None
     checkpoints: Checkpoints
@@ -201,6 +203,7 @@ def build_parts(
     from verl.config.weights import user_scores
     from verl.data.stream import open_stream
     from verl.data.tokenizer import save_tokenizer
+    from verl.trainer.colocation import Colocation
     from verl.trainer.resume import Checkpoints
     from verl.workers.roles import Classifier
     from verl.workers.start import check_cluster, start_workers
@@ -219,9 +222,10 @@ def build_parts(
     if user_scores(config) or not config.actor_rollout_ref.rollout.agent.environment.name:
         check_reward(rewards, train, loop)
     workers = judged or start_workers(config, tokenizer, total_steps, hooks)
+    colocation = Colocation(config, workers.sampler, rewards.judge)
     classifier = workers.roles.get("reward_model")
     if rewards.model is not None and isinstance(classifier, Classifier):
-        rewards.model.scores = classifier.scores
+        rewards.model.scores = partial(classifier.scores, colocation.computing)
     settings = rollout_settings(config)
     rollouts = open_rollouts(config, settings, workers.sampler, tokenizer, rewards.score, tracking)
     validator = build_validator(config, validation, rollouts, rewards, tracking)
@@ -231,6 +235,7 @@ def build_parts(
         rollouts=rollouts,
         rewards=rewards,
         workers=workers,
+        colocation=colocation,
         kl_controller=get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None,
         validator=validator,
         checkpoints=Checkpoints(

@@ -177,7 +177,9 @@ def reward_engine(config: Any, platform: Platform) -> Any:
                 config, own.model.path, settings, platform, longest=own.rollout.max_model_len, **options
             )
         except NotPacked:
-            return PaddedClassifier(own.model.path, model_cfg=own.model, role_cfg=settings, device=platform)
+            whole = PaddedClassifier(own.model.path, model_cfg=own.model, role_cfg=settings, device=platform)
+            whole.offload()
+            return whole
     except UserError as error:
         raise UserError(f"reward_model.{error}") from error
 

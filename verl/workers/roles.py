@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,20 +59,20 @@ class Role:
 
 
 class Classifier(Role):
-    """A sequence classifier that scores; in host memory between its uses."""
+    """A sequence classifier that scores."""
 
-    async def scores(self, batch: Batch) -> None:
-        """Fill the column `scores`. Ranks elsewhere compute while the event loop goes on; a device of this process has one
-        caller at a time."""
+    async def scores(self, computing: Callable[[Role], AbstractContextManager[None]], batch: Batch) -> None:
+        """Fill the column `scores`, in `computing(self)`. Ranks elsewhere compute while the event loop goes on; a device of this
+        process has one caller at a time."""
+
+        def compute() -> None:
+            with computing(self):
+                self.forward(batch, "reward", {"scores": "scores"})
+
         if self.group.calls.shares_rows:
-            self._compute(batch)
+            compute()
         else:
-            await asyncio.to_thread(self._compute, batch)
-
-    def _compute(self, batch: Batch) -> None:
-        self.onload(optimizer=False)
-        self.forward(batch, "reward", {"scores": "scores"})
-        self.offload()
+            await asyncio.to_thread(compute)
 
 
 class Teacher(Role):
