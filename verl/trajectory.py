@@ -31,6 +31,7 @@ class Column:
     public    its name in the view that plug-ins get (`verl.DataProto`, arguments of estimators)
     trailing  further dimensions, by name, e.g. ("k",)
     context   the context's tokens have values too: `Segment.context_columns`
+    updates   the roles whose updates read it, whatever their loss declares besides
     """
 
     dtype: Any = np.float32
@@ -38,28 +39,30 @@ class Column:
     public: str = ""
     trailing: tuple[str, ...] = ()
     context: bool = False
+    updates: tuple[str, ...] = ()
 
 
+_ACTOR, _CRITIC, _BOTH = ("actor",), ("critic",), ("actor", "critic")
 COLUMNS: dict[str, Column] = {
     "response_ids": Column(np.int64, public="responses"),
     "response_mask": Column(bool, public="response_mask"),
     "rollout_log_probs": Column(public="rollout_log_probs"),
     "routed_experts": Column(np.int16, trailing=("layers", "k"), context=True),
-    "old_log_probs": Column(source="old_log_prob", public="old_log_probs"),
+    "old_log_probs": Column(source="old_log_prob", public="old_log_probs", updates=_ACTOR),
     "entropy": Column(source="old_log_prob", public="entropys"),
     "sum_pi_squared": Column(source="old_log_prob", public="sum_pi_squared"),
-    "ref_log_probs": Column(source="ref", public="ref_log_prob"),
+    "ref_log_probs": Column(source="ref", public="ref_log_prob", updates=_ACTOR),
     "teacher_log_probs": Column(source="teacher", public="teacher_log_probs"),
     "teacher_topk_ids": Column(np.int32, source="teacher", public="teacher_topk_ids", trailing=("k",)),
     "teacher_topk_log_probs": Column(source="teacher", public="teacher_topk_log_probs", trailing=("k",)),
-    "values": Column(source="values", public="values"),
+    "values": Column(source="values", public="values", updates=_CRITIC),
     "scores": Column(source="reward"),
     "token_rewards": Column(source="adv", public="token_level_rewards"),
-    "advantages": Column(source="adv", public="advantages"),
-    "returns": Column(source="adv", public="returns"),
-    "loss_mask": Column(bool, source="adv", public="loss_mask"),
-    "is_weights": Column(source="adv", public="rollout_is_weights"),
-    "mini_batch_values": Column(source="update", public="mini_batch_values"),
+    "advantages": Column(source="adv", public="advantages", updates=_ACTOR),
+    "returns": Column(source="adv", public="returns", updates=_CRITIC),
+    "loss_mask": Column(bool, source="adv", public="loss_mask", updates=_BOTH),
+    "is_weights": Column(source="adv", public="rollout_is_weights", updates=_ACTOR),
+    "mini_batch_values": Column(source="update", public="mini_batch_values", updates=_ACTOR),
 }
 """Every token-level column. response_mask is True where the policy wrote the token; rollout_log_probs are those of the
 distribution sampled from, 0 where the mask is False; routed_experts are the experts that a token went to in each layer that has

@@ -130,7 +130,7 @@ def opened(path: str) -> list[dict[str, Any]]:
 
 def profiled(tmp_path: Path, work: Any, tool: str = "torch", **changes: Any) -> list[str]:
     settings = config(tool, save_path=str(tmp_path), **changes)
-    profiler = open_profiler(settings, roles=("actor",), rank=0, device="cpu")
+    profiler = open_profiler(settings, roles=("actor",), rank=0, platform=platform_of("cpu"))
     assert profiler is not None
     profiler.start(2)
     work(profiler)
@@ -167,8 +167,8 @@ def test_memory_on_a_processor_names_what_was_allocated(tmp_path: Path) -> None:
 
 def test_what_cannot_work_here_says_what_to_do_or_does_nothing() -> None:
     with pytest.raises(UserError, match="records CUDA devices; this process works on cpu"):
-        open_profiler(config("nsys"), roles=("actor",), rank=0, device="cpu")
-    assert open_profiler(config("npu"), roles=("actor",), rank=0, device="cpu") is None
+        open_profiler(config("nsys"), roles=("actor",), rank=0, platform=platform_of("cpu"))
+    assert open_profiler(config("npu"), roles=("actor",), rank=0, platform=platform_of("cpu")) is None
 
 
 def test_nsys_must_have_started_the_process() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.platform.base import VISIBLE_DEVICES
 from verl.versions import torch_build
 
 _DXG = Path("/dev/dxg")
@@ -38,8 +39,8 @@ def find() -> Devices:
     """Look at /dev and /proc, and at which devices the environment leaves visible."""
     found = len(_nodes("nvidia")) or len(_proc_gpus()) or len(_amd_gpus())
     # Windows lends its GPUs to Linux through one node, which does not say how many they are.
-    cuda = _visible("CUDA_VISIBLE_DEVICES", found or int(_DXG.exists()))
-    npu = _visible("ASCEND_RT_VISIBLE_DEVICES", len(_nodes("davinci")))
+    cuda = _visible("cuda", found or int(_DXG.exists()))
+    npu = _visible("npu", len(_nodes("davinci")))
     return Devices(cuda, npu, torch_build() != "cpu")
 
 
@@ -62,8 +63,8 @@ def _amd_gpus() -> list[Path]:
     return found
 
 
-def _visible(variable: str, found: int) -> int:
-    listed = os.environ.get(variable)
+def _visible(kind: str, found: int) -> int:
+    listed = os.environ.get(VISIBLE_DEVICES[kind])
     names = [] if listed is None else [n for n in listed.split(",") if n.strip() not in ("", "-1")]
     return found if listed is None else min(found, len(names))
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Each is a module of this package with its PLATFORM; in the order in which "auto" looks for them.
 KINDS = ("cuda", "npu", "cpu")
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""The variable with the devices of a kind that a process may see. Read without torch, too."""
 
 # Dense matrix-product rates in bfloat16 and float16 from data sheets, in TFLOP/s. The first pattern found in the
 # device's name counts.
@@ -68,13 +70,21 @@ class Platform(ABC):
     preferred_activations: int = 1 << 29
     #: torch's backend for collectives between devices of this kind.
     collectives: str = "gloo"
-    #: Ray's resource for one device, and the variable with the devices that a process may see; "" where there is none.
+    #: Ray's resource for one device; "" where there is none.
     ray_resource: str = ""
-    visible_devices: str = ""
+    #: What torch.profiler calls work of the device: a name of torch.profiler.ProfilerActivity.
+    profiler_activity: str = "CPU"
+    #: The vendor has a profiler of its own (`own_tracer`).
+    has_own_tracer: bool = False
     #: torch has deterministic running sums of floats.
     deterministic_cumsum: bool = True
     #: The allocator keeps a history for `record_memory`.
     has_memory_history: bool = False
+
+    @property
+    def visible_devices(self) -> str:
+        """The variable with the devices that a process may see; "" where there is none."""
+        return VISIBLE_DEVICES.get(self.name, "")
 
     @abstractmethod
     def count(self) -> int:
@@ -157,8 +167,18 @@ class Platform(ABC):
         return compute
 
     def has_packed_products(self, dtype: torch.dtype) -> bool:
-        """Whether products by prepacked weights of this data type exist (torch.ops.mkldnn)."""
+        """Whether products by prepacked weights of this data type exist (`pack_weight`, `packed_product`)."""
         return False
+
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """A matrix [out, in] as `packed_product` takes it. ValueError where `has_packed_products` says no."""
+        raise ValueError(f"there are no packed products on {self.name}")
+
+    def packed_product(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [..., in] by a packed weight: [..., out]."""
+        raise ValueError(f"there are no packed products on {self.name}")
 
     def has_grouped_attention(self, dtype: torch.dtype, causal: bool) -> bool:
         """Whether torch attends with several query heads per key head without writing out keys or scores."""

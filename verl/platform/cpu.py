@@ -49,6 +49,14 @@ class CpuPlatform(Platform):
     def has_packed_products(self, dtype: torch.dtype) -> bool:
         return has_packed_products(dtype)
 
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return pack_weight(weight.contiguous())
+
+    def packed_product(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return packed_product(x, packed, bias)
+
     def bfloat16_products(self) -> str:
         """How bfloat16 products are computed on this processor, for people."""
         if self.supports(torch.bfloat16):
@@ -77,6 +85,21 @@ class CpuPlatform(Platform):
 
 PLATFORM = CpuPlatform()
 
+# Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
+_ROWS_HINT = 256
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A contiguous matrix in oneDNN's layout. RuntimeError for a data type that it has no packed product of here."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+    return packed
+
+
+def packed_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., in] by what `pack_weight` made."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return out
+
 
 @cache
 def has_packed_products(dtype: torch.dtype) -> bool:
@@ -86,8 +109,7 @@ def has_packed_products(dtype: torch.dtype) -> bool:
     environment variable ONEDNN_MAX_CPU_ISA=AVX2 makes it behave as on a processor with AVX2 alone.
     """
     try:
-        weight = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), 16)
-        torch.ops.mkldnn._linear_pointwise(torch.zeros(1, 16, dtype=dtype), weight, None, "none", [], "")
+        packed_product(torch.zeros(1, 16, dtype=dtype), pack_weight(torch.zeros(16, 16, dtype=dtype)))
     except (AttributeError, RuntimeError):
         return False
     return True

@@ -29,7 +29,7 @@ class CudaPlatform(Accelerator):
     name = "cuda"
     collectives = "nccl"
     ray_resource = "GPU"
-    visible_devices = "CUDA_VISIBLE_DEVICES"
+    profiler_activity = "CUDA"
     deterministic_cumsum = False
 
     @property

@@ -20,7 +20,8 @@ class NpuPlatform(Accelerator):
     name = "npu"
     collectives = "hccl"
     ray_resource = "NPU"
-    visible_devices = "ASCEND_RT_VISIBLE_DEVICES"
+    profiler_activity = "PrivateUse1"
+    has_own_tracer = True
 
     @property
     def module(self) -> Any:

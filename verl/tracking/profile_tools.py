@@ -10,19 +10,18 @@ from typing import Any
 import torch
 
 from verl.errors import UserError
-from verl.platform import Platform, platform_of
+from verl.platform import Platform
 
 
-def build(tool: str, device: str, options: dict[str, Any]) -> Any:
+def build(tool: str, platform: Platform, options: dict[str, Any]) -> Any:
     """The tool of that name for a device. UserError for one that cannot work here."""
-    platform = platform_of(device)
     if tool == "torch":
-        return TorchTrace(device, options)
+        return TorchTrace(platform, options)
     if tool == "torch_memory":
         if platform.has_memory_history:
             return DeviceMemory(platform, options)
         # A processor's allocator has no history.
-        return TorchTrace(device, {"contents": ["cpu", "memory", "shapes"]})
+        return TorchTrace(platform, {"contents": ["cpu", "memory", "shapes"]})
     if tool == "nsys":
         platform.require_nsys()
         return Captured(platform)
@@ -38,10 +37,10 @@ class TorchTrace:
     only the thread that begins the profile is recorded, without it all threads are.
     """
 
-    def __init__(self, device: str, options: dict[str, Any]):
-        contents = options.get("contents") or ["cpu", device]
-        names = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1"}
-        chosen = {names[name] for name in contents if name in ("cpu", device)} or {"CPU"}
+    def __init__(self, platform: Platform, options: dict[str, Any]):
+        names = {"cpu": "CPU", platform.name: platform.profiler_activity}
+        contents = options.get("contents") or list(names)
+        chosen = {names[name] for name in contents if name in names} or {"CPU"}
         self._activities = [getattr(torch.profiler.ProfilerActivity, name) for name in sorted(chosen)]
         flags = {"profile_memory": "memory", "record_shapes": "shapes", "with_stack": "stack"}
         self._flags: dict[str, Any] = {flag: name in contents for flag, name in flags.items()}

@@ -1,6 +1,6 @@
 """The profiler of one process: which steps, with which tool, framed by the loop; writes files, keeps nothing.
 
-    profiler = open_profiler(config, roles=("actor", "ref"), rank=0, device="cuda")    # None: nothing to profile
+    profiler = open_profiler(config, roles=("actor", "ref"), rank=0, platform=platform)    # None: nothing to profile
     with profiled(profiler, step, phases, tracking): …                                # every step; most do nothing
 
 `global_profiler.*` says which steps, each role's `profiler.*` which ranks. On a cluster each worker has one, and the
@@ -13,10 +13,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.config.rules.profiling import ROLES
 from verl.config.schema.base import setting
+
+if TYPE_CHECKING:
+    from verl.platform import Platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +137,17 @@ class StepProfiler:
         return self._tool.span(name) if self._first is not None else nullcontext()
 
 
-def open_profiler(config: Any, *, roles: Sequence[str], rank: int, device: str) -> StepProfiler | None:
+def open_profiler(config: Any, *, roles: Sequence[str], rank: int, platform: Platform) -> StepProfiler | None:
     """The profiler of a process that plays `roles` as rank `rank`; None if the configuration wants none of it.
 
-    device: torch's device type. UserError for a tool that cannot work here, saying what to do.
+    platform: of the device that it computes on. UserError for a tool that cannot work here, saying what to do.
     """
     plan = plan_for(config, roles, rank)
-    if plan is None or (plan.tool == "npu" != device):
+    if plan is None or (plan.tool == "npu" and not platform.has_own_tracer):
         return None
     from verl.tracking.profile_tools import build
 
-    return StepProfiler(plan, build(plan.tool, device, plan.options))
+    return StepProfiler(plan, build(plan.tool, platform, plan.options))
 
 
 def announce(config: Any, total_steps: int, notice: Callable[[str], None]) -> None:

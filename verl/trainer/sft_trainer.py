@@ -68,9 +68,7 @@ class SFTTrainer:
         self.total_tokens = 0
         self._saw_images = False
         self.counters = Counters()
-        self.profiler = open_profiler(
-            config, roles=("sft",), rank=self.ranks.rank, device=engine.platform.name
-        )
+        self.profiler = open_profiler(config, roles=("sft",), rank=self.ranks.rank, platform=engine.platform)
         self.storage = Storage(config, "checkpoint", tracking)
 
     def fit(self) -> None:

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verl.trajectory import Batch, Media, Segment, segments_of
+from verl.trajectory import COLUMNS, Batch, Media, Segment, segments_of
 from verl.workers import codec
 from verl.workers.plan import UpdatePlan, partition
 from verl.workers.worker import Worker
 
-_FIRST = ("old_log_probs", "ref_log_probs", "routed_experts")
+_FIRST = tuple(name for name, column in COLUMNS.items() if column.context)
+"""Columns that travel with the rows: a forward pass reads them."""
 Each = Sequence[Sequence[Any]] | None
 """The arguments of each worker, in their order; None where all get the same."""
 

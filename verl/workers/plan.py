@@ -20,9 +20,16 @@ from verl.algorithms.registry import LOSSES, MiniBatchTokens
 from verl.config.schema.base import setting
 from verl.engine.training.base import StepResult
 from verl.tracking.names import merge_metrics
-from verl.trajectory import Batch, Segment, Trajectory, fill_flat, segments_of, split_groups
+from verl.trajectory import COLUMNS, Batch, Segment, Trajectory, fill_flat, segments_of, split_groups
 
-_COLUMNS = ("loss_mask", "advantages", "is_weights", "mini_batch_values", "old_log_probs", "ref_log_probs")
+CORRECTED = frozenset({"loss_mask", "is_weights", "mini_batch_values"})
+"""Columns that `UpdatePlan.corrected` writes."""
+
+
+def _read_by(role: str, needed: Iterable[str] = ()) -> tuple[str, ...]:
+    """The columns that a role's updates read, those that its loss declared (`needed`) among them."""
+    declared = {*needed} - {"response_mask"}
+    return tuple(name for name, column in COLUMNS.items() if role in column.updates or name in declared)
 
 
 @dataclass(slots=True)
@@ -93,8 +100,8 @@ class UpdatePlan:
         sampler = {"rollout_log_probs"} if self.correction.bypass else set()
         reinforce = self.correction.bypass and self.correction.reinforce
         self._whole = None if reinforce else LOSSES.declared(loss_mode).whole
-        needed = (LOSSES.needs(loss_mode) | sampler | of_distillation) - {*_COLUMNS, "response_mask"}
-        self.columns = ("loss_mask", "returns", "values") if of_critic else (*_COLUMNS, *sorted(needed))
+        needed = LOSSES.needs(loss_mode) | sampler | of_distillation
+        self.columns = _read_by("critic") if of_critic else _read_by("actor", needed)
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
 
     @property

@@ -22,7 +22,7 @@ from verl.tracking.profiler import Profiler
 from verl.trajectory import Batch, Prompt, Segment, segments_of
 from verl.weight_sync.sender import WeightSync
 from verl.workers.group import Placed, WorkerGroup
-from verl.workers.plan import MiniBatch, UpdatePlan, UpdateResult, partition, summarise
+from verl.workers.plan import CORRECTED, MiniBatch, UpdatePlan, UpdateResult, partition, summarise
 
 Outcome = tuple[MiniBatch, StepResult | None]
 
@@ -173,7 +173,7 @@ class Policy(TrainedRole):
         if not mini.usable:
             return mini, None
         mini = self.plan.corrected(mini, lambda rows: self._log_probs(rows, placed), step, number)
-        placed.known -= {"loss_mask", "is_weights", "mini_batch_values"}
+        placed.known -= CORRECTED
         return self._execute([mini], placed)[0]
 
     def _log_probs(self, rows: list[Segment], placed: Placed) -> np.ndarray:

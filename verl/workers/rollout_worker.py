@@ -65,7 +65,7 @@ class RolloutWorker(Profiled):
         platform = detect(self.config.trainer.device)
         self.engine = build.own_sampler(self.config, tokenizer, platform)
         self._decode = partial(text_of, tokenizer)
-        self.profiler = open_profiler(self.config, roles=("rollout",), rank=self.number, device=platform.name)
+        self.profiler = open_profiler(self.config, roles=("rollout",), rank=self.number, platform=platform)
         dtype = self.engine.weights_dtype
         return {
             "pid": os.getpid(),

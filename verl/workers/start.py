@@ -87,5 +87,5 @@ def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
         sampler = build.own_sampler(config, tokenizer, worker.platform)
         sync = StreamedSync(engine, sampler, adapter=build.moving_adapter(config) is not None)
     roles = roles_of(group, config)
-    profiler = open_profiler(config, roles=(*roles, "rollout"), rank=0, device=worker.platform.name)
+    profiler = open_profiler(config, roles=(*roles, "rollout"), rank=0, platform=worker.platform)
     return WorkerSet(roles, sampler, sync, facts["device"], profiler=profiler)

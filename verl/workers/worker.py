@@ -19,7 +19,14 @@ import torch
 
 from verl.algorithms.objective import ActorObjective, LossDenominators
 from verl.config.schema.base import setting
-from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, MicroLoss, StepResult, TrainingEngine
+from verl.engine.training.base import (
+    LOG_PROBS_AND_ENTROPY,
+    ROUTES,
+    MicroBatch,
+    MicroLoss,
+    StepResult,
+    TrainingEngine,
+)
 from verl.engine.training.settings import compute_dtype
 from verl.platform import Platform, detect, stacks
 from verl.platform.network import reserve
@@ -32,6 +39,8 @@ from verl.weight_sync.shared_memory import BucketSender, Channel, offer
 from verl.workers import build, codec
 
 _OPEN_FILES = 65536
+RECORDED = {"log_probs": "old_log_probs", "entropy": "entropy"}
+"""Outputs of a step's first pass over a row, and the columns that they become where the row has none."""
 
 
 class Worker(Profiled):
@@ -113,8 +122,8 @@ class Worker(Profiled):
         columns = {outputs[name]: values for name, values in found.items()}
         for name, values in columns.items():
             fill_flat(rows, name, values)
-        if "routed_experts" in outputs and self._remote:
-            columns |= codec.collect(rows, ["routed_experts"])
+        if ROUTES in outputs and self._remote:  # the engine puts them on the rows, the context's too
+            columns |= codec.collect(rows, [ROUTES])
         return columns
 
     def update(
@@ -129,8 +138,8 @@ class Worker(Profiled):
         engine = self.engine(role)
         if columns:
             codec.fill(self._rows, columns)
-        columns_of_update = ("old_log_probs", "entropy") if role == "actor" else ()
-        fresh = [n for n in columns_of_update if any(getattr(row, n) is None for row in self._rows)]
+        recorded = RECORDED.values() if role == "actor" else ()
+        fresh = [name for name in recorded if any(getattr(row, name) is None for row in self._rows)]
         with self.span(f"update_{role}"):
             results = [self._update(role, engine, mini) for mini in minis]
         return {
@@ -285,7 +294,8 @@ def record_old_log_probs(objective: ActorObjective) -> MicroLoss:
     def recording(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
         result = objective(micro)
         sizes = [row.length for row in micro.rows]
-        for column, flat in (("old_log_probs", micro.log_probs), ("entropy", micro.entropy)):
+        for output, column in RECORDED.items():
+            flat = getattr(micro, output)
             if flat is None:
                 continue
             parts = np.split(flat.detach().float().cpu().numpy(), np.cumsum(sizes)[:-1])

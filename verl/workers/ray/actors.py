@@ -23,13 +23,13 @@ class RayWorker(Worker):
         """See `Worker.build`; opens this process's profiler."""
         facts = super().build(total_steps, shared, pool)
         roles = tuple(self.engines)
-        self.profiler = open_profiler(self.config, roles=roles, rank=self.rank, device=self.platform.name)
+        self.profiler = open_profiler(self.config, roles=roles, rank=self.rank, platform=self.platform)
         return facts
 
     def device_ids(self) -> list[str]:
         """Ids of its devices on the node, as the driver of the device counts them; empty on a processor."""
         given: dict[str, Any] = ray.get_runtime_context().get_accelerator_ids()
-        return [str(i) for kind in ("GPU", "NPU") for i in given.get(kind, [])]
+        return [str(i) for i in given.get(self.platform.ray_resource, [])]
 
     @ray.method(concurrency_group="watch")
     def stay(self) -> None:

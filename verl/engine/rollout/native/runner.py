@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
     from verl.platform.cuda import GraphRecorder
 
-# Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
-_ROWS_HINT = 256
-
 
 def _linears(model: nn.Module) -> list[Any]:
     """Linear layers, adapted ones as a whole; not what is inside of those, nor adapters of other kinds of layers."""
@@ -65,9 +62,10 @@ class FastLinears:
         self._model = model
         self._modules = _linears(model)
         self._adapted = {module for module in self._modules if is_adapted(module)}
-        platform = platform_of(next(model.parameters()).device)
+        self._platform = platform_of(next(model.parameters()).device)
         # The data type in which packed products multiply; None where there are none.
-        self._inner = next((d for d in (dtype, torch.float32) if platform.has_packed_products(d)), None)
+        kinds = (kind for kind in (dtype, torch.float32) if self._platform.has_packed_products(kind))
+        self._inner = next(kinds, None)
         self._copies: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
         self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         self._stale = True
@@ -97,14 +95,11 @@ class FastLinears:
 
     def _packed(self, module: Any) -> Callable[[Tensor], Tensor]:
         dtype, inner = self._dtype, self._inner
-        weight = torch.ops.mkldnn._reorder_linear_weight(
-            self._weight(module).to(dtype).to(inner).contiguous(), _ROWS_HINT
-        )
+        weight = self._platform.pack_weight(self._weight(module).to(dtype).to(inner))
         bias = None if module.bias is None else module.bias.detach().to(dtype).to(inner)
         self._copies[module] = (weight, bias)
-        product = torch.ops.mkldnn._linear_pointwise.default
-
-        return lambda x: product(x.to(dtype).to(inner), weight, bias, "none", [], "").to(dtype)
+        product = self._platform.packed_product
+        return lambda x: product(x.to(dtype).to(inner), weight, bias).to(dtype)
 
     def _copied(self, module: Any) -> Callable[[Tensor], Tensor]:
         if module not in self._copies:
@@ -137,11 +132,12 @@ class FastLinears:
         weight, bias = self._copies[module]
         expected, width = self._weight(module), weight.shape[1]
         columns = torch.arange(0, width, -(-width // 2) if sampled else 1, device=weight.device)
-        if sampled and weight.is_mkldnn:  # packed: rows with a single one give its columns, exactly
+        packed = self._inner is not None
+        if sampled and packed:  # rows with a single one give its columns, exactly
             rows = F.one_hot(columns, width).to(weight.dtype)
-            plain = torch.ops.mkldnn._linear_pointwise.default(rows, weight, None, "none", [], "").T
+            plain = self._platform.packed_product(rows, weight).T
         else:
-            plain = (weight.to_dense() if weight.is_mkldnn else weight)[:, columns]
+            plain = (weight.to_dense() if packed else weight)[:, columns]
         same = torch.equal(plain, expected[:, columns].to(self._dtype).to(plain.dtype))
         return same and (bias is None or torch.equal(bias, module.bias.to(self._dtype).to(bias.dtype)))
 
