@@ -146,7 +146,7 @@ def _tensors(rows: Batch) -> dict[str, torch.Tensor]:
 
 
 def _scores_on_last(rows: Batch, width: int) -> np.ndarray:
-    """The score of each answer on its last policy token, float32 [N, width]."""
+    """The score of each response on its last policy token, float32 [N, width]."""
     scores = np.zeros((len(rows), width), np.float32)
     for row, t in zip(scores, rows, strict=True):
         row[np.flatnonzero(t.response_mask)[-1:]] = t.score

@@ -461,7 +461,7 @@ class Batch:
         return out
 
     def fill(self, column: str, padded: np.ndarray) -> None:
-        """Take a rectangle [N, ≥ max L] apart into the ragged column."""
+        """Take a padded array [N, ≥ max L] apart into the ragged column."""
         dtype = COLUMNS[column].dtype
         for row, t in zip(padded, self.trajectories, strict=True):
             t.put(column, np.ascontiguousarray(row[: t.length], dtype=dtype))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Dr. GRPO (arXiv 2503.20783): the GRPO command with three keys changed. No division by the group's standard
-# deviation, no division by an answer's own length, no KL term.
+# deviation, no division by a response's own length, no KL term.
 set -euo pipefail
 
 bash "$(dirname "$0")/run_qwen3_gsm8k.sh" \

@@ -12,9 +12,9 @@ from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_pol
 
 @register_adv_est("median_baseline")
 def median_baseline(token_level_rewards, response_mask, index, config=None):
-    """Score minus the median score of the group: one lucky answer does not make all others bad.
+    """Score minus the median score of the group: one lucky response does not make all others bad.
 
-    token_level_rewards, response_mask [N, L]; index [N]: equal for the answers to one prompt.
+    token_level_rewards, response_mask [N, L]; index [N]: equal for the responses to one prompt.
     """
     scores = token_level_rewards.sum(-1)
     advantage = torch.empty_like(scores)

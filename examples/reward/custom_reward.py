@@ -3,8 +3,8 @@
     verl reward check --data ~/data/gsm8k/train.parquet --reward examples/reward/custom_reward.py
     python3 -m verl.trainer.main_ppo … custom_reward_function.path=examples/reward/custom_reward.py
 
-Called once per answer, in a process of its own. Return a number, or a dict with `score`; every other number in the
-dict becomes a column of the report. Raise when an answer cannot be scored: the answer is then left out and counted.
+Called once per response, in a process of its own. Return a number, or a dict with `score`; every other number in the
+dict becomes a column of the report. Raise when a response cannot be scored: the response is then left out and counted.
 """
 
 import re
@@ -13,7 +13,7 @@ FINAL = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, format_score=0.1):
-    """`format_score` for an answer that gives exactly one number after `####`, 1 in all if it is the right one.
+    """`format_score` for a response that gives exactly one number after `####`, 1 in all if it is the right one.
 
     `format_score` can be set with custom_reward_function.reward_kwargs.format_score=0.2.
     """

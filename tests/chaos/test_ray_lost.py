@@ -59,12 +59,15 @@ def remove(cluster: Any, node_id: str) -> None:
 def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
     from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle
     from verl.workers.ray.cluster import Cluster
-    from verl.workers.ray.placement import Pool
+    from verl.workers.ray.placement import DevicePool
 
     ray.init(address=cluster.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
     try:
         joined = Cluster(load(["actor_rollout_ref.model.path=none"]), "cpu")
-        pool, other = Pool(joined, "sampling", 2, 1, 4, print), Pool(joined, "training", 1, 1, 4, print)
+        pool, other = (
+            DevicePool(joined, "sampling", 2, 1, 4, print),
+            DevicePool(joined, "training", 1, 1, 4, print),
+        )
         old = pool.node_of(0)
 
         def start(_: str) -> int:

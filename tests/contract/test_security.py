@@ -247,7 +247,7 @@ def test_the_rules_find_what_they_are_for() -> None:
         "os.open(p, os.O_CREAT, 0o600)",
         "f(trust_remote_code=model.trust_remote_code)",
         "def f(trust_remote_code=False): ...",
-        "dcp.load(a, storage_reader=Reader(b))",
+        "dcp.load(a, storage_reader=StateReader(b))",
         "json.load(f)",
         "np.load(f)",
         "subprocess.run([a, b])",

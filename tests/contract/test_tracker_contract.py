@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.fork_server import until
-from verl.tracking.trackers import TRACKERS, Session, Unavailable, open_tracker
+from verl.tracking.trackers import TRACKERS, TrackerSession, Unavailable, open_tracker
 
 Curve = dict[int, float]
 
@@ -81,8 +81,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def session(place: Path, resume_step: int | None = None) -> Session:
-    return Session("proj", "exp", place / "run", {"a": {"b": 1}}, resume_step=resume_step)
+def session(place: Path, resume_step: int | None = None) -> TrackerSession:
+    return TrackerSession("proj", "exp", place / "run", {"a": {"b": 1}}, resume_step=resume_step)
 
 
 @pytest.mark.parametrize("name", TRACKERS)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.engine.training.base import MicroBatch, StepResult, TrainingEngine
+from verl.engine.training.base import MicroBatch, TrainingEngine, TrainStepResult
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.platform import processes
 from verl.trajectory import Batch, Prompt, Segment, Trajectory, flat
@@ -48,7 +48,7 @@ class CountingEngine(TrainingEngine):
         self.steps.append({"loss": value, "rows": ids, "masks": [row.loss_mask.tolist() for row in rows]})
         self.version += 1
         size = sum(pack(chunk, self._how).size for chunk in split_rows(rows, self._how))
-        return StepResult({}, 1.0, tokens=size)
+        return TrainStepResult({}, 1.0, tokens=size)
 
     def schedule(self, total_steps):
         pass

@@ -42,9 +42,9 @@ def joined(kind: str) -> Any:
 
 
 def test_a_pool_of_four_nodes_gives_every_rank_its_own_device() -> None:
-    from verl.workers.ray.placement import Pool
+    from verl.workers.ray.placement import DevicePool
 
-    pool = Pool(joined("npu"), "training", 4, 2, float("inf"), print)
+    pool = DevicePool(joined("npu"), "training", 4, 2, float("inf"), print)
     actor = ray.remote(ray_stubs.Where)
     owners = [actor.options(**pool.owner_options(rank // 2, 1)).remote() for rank in range(8)]
     seen = ray.get([owner.look.remote() for owner in owners])
@@ -53,36 +53,36 @@ def test_a_pool_of_four_nodes_gives_every_rank_its_own_device() -> None:
     guest = actor.options(**pool.guest_options(1, ["0", "1"])).remote()
     assert ray.get(guest.look.remote()) == (pool.node_of(1), "0,1"), "a sampler shares what the ranks own"
     with pytest.raises(UserError, match="another job holds them"):
-        Pool(joined("npu"), "sampling", 1, 1, 2, print)
+        DevicePool(joined("npu"), "sampling", 1, 1, 2, print)
     for one in (*owners, guest):
         ray.kill(one)
     pool.release()
 
 
 def test_a_pool_that_the_cluster_does_not_have_says_what_it_has() -> None:
-    from verl.workers.ray.placement import Pool
+    from verl.workers.ray.placement import DevicePool
 
     said: list[str] = []
     with pytest.raises(
         UserError, match=r"training asks for 5 nodes of 2 npu devices; the cluster has: .*2 devices"
     ):
-        Pool(joined("npu"), "training", 5, 2, 1.5, said.append)
+        DevicePool(joined("npu"), "training", 5, 2, 1.5, said.append)
     assert "waiting for nodes: 4 of 5" in said[0]
     with pytest.raises(UserError, match="1 node of 3 npu"):
-        Pool(joined("npu"), "training", 1, 3, 0, print)
+        DevicePool(joined("npu"), "training", 1, 3, 0, print)
     with pytest.raises(
         UserError, match=r"1 node of 64 cpu devices, a rank needs a core; the cluster has: .*1 dev"
     ):
-        Pool(joined("cpu"), "training", 1, 64, 0, print)
+        DevicePool(joined("cpu"), "training", 1, 64, 0, print)
 
 
 def test_pools_share_a_node_as_far_as_it_has_devices() -> None:
-    from verl.workers.ray.placement import Pool
+    from verl.workers.ray.placement import DevicePool
 
-    first, second = (Pool(joined("npu"), name, 4, 1, 60, print) for name in ("training", "sampling"))
+    first, second = (DevicePool(joined("npu"), name, 4, 1, 60, print) for name in ("training", "sampling"))
     assert [pool.devices for pool in (first, second)] == [4, 4]
     with pytest.raises(UserError, match="another job holds them, or two pools ask for the same ones"):
-        Pool(joined("npu"), "more", 1, 1, 2, print)
+        DevicePool(joined("npu"), "more", 1, 1, 2, print)
     first.release()
     second.release()
 

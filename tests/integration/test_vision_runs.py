@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 from tests.chaos.killing import Kill, run_and_kill
 from tests.runs import TinyRun, environment, records, weights
 from tests.tiny import tiny_vision_model, unseeing
-from verl.trainer.seeing import images_dropped
+from verl.trainer.image_checks import images_dropped
 from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
 
 COLOURS = ("red", "green", "blue")

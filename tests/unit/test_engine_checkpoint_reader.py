@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from verl.engine.training.optimizer_state import Reader, load_state, save_state
+from verl.engine.training.optimizer_state import StateReader, load_state, save_state
 from verl.errors import UserError
 
 
@@ -43,7 +43,7 @@ def test_the_list_is_the_one_that_torch_reads(tmp_path: Path) -> None:
         "e": torch.zeros(0),
     }
     dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
-    mine, theirs = Reader(tmp_path).read_metadata(), dcp.FileSystemReader(tmp_path).read_metadata()
+    mine, theirs = StateReader(tmp_path).read_metadata(), dcp.FileSystemReader(tmp_path).read_metadata()
     assert mine.state_dict_metadata == theirs.state_dict_metadata
     assert {k: v.relative_path for k, v in mine.storage_data.items()} == {
         k: v.relative_path for k, v in theirs.storage_data.items()

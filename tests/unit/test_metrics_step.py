@@ -285,7 +285,7 @@ def test_trajectories_of_loops() -> None:
             "tool_counts": {"calls": 2, "invalid": 1, "errors": 0},
         }
         t.timing["tool_calls"] = float(number)
-    found = of_step.dialogue_metrics(of_step.Played.of([*rows, response("u1", 4, 3, rng)]))
+    found = of_step.dialogue_metrics(of_step.AgentRecord.of([*rows, response("u1", 4, 3, rng)]))
     shares = {name.rpartition("/")[2]: value for name, value in found.items() if "agent/status/" in name}
     assert {name: share for name, share in shares.items() if share} == {
         "completed": 0.5,

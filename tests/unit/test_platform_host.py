@@ -18,7 +18,7 @@ from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import EngineSettings, cache_bytes
 from verl.platform import host
 from verl.platform.cpu import CpuPlatform
-from verl.reward.pool import FunctionSpec, Pool
+from verl.reward.pool import FunctionSpec, ScoringPool
 
 EIGHT = set(range(8))
 
@@ -52,7 +52,7 @@ def test_a_quota_is_heeded_where_it_is_less_than_the_cores(
 ) -> None:
     quota(text)
     assert host.cores() == (8, allowed) and host.usable() == usable and host.thread_limit() == limit
-    assert Pool(FunctionSpec(), workers=4)._cpus == usable
+    assert ScoringPool(FunctionSpec(), workers=4)._cpus == usable
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert host.thread_limit() is None and host.usable() == usable, "who says a number gets it"
 

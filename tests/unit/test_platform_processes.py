@@ -14,7 +14,7 @@ import pytest
 
 from verl import interrupt
 from verl.platform import processes
-from verl.tracking.console import Spared, spare
+from verl.tracking.console import LossyStream, spare
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def full():
 def test_what_cannot_be_printed_is_dropped(full) -> None:
     with pytest.raises(OSError, match="No space left"):
         print("x", file=full, flush=True)
-    stream = Spared(full)
+    stream = LossyStream(full)
     for _ in range(100):
         print("x" * 1000, file=stream, flush=True)  # type: ignore[arg-type]
     assert stream.fileno() == full.fileno() and not stream.isatty()
@@ -83,7 +83,7 @@ def test_both_streams_are_spared_once(monkeypatch, capsys) -> None:
     spare()
     once = sys.stdout
     spare()
-    assert sys.stdout is once and isinstance(sys.stderr, Spared)
+    assert sys.stdout is once and isinstance(sys.stderr, LossyStream)
     print("heard")
     assert capsys.readouterr().out == "heard\n"
 

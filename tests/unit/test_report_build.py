@@ -16,7 +16,7 @@ from tests.fake_run import HOSTILE, hostile_response, make_run
 from verl.report import summary, write_report
 from verl.report.build import escape_json, page_data, thin
 from verl.report.read import Metrics, read_run
-from verl.report.responses import Limits, pack_responses, spread
+from verl.report.responses import PageLimits, pack_responses, spread
 
 DATA = re.compile(r'<script type="application/json" id="run-data">(.*?)</script>', re.DOTALL)
 
@@ -111,7 +111,7 @@ def test_page_stays_small_when_responses_are_huge(tmp_path: Path) -> None:
     for step in range(1, 41):
         rows = [json.dumps(row | {"uid": f"{step}-{i}"}) + "\n" for i in range(8)]
         (run / f"trajectories/{step}.jsonl").write_text("".join(rows))
-    page = write_report(run, Limits(page_bytes=1_000_000))
+    page = write_report(run, PageLimits(page_bytes=1_000_000))
     assert page.stat().st_size < 2_000_000
     responses = data_of(page)["responses"]
     assert responses["stepsOnDisk"] == 40 and 0 < len(responses["steps"]) < 40
@@ -177,7 +177,7 @@ def test_missing_token_columns_and_failed_scores_are_kept_as_such(tmp_path: Path
 def test_groups_stay_whole(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 3)
     packed = pack_responses(
-        read_run(run).response_files, Counter(), Limits(responses_between=10, responses_ends=20)
+        read_run(run).response_files, Counter(), PageLimits(responses_between=10, responses_ends=20)
     )
     sizes = Counter((r["s"], r["u"]) for r in packed.rows)
     assert set(sizes.values()) == {8}

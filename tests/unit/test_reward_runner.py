@@ -17,7 +17,7 @@ import pytest
 from tests.chaos.fork_server import until
 from verl.platform.processes import process_start_time
 from verl.reward.outcome import RewardErrorLimit, RewardPrecheckError
-from verl.reward.pool import Call, FunctionSpec, Pool
+from verl.reward.pool import Call, FunctionSpec, ScoringPool
 from verl.reward.precheck import precheck
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import Overlong, RewardSettings
@@ -139,7 +139,7 @@ def test_a_bad_function_fails_its_answer_only(make: Any, text: str, kind: str, m
     assert (good.score, other.score) == (1.0, 0.0)
     assert run(runner, ["72"])[0].score == 1.0
     (event,) = [e for e in events if e["event"] == "reward_failed"]
-    assert event["failure"] == kind and event["answer"] == text and event["prompt"] == bad.prompt.messages
+    assert event["failure"] == kind and event["response"] == text and event["prompt"] == bad.prompt.messages
     if kind == "exception":
         assert "rewards.py" in event["traceback"] and "worker.py" not in event["traceback"]
     if kind == "crash":
@@ -250,7 +250,7 @@ def test_processes_end_with_the_run_even_if_the_function_spins_or_left_one_in_an
     code = (
         "import sys, time, os\n"
         "from verl.reward.pool import *\n"
-        f"pool = Pool(FunctionSpec(path={rewards!r}), workers=1)\n"
+        f"pool = ScoringPool(FunctionSpec(path={rewards!r}), workers=1)\n"
         "arguments = dict(data_source='', ground_truth='', extra_info={})\n"
         "for what in ('pid', 'daemon'):\n"
         "    outcome = pool.submit(Call(arguments | {'solution_str': what}), 9).result()[0]\n"
@@ -445,7 +445,7 @@ def test_precheck_takes_rows_of_every_source(make: Any) -> None:
 
 
 def test_a_pool_that_is_closed_says_so_and_lets_nobody_wait(rewards: str) -> None:
-    pool = Pool(FunctionSpec(path=rewards), workers=1)
+    pool = ScoringPool(FunctionSpec(path=rewards), workers=1)
     arguments = {"data_source": "", "solution_str": "hang", "ground_truth": "", "extra_info": {}}
     futures = [pool.submit(Call(arguments), 60) for _ in range(3)]
     time.sleep(0.3)

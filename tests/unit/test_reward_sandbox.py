@@ -101,7 +101,7 @@ def test_what_a_program_may_do(folder: Path) -> None:
         "t = threading.Thread(target=lambda: out.append(int(numpy.ones(3).sum())))\nt.start(); t.join()\n"
         "print(out, sys.stdin.read(), __name__)"
     )
-    assert local.run(program, "4 é") == local.Ran("[3] 4 é __main__\n", True)
+    assert local.run(program, "4 é") == local.ProgramResult("[3] 4 é __main__\n", True)
     ran = local.run("open('a', 'w').write('x')\nprint(open('a').read())")
     assert ran.finished == local.NAMESPACES
 

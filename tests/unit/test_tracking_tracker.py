@@ -65,7 +65,7 @@ class Memory:
 
     made: ClassVar[list[Memory]] = []
 
-    def __init__(self, session: trackers.Session, fail_at: int | None = None):
+    def __init__(self, session: trackers.TrackerSession, fail_at: int | None = None):
         self.session, self.fail_at = session, fail_at
         self.logged: dict[int, dict] = {}
         self.tables: list = []
@@ -293,7 +293,7 @@ def test_a_login_of_wandb_is_asked_for_and_found_in_netrc(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
     assert not trackers.logged_in(wandb)
     with pytest.raises(trackers.Unavailable, match="not logged in; run `wandb login` or set WANDB_API_KEY"):
-        trackers.open_tracker("wandb", trackers.Session("p", "e", tmp_path, {}), print)
+        trackers.open_tracker("wandb", trackers.TrackerSession("p", "e", tmp_path, {}), print)
     (tmp_path / "netrc").write_text("machine wandb.example.com login user password " + "x" * 40 + "\n")
     assert trackers.logged_in(wandb)
     (tmp_path / "netrc").write_text("nonsense\n")

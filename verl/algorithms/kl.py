@@ -133,7 +133,7 @@ class AdaptiveKLController(FixedKLController):
     def update(self, current_kl: float, n_steps: int) -> None:
         """After a step with `n_steps` responses: β ← β·(1 + clip(KL/target − 1, ±0.2)·N/horizon).
 
-        A KL that is nan (no answer had a token) leaves β alone.
+        A KL that is nan (no response had a token) leaves β alone.
         """
         if current_kl != current_kl:
             return

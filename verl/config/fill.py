@@ -113,7 +113,9 @@ def _micro_batches(resolver: Resolver) -> None:
     """Deprecated: sizes of micro-batches over all devices."""
     root = resolver.root
     role = root.select("actor_rollout_ref.actor") or root.get("engine")
-    together = Sizes.of(role, "", "fsdp_config." if "fsdp_config" in role else "").together if role else 1
+    together = (
+        Sizes.of(role, "", "fsdp_config." if "fsdp_config" in role else "").ranks_per_row if role else 1
+    )
     ranks = max(1, machine.ranks(root) // max(1, together))
     for old, value in resolver.old.items():
         path = f"{old}_per_gpu"

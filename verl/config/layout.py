@@ -44,7 +44,7 @@ class Sizes:
         return cls(group.ulysses_sequence_parallel_size, tensor, shard, role, engine)
 
     @property
-    def together(self) -> int:
+    def ranks_per_row(self) -> int:
         """Ranks that hold the same rows."""
         return self.sequence * self.tensor
 
@@ -68,9 +68,9 @@ def rank_problems(sizes: Sizes, ranks: int) -> Iterator[tuple[str, str]]:
     wrong = f"does not divide the {ranks} ranks; use one of {divisors(ranks)}"
     alone = [(sizes.sequence_text, sizes.sequence), (sizes.tensor_text, sizes.tensor)]
     found = [(text, wrong) for text, size in alone if ranks % size]
-    if not found and ranks % sizes.together:
+    if not found and ranks % sizes.ranks_per_row:
         text = f"{sizes.sequence_text} × {sizes.tensor_text}"
-        found = [(text, f"= {sizes.together} does not divide the {ranks} ranks; lower one of them")]
+        found = [(text, f"= {sizes.ranks_per_row} does not divide the {ranks} ranks; lower one of them")]
     yield from found
     if sizes.shard <= 0:
         return

@@ -183,7 +183,7 @@ class Resolver:
         elif self.entry == "ppo" and name.split(".")[:2] == ["trainer", "v1"]:
             self._has_no_effect(name, "one loop serves every mode")
         elif op == "++":
-            self._has_no_effect(name, "added by ++, read by nobody")
+            self._has_no_effect(name, "added by ++, nothing reads it")
             self._add(name, value)
         else:
             self._unknown.append((name, value, source))

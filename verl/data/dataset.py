@@ -455,7 +455,7 @@ class Scanner:
         return [len(ids) for ids in found]
 
 
-class Progress:
+class CheckProgress:
     """Says how many of the rows are checked, where that takes long."""
 
     def __init__(self, total: int):
@@ -486,7 +486,7 @@ def scan_all(scanner: Scanner, workers: int) -> Scan:
     total = len(scanner.source)
     starts = range(0, total, CHUNK)
     stops = [min(start + CHUNK, total) for start in starts]
-    parts, progress = [], Progress(total)
+    parts, progress = [], CheckProgress(total)
     with ExitStack() as stack:
         found: Iterable[Scan] = map(scanner.chunk, starts, stops)
         if workers > 1 and total >= WORTH_PROCESSES:

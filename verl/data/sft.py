@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.data.dataset import SMALLER, CheckedRows, Progress
+from verl.data.dataset import SMALLER, CheckedRows, CheckProgress
 from verl.data.files import DataError, Paths, RowFile, RowFiles
 from verl.data.media import ImageProcessor, folder_of, with_images
 from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable, without_nulls
@@ -161,7 +161,7 @@ class SFTDataset(CheckedRows):
 
     def _scan(self) -> None:
         total, tokens = len(self.source), 0
-        progress = Progress(total)
+        progress = CheckProgress(total)
         for start in range(0, total, CHUNK):
             rendered: dict[int, _Rendered] = {}
             for index, row in enumerate(self.source.rows(start, min(start + CHUNK, total)), start):

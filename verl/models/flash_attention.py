@@ -28,7 +28,7 @@ _WIDTH_STEP = 8  # the kernel copies 16 bytes at a time
 
 
 @dataclass(slots=True)
-class Part:
+class KernelCall:
     """One call of the kernel: cumulative lengths int32 [n+1] of queries and keys, their maxima, and which tokens
     they are (None: all, in order)."""
 
@@ -41,11 +41,11 @@ class Part:
     key_index: Tensor | None = None
 
 
-def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[Part]:
+def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[KernelCall]:
     """The one or two calls that a pack needs. The responses of a prompt are one sequence of queries."""
     lengths = [s.end - s.start for s in segments]
     own = _bounds(lengths, device)
-    parts = [Part(own, own, max(lengths), max(lengths), True)]
+    parts = [KernelCall(own, own, max(lengths), max(lengths), True)]
     members: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for s in segments:
         if s.prefix[1] > s.prefix[0]:
@@ -56,7 +56,7 @@ def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[Part]:
         query_index = _indices([span for spans in members.values() for span in spans], device)
         bounds = _bounds(queries, device), _bounds(keys, device)
         key_index = _indices(list(members), device)
-        parts.append(Part(*bounds, max(queries), max(keys), False, query_index, key_index))
+        parts.append(KernelCall(*bounds, max(queries), max(keys), False, query_index, key_index))
     return parts
 
 
@@ -84,7 +84,7 @@ def fits(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float, kernel: Kernel
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[KernelCall], scale: float, kernel: Kernel
 ) -> Tensor:
     """query [1, Hq, S, D], key and value [1, Hkv, S, D] → [1, S, Hq, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

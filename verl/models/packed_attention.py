@@ -157,7 +157,7 @@ class PackedPlan:
         return platform_of(self.device).flash_kernel(self.device)
 
     @cached_property
-    def flash_parts(self) -> list[flash_attention.Part]:
+    def flash_parts(self) -> list[flash_attention.KernelCall]:
         """The pack as calls of a flash kernel."""
         return flash_attention.parts_of(self.segments, self.device)
 

@@ -22,7 +22,7 @@ from typing import Any
 from verl.data.files import written_whole
 from verl.report import summary
 from verl.report.read import Metrics, Record, Run, kind_of, number, read_run, text_of
-from verl.report.responses import Limits, Packed, pack_responses
+from verl.report.responses import Packed, PageLimits, pack_responses
 from verl.tracking.jsonl import jsonable
 from verl.tracking.names import rule
 
@@ -38,7 +38,7 @@ _UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def write_report(run_dir: Path, limits: Limits | None = None) -> Path:
+def write_report(run_dir: Path, limits: PageLimits | None = None) -> Path:
     """Write `run_dir/report.html`, whole or not at all, and return its path.
 
     Raises FileNotFoundError if the folder is absent, OSError if it cannot be written. Files that are
@@ -51,7 +51,7 @@ def write_report(run_dir: Path, limits: Limits | None = None) -> Path:
     return target
 
 
-def build_page(run: Run, limits: Limits | None = None) -> str:
+def build_page(run: Run, limits: PageLimits | None = None) -> str:
     """The page's text for a run that was read."""
     responses = pack_responses(run.response_files, run.unreadable, limits)
     data = escape_json(page_data(run, responses))

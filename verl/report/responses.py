@@ -22,7 +22,7 @@ DIFF_UNIT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PageLimits:
     """What the page may hold. Bytes are of packed JSON, `read_bytes` of input."""
 
     steps: int = 24
@@ -65,9 +65,11 @@ def spread(steps: list[int], limit: int) -> list[int]:
     return [steps[-1], steps[0], *order][:limit]
 
 
-def pack_responses(files: dict[int, Path], unreadable: Counter[str], limits: Limits | None = None) -> Packed:
+def pack_responses(
+    files: dict[int, Path], unreadable: Counter[str], limits: PageLimits | None = None
+) -> Packed:
     """Read and pack responses of some steps. `files`: path by step; unreadable lines are counted."""
-    limits = limits or Limits()
+    limits = limits or PageLimits()
     packer = _Packer(limits)
     left = limits.read_bytes
     for step in spread(list(files), limits.steps):
@@ -86,7 +88,7 @@ def pack_responses(files: dict[int, Path], unreadable: Counter[str], limits: Lim
 class _Packer:
     """Accumulates rows and the two shared string lists."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: PageLimits):
         self.limits = limits
         self.packed = Packed()
         self._prompt_at: dict[str, int] = {}

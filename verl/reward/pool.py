@@ -169,7 +169,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-class Pool:
+class ScoringPool:
     """Scoring processes for one function. Thread-safe; used from any event loop through its futures.
 
     `notices` collects what happened to processes, (kind of event, its fields), for the caller to drain.

@@ -1,6 +1,6 @@
 """Scores trajectories: the call each needs, the pool that makes it, what comes of the result.
 
-    trajectory ──score()──→ Call → Pool (processes) → Outcome ──→ score, score_parts │ score_error, event, console
+    trajectory ──score()──→ Call → ScoringPool (processes) → Outcome ──→ score, score_parts │ score_error, event, console
           └──score_batch(), where a model scores──→ RewardModel → Outcome ──┘
 
 With `reward_model.weights` a response has its score when all of its rewards are there. A failed score is never a number:
@@ -25,7 +25,7 @@ from verl.platform.child_process import NotPlain
 from verl.reward.managers import row_of
 from verl.reward.model import RewardModel
 from verl.reward.outcome import Outcome, RewardErrorLimit, failed
-from verl.reward.pool import Call, Pool
+from verl.reward.pool import Call, ScoringPool
 from verl.reward.served_judge import ServedJudge
 from verl.reward.settings import RewardSettings
 from verl.tracking.names import plain
@@ -68,7 +68,7 @@ class RewardRunner:
         self.asks_function = self.settings.weights.keys() != {MODEL}  # else a model alone scores
         self._default_loop = select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
         self._events = events or (lambda kind, **fields: None)
-        self._pool: Pool | None = None
+        self._pool: ScoringPool | None = None
         self._shown: Counter[str] = Counter()
 
     # ---- scoring ---------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class RewardRunner:
         """One call for all of them."""
         settings = self.settings
         if self._pool is None:
-            self._pool = Pool(settings.function, workers=settings.num_workers, rate=settings.rate)
+            self._pool = ScoringPool(settings.function, workers=settings.num_workers, rate=settings.rate)
         pool = self._pool
         try:
             future = pool.submit(self._call(trajectories), settings.timeout)
@@ -248,7 +248,7 @@ class RewardRunner:
             index=trajectory.index,
             seconds=outcome.seconds,
             prompt=prompt.messages,
-            answer=trajectory.text,
+            response=trajectory.text,
             traceback=outcome.traceback,
         )
         self._show(reason, where, outcome)
@@ -266,7 +266,7 @@ class RewardRunner:
             lines.append("  further ones like this are in events.jsonl only")
         print("\n".join(lines), file=sys.stderr, flush=True)
 
-    def _drain(self, pool: Pool) -> None:
+    def _drain(self, pool: ScoringPool) -> None:
         while pool.notices:
             kind, fields = pool.notices.popleft()
             self._events(kind, **fields)

@@ -201,11 +201,11 @@ class DynamicSchedule(PromptSchedule):
         for group in used:
             del self._live[group.prompt.uid]
         if left and self.versions.outdated(self._live[left[0].prompt.uid].begun, self._step + 1):
-            await self._give_back(rollouts, left)
+            await self._return_to_stream(rollouts, left)
         await rollouts.release([group for group in used if group not in chosen])
         return await rollouts.collect(chosen)
 
-    async def _give_back(self, rollouts: RolloutManager, groups: Sequence[PromptGroup]) -> None:
+    async def _return_to_stream(self, rollouts: RolloutManager, groups: Sequence[PromptGroup]) -> None:
         """These groups, which would be older than allowed in the next step, go back to the stream."""
         done = sum(self._live[group.prompt.uid].values is not None for group in groups)
         self.metrics["training/filter_groups/discarded_surplus_samples"] = done

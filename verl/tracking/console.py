@@ -150,7 +150,7 @@ def _live_bar() -> Any:
     )
 
 
-class Spared:
+class LossyStream:
     """A text stream whose failed writes are dropped: there is nowhere to tell of them, and records are kept elsewhere."""
 
     def __init__(self, stream: TextIO):
@@ -175,5 +175,5 @@ def spare() -> None:
     """Replace both streams of this process, for as long as it lives: its end flushes them, too."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, Spared):
-            setattr(sys, name, cast(TextIO, Spared(stream)))
+        if stream is not None and not isinstance(stream, LossyStream):
+            setattr(sys, name, cast(TextIO, LossyStream(stream)))

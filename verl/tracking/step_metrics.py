@@ -77,7 +77,7 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
     A response that the sampler lost is counted (training/rollout_failure/evicted_samples) and in nothing else.
     """
     out: dict[str, Number] = {"training/global_step": facts.step, "training/epoch": facts.epoch}
-    out |= reward_metrics(batch) | dialogue_metrics(Played.of(batch))
+    out |= reward_metrics(batch) | dialogue_metrics(AgentRecord.of(batch))
     batch = Batch([t for t in batch if t.finish_reason != LOST], batch.meta)
     known = [t for t in batch if t.entropy is not None]
     out["actor/entropy"] = _over_tokens("", known, "entropy", "response_mask")["/mean"]
@@ -115,7 +115,7 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
     """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, time per response, and the mean of each
     of several rewards before its weight.
 
-    Answers the sampler lost were never scored: they are training/rollout_failure/evicted_samples.
+    Responses the sampler lost were never scored: they are training/rollout_failure/evicted_samples.
     """
     lost = [t for t in batch if t.finish_reason == LOST]
     asked = [t for t in batch if t.finish_reason != LOST]
@@ -195,7 +195,7 @@ def agent_metrics(batch: Batch) -> dict[str, Number]:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class AgentRecord:
     """What the metrics of dialogues need of an agent loop's trajectory, without its tokens and messages: `seconds` in tools or in
     the environment, None where nothing counts them; `extra` as the trajectory's."""
 
@@ -206,7 +206,7 @@ class Played:
     extra: dict[str, Any]
 
     @classmethod
-    def of(cls, batch: Iterable[Trajectory]) -> list[Played]:
+    def of(cls, batch: Iterable[Trajectory]) -> list[AgentRecord]:
         """Those of the trajectories that agent loops played."""
         rows = [t for t in batch if "agent_loop" in t.extra]
         return [
@@ -214,7 +214,7 @@ class Played:
         ]
 
 
-def dialogue_metrics(rows: Sequence[Played]) -> dict[str, Number]:
+def dialogue_metrics(rows: Sequence[AgentRecord]) -> dict[str, Number]:
     """agent/*: how trajectories of agent loops ended (those left out too), segments, calls, rewards of turns, seconds in tools. {}
     where there is none."""
     if not rows:

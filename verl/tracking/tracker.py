@@ -16,7 +16,7 @@ from typing import Any
 from verl.tracking import console, responses
 from verl.tracking.names import NOT_ON_CONSOLE, Number, finite, in_order, plain_metrics, with_aliases
 from verl.tracking.run_folder import TRAJECTORIES, LiveReport, RunFolder, mask_secrets
-from verl.tracking.trackers import ALIASES, Session, Tracker, Unavailable, open_tracker
+from verl.tracking.trackers import ALIASES, Tracker, TrackerSession, Unavailable, open_tracker
 from verl.trajectory import Trajectory
 
 _SHUFFLE_SEED = 42
@@ -104,7 +104,9 @@ class Tracking:
             self.notice(f"{moved} records{after} of an earlier run of this folder are kept in superseded/")
         project, experiment = self._setting("project_name", "verl"), self._setting("experiment_name", "run")
         proxy = self._setting("wandb_proxy")
-        session = Session(str(project), str(experiment), self.run_dir, self._config, proxy, resume_step)
+        session = TrackerSession(
+            str(project), str(experiment), self.run_dir, self._config, proxy, resume_step
+        )
         for name in dict.fromkeys(ALIASES.get(name, name) for name in self._names if name != "console"):
             try:
                 self._trackers[name] = open_tracker(name, session, self.notice)

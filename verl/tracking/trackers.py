@@ -31,7 +31,7 @@ class Unavailable(Exception):
 
 
 @dataclass(slots=True)
-class Session:
+class TrackerSession:
     """What a tracker is told about the run. `config` is plain containers with secrets masked."""
 
     project: str
@@ -46,7 +46,7 @@ class Tracker:
     """One tracker. `say` shows the user a line. ImportError where it is not installed, Unavailable where it is not set up or not
     logged in."""
 
-    def __init__(self, session: Session, say: Callable[[str], None]):
+    def __init__(self, session: TrackerSession, say: Callable[[str], None]):
         pass
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -62,7 +62,7 @@ class Tracker:
 class FileTracker(Tracker):
     """A second JSON-lines file at VERL_FILE_LOGGER_PATH, else VERL_FILE_LOGGER_ROOT/{project}/{experiment}.jsonl."""
 
-    def __init__(self, session: Session, say: Callable[[str], None]):
+    def __init__(self, session: TrackerSession, say: Callable[[str], None]):
         path, root = os.environ.get("VERL_FILE_LOGGER_PATH"), os.environ.get("VERL_FILE_LOGGER_ROOT")
         if not path and not root:
             raise Unavailable("set VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT to say where it writes")
@@ -83,7 +83,7 @@ class TensorBoardTracker(Tracker):
     """Scalars under TENSORBOARD_DIR, else tensorboard_log/{project}/{experiment}, written with the tensorboard package
     alone (no torch, no TensorFlow). A resumed run tells TensorBoard to forget what was logged after the saved step."""
 
-    def __init__(self, session: Session, say: Callable[[str], None]):
+    def __init__(self, session: TrackerSession, say: Callable[[str], None]):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -116,7 +116,7 @@ class WandbTracker(Tracker):
     The run's id is kept in the run folder, so that a resumed run goes on in it.
     """
 
-    def __init__(self, session: Session, say: Callable[[str], None]):
+    def __init__(self, session: TrackerSession, say: Callable[[str], None]):
         import wandb
 
         self._wandb = wandb
@@ -159,7 +159,7 @@ class WandbTracker(Tracker):
 TRACKERS = {"file": FileTracker, "tensorboard": TensorBoardTracker, "wandb": WandbTracker}
 
 
-def open_tracker(name: str, session: Session, say: Callable[[str], None]) -> Tracker:
+def open_tracker(name: str, session: TrackerSession, say: Callable[[str], None]) -> Tracker:
     """The tracker of a name. Unavailable if there is none, or it cannot be used here."""
     if name in TRACKERS:
         try:
@@ -186,7 +186,7 @@ def logged_in(wandb: Any) -> bool:
         return False
 
 
-def _run_id(session: Session) -> str:
+def _run_id(session: TrackerSession) -> str:
     """The id of this folder's W&B run: kept over a resume, new for a fresh start."""
     path = session.run_dir / "wandb_run_id.txt"
     if session.resume_step is not None and path.is_file():

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from verl.tracking.names import Number, plain, spread
-from verl.tracking.step_metrics import Played, dialogue_metrics
+from verl.tracking.step_metrics import AgentRecord, dialogue_metrics
 from verl.trajectory import Trajectory
 
 DRAWS = 1000
@@ -47,7 +47,7 @@ def validation_metrics(responses: Iterable[Trajectory], n: int | None = None) ->
         variable = ACC if _has_acc(groups) else REWARD
         accuracy += [(_mean(_values(group, variable)), bool(group[0].prompt.media)) for group in groups]
     out |= spread("val-aux/num_turns", [t.num_turns for t in every], ("min", "max", "mean"))
-    out |= {f"val-aux/{name}": value for name, value in dialogue_metrics(Played.of(every)).items()}
+    out |= {f"val-aux/{name}": value for name, value in dialogue_metrics(AgentRecord.of(every)).items()}
     out["val/accuracy"] = _mean([value for value, _ in accuracy])
     if pictures := [value for value, media in accuracy if media]:
         out["val/multimodal_score"] = _mean(pictures)

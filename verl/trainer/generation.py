@@ -21,7 +21,7 @@ from verl.errors import UserError
 from verl.tracking.console import Progress, say
 from verl.tracking.names import Number, spread
 from verl.tracking.responses import SAMPLED
-from verl.tracking.step_metrics import Played, dialogue_metrics
+from verl.tracking.step_metrics import AgentRecord, dialogue_metrics
 from verl.trajectory import Batch, Trajectory
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
             loop.run(rollouts.stop())
             workers.close()
     write_responses(rows, data.source.files, done, output)
-    done.tell(tracking)
+    done.record(tracking)
     say(f"{output}: {len(data.source)} rows, {len(done.texts)} of them with responses")
     if done.lost:
         tracking.notice(f"{done.lost} responses were lost by the sampler and are null (events.jsonl)")
@@ -150,7 +150,7 @@ class Generated:
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     shown: list[Trajectory] = field(default_factory=list)
-    played: list[Played] = field(default_factory=list)
+    played: list[AgentRecord] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     cut: int = 0
     lost: int = 0
@@ -163,7 +163,7 @@ class Generated:
         self.texts[row] = [None if t.finish_reason == "lost" else t.text for t in batch]
         self.tokens[row] = [t.longest for t in batch]
         self.lengths += [t.policy_tokens for t in kept]
-        self.played += Played.of(kept)
+        self.played += AgentRecord.of(kept)
         self.cut += sum(t.finish_reason == "length" for t in kept)
         self.lost += len(batch) - len(kept)
         if number < SAMPLED:
@@ -183,7 +183,7 @@ class Generated:
             "response_length/clip_ratio": self.cut / count,
         }
 
-    def tell(self, tracking: Tracking) -> None:
+    def record(self, tracking: Tracking) -> None:
         """Metrics, sampled responses and the page, into the run folder."""
         tracking.log(0, self.metrics())
         tracking.dump_trajectories(0, sorted(self.shown, key=lambda t: (t.prompt.file, t.prompt.row)))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from verl.config import SFTConfig
     from verl.data.rows import BadRow
     from verl.data.sft import SFTDataset
-    from verl.engine.training.base import StepResult, TrainingEngine
+    from verl.engine.training.base import TrainingEngine, TrainStepResult
 
 
 class SFTTrainer:
@@ -128,7 +128,7 @@ class SFTTrainer:
             self._check_images(rows)
             loss = CrossEntropy(sum(int(row.loss_mask.sum()) for row in rows if row.loss_mask is not None))
             mine = self.ranks.share(rows, self.engine)
-            result: StepResult = self.engine.step(mine, loss, temperature=1.0)
+            result: TrainStepResult = self.engine.step(mine, loss, temperature=1.0)
             rate = self.engine.advance()
         tokens = sum(len(row.prompt.ids) + row.length for row in rows)
         self.total_tokens += tokens
@@ -158,7 +158,7 @@ class SFTTrainer:
         with_images = (s for row in rows for s in row.segments if s.media is not None)
         if self._saw_images or (row := next(with_images, None)) is None or row.media is None:
             return
-        from verl.trainer.seeing import changes_of, probes_of, refuse_unseen
+        from verl.trainer.image_checks import changes_of, probes_of, refuse_unseen
 
         self._saw_images = True
         probes = [segment for probe in probes_of(row, row.media) for segment in probe.segments]

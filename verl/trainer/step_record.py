@@ -17,7 +17,7 @@ from verl.algorithms.value_loss import explained_variance
 from verl.algorithms.variance import variance_proxies
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import StepTimes, Timeline, profiled
-from verl.trainer.seeing import ImageRecord
+from verl.trainer.image_checks import ImageRecord
 from verl.trajectory import COLUMNS
 from verl.weight_sync.base import SyncResult
 

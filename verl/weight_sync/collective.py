@@ -91,12 +91,12 @@ class WeightGroup:
         with _named(f"broadcast to {self.size - 1} relays, seen by rank {self.rank}"):
             self._group.broadcast(tensor, 0).wait()
 
-    def tell(self, kind: int, text: str = "", used: int = 0) -> None:
+    def announce(self, kind: int, text: str = "", used: int = 0) -> None:
         """Rank 0 says what comes: a kind, a text, and how many bytes of a bucket follow."""
         self._store.set(f"told/{self._told}", json.dumps([kind, text, used]))
         self._told += 1
 
-    def hear(self) -> tuple[int, str, int]:
+    def next_announcement(self) -> tuple[int, str, int]:
         """What rank 0 tells next."""
         with _named(f"the sender is gone, seen by rank {self.rank}"):
             kind, text, used = json.loads(self._store.get(f"told/{self._told}"))
@@ -171,19 +171,19 @@ def broadcast(
     """
     started = time.monotonic()
     size = buckets.bucket_size(bucket_bytes)
-    group.tell(_BEGIN, json.dumps([version, size]))
+    group.announce(_BEGIN, json.dumps([version, size]))
     try:
         with nullcontext() if channel is None else SharedMemorySink(channel, size, version) as local:
             sink = _Broadcast(group, _place(group, size, local))
             pack = buckets.pack_while_gathering if group.on_host else buckets.pack
             moved = pack(weights, sink, dtype=dtype)
-            group.tell(_DONE)
+            group.announce(_DONE)
             if local is not None:
                 local.finish()
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(WeightSyncError):  # what came first is raised
-            group.tell(_FAILED, reason)
+            group.announce(_FAILED, reason)
             _agree(group, reason)
         raise
     _agree(group, "")
@@ -197,7 +197,7 @@ def relay(group: WeightGroup, channel: Channel) -> SyncResult:
     WeightSyncError with its name. `bytes` counts the gaps between tensors too.
     """
     started = time.monotonic()
-    version, size = json.loads(group.hear()[1])
+    version, size = json.loads(group.next_announcement()[1])
     incoming = _Incoming(group)
     error, moved = "", 0
     try:
@@ -260,7 +260,7 @@ class _Broadcast(buckets.Sink):
 
     def publish(self, header: bytes, used: int) -> None:
         """See Sink.publish."""
-        self._group.tell(_BUCKET, header.decode("ascii"), used)
+        self._group.announce(_BUCKET, header.decode("ascii"), used)
         self._group.broadcast(self._room[:used])
         self._here.publish(header, used)
 
@@ -273,7 +273,7 @@ class _Incoming:
 
     def __iter__(self) -> Iterator[tuple[bytes, int]]:
         while not self._ended:
-            kind, text, self._pending = self._group.hear()
+            kind, text, self._pending = self._group.next_announcement()
             self._ended = kind != _BUCKET
             if kind == _FAILED:
                 raise WeightSyncError(f"the sender of the broadcast failed: {text}")

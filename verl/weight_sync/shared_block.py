@@ -55,7 +55,7 @@ class Control(ctypes.Structure):
     ]
 
 
-class Reader(ctypes.Structure):
+class ReaderState(ctypes.Structure):
     """A reader's own fields: its process, buckets taken, status."""
 
     _fields_ = _integers("pid", "start", "taken", "status")
@@ -126,7 +126,7 @@ class SharedMemoryBlock:
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.control: Any = Control.from_buffer(self._map)
         count = self.control.readers if self.control.magic == _MAGIC else readers
-        self.readers: Any = (Reader * count).from_buffer(self._map, _READERS)
+        self.readers: Any = (ReaderState * count).from_buffer(self._map, _READERS)
         self._reserved = [0, 0]
 
     @classmethod
@@ -138,7 +138,7 @@ class SharedMemoryBlock:
         if pid := live_sender(path):
             raise WeightSyncError(f"process {pid} is sending on channel {channel!r} already")
         bucket = bucket_size(bucket_bytes)
-        page = -(-(_READERS + ctypes.sizeof(Reader) * readers) // _PAGE) * _PAGE
+        page = -(-(_READERS + ctypes.sizeof(ReaderState) * readers) // _PAGE) * _PAGE
         hidden = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         fd = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR | _NO_FOLLOW, 0o600)
         try:

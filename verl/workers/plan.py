@@ -18,7 +18,7 @@ from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.objective import LossDenominators, count_denominators
 from verl.algorithms.registry import LOSSES, MiniBatchTokens
 from verl.config.schema.base import setting
-from verl.engine.training.base import StepResult
+from verl.engine.training.base import TrainStepResult
 from verl.tracking.names import merge_metrics
 from verl.trajectory import COLUMNS, Batch, Segment, Trajectory, fill_flat, segments_of, split_groups
 
@@ -220,7 +220,7 @@ def _usable(rows: Iterable[Segment]) -> list[Segment]:
     return [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
 
 
-def summarise(outcomes: Iterable[tuple[MiniBatch, StepResult | None]]) -> UpdateResult:
+def summarise(outcomes: Iterable[tuple[MiniBatch, TrainStepResult | None]]) -> UpdateResult:
     """One result out of every mini-batch's; None stands for a mini-batch that was left out."""
     out = UpdateResult(metrics={})
     parts: list[tuple[dict[str, float], float]] = []

@@ -14,7 +14,7 @@ import numpy as np
 from verl.algorithms.needs import teacher_columns, teacher_roles
 from verl.algorithms.objective import trajectory_tokens
 from verl.engine.rollout.base import RolloutEngine
-from verl.engine.training.base import StepResult
+from verl.engine.training.base import TrainStepResult
 from verl.errors import UserError
 from verl.models.layers import ModelCost
 from verl.tracking.names import spread
@@ -24,7 +24,7 @@ from verl.weight_sync.sender import WeightSync
 from verl.workers.group import Placed, WorkerGroup
 from verl.workers.plan import CORRECTED, MiniBatch, UpdatePlan, UpdateResult, partition, summarise
 
-Outcome = tuple[MiniBatch, StepResult | None]
+Outcome = tuple[MiniBatch, TrainStepResult | None]
 
 
 class Role:
@@ -137,7 +137,7 @@ class TrainedRole(Role):
         each = [(self.name, *new, orders[rank]) for new, rank in zip(news, group.dp_ranks, strict=True)]
         done = group.call("update", each=each, doing=self.phase)
         group.fill(placed, [one["columns"] for one in done])
-        results = iter(StepResult(**result) for result in group.by_dp_rank(done)[0]["results"])
+        results = iter(TrainStepResult(**result) for result in group.by_dp_rank(done)[0]["results"])
         return [(mini, next(results) if mini.usable else None) for mini in minis]
 
     def _orders(self, minis: Sequence[MiniBatch], placed: Placed) -> list[list[dict[str, Any]]]:

@@ -24,8 +24,8 @@ from verl.engine.training.base import (
     ROUTES,
     MicroBatch,
     MicroLoss,
-    StepResult,
     TrainingEngine,
+    TrainStepResult,
 )
 from verl.engine.training.settings import compute_dtype
 from verl.platform import Platform, detect, stacks
@@ -147,7 +147,7 @@ class Worker(Profiled):
             "columns": codec.collect(self._rows, fresh) if self._remote else {},
         }
 
-    def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> StepResult:
+    def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> TrainStepResult:
         from verl.algorithms.distillation import Distillation
         from verl.algorithms.value_loss import ValueObjective
 

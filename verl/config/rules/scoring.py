@@ -101,7 +101,7 @@ def _model(c: Check, at: str, teacher: Any) -> None:
     """Its model is there, and its parallel size fits the ranks: those of the policy, whose rows it gets, or the teachers' own."""
     inference, arr = teacher.get("inference") or {}, c.cfg.actor_rollout_ref
     size = inference.get("tensor_model_parallel_size") or 1
-    ours, split = Sizes.of(arr.actor).together, arr.ref.ulysses_sequence_parallel_size
+    ours, split = Sizes.of(arr.actor).ranks_per_row, arr.ref.ulysses_sequence_parallel_size
     message = f"a teacher's rows are the policy's, which {ours} of its devices share; set 1"
     if pool := own_pools(c.cfg).get("teacher"):
         ours, split = pool.devices, 1

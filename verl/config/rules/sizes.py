@@ -141,25 +141,25 @@ def _policy_layout(c: Check) -> None:
     actor, ref = c.cfg.actor_rollout_ref.actor, c.cfg.actor_rollout_ref.ref
     ours, theirs = Sizes.of(actor, f"{ACTOR}."), Sizes.of(ref, f"{_REF}.")
     _ranks(c, ours, own_model=True)
-    if ours.together % theirs.together:
+    if ours.ranks_per_row % theirs.ranks_per_row:
         c.refuse(
             f"{_REF}.ulysses_sequence_parallel_size",
-            f"{theirs.together} devices share a sequence of the reference and {ours.together} one of the actor, which "
-            f"gets the same rows: {theirs.together} must divide {ours.together}; leave it as the actor's",
+            f"{theirs.ranks_per_row} devices share a sequence of the reference and {ours.ranks_per_row} one of the actor, which "
+            f"gets the same rows: {theirs.ranks_per_row} must divide {ours.ranks_per_row}; leave it as the actor's",
         )
     wanted = (actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward) and not reference_is_base(c.cfg)
     if wanted and (ref.model.path or Sizes.of(ref) != Sizes.of(actor)):
         _ranks(c, theirs, own_model=not ref.model.path)
     if c.cfg.critic.enable:
-        _critic_layout(c, ours.together)
+        _critic_layout(c, ours.ranks_per_row)
 
 
 def _critic_layout(c: Check, together: int) -> None:
     """A critic on the policy's ranks has their rows, which as many of them share as share the actor's."""
     own, pool = Sizes.of(c.cfg.critic, "critic.", "model.fsdp_config."), own_pools(c.cfg).get("critic")
-    if pool is None and own.together != together:
+    if pool is None and own.ranks_per_row != together:
         message = (
-            f"= {own.together} devices share a row of the critic and {together} one of the actor on the same devices; make "
+            f"= {own.ranks_per_row} devices share a row of the critic and {together} one of the actor on the same devices; make "
             "them equal, or give the critic devices of its own (critic.nnodes)"
         )
         c.refuse(f"{own.sequence_text} × {own.tensor_text}", message)
@@ -188,7 +188,7 @@ def plan(c: Check) -> list[str]:
     size = data.train_batch_size
     parts = math.ceil(size / min(actor.ppo_mini_batch_size, size))
     large = math.ceil(size / parts) * n
-    ranks = max(1, c.world // Sizes.of(actor).together)
+    ranks = max(1, c.world // Sizes.of(actor).ranks_per_row)
     epochs = actor.ppo_epochs
     lines = [
         _steps(c),

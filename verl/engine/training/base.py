@@ -51,7 +51,7 @@ MicroLoss = Callable[[MicroBatch], "tuple[torch.Tensor, dict[str, tuple[float, f
 
 
 @dataclass(slots=True)
-class StepResult:
+class TrainStepResult:
     """Outcome of one optimizer step. `refused` says why the optimizer did not move ("" if it did)."""
 
     metrics: dict[str, float]
@@ -65,7 +65,7 @@ class TrainingEngine(ABC):
 
     On several ranks every method is collective: each rank calls it, with its own rows, possibly none. A loss is
     divided by counts of the whole mini-batch, so gradients are summed over ranks, and every rank returns the same
-    `StepResult`.
+    `TrainStepResult`.
     """
 
     platform: Platform
@@ -97,7 +97,7 @@ class TrainingEngine(ABC):
         outputs: Collection[str] = LOG_PROBS,
         *,
         temperature: float,
-    ) -> StepResult:
+    ) -> TrainStepResult:
         """Forward and backward over micro-batches, clip, and one optimizer step. `loss` sees the `outputs`.
 
         Rows of a group are adjacent and their prompt is computed once where that pays. Non-finite loss or

@@ -28,7 +28,14 @@ import torch
 
 from verl.config.schema.base import setting
 from verl.engine.training import lora, weight_files
-from verl.engine.training.base import LOG_PROBS, ROUTES, MicroBatch, MicroLoss, StepResult, TrainingEngine
+from verl.engine.training.base import (
+    LOG_PROBS,
+    ROUTES,
+    MicroBatch,
+    MicroLoss,
+    TrainingEngine,
+    TrainStepResult,
+)
 from verl.engine.training.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.optimizer import (
     Schedule,
@@ -139,7 +146,7 @@ class FSDPEngine(TrainingEngine):
             int(setting(role_cfg, "ulysses_sequence_parallel_size", 1)),
             int(setting(role_cfg, "fsdp_config.tensor_parallel_size", 1)),
         )
-        together = self.layout.together
+        together = self.layout.ranks_per_row
         self.dp_rank, self.dp_size = self.layout.rank // together, self.layout.size // together
 
     def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any, shared: bool) -> None:
@@ -303,7 +310,7 @@ class FSDPEngine(TrainingEngine):
         outputs: Collection[str] = LOG_PROBS,
         *,
         temperature: float,
-    ) -> StepResult:
+    ) -> TrainStepResult:
         """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
         optimizer = self._require_optimizer()
         done, norm = self._scaled_gradients(rows, loss, outputs, temperature)
@@ -313,7 +320,7 @@ class FSDPEngine(TrainingEngine):
         if not done.refused:
             clip_gradients(self._gradients(), norm, self._grad_clip)
             optimizer.step()
-        return StepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, done.refused, done.tokens)
+        return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, done.refused, done.tokens)
 
     def _scaled_gradients(
         self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float
@@ -366,7 +373,7 @@ class FSDPEngine(TrainingEngine):
         """What all ranks' micro-batches came to, and the norm of all gradients (NaN for a refused step)."""
         if not self._sharded:
             return own, math.nan if own.refused else float(global_norm(self._gradients()))
-        tensor, speaks = self._model.tensor, self.layout.speaks
+        tensor, speaks = self._model.tensor, self.layout.counts_rows
         # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
         self._fill_gradients()
         if tensor is not None:

@@ -72,7 +72,7 @@ def token_outputs(
         raise ValueError(f"temperature must be positive, got {temperature}")
     columns, topk = _columns(targets, outputs, candidates, topk)
     asked = ("entropy" in outputs, "sum_pi_squared" in outputs, topk)
-    how = _How(layer.scale, layer.softcap, temperature, product_dtype(hidden), *asked)
+    how = _BlockSettings(layer.scale, layer.softcap, temperature, product_dtype(hidden), *asked)
     with torch.autocast(hidden.device.type, enabled=False):
         found = _TokenOutputs.apply(hidden, layer.weight, layer.bias, columns, how)
     return _named(found, outputs)
@@ -125,7 +125,7 @@ def _ranges(total: int, size: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
+class _BlockSettings:
     """The scalars of one call, the type of its products, what is asked for; and how a block of scaled logits is made."""
 
     scale: float

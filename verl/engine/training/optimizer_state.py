@@ -61,13 +61,13 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
     if not (directory / ".metadata").is_file():
         raise UserError(f"{directory}: no optimizer state here: it was saved without, or is damaged")
     flat = {}
-    for key, stored in Reader(str(directory)).read_metadata().state_dict_metadata.items():
+    for key, stored in StateReader(str(directory)).read_metadata().state_dict_metadata.items():
         name = key.rsplit("/", 1)[0]
         if key != _STEP and name not in names:
             raise UserError(f"{directory}: state of parameters this model does not have, for example {name}")
         flat[key] = _room(stored, names.get(name))
     try:
-        dcp.load(flat, storage_reader=Reader(str(directory)))
+        dcp.load(flat, storage_reader=StateReader(str(directory)))
     except CheckpointException as error:
         raise UserError(f"{directory}: the optimizer's state cannot be read: {_causes(error)}") from error
     step = int(flat.pop(_STEP))
@@ -106,7 +106,7 @@ class _Restricted(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no list of tensors needs")
 
 
-class Reader(dcp.FileSystemReader):
+class StateReader(dcp.FileSystemReader):
     """`FileSystemReader` for checkpoints of unknown origin. UserError for a list that is not one, or that names files
     outside its own folder."""
 

@@ -50,7 +50,7 @@ def init_process_group(
 ) -> None:
     """Join `world` ranks that meet at master_addr:master_port; rank 0 listens there, on that address only.
 
-    `timeout` in seconds holds for the meeting and for every collective of every group. UserError if the port is taken
+    `timeout` in seconds holds for the rendezvous and for every collective of every group. UserError if the port is taken
     or the ranks do not meet.
     """
     global _limit, _limit_key
@@ -58,8 +58,8 @@ def init_process_group(
     limit = time_limit(timeout)
     try:
         listening = listen(master_addr, master_port) if rank == 0 else None
-        meeting: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False, "timeout": limit}
-        store = dist.TCPStore(master_addr, master_port, world, master_listen_fd=listening, **meeting)
+        options: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False, "timeout": limit}
+        store = dist.TCPStore(master_addr, master_port, world, master_listen_fd=listening, **options)
     except (OSError, RuntimeError) as error:
         who, where = f"training rank {rank} of {world}", f"{master_addr}:{master_port}"
         raise UserError(f"{who} cannot meet the others at {where}: {error}") from error

@@ -39,14 +39,14 @@ class Layout:
     sequence_size: int = 1
 
     @property
-    def together(self) -> int:
+    def ranks_per_row(self) -> int:
         """Ranks that have the same rows."""
         return self.tensor_size * self.sequence_size
 
     @property
-    def speaks(self) -> bool:
+    def counts_rows(self) -> bool:
         """True on one of the ranks that have the same rows: what counts rows is counted once."""
-        return self.rank % self.together == 0
+        return self.rank % self.ranks_per_row == 0
 
     @property
     def hybrid(self) -> bool:

@@ -19,7 +19,7 @@ from verl.reward import worker
 from verl.reward.outcome import VerifyFailed
 
 if TYPE_CHECKING:
-    from verl.reward.pool import Pool
+    from verl.reward.pool import ScoringPool
 
 LIMIT = 10.0
 """Seconds for one comparison; over it the answer is failed."""
@@ -29,7 +29,7 @@ ROOM = 400
 parsed (loops inside a box are common, and parsing them takes minutes)."""
 
 _BLANKS = re.compile(r"\s+")
-_helper: tuple[int, Pool] | None = None
+_helper: tuple[int, ScoringPool] | None = None
 _helper_lock = threading.Lock()
 
 
@@ -110,12 +110,12 @@ def _compare(answer: str, truth: str) -> bool:
 def _in_helper(answer: str, truth: str, limit: float) -> bool:
     """Compare in this process's helper, started at the first need. A fork gets a helper of its own."""
     global _helper
-    from verl.reward.pool import Call, FunctionSpec, Pool
+    from verl.reward.pool import Call, FunctionSpec, ScoringPool
 
     with _helper_lock:
         if _helper is None or _helper[0] != os.getpid():
             spec = FunctionSpec(path="pkg://verl.reward.rules.verify", name="compare_task")
-            _helper = (os.getpid(), Pool(spec, workers=1))
+            _helper = (os.getpid(), ScoringPool(spec, workers=1))
         pool = _helper[1]
     row = {"data_source": "", "solution_str": answer, "ground_truth": truth, "extra_info": {"limit": limit}}
     (outcome,) = pool.submit(Call(row), timeout=limit + 60).result()

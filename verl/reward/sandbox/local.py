@@ -1,6 +1,6 @@
 """Run a Python program on this machine, in a process without network, files of the run, secrets, or further processes.
 
-    program, input ──run──→ isolate.py (shuts itself in) ──exec──→ python program.py ──→ Ran
+    program, input ──run──→ isolate.py (shuts itself in) ──exec──→ python program.py ──→ ProgramResult
 
 `isolate.py` says what is enforced. Time is limited from here. Where the kernel cannot shut a process in, nothing is run.
 """
@@ -38,7 +38,7 @@ NAMESPACES = True
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """What became of a program. `finished`: it ended by itself, in time, with exit status 0. `note`: how it ended else."""
 
     output: str
@@ -46,7 +46,7 @@ class Ran:
     note: str = ""
 
 
-def run(program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int = 1024) -> Ran:
+def run(program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int = 1024) -> ProgramResult:
     """Run Python source with `text` as its standard input. SandboxFailed if it cannot be shut in here.
 
     `seconds` of processor time, and WAIT times that of wall clock, so that a score does not depend on how busy the machine
@@ -74,7 +74,7 @@ def _try_once(memory_mb: int) -> dict[str, Any]:
     return report
 
 
-def _run(program: str, text: str, seconds: float, memory_mb: int) -> tuple[Ran, dict[str, Any]]:
+def _run(program: str, text: str, seconds: float, memory_mb: int) -> tuple[ProgramResult, dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="verl-sandbox-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         source, scratch = folder / "program.py", folder / "scratch"
@@ -96,7 +96,7 @@ def _run(program: str, text: str, seconds: float, memory_mb: int) -> tuple[Ran, 
     report = json.loads(said.splitlines()[-1]) if said else {"error": f"its process ended too early: {note}"}
     if "error" in report:
         raise SandboxFailed(f"code cannot be run here: {report['error']}")
-    return Ran(output, not note, f"{note} {errors[-_SHOWN:]}".strip()), report
+    return ProgramResult(output, not note, f"{note} {errors[-_SHOWN:]}".strip()), report
 
 
 def _start(folder: Path, job: dict[str, Any]) -> str:

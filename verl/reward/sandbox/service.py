@@ -6,13 +6,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl.reward.http import post_json
-from verl.reward.sandbox.local import Ran
+from verl.reward.sandbox.local import ProgramResult
 
 QUEUE_SECONDS = 30.0
 """What a service may take on top of the program's own time."""
 
 
-def run(url: str, program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int = 1024) -> Ran:
+def run(
+    url: str, program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int = 1024
+) -> ProgramResult:
     """As `local.run`, by the service at `url` (its address, or that of its `run_code`). ServiceFailed if it does not do it."""
     if not urlsplit(url).path.strip("/"):
         url = url.rstrip("/") + "/run_code"
@@ -30,7 +32,7 @@ def run(url: str, program: str, text: str = "", *, seconds: float = 10.0, memory
     result = answer.get("run_result") or answer.get("compile_result") or {}
     finished = answer["status"] == "Success"
     note = "" if finished else f"{result.get('status')}: {result.get('stderr') or ''}"
-    return Ran(str(result.get("stdout") or ""), finished, note)
+    return ProgramResult(str(result.get("stdout") or ""), finished, note)
 
 
 def _problem(answer: Any) -> str | None:

@@ -21,7 +21,7 @@ from verl.workers.ray.actors import RolloutActor, WorkerActor
 from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle, kill
 from verl.workers.ray.cluster import LOOPBACK, Cluster, address_of
 from verl.workers.ray.nodes import Agents
-from verl.workers.ray.placement import Pool, share_cores
+from verl.workers.ray.placement import DevicePool, share_cores
 from verl.workers.ray.profiling import WorkerProfiler
 from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 from verl.workers.ray.replicas import Replica, ReplicaPool, end_workers
@@ -53,7 +53,7 @@ class _Builder:
         self._say(f"joining the Ray cluster at {address}" if address else "starting Ray")
         self.cluster = Cluster(config, str(config.trainer.device))
         self.plain = for_elsewhere(config)
-        self.pools: list[Pool] = []
+        self.pools: list[DevicePool] = []
         self.agents: Agents | None = None
         self.pool: ReplicaPool | None = None
         self.watch = Watch(self._on_death, hooks.phase)
@@ -129,7 +129,7 @@ class _Builder:
         sampler = self._watched(replicas)
         return WorkerSet({}, sampler, None, words, devices=pool.devices, release=self.release)
 
-    def _judge(self, pool: Pool) -> ReplicaPool:
+    def _judge(self, pool: DevicePool) -> ReplicaPool:
         """Samplers of a judge's model on the devices of a pool, started."""
         config = judge_config(self.config)
         config.trainer.device = self.kind
@@ -192,10 +192,10 @@ class _Builder:
         self.groups.append(RayCalls(workers, self.hooks.beat))
         return self.groups[-1]
 
-    def _pool(self, name: str, keys: str, nodes: int, per_node: int) -> Pool:
+    def _pool(self, name: str, keys: str, nodes: int, per_node: int) -> DevicePool:
         what = f"the {name} pool ({keys}.nnodes={nodes}, {keys}.n_gpus_per_node={per_node})"
         timeout = self.config.trainer.ray_wait_register_center_timeout
-        pool = Pool(self.cluster, what, nodes, per_node, timeout, self.hooks.notice)
+        pool = DevicePool(self.cluster, what, nodes, per_node, timeout, self.hooks.notice)
         pool.runtime_env = nsight_options(self.config)
         self.pools.append(pool)
         return pool
@@ -224,7 +224,7 @@ class _Builder:
         plan = critic_plan if facts[0]["roles"] == ["critic"] else update_plan
         return WorkerGroup(calls, facts, plan=plan(self.config), balance=self.config.trainer.balance_batch)
 
-    def _ranks_of(self, pool: Pool, what: str) -> tuple[RayCalls, list[str], list[list[str]]]:
+    def _ranks_of(self, pool: DevicePool, what: str) -> tuple[RayCalls, list[str], list[list[str]]]:
         """Ranks on all devices of a pool, which have met; the node of each, and the ids of its devices."""
         bundles = [rank // pool.per_node for rank in range(pool.devices)]
         nodes, addresses = [pool.node_of(bundle) for bundle in bundles], self.cluster.addresses()
@@ -243,7 +243,11 @@ class _Builder:
         return group, nodes, group.call("device_ids", doing=doing)
 
     def _samplers(
-        self, pool: Pool, shared: list[list[str]] | None, config: Config | None = None, what: str = "sampler"
+        self,
+        pool: DevicePool,
+        shared: list[list[str]] | None,
+        config: Config | None = None,
+        what: str = "sampler",
     ) -> list[Replica]:
         """Replicas of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`. Not started.
 
@@ -276,7 +280,7 @@ class _Builder:
         return worker
 
     def _sampler_again(
-        self, pool: Pool, bundle: int, create: Callable[[str], WorkerHandle]
+        self, pool: DevicePool, bundle: int, create: Callable[[str], WorkerHandle]
     ) -> tuple[WorkerHandle, str, dict[str, Any]]:
         """A sampler in the place of one that died: see `Replica.start`."""
 

@@ -21,7 +21,7 @@ _LOOK_S = 1.0
 Started = TypeVar("Started")
 
 
-class Pool:
+class DevicePool:
     """`nodes` × `per_node` devices, every node's in one bundle. Waits until Ray has set them aside.
 
     UserError when the cluster does not have them, or has given them to another job.
@@ -126,7 +126,7 @@ class Pool:
         within(lambda: remove_placement_group(self.group))
 
 
-def share_cores(cluster: Cluster, pools: Sequence[Pool]) -> None:
+def share_cores(cluster: Cluster, pools: Sequence[DevicePool]) -> None:
     """Set each pool's `threads`: the cores of a node by the devices that all pools have on it. Guests work by turns with
     the owners of their devices, and have the same."""
     cores = {node.id: int(node.cpus) for node in cluster.nodes()}

@@ -152,13 +152,13 @@ class RemoteWeightSync(WeightSync):
     def _transfer(self, replicas: Sequence[Replica], version: int, verify: str) -> tuple[Troubles, int]:
         """One pass from the ranks to `replicas`. Returns the replicas that turned out dead, and bytes moved, each
         weight once however many nodes got it."""
-        routes = self._routes(replicas)
-        how = (version, verify, replicas[0].dtype, routes.on_device)
-        each = [(*(written or (None, [])), *how) for written in routes.writes]
-        relays = self._relays(routes, replicas, each)
+        plan = self._transfer_plan(replicas)
+        how = (version, verify, replicas[0].dtype, plan.on_device)
+        each = [(*(written or (None, [])), *how) for written in plan.writes]
+        relays = self._relays(plan, replicas, each)
         receiving = {
             replica: replica.worker.handle.receive_weights.remote(
-                routes.places[replica], version, _TIMEOUT_S, verify
+                plan.places[replica], version, _TIMEOUT_S, verify
             )
             for replica in replicas
         }
@@ -186,7 +186,7 @@ class RemoteWeightSync(WeightSync):
         self._compared = len(sums)
         return [], max(response["bytes"] for response in sent)
 
-    def _routes(self, replicas: Sequence[Replica]) -> TransferPlan:
+    def _transfer_plan(self, replicas: Sequence[Replica]) -> TransferPlan:
         """Through device memory where every sampler sits on a trainer's device and a trial has shown that it works."""
         name = f"verl-{self._run}-{next(self._serial)}"
         if self._by_device is None and (trial := by_device(self._devices, replicas, f"{name}-trial")):
@@ -194,13 +194,13 @@ class RemoteWeightSync(WeightSync):
         direct = by_device(self._devices, replicas, name) if self._by_device else None
         return direct or by_node(self._nodes, replicas, name)
 
-    def _try(self, routes: TransferPlan) -> bool:
+    def _try(self, plan: TransferPlan) -> bool:
         """Do handles of device memory work between these processes? Says so in the run's events."""
-        handles = {replica: replica.worker.handle for replica in routes.places}
+        handles = {replica: replica.worker.handle for replica in plan.places}
         asked = {
-            one: handles[one].try_channel.remote(places, _TRIAL_S) for one, places in routes.places.items()
+            one: handles[one].try_channel.remote(places, _TRIAL_S) for one, places in plan.places.items()
         }
-        each = [(*(written or (None, [])), routes.on_device, _TRIAL_S) for written in routes.writes]
+        each = [(*(written or (None, [])), plan.on_device, _TRIAL_S) for written in plan.writes]
         said = list(self._training.call("try_channel", each=each, doing="update_weights"))
         for replica, ref in asked.items():
             try:
@@ -212,18 +212,18 @@ class RemoteWeightSync(WeightSync):
         return not failed
 
     def _relays(
-        self, routes: TransferPlan, replicas: Sequence[Replica], each: list[tuple[Any, ...]]
+        self, plan: TransferPlan, replicas: Sequence[Replica], each: list[tuple[Any, ...]]
     ) -> list[Any]:
         """Nodes without a training rank get the weights by broadcast: worker 0 sends, the first replica of each relays."""
-        if not routes.relayed:
+        if not plan.relayed:
             return []
         first = self._training.calls.workers[0]
         port = RayCalls([first]).call("free_port", first.node, doing="update_weights")[0]
-        size = len(routes.relayed) + 1
+        size = len(plan.relayed) + 1
         rendezvous = {"address": first.node, "port": port, "size": size, "timeout": self._limit}
         each[0] = (*each[0], rendezvous)
         relays = []
-        for rank, (node, (channel, readers)) in enumerate(routes.relayed.items(), 1):
+        for rank, (node, (channel, readers)) in enumerate(plan.relayed.items(), 1):
             replica = next(replica for replica in replicas if replica.node == node)
             relay = replica.worker.handle.relay_weights
             relays.append(relay.remote(rendezvous, rank, channel, readers, _TIMEOUT_S))

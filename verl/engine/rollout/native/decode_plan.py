@@ -53,7 +53,7 @@ class BlockSpan:
     columns: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
-class Reader:
+class TableReader:
     """Reads one table. `plan` once per step, `read` once per layer."""
 
     def __init__(self, table: KVSlotTable):
@@ -197,7 +197,7 @@ class DecodePlan:
 
     def __init__(self, prompts: KVSlotTable, responses: KVSlotTable):
         self._pool = prompts.pool
-        self._prompts, self._responses = Reader(prompts), Reader(responses)
+        self._prompts, self._responses = TableReader(prompts), TableReader(responses)
         self._seen_windows: frozenset[int] = frozenset()
         self.tensors: dict[Name, Tensor] = {}
 

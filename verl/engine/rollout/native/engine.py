@@ -45,7 +45,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
 
     model: its parameters stay the trainer's; call `weights_updated` after each change of them.
     eos_token_ids: tokens that end a response. max_model_len: most tokens of prompt + response.
-    max_num_seqs: most answers at a time. max_num_batched_tokens: most tokens of one prefill pass.
+    max_num_seqs: most responses at a time. max_num_batched_tokens: most tokens of one prefill pass.
     cache_tokens: capacity of the key/value cache (None: enough for max_num_seqs full sequences, as far as
         gpu_memory_utilization of the device's free memory, less what the trainer will take, has room, or of half the machine's
         on a CPU). When it is full, the newest responses wait and are computed again later.
