@@ -79,7 +79,7 @@ def test_a_hostile_reward_costs_its_own_score_at_most(
         else:
             assert row.score == 0.25, (act, row.score_error)
     assert [row.score for row in rows[len(acts) :]] == [0.25] * len(acts)
-    failed = {event["answer"]: event for event in events if event["event"] == "reward_failed"}
+    failed = {event["response"]: event for event in events if event["event"] == "reward_failed"}
     assert failed.keys() == wrong.keys() and all(event["error"] for event in failed.values())
     replaced = [event for event in events if event["event"] == "reward_worker_replaced"]
     assert len(replaced) >= len(ENDS) + len(STOPS)

@@ -54,7 +54,7 @@ def test_runs_on_the_same_nodes_whose_drivers_have_the_same_process_id_do_not_me
 
     def channels() -> set[str]:
         run = remote_weight_sync.RemoteWeightSync(SimpleNamespace(facts=[]), ["A"], SimpleNamespace(), 60.0)  # type: ignore[arg-type]
-        return {run._routes(hosts).places[hosts[0]][0][0] for _ in range(2)}
+        return {run._transfer_plan(hosts).places[hosts[0]][0][0] for _ in range(2)}
 
     one, other = channels(), channels()
     assert len(one) == len(other) == 2, "one for each transfer"
