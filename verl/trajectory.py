@@ -160,7 +160,9 @@ class Media:
 
     def drop_pixels(self) -> None:
         """Nobody computes with the images any more: only what is counted and shown of them stays."""
-        self.inputs, self.stored, self.parts = {"image_grid_thw": self.inputs["image_grid_thw"]}, None, ()
+        self.inputs, self.stored = {"image_grid_thw": self.inputs["image_grid_thw"]}, None
+        for part in self.parts:
+            part.drop_pixels()
 
     def blanked(self) -> Media:
         """The same places with nothing to see in them."""
@@ -468,13 +470,23 @@ class Batch:
 
 
 def segments_of(trajectories: Iterable[Trajectory]) -> list[Segment]:
-    """Segments of trajectories whose groups are adjacent. In a group first all first segments, then all second ones, …:
-    those that may share their context are neighbours."""
+    """Segments of trajectories whose groups are adjacent. In a group first all first segments, then all second ones, …, and of
+    those at one place the ones with the same context are neighbours: it is computed once."""
     out: list[Segment] = []
     for _, group in groupby(trajectories, key=lambda t: t.uid):
         for at_one_place in zip_longest(*(t.segments for t in group)):
-            out.extend(segment for segment in at_one_place if segment is not None)
+            out += _by_context([segment for segment in at_one_place if segment is not None])
     return out
+
+
+def _by_context(segments: list[Segment]) -> list[Segment]:
+    """These, those with the same context next to each other, in the order in which the contexts come."""
+    if all(segment.context_ids is segments[0].context_ids for segment in segments):
+        return segments
+    found: dict[tuple[bytes, int], list[Segment]] = {}
+    for segment in segments:
+        found.setdefault((segment.context_ids.tobytes(), id(segment.media)), []).append(segment)
+    return [segment for same in found.values() for segment in same]
 
 
 Row = Trajectory | Segment

@@ -139,7 +139,15 @@ def test_images_of_tools_are_sampled_and_trained_on(tmp_path: Path, tiny: TinyRu
     seeing = VisionRun(tmp_path / "seeing")
     tiny_tokenizer(seeing.model, template=SEES, special=SPECIAL + VISION)
     (tmp_path / "tools.py").write_text(SHOWS)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    shown = extra_info.get('shown_images', [])\n"
+        "    assert all(uri.startswith('data:image/jpeg') for uri in shown)\n"
+        "    return {'score': len(solution_str) % 7, 'shown': len(shown), 'own': len(extra_info.get('images', []))}\n"
+    )
     words = [
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "reward_model.images=True",
         f"{ROLLOUT}multi_turn.function_tool_path={tmp_path / 'tools.py'}",
         f"{ROLLOUT}stop_token_ids={list(range(32, 128))}",
         "data.max_prompt_length=500",
@@ -148,6 +156,11 @@ def test_images_of_tools_are_sampled_and_trained_on(tmp_path: Path, tiny: TinyRu
     here, there = (run(seeing, tmp_path / str(workers), workers, *words) for workers in (0, 1))
     assert [(r["uid"], r["output"]) for r in here] == [(r["uid"], r["output"]) for r in there]
     shown = [m["content"] for row in here for m in row["messages"] if m["role"] == "tool"]
+    in_text = [
+        sum(m["content"].count("<image>") for m in row["messages"] if m["role"] == "tool") for row in here
+    ]
+    assert [row["shown"] for row in here] == in_text == [row["shown"] for row in there] and any(in_text)
+    assert max(row["own"] for row in here) == 1
     assert any(text.startswith("<image><image>") for text in shown) and any("undecodable" in t for t in shown)
     kept = [
         json.loads(line) for line in (tmp_path / "0" / "trajectories" / "1.jsonl").read_text().splitlines()

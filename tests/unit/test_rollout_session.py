@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from verl.engine.rollout.base import Completion, SamplingParams
 from verl.rollout import agent_loop
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.rollout.manager import RolloutManager, RolloutSettings
-from verl.trajectory import Batch, Prompt, Trajectory
+from verl.trajectory import Batch, Prompt, Segment, Trajectory, segments_of
 
 
 class TwoTurns(AgentLoopBase):
@@ -131,3 +132,44 @@ def test_later_calls_name_their_session(two_turns) -> None:
     (t,) = sample(engine, two_turns, n=1)
     assert engine.asked == [(name, "0:0@0", name, 0), (f"{name}.1", None, name, 1), ("end", None, name, 0)]
     assert t.extra["prefill"][0] == 2 < t.extra["prefill"][1]
+
+
+class Prefixed(AgentLoopBase):
+    """Puts tokens before the prompt: the same for two of three responses."""
+
+    async def run(self, sampling_params, **row):
+        ids = np.concatenate([[9 + row["sample_index"] // 2], row["prompt_ids"]])
+        done = await self.generate(ids, sampling_params)
+        return AgentLoopOutput(ids, done.token_ids, np.ones(len(done.token_ids), bool))
+
+
+def test_first_calls_that_begin_with_the_same_tokens_share_their_prefill() -> None:
+    engine = Recorder()
+    agent_loop.register("prefixed")(Prefixed)
+    try:
+        batch = sample(engine, "prefixed")
+    finally:
+        agent_loop._LOOPS.pop("prefixed")
+    first, second, third = (group for name, group, *_ in engine.asked if name != "end")
+    assert first == second != third and "0:0@0" not in (first, third)
+    assert [t.segments[0].context_ids[0] for t in batch] == [9, 9, 10]
+
+
+def test_a_segment_has_the_versions_that_wrote_its_own_tokens(two_turns) -> None:
+    class Moving(Recorder):
+        async def generate(self, *args, **kwargs):
+            done = await super().generate(*args, **kwargs)
+            return replace(done, versions=(len(self.asked),))
+
+    (t,) = sample(Moving(), two_turns, n=1)
+    assert [segment.versions for segment in t.segments] == [(1,), (2,)] and t.versions == (1, 2)
+
+
+def test_segments_of_a_group_with_the_same_context_are_neighbours() -> None:
+    def response(index: int, context: list[int]) -> Trajectory:
+        parts = [Segment(np.array(ids), np.arange(2), np.ones(2, bool)) for ids in ([1, 2], context)]
+        return Trajectory(Prompt("0:0@0", np.array([1, 2]), messages=None), index, segments=parts)
+
+    rows = segments_of([response(0, [3]), response(1, [4]), response(2, [3])])
+    assert [(row.index, row.context_ids.tolist()) for row in rows[3:]] == [(0, [3]), (2, [3]), (1, [4])]
+    assert [row.index for row in rows[:3]] == [0, 1, 2]

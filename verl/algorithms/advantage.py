@@ -1,7 +1,7 @@
 """What an advantage estimator gets, and the estimators that give a response one number (algorithms.md §3).
 
 An estimator is written on `EstimatorInputs` and returns one number per response, float64 [N], or (advantages, returns) of the
-policy tokens, a list of arrays [K_i] each. So no rectangle of tokens is made where one number per response will do. The
+policy tokens, a list of arrays [K_i] each. So no padded array of tokens is made where one number per response will do. The
 `compute_…` functions have the signatures that users call, with padded tensors.
 """
 

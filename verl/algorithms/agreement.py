@@ -189,7 +189,7 @@ def first_step_disagreement(metrics: Mapping[str, Any], bound: tuple[str, float]
         return ""
     kind, limit = bound
     found = metrics.get(f"training/rollout_logprob_abs_diff/{kind}")
-    if found is None or not found > limit:
+    if found is None or not found > limit:  # nan: nothing was compared, or the update is refused
         return ""
     return (
         f"sampler and trainer do not compute the same model: in the first batch after a weight sync their log-probs differ "

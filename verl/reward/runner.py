@@ -29,7 +29,7 @@ from verl.reward.pool import Call, ScoringPool
 from verl.reward.served_judge import ServedJudge
 from verl.reward.settings import RewardSettings
 from verl.tracking.names import plain
-from verl.trajectory import SINGLE_TURN, Batch, Prompt, Trajectory
+from verl.trajectory import SINGLE_TURN, Batch, Prompt, Trajectory, data_uris
 
 SHOWN_PER_REASON = 2
 SHOWN_IN_ALL = 10
@@ -303,6 +303,8 @@ def _shape(reason: str) -> str:
 def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
     media = trajectory.prompt.media
     seen = {"images": media.uris()} if media is not None and media.files else {}
+    if shown := _shown(trajectory):
+        seen["shown_images"] = shown
     return {
         **(trajectory.prompt.extra_info or {}),
         **trajectory.fields,
@@ -310,6 +312,15 @@ def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
         "rollout_reward_scores": trajectory.extra.get("reward_scores", {}),
         **seen,
     }
+
+
+def _shown(trajectory: Trajectory) -> list[str]:
+    """The images that tools and environments showed, in their order, as data URIs; [] unless `reward_model.images`."""
+    seen = (
+        one for segment in trajectory.segments if segment.media is not None for one in segment.media.leaves
+    )
+    others = dict.fromkeys(one for one in seen if one is not trajectory.prompt.media)
+    return data_uris(file for one in others for file in one.files)
 
 
 def _question(trajectory: Trajectory) -> Any:

@@ -222,7 +222,7 @@ class AgentLoopBase(ABC):
         return SimpleNamespace(token_ids=ids), [*response_mask, *[1] * len(assistant_token_ids)], log_probs
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Images and videos of messages: none in this release."""
+        """{}: the row's own images reach the model without it, others through `session.chat`."""
         return {}
 
     process_multi_modal_info = process_vision_info

@@ -54,7 +54,8 @@ class LoopRunner:
         model, kwargs = self.config.actor_rollout_ref.model, self.config.data.mm_processor_kwargs
         trusted = model.trust_remote_code
         processor = load_processor(model.path, self.tokenizer, kwargs, trust_remote_code=trusted)
-        return None if processor is None else ImageProcessor(processor)
+        scored = self.config.reward_model.images
+        return None if processor is None else ImageProcessor(processor, scored=scored)
 
     @cached_property
     def tools(self) -> Any:

@@ -393,13 +393,14 @@ class RolloutManager:
         versions = tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,)
         unrecorded = mask_unrecorded(segments, completions)
         for segment, output in zip(segments, outputs, strict=True):
-            segment.versions = versions
-            _add_routes(segment, output.routed_experts, calls)
+            whole = np.concatenate((segment.context_ids, segment.response_ids))
+            segment.versions = versions if len(segments) == 1 else calls.versions(whole) or versions
+            _add_routes(segment, whole, output.routed_experts, calls)
         parts = [segment.response_ids for segment in segments]
         ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
         # The text that came with the response, if it is one completion as it was sampled, nothing cut or added.
-        whole = len(completions) == 1 and np.array_equal(completions[0].token_ids, ids)
-        text = completions[0].text if whole else None
+        as_sampled = len(completions) == 1 and np.array_equal(completions[0].token_ids, ids)
+        text = completions[0].text if as_sampled else None
         rewards = [output.reward_score for output in outputs if output.reward_score is not None]
         metrics: dict[str, Any] = {}
         fields: dict[str, Any] = {}
@@ -518,9 +519,8 @@ def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completio
     return count
 
 
-def _add_routes(segment: Segment, given: Any, calls: TrajectoryCalls) -> None:
-    """Where a segment's tokens went, as its loop or the trajectory's calls say."""
-    ids = np.concatenate((segment.context_ids, segment.response_ids))
+def _add_routes(segment: Segment, ids: np.ndarray, given: Any, calls: TrajectoryCalls) -> None:
+    """Where a segment's tokens, int64 [P + L], went, as its loop or the trajectory's calls say."""
     routes = calls.routes(ids) if given is None else first_routes([np.asarray(given, np.int16)], len(ids))
     if routes is not None:
         # Copies: the context's part is shared by a group, and must not keep the rest.

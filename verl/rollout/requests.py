@@ -9,6 +9,7 @@ gets one completion that names every version that wrote a part of it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -68,8 +69,7 @@ class TrajectoryCalls:
             prompt_ids,
             sampling if sampling.call == number else replace(sampling, call=number),
             request_id=f"{self.id}.{number}" if number else self.id,
-            # What a loop puts before the prompt is its trajectory's alone.
-            group=self._group if number == 0 and np.array_equal(prompt_ids, self._prompt.ids) else None,
+            group=None if number or media else self._group_of(prompt_ids),
             session=self._session,
             media=seen,
         )
@@ -80,6 +80,14 @@ class TrajectoryCalls:
             self.prefill += result.prefilled, max(1, len(context) - known)
         self._calls.append(_Call(context, seen, result))
         return result
+
+    def _group_of(self, ids: Any) -> str:
+        """Whose prefill a first call shares: that of the trajectories of its group that begin with the same tokens."""
+        if np.array_equal(ids, self._prompt.ids):
+            return self._group
+        return (
+            f"{self._group}/{hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), digest_size=8).hexdigest()}"
+        )
 
     @property
     def completions(self) -> list[Completion]:
@@ -108,6 +116,11 @@ class TrajectoryCalls:
         """No more calls come."""
         if self._session is not None:
             self._requests.engine.end_session(self._session)
+
+    def versions(self, ids: np.ndarray) -> tuple[int, ...]:
+        """Versions of the weights that wrote tokens of a sequence, int64 [S], ascending."""
+        inside = [call for call in self._calls if np.array_equal(call.ids[: len(ids)], ids[: len(call.ids)])]
+        return tuple(sorted({version for call in inside for version in call.done.versions}))
 
     def routes(self, ids: np.ndarray) -> np.ndarray | None:
         """The experts that the tokens of a sequence, int64 [S], went to, int16 [S, layers, k]: of each token those of the call

@@ -44,7 +44,8 @@ class TooManyRefused(RuntimeError):
 
 
 def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
-    """Write the rows of a refused update: `batch.safetensors` (columns, concatenated) and `batch.json`.
+    """Write the rows of a refused update: `batch.safetensors` (columns of all segments, one after the other, and the length of
+    each) and `batch.json` (a mapping for each trajectory, with the contexts of its segments).
 
     OSError where they cannot be written.
     """
@@ -52,9 +53,10 @@ def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    arrays = {"lengths": np.array([row.length for row in rows], np.int64)}
+    segments = [segment for row in rows for segment in row.segments]
+    arrays = {"lengths": np.array([segment.length for segment in segments], np.int64)}
     for column in COLUMNS:
-        values = [getattr(row, column) for row in rows]
+        values = [segment.columns.get(column) for segment in segments]
         if all(value is not None for value in values):
             arrays[column] = np.concatenate(values)
     try:
@@ -62,8 +64,8 @@ def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
     except SafetensorError as error:  # what the library makes of a full disk
         raise OSError(str(error)) from error
     listing = [
-        {name: getattr(row, name) for name in ("uid", "index", "text", "score")}
-        | {"prompt_ids": row.prompt.ids.tolist()}
+        {name: getattr(row, name) for name in ("uid", "index", "status", "text", "score")}
+        | {"context_ids": [segment.context_ids.tolist() for segment in row.segments]}
         for row in rows
     ]
     (directory / "batch.json").write_text(json.dumps({"reason": reason, "rows": listing}, ensure_ascii=False))

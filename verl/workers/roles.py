@@ -1,4 +1,5 @@
-"""The roles of a run, over the ranks that play them: what the loop asks of the policy, and the reference."""
+"""The roles of a run, over the ranks that play them: what the loop asks of the policy, the reference, a critic, teachers and a
+classifier."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class RolloutWorker(Profiled):
             )
             done.text = self._text(request, done)
             self._done.append(codec.GenerateResult(request.id, done))
-        except Exception as error:  # it is the response: the driver raises it where the request was made
+        except Exception as error:  # it is the result: the driver raises it where the request was made
             if self.engine.dead:
                 self._note_death(error)
             else:
@@ -112,7 +112,7 @@ class RolloutWorker(Profiled):
         return self._decode(np.concatenate([begun, done.token_ids]))
 
     def _note_death(self, error: Exception) -> EngineDead:
-        """The engine is dead: no request gets its error as a response, the worker is to be replaced."""
+        """The engine is dead: no request gets its error as its result, the worker is to be replaced."""
         kind = "" if isinstance(error, EngineDead) else f"{type(error).__name__}: "
         self._death = self._death or f"its engine died ({kind}{error})"
         return EngineDead(self._death)

@@ -155,7 +155,7 @@ def _attempt(c: Check, parse: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _routes(c: Check) -> None:
-    """Replay of expert routes: a model with experts, and somebody who records them."""
+    """Replay of expert routes: a model with experts, and a pass that records them."""
     mode, key = c.cfg.actor_rollout_ref.actor.router_replay.mode, f"{ACTOR}.router_replay.mode"
     recorded, switch = c.rollout.enable_rollout_routing_replay, f"{ROLLOUT}.enable_rollout_routing_replay"
     if mode != "disabled" and c.facts is not None and not c.facts.experts:

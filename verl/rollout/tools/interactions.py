@@ -1,4 +1,4 @@
-"""Interactions: somebody who answers the model where it calls no tool (`multi_turn.interaction_config_path`)."""
+"""Interactions: a simulated user who replies where it calls no tool (`multi_turn.interaction_config_path`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls to a group of Ray actors: all at once, all responses, and a clear account of who died and why."""
+"""Calls to a group of Ray actors: all at once, all results, and a clear account of who died and why."""
 
 from __future__ import annotations
 

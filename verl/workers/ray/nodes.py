@@ -39,7 +39,7 @@ def ask_all(refs: Mapping[str, Any], timeout: float) -> dict[str, tuple[Any, str
         try:
             out[name] = ray.get(ref, timeout=max(1.0, end - time.monotonic())), None
         except faults.GetTimeoutError:
-            out[name] = None, f"no response within {timeout:g} s"
+            out[name] = None, f"no reply within {timeout:g} s"
         except faults.RayError as error:
             missing = [line.strip() for line in str(error).splitlines() if "ModuleNotFoundError" in line]
             said = f"this code cannot be imported there: {missing[0]}" if missing else reason(error)

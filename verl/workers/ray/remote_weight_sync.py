@@ -23,7 +23,7 @@ import ray
 from ray import exceptions as faults
 
 from verl.platform.processes import Identity
-from verl.weight_sync.base import UNVERIFIED, SyncResult, WeightSyncError
+from verl.weight_sync.base import SAMPLED, SyncResult, WeightSyncError
 from verl.weight_sync.sender import WeightSync
 from verl.weight_sync.verify import compare
 from verl.workers.group import WorkerGroup
@@ -143,7 +143,7 @@ class RemoteWeightSync(WeightSync):
         """
         with self._training.lock:
             version = self._version + int(self._training.moved)
-            dead, _ = self._transfer([replica], version, UNVERIFIED)
+            dead, _ = self._transfer([replica], version, SAMPLED)
             if dead:
                 return dead[0][1]
             replica.reviving = False
@@ -177,14 +177,14 @@ class RemoteWeightSync(WeightSync):
         for replica, why in failed:
             raise WeightSyncError(f"{replica.worker}: {why}")
         ray.get(relays)
-        sums: dict[str, str] = next((response["checksums"] for response in sent if response["checksums"]), {})
+        sums: dict[str, str] = next((reply["checksums"] for reply in sent if reply["checksums"]), {})
         for replica, ref in receiving.items() if verify else ():
             try:
                 compare(sums, ray.get(ref))
             except WeightSyncError as error:
                 raise WeightSyncError(f"{error} ({replica.worker})") from None
         self._compared = len(sums)
-        return [], max(response["bytes"] for response in sent)
+        return [], max(reply["bytes"] for reply in sent)
 
     def _transfer_plan(self, replicas: Sequence[Replica]) -> TransferPlan:
         """Through device memory where every sampler sits on a trainer's device and a trial has shown that it works."""
