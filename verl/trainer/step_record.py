@@ -56,8 +56,8 @@ def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
     segments = [segment for row in rows for segment in row.segments]
     arrays = {"lengths": np.array([segment.length for segment in segments], np.int64)}
     for column in COLUMNS:
-        values = [segment.columns.get(column) for segment in segments]
-        if all(value is not None for value in values):
+        values = [segment.columns[column] for segment in segments if column in segment.columns]
+        if len(values) == len(segments):
             arrays[column] = np.concatenate(values)
     try:
         save_file(arrays, directory / "batch.safetensors")
