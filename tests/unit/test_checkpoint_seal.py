@@ -69,6 +69,15 @@ def test_round_trip(tmp_path):
         found.part("critic")
 
 
+@pytest.mark.parametrize("hashes", [True, False])
+def test_a_file_of_another_size_is_named_whether_or_not_contents_are_read(tmp_path, hashes):
+    path = write(tmp_path, 3)
+    with (path / "actor" / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match=r"actor/model.safetensors has \d+ bytes instead of \d+"):
+        open_checkpoint(path, hashes=hashes)
+
+
 def test_retention_deletes_the_oldest_and_nothing_that_is_not_ours(tmp_path):
     """Also in a run started again from step 1 where an older run left step 100; newest is what was sealed last."""
     foreign = tmp_path / "global_step_50" / "actor"

@@ -65,7 +65,7 @@ def test_a_resumed_run_goes_on_with_the_same_groups(tmp_path, staleness) -> None
     for step in range(1, 6):
         again = Filtered(tmp_path, staleness, TimedEngine(lengths), ON, steps=6)
         again.stream.load_state(run.quiet.positions[step])
-        again.quiet.resume = lambda trainer, step=step: step
+        again.quiet.resume = lambda step=step: step
         again.go()
         assert uids(again) == uids(run)[step:], f"after step {step}"
 

@@ -23,6 +23,7 @@ from verl.rollout.event_loop import BackgroundLoop
 from verl.rollout.manager import RolloutManager, RolloutSettings, response_seed
 from verl.rollout.requests import ResumableGeneration
 from verl.rollout.schedule import PromptSchedule, Versions
+from verl.tracking.step_metrics import Counters
 from verl.tracking.timer import Phases
 from verl.trainer.colocation import Colocation
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -64,10 +65,10 @@ class Quiet:
     def progress(self, name: str, total: int, beat: Any = None):
         return lambda count: None
 
-    def save(self, trainer: PPOTrainer, *_: Any) -> None:
-        self.positions[trainer.step] = trainer.schedule.position(trainer.step)
+    def save(self, step: int, loop: dict[str, Any], *_: Any) -> None:
+        self.positions[step] = loop["data_position"]
 
-    def resume(self, trainer: PPOTrainer) -> int:
+    def resume(self) -> int:
         return 0
 
     def __getattr__(self, name: str):
@@ -122,6 +123,7 @@ class Run:
             self.quiet,
             Phases(),
             self.runner,
+            Counters(),
         )
         self.trainer = PPOTrainer(self.config, parts, steps)
 

@@ -133,6 +133,10 @@ class PromptSchedule:
         """The epoch that a step's last prompt was drawn in."""
         return self._drawn[step].epoch
 
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of `step` holds of the loop: the version of its weights, and the stream's position."""
+        return {"weight_version": self.versions.at(step) + 1, "data_position": self.position(step)}
+
     def position(self, step: int) -> dict[str, Any]:
         """The stream's position after `step`: before the first draw that is not trained yet."""
         following = self._drawn.get(step + 1)

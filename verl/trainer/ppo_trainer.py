@@ -54,7 +54,7 @@ class PPOTrainer:
         """Train from the newest checkpoint, or from the start, to the last step."""
         parts, trainer = self.parts, self.config.trainer
         self.colocation.to_training()
-        self.step = parts.checkpoints.resume(self)
+        self.step = parts.checkpoints.resume()
         self.record.announce(self.step, self.total_steps)
         self.record.proven(self.weight_sync.push(self.versions.at(self.step + 1)))
         self.colocation.to_sampling()
@@ -81,7 +81,8 @@ class PPOTrainer:
             if self._due(self.config.trainer.save_freq, step):
                 with parts.phases("save_checkpoint"):
                     parts.tracking.flush()  # a step that is never computed again has its responses on disk
-                    parts.checkpoints.save(self, batch, metrics | record.facts(step, batch))
+                    state = self.schedule.state(step)
+                    parts.checkpoints.save(step, state, batch, metrics | record.facts(step, batch))
         record.log(step, batch, metrics)
         parts.tracking.write_page(last=step == self.total_steps)
         record.check_limits(step, metrics)

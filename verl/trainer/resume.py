@@ -28,11 +28,14 @@ from verl.tracking.run_folder import mask_secrets
 from verl.trajectory import Batch, Segment, Trajectory
 
 if TYPE_CHECKING:
+    from verl.algorithms.kl import KLController
     from verl.checkpoint import Checkpoint
     from verl.config import Config
+    from verl.data.stream import PromptStream
+    from verl.tracking.step_metrics import Counters
     from verl.tracking.tracker import Tracking
-    from verl.trainer.ppo_trainer import PPOTrainer
-    from verl.workers.roles import Role
+    from verl.trainer.colocation import Colocation
+    from verl.workers.roles import Role, WorkerSet
 
 WHOLE = frozenset({"model", "optimizer", "extra"})
 """What a checkpoint must hold, and a resume must read, for the run to go on as if nothing had happened."""
@@ -281,86 +284,94 @@ def refuse_other_data(
 
 
 class Checkpoints:
-    """Saves and restores a trainer's whole state."""
+    """Saves and restores the whole state of a run: that of these parts, and what the loop says of itself."""
 
-    def __init__(self, config: Config, save_tokenizer: Callable[[Path], Any], tracking: Tracking):
+    def __init__(
+        self,
+        config: Config,
+        save_tokenizer: Callable[[Path], Any],
+        tracking: Tracking,
+        *,
+        workers: WorkerSet,
+        colocation: Colocation,
+        stream: PromptStream,
+        kl_controller: KLController | None,
+        counters: Counters,
+    ):
         self._config = config
         self._save_tokenizer = save_tokenizer
-        self._tracking = tracking
+        self._workers, self._colocation, self._stream = workers, colocation, stream
+        self._kl_controller, self._counters = kl_controller, counters
         self._storage = Storage(config, "actor_rollout_ref.actor.checkpoint", tracking)
 
     def finish(self) -> None:
         """At the end of a run, whatever the end: see `Storage.finish`."""
         self._storage.finish()
 
-    def save(self, trainer: PPOTrainer, batch: Batch, record: dict[str, Any]) -> None:
-        """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged.
+    def save(self, step: int, loop: Mapping[str, Any], batch: Batch, record: dict[str, Any]) -> None:
+        """Write `global_step_N`; `loop` is of `PromptSchedule.state`, `record` the step's metrics, in case a kill comes before they
+        are logged.
 
         A failure is an event and a notice; the run goes on. `batch`, the step's, shows whether the weights are worth it: see
         `Storage.refuses`.
         """
-        policy, contents = trainer.parts.workers.policy, self._storage.saved_parts
+        policy, contents = self._workers.policy, self._storage.saved_parts
 
         def log_probs(row: Trajectory) -> Any:
             bare = [
                 Segment(s.context_ids, s.response_ids, s.response_mask, media=s.media) for s in row.segments
             ]
             probe = Trajectory(row.prompt, row.index, segments=bare)
-            with trainer.colocation.computing(policy):
+            with self._colocation.computing(policy):
                 policy.forward(Batch([probe]), "save_checkpoint", {"log_probs": "old_log_probs"})
             return probe.old_log_probs
 
-        if self._storage.refuses(trainer.step, batch, log_probs, "actor_rollout_ref.actor.optim.lr"):
+        if self._storage.refuses(step, batch, log_probs, "actor_rollout_ref.actor.optim.lr"):
             return
         jobs: dict[str, Callable[[Path], Any]] = {}
-        for role in self._trained(trainer):
+        for role in self._trained():
             if "model" in contents:
                 jobs[role.name] = partial(self._save_weights, role)
             if "optimizer" in contents:
                 jobs[f"state/{role.name}_optim"] = partial(role.save, "optimizer")
         if "extra" in contents:
             jobs["state/rng"] = rng.save
-        state = self._loop_state(trainer) | {"record": plain_metrics(record)[0]}
-        self._storage.save(trainer.step, jobs, state)
+        state = {
+            "step": step,
+            **loop,
+            "data_identity": data_identity(self._config, self._stream.rows_per_epoch),
+            "kl_controller": self._kl_controller.state_dict() if self._kl_controller else None,
+            "counters": self._counters.state(),
+            "seed": self._config.trainer.seed,
+            "record": plain_metrics(record)[0],
+        }
+        self._storage.save(step, jobs, state)
 
-    @staticmethod
-    def _trained(trainer: PPOTrainer) -> list[Role]:
-        return [role for role in trainer.parts.workers.roles.values() if role.trained]
+    def _trained(self) -> list[Role]:
+        return [role for role in self._workers.roles.values() if role.trained]
 
     def _save_weights(self, role: Role, directory: Path) -> None:
         role.save("weights", directory)
         self._save_tokenizer(directory)
 
-    def _loop_state(self, trainer: PPOTrainer) -> dict[str, Any]:
-        parts = trainer.parts
-        return {
-            "step": trainer.step,
-            "weight_version": trainer.versions.at(trainer.step) + 1,
-            "data_position": trainer.schedule.position(trainer.step),
-            "data_identity": data_identity(self._config, parts.stream.rows_per_epoch),
-            "kl_controller": parts.kl_controller.state_dict() if parts.kl_controller else None,
-            "counters": trainer.record.counters.state(),
-            "seed": self._config.trainer.seed,
-        }
-
-    def resume(self, trainer: PPOTrainer) -> int:
+    def resume(self) -> int:
         """Restore the checkpoint that `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
         found = self._storage.find()
         if found is None:
             return 0
-        state, parts, wants = found.loop_state, trainer.parts, self._storage.wants
-        now = data_identity(self._config, parts.stream.rows_per_epoch)
+        state, wants = found.loop_state, self._storage.wants
+        now = data_identity(self._config, self._stream.rows_per_epoch)
         refuse_other_data(state.get("data_identity", {}), now, found.path)
         with self._storage.loading(found):
-            for role in self._trained(trainer):
+            for role in self._trained():
                 if wants("model"):
                     role.load("weights", found.part(role.name))
                 if wants("optimizer"):
                     role.load("optimizer", found.part(f"state/{role.name}_optim"))
-            parts.stream.load_state(state["data_position"])
-            trainer.record.counters.load(state["counters"])
-            if parts.kl_controller is not None and state.get("kl_controller"):
-                parts.kl_controller.load_state_dict(state["kl_controller"])
+            self._stream.load_state(state["data_position"])
+            self._counters.load(state["counters"])
+            if self._kl_controller is not None and state.get("kl_controller"):
+                self._kl_controller.load_state_dict(state["kl_controller"])
             if wants("extra"):
                 rng.load(found.part("state/rng"))
         return self._storage.loaded(found)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from verl.rollout.event_loop import Loop
     from verl.rollout.manager import RolloutManager
     from verl.tracking.hooks import RunHooks
+    from verl.tracking.step_metrics import Counters
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
     from verl.trainer.colocation import Colocation
@@ -191,6 +192,7 @@ class Parts:
     tracking: Tracking
     phases: Phases
     loop: Loop
+    counters: Counters
 
 
 def build_parts(
@@ -203,6 +205,7 @@ def build_parts(
     from verl.config.weights import user_scores
     from verl.data.stream import open_stream
     from verl.data.tokenizer import save_tokenizer
+    from verl.tracking.step_metrics import Counters
     from verl.trainer.colocation import Colocation
     from verl.trainer.resume import Checkpoints
     from verl.workers.roles import Classifier
@@ -230,20 +233,30 @@ def build_parts(
     rollouts = open_rollouts(config, settings, workers.sampler, tokenizer, rewards.score, tracking)
     validator = build_validator(config, validation, rollouts, rewards, tracking)
     tracking.bad_rows(row for data in (train, validation) if data is not None for row in data.bad_rows)
+    kl_controller = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
+    counters = Counters()
     parts = Parts(
         stream=stream,
         rollouts=rollouts,
         rewards=rewards,
         workers=workers,
         colocation=colocation,
-        kl_controller=get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None,
+        kl_controller=kl_controller,
         validator=validator,
         checkpoints=Checkpoints(
-            config, partial(save_tokenizer, tokenizer, None if processor is None else model.path), tracking
+            config,
+            partial(save_tokenizer, tokenizer, None if processor is None else model.path),
+            tracking,
+            workers=workers,
+            colocation=colocation,
+            stream=stream,
+            kl_controller=kl_controller,
+            counters=counters,
         ),
         tracking=tracking,
         phases=phases,
         loop=loop,
+        counters=counters,
     )
     print(
         f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"

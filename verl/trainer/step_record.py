@@ -15,7 +15,7 @@ from verl.algorithms.agreement import first_step_bound, first_step_disagreement
 from verl.algorithms.correction import parse_correction, weights_of_the_update
 from verl.algorithms.value_loss import explained_variance
 from verl.algorithms.variance import variance_proxies
-from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
+from verl.tracking.step_metrics import StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import StepTimes, Timeline, profiled
 from verl.trainer.image_checks import ImageRecord
 from verl.trajectory import COLUMNS
@@ -24,6 +24,7 @@ from verl.weight_sync.base import SyncResult
 if TYPE_CHECKING:
     from verl.config import Config
     from verl.rollout.schedule import PromptSchedule
+    from verl.tracking.step_metrics import Counters
     from verl.tracking.tracker import Tracking
     from verl.trainer.colocation import Colocation
     from verl.trainer.run import Parts
@@ -116,7 +117,7 @@ class StepRecord:
     """The record of the step in progress. `sampled` (the sampler's counters) and `sync` come from the loop."""
 
     def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule):
-        self.counters = Counters()
+        self.counters = parts.counters
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)
         self._proof: dict[str, float] = {}
