@@ -74,6 +74,8 @@ class Platform(ABC):
     ray_resource: str = ""
     #: What torch.profiler calls work of the device: a name of torch.profiler.ProfilerActivity.
     profiler_activity: str = "CPU"
+    #: Distributions beside torch that its support for the device comes in.
+    packages: tuple[str, ...] = ()
     #: The vendor has a profiler of its own (`own_tracer`).
     has_own_tracer: bool = False
     #: torch has deterministic running sums of floats.

@@ -22,6 +22,7 @@ class NpuPlatform(Accelerator):
     ray_resource = "NPU"
     profiler_activity = "PrivateUse1"
     has_own_tracer = True
+    packages = ("torch_npu",)
 
     @property
     def module(self) -> Any:

@@ -61,7 +61,7 @@ class InProcessSync(WeightSync):
         started = time.monotonic()
         self._trainer.release_cached_memory()
         self._sampler.weights_updated(version)
-        module, verified = self._trainer.module, 0  # type: ignore[attr-defined]
+        module, verified = self._trainer.module, 0
         if verify:
             self._sampler.check_shared(module, verify)
             verified = len(module.state_dict())

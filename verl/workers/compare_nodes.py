@@ -13,6 +13,7 @@ from typing import Any
 from verl.config.fields import for_elsewhere
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.weights import scores_by_model
+from verl.platform import platform_of
 from verl.versions import HOLES, satisfies
 from verl.workers.node_facts import CODE, model_files
 from verl.workers.resources import ResourceRequest, placeable
@@ -87,8 +88,7 @@ def needs_of(config: Any) -> NodeNeeds:
     packages |= set(CAPABILITIES[arr.rollout.name].packages)
     if lora:
         packages.add("peft")
-    if trainer.device == "npu":
-        packages.add("torch_npu")
+    packages |= set(platform_of(trainer.device).packages)
     files, models = 1024 + 128 * trainer.nnodes * trainer.n_gpus_per_node, _models(config)
     # An adapter is small.
     room = 0 if lora or not arr.model.path else _transfer_room(arr.rollout, models[0])

@@ -69,6 +69,8 @@ class TrainingEngine(ABC):
     """
 
     platform: Platform
+    #: The model. On one rank a sampler of this process may read its tensors.
+    module: torch.nn.Module
     #: What turns hidden states into outputs: "lm" (log_probs, entropy, sum_pi_squared), "value" (values), "score" (scores).
     head: str = "lm"
     #: Whether `forward` returns outputs on this rank. Under pipeline parallelism only the last stage's ranks do.
