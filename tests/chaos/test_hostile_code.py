@@ -20,7 +20,7 @@ from tests.integration.test_agent_runs import WORDS
 from tests.runs import TinyRun, records, weights
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_agents import play
-from tests.unit.test_reward_runner import answer
+from tests.unit.test_reward_runner import trajectory_of
 from tests.unit.test_session import _QWEN
 from verl.engine.rollout.vllm.weights import AdapterFolder
 from verl.reward.pool import FunctionSpec
@@ -47,7 +47,7 @@ def scored(path: Path, name: str, acts: list[str], events: list[dict[str, Any]])
     settings = RewardSettings(function=FunctionSpec(path=str(path), name=name), num_workers=2, timeout=1.0)
     note = lambda kind, **fields: events.append({"event": kind, **fields})  # noqa: E731
     runner = RewardRunner(None, events=note, settings=settings)
-    rows = [answer(act, number) for number, act in enumerate([*acts, *["nothing"] * len(acts)])]
+    rows = [trajectory_of(act, number) for number, act in enumerate([*acts, *["nothing"] * len(acts)])]
 
     async def all_of_them() -> None:
         await asyncio.gather(*(runner.score(row) for row in rows))

@@ -59,7 +59,7 @@ def test_one_step_off_trains_on_the_same_prompts_and_resumes(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=pytest.mark.long)])
-def test_answers_that_a_push_interrupts_are_continued(
+def test_responses_that_a_push_interrupts_are_continued(
     fork_server, tiny, ray_address, tmp_path: Path, engine: str
 ) -> None:
     """Samplers are the bottleneck, so every push finds responses half written. The learning rate is 0: whatever version

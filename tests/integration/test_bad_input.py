@@ -478,7 +478,7 @@ def test_a_learning_rate_that_blows_the_weights_up_is_explained(tiny, fork_serve
     assert "learning rate" in errors(run)[-2], run.stderr
 
 
-def test_lost_answers(tiny, fork_server, tmp_path) -> None:
+def test_lost_responses(tiny, fork_server, tmp_path) -> None:
     out, no_val = tmp_path / "out", ["trainer.val_before_train=False", "trainer.test_freq=-1"]
     run = fork_server.run(tiny.overrides(out, *no_val), BAD_PLUGIN="losing_sampler:12", **PLUGIN)
     assert run.status == 0, run.stderr

@@ -196,7 +196,7 @@ def test_a_video_is_an_image_with_rows_of_time(path: Path) -> None:
     ],
     ids=str,
 )
-def test_batching_never_changes_the_answer(path25: Path, how: dict[str, Any]) -> None:
+def test_batching_never_changes_the_response(path25: Path, how: dict[str, Any]) -> None:
     prompts = make_prompts(path25)
     engines = [FSDPEngine(path25, role_cfg=trained(**more), device="cpu") for more in ({}, how)]
     found = sample(NativeEngine(engines[0].module, **LIMITS), prompts)

@@ -69,7 +69,7 @@ def test_a_group_left_with_one_response(rollout_n: int, needs: bool, dropped: in
     assert batch[0].loss_mask.any() == (not dropped)
 
 
-def test_an_empty_answer_is_an_outcome() -> None:
+def test_an_empty_response_is_an_outcome() -> None:
     batch = Batch([response("a", [], -1.0), response("a", [1], 1.0)])
     usable, dropped = prepare_outcomes(batch, 2, True)
     assert usable.all() and dropped == 0
@@ -156,7 +156,7 @@ def test_kl_in_the_reward_enters_the_group_statistics() -> None:
     assert batch[0].score == 1.0
 
 
-def test_an_answer_left_alone_in_its_group_is_charged_for_its_kl_like_every_other() -> None:
+def test_a_response_left_alone_in_its_group_is_charged_for_its_kl_like_every_other() -> None:
     """critic/rewards is the reward with the KL penalty taken off, for every scored response (metrics.md §3)."""
     logs = {"old_log_probs": [-1.0, -2.0], "ref_log_probs": [-1.5, -2.25]}
     batch = Batch(

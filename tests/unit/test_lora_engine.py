@@ -131,7 +131,7 @@ def test_the_reference_is_the_base_whatever_was_learned(models: dict[str, str], 
     assert not base.adapted and list(base.adapter_weights()) == []
 
 
-def test_batching_does_not_change_the_answer(models: dict[str, str]) -> None:
+def test_batching_does_not_change_the_response(models: dict[str, str]) -> None:
     found = []
     for role in (
         trained(ppo_micro_batch_size_per_gpu=4, use_prefix_grouper=True),

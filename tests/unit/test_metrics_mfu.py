@@ -75,7 +75,7 @@ def test_causal_sequences_by_a_loop() -> None:
     assert cost.forward([1, 4, 9]) == expected
 
 
-def answer(prompt: int, length: int, trained: bool) -> Trajectory:
+def trajectory_of(prompt: int, length: int, trained: bool) -> Trajectory:
     mask = np.ones(length, bool)
     return Trajectory(
         Prompt("u", np.arange(prompt), "q"), 0, np.arange(length), mask, loss_mask=mask if trained else ~mask
@@ -84,7 +84,7 @@ def answer(prompt: int, length: int, trained: bool) -> Trajectory:
 
 def test_updates_and_passes_of_a_step() -> None:
     cost = ModelCost(per_token=10.0, per_pair=0.0, peak=1000.0)
-    batch = [answer(3, 5, True), answer(2, 2, False)]
+    batch = [trajectory_of(3, 5, True), trajectory_of(2, 2, False)]
     found = step_mfu("actor", cost, batch, {"update_actor": 2.0, "old_log_prob": 1.0}, epochs=2, computed=0.5)
     assert found == {
         "perf/mfu/actor": pytest.approx(8 * 10 * 3 * 2 * 0.5 / (2.0 * 1000)),

@@ -105,7 +105,7 @@ def test_scores_rewards_advantages(seed):
     three(score_metrics(batch), "critic/rewards", [t.score for t in scored])
 
 
-def test_failed_scores_are_counted_and_lost_answers_apart():
+def test_failed_scores_are_counted_and_lost_responses_apart():
     found = of_step.reward_metrics(batch_of())
     assert (found["reward/errors"], found["reward/timeouts"]) == (2, 1)
     close(found, "reward/error_ratio", 2 / 11)
@@ -115,7 +115,7 @@ def test_failed_scores_are_counted_and_lost_answers_apart():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_lost_answer_is_in_no_number_but_its_own_counter(seed):
+def test_a_lost_response_is_in_no_number_but_its_own_counter(seed):
     batch = batch_of(seed)
     without = Batch([t for t in batch if t.finish_reason != "lost"])
     assert len(without) == len(batch) - 1

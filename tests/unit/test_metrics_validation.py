@@ -13,7 +13,7 @@ from verl.tracking.validation_metrics import draws, subset_sizes, validation_met
 from verl.trajectory import Prompt, Trajectory
 
 
-def answer(uid="p0", index=0, score=1.0, source="gsm8k", media=None, **parts) -> Trajectory:
+def trajectory_of(uid="p0", index=0, score=1.0, source="gsm8k", media=None, **parts) -> Trajectory:
     prompt = Prompt(uid, np.arange(3), [], source, media=media or {})
     t = Trajectory(prompt, index, np.arange(2), np.ones(2, bool), score=score, score_parts=parts)
     if score is None:
@@ -63,7 +63,7 @@ def groups_of(n: int):
 def test_against_plain_loops(groups):
     n = len(groups[0])
     rows = [
-        answer(f"p{g}", i, score, acc=score > 0, pred=pred)
+        trajectory_of(f"p{g}", i, score, acc=score > 0, pred=pred)
         for g, group in enumerate(groups)
         for i, (score, pred) in enumerate(group)
     ]
@@ -80,7 +80,7 @@ def test_against_plain_loops(groups):
 
 
 def test_gsm8k_run_logs_both_reward_and_acc():
-    rows = [answer(f"p{i}", 0, float(i % 2), "openai/gsm8k") for i in range(4)]
+    rows = [trajectory_of(f"p{i}", 0, float(i % 2), "openai/gsm8k") for i in range(4)]
     assert validation_metrics(rows) == {
         "val-core/openai/gsm8k/reward/mean@1": 0.5,
         "val-core/openai/gsm8k/acc/mean@1": 0.5,
@@ -93,10 +93,10 @@ def test_gsm8k_run_logs_both_reward_and_acc():
 
 def test_prompts_weigh_the_same_and_sources_are_apart():
     rows = [
-        *(answer("a", i, 1.0) for i in range(2)),
-        *(answer("b", i, 0.0) for i in range(2)),
-        answer("c", 0, 0.5, "math"),
-        answer("c", 1, 1.0, "math"),
+        *(trajectory_of("a", i, 1.0) for i in range(2)),
+        *(trajectory_of("b", i, 0.0) for i in range(2)),
+        trajectory_of("c", 0, 0.5, "math"),
+        trajectory_of("c", 1, 1.0, "math"),
     ]
     found = validation_metrics(rows)
     assert found["val-core/gsm8k/acc/mean@2"] == 0.5
@@ -104,14 +104,14 @@ def test_prompts_weigh_the_same_and_sources_are_apart():
     assert found["val/accuracy"] == pytest.approx((1 + 0 + 0.75) / 3)
 
 
-def test_failed_answers():
+def test_failed_responses():
     rows = [
-        answer("a", 0, 1.0, acc=1, extra=5.0),
-        answer("a", 1, None),
-        answer("b", 0, None),
-        answer("b", 1, None),
-        answer("c", 0, -1.0, acc=0, extra=1.0),
-        answer("c", 1, 1.0, acc=1, extra=1.0),
+        trajectory_of("a", 0, 1.0, acc=1, extra=5.0),
+        trajectory_of("a", 1, None),
+        trajectory_of("b", 0, None),
+        trajectory_of("b", 1, None),
+        trajectory_of("c", 0, -1.0, acc=0, extra=1.0),
+        trajectory_of("c", 1, 1.0, acc=1, extra=1.0),
     ]
     found = validation_metrics(rows)
     assert found["val-core/gsm8k/acc/mean@2"] == pytest.approx((0.5 + 0 + 0.5) / 3)
@@ -125,7 +125,7 @@ def test_failed_answers():
 
 
 def test_everything_failed_is_accuracy_zero_and_reward_nan():
-    found = validation_metrics([answer("a", 0, None), answer("b", 0, None)])
+    found = validation_metrics([trajectory_of("a", 0, None), trajectory_of("b", 0, None)])
     assert found["val-core/gsm8k/acc/mean@1"] == 0.0
     assert math.isnan(found["val-core/gsm8k/reward/mean@1"])
     assert math.isnan(found["val-aux/gsm8k/acc_success_only/mean@1"])
@@ -134,14 +134,14 @@ def test_everything_failed_is_accuracy_zero_and_reward_nan():
 
 
 def test_without_acc_the_reward_stands_in():
-    found = validation_metrics([answer("a", 0, 0.3, fmt=1.0), answer("b", 0, None)])
+    found = validation_metrics([trajectory_of("a", 0, 0.3, fmt=1.0), trajectory_of("b", 0, None)])
     assert "val-core/gsm8k/acc/mean@1" not in found and "val-aux/gsm8k/acc_success_only/mean@1" not in found
     assert found["val/accuracy"] == pytest.approx(0.3)
     assert found["val-aux/gsm8k/fmt/mean@1"] == 1.0
 
 
-def test_majority_needs_every_answer_to_vote():
-    rows = [answer("a", 0, 1.0, acc=1, pred="7"), answer("a", 1, 0.0, acc=0)]
+def test_majority_needs_every_response_to_vote():
+    rows = [trajectory_of("a", 0, 1.0, acc=1, pred="7"), trajectory_of("a", 1, 0.0, acc=0)]
     assert not [name for name in validation_metrics(rows) if "maj@" in name]
     rows[1].score_parts["pred"] = "8"
     found = validation_metrics(rows)
@@ -149,7 +149,7 @@ def test_majority_needs_every_answer_to_vote():
 
 
 def test_pictures_and_named_n():
-    rows = [answer("a", 0, 1.0, media={"images": [1]}), answer("b", 0, 0.0)]
+    rows = [trajectory_of("a", 0, 1.0, media={"images": [1]}), trajectory_of("b", 0, 0.0)]
     found = validation_metrics(rows, n=2)
     assert found["val/multimodal_score"] == 1.0 and found["val/accuracy"] == 0.5
     assert "val-core/gsm8k/acc/mean@2" in found
@@ -169,7 +169,9 @@ def test_large_groups_are_fast():
 
     rng = np.random.default_rng(0)
     rows = [
-        answer(f"p{g}", i, float(rng.integers(2)), acc=float(rng.integers(2)), pred=str(rng.integers(9)))
+        trajectory_of(
+            f"p{g}", i, float(rng.integers(2)), acc=float(rng.integers(2)), pred=str(rng.integers(9))
+        )
         for g in range(20)
         for i in range(64)
     ]

@@ -55,7 +55,7 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids.tolist() for c in completions]
 
 
-def test_an_answer_does_not_depend_on_the_batch(model: Any) -> None:
+def test_a_response_does_not_depend_on_the_batch(model: Any) -> None:
     work = [(prompt(i, 3 + 9 * i), replace(DRAWN, seed=i, max_tokens=10 + 7 * i), None) for i in range(6)]
     together = tokens(run(engine_of(model), work))
     assert together == [tokens(run(engine_of(model), [w]))[0] for w in work]
@@ -209,7 +209,7 @@ def test_the_cache_is_empty_afterwards(model: Any) -> None:
     )
 
 
-def test_slots_are_reused_as_answers_finish(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_reused_as_responses_finish(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty steps for the long one; the others pass through the second slot meanwhile."""
     engine, steps, step = engine_of(model, max_num_seqs=2), [], NativeEngine.step
     monkeypatch.setattr(engine, "step", lambda: steps.append(step(engine)))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.http_service import serving
 from tests.unit.test_reward_parts import settings
-from tests.unit.test_reward_runner import answer
+from tests.unit.test_reward_runner import trajectory_of
 from verl.reward import default_compute_score, http
 from verl.reward.outcome import ServiceFailed
 from verl.reward.precheck import precheck
@@ -175,7 +175,7 @@ def test_a_run_scores_code(capsys: pytest.CaptureFixture[str]) -> None:
         for where, program in (([], "print(int(input()) * 2)"), ([f"sandbox_fusion.url={url}"], "# right")):
             runner = RewardRunner(None, settings=settings("reward_model.num_workers=1", *where))
             row = {"truth": DOUBLE, "data_source": "taco"}
-            right, wrong = (answer(fenced(text), **row, extra_info={}) for text in (program, ""))
+            right, wrong = (trajectory_of(fenced(text), **row, extra_info={}) for text in (program, ""))
             asyncio.run(runner.score_batch([right, wrong]))
             assert (right.score, wrong.score) == (1.0, 0.0), (right.score_error, wrong.score_error)
             if not where:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.http_service import serving
 from tests.unit.test_reward_parts import settings
-from tests.unit.test_reward_runner import answer
+from tests.unit.test_reward_runner import trajectory_of
 from verl.reward import http, judge
 from verl.reward.outcome import JudgeFailed, ServiceFailed
 from verl.reward.runner import RewardRunner
@@ -121,7 +121,8 @@ def test_a_run_asks_the_judge(served: tuple[Judge, str]) -> None:
     runner = RewardRunner(None, settings=settings(*words))
     try:
         rows = [
-            answer(text, i) for i, text in enumerate(["says five", "says nothing", "says ten", "says half"])
+            trajectory_of(text, i)
+            for i, text in enumerate(["says five", "says nothing", "says ten", "says half"])
         ]
         turn = {"role": "assistant", "content": "says five"}
         rows[2].fields["messages"] = [

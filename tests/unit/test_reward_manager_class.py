@@ -108,7 +108,7 @@ def config(model, tmp_path):
     return make
 
 
-def answer(text: str, index: int = 0, truth: str = "72") -> Trajectory:
+def trajectory_of(text: str, index: int = 0, truth: str = "72") -> Trajectory:
     ids = np.array(tiny_tokenizer().encode(text), np.int64)
     messages = [{"role": "user", "content": "q"}]
     prompt = Prompt("0:0@0", np.arange(4), messages, "src", truth, columns={"level": 3})
@@ -143,15 +143,15 @@ def test_a_class_that_a_plugin_registers_is_one_by_its_name(config, model, tmp_p
     named = load([*words, "actor_rollout_ref.model.external_lib=my_plugin", "trainer.device=cpu"])
     assert not [p for p in check(named).problems if "reward_manager" in str(p)]
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    row = answer("72")
+    row = trajectory_of("72")
     score(named, [row])
     assert row.score == -0.5 * row.length
     refused = check(load([*words, "reward.reward_manager.name=other"])).problems
     assert any("register your own with verl.workers.reward_manager.register" in str(p) for p in refused)
 
 
-def test_an_async_manager_scores_answers_one_by_one(config) -> None:
-    good, bad, raising = answer("72"), answer("#### 72", truth="7"), answer("raise")
+def test_an_async_manager_scores_responses_one_by_one(config) -> None:
+    good, bad, raising = trajectory_of("72"), trajectory_of("#### 72", truth="7"), trajectory_of("raise")
     good.extra["reward_scores"] = {"turns_earned": 2.5}
     tried = score(config("Async"), [good, bad, raising])
     assert (tried.score, tried.parts["acc"]) == (1.0, True), "a text that is tried is tokenised"
@@ -167,14 +167,14 @@ def test_an_async_manager_scores_answers_one_by_one(config) -> None:
 
 @pytest.mark.long
 def test_a_manager_may_be_plain_and_gets_the_arguments_it_names(config) -> None:
-    t = answer("abcd")
+    t = trajectory_of("abcd")
     score(config("Sync"), [t])
     assert t.score == -2.0
 
 
 @pytest.mark.long
 def test_a_manager_and_the_function_it_is_handed_get_the_runs_judge(config, model, tmp_path) -> None:
-    run, t = config("Asks"), answer("72")
+    run, t = config("Asks"), trajectory_of("72")
     run.custom_reward_function.path, run.custom_reward_function.name = f"{tmp_path}/managers.py", "named"
     offered = {"reward_router_address": "http://judge/v1", "reward_model_tokenizer": [str(model), False]}
     score(run, [t], judge=SimpleNamespace(offered=offered, close=lambda: None))
@@ -182,11 +182,11 @@ def test_a_manager_and_the_function_it_is_handed_get_the_runs_judge(config, mode
 
 
 def test_a_manager_of_whole_batches(config) -> None:
-    answers = [answer("ab", 0), answer("abcd", 1)]
+    answers = [trajectory_of("ab", 0), trajectory_of("abcd", 1)]
     score(config("Whole"), answers)
     assert [t.score for t in answers] == [2.0, 3.0]
     assert [t.score_parts for t in answers] == [{"source": "src", "n": 2}] * 2
-    plain = [answer("a"), answer("b")]
+    plain = [trajectory_of("a"), trajectory_of("b")]
     score(config("Plain"), plain)
     assert [t.score for t in plain] == [float(t.response_ids.sum()) for t in plain]
 
@@ -206,6 +206,6 @@ def test_what_cannot_be_a_manager_is_refused_before_the_run(config, name, messag
 
 @pytest.mark.long
 def test_a_manager_that_asks_for_what_nobody_has_says_so(config) -> None:
-    t = answer("a")
+    t = trajectory_of("a")
     score(config("Greedy"), [t])
     assert t.score is None and "'dragons'; a manager gets" in t.score_error

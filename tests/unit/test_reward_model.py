@@ -20,7 +20,7 @@ from tests import ranks
 from tests.tiny import CHAT_TEMPLATE, tiny_config, tiny_model, tiny_tokenizer, tiny_vision_model
 from tests.unit.test_data_media import picture
 from tests.unit.test_reward_parts import settings
-from tests.unit.test_reward_runner import answer
+from tests.unit.test_reward_runner import trajectory_of
 from verl import config
 from verl.data.media import ImageProcessor, decoded, load_processor, open_image
 from verl.engine.training.packing import pack
@@ -142,7 +142,7 @@ def test_encoders_score_in_padded_batches(tmp_path: Path, arch: str) -> None:
     np.testing.assert_allclose(found, plain_scores(path, rows), rtol=1e-4, atol=1e-5)
     assert len(found) > len(sizes) > 1 and sum(sizes) == len(found), "several batches of several"
     if arch == "bert":
-        (long,) = asyncio.run(model.score([answer("long" * 40)]))
+        (long,) = asyncio.run(model.score([trajectory_of("long" * 40)]))
         assert "the limit is 160" in str(long.error)
 
 
@@ -231,7 +231,7 @@ def test_what_cannot_be_scored_is_a_failure(tmp_path: Path) -> None:
         + CHAT_TEMPLATE
     )
     model, _ = scorer(classifier(tmp_path / "rm", template=refuses), "reward_model.rollout.max_model_len=40")
-    rows = [answer("short"), answer("long" * 20), *dialogues()[:1]]
+    rows = [trajectory_of("short"), trajectory_of("long" * 20), *dialogues()[:1]]
     found = asyncio.run(model.score(rows))
     assert found[0].error is None
     assert "103 tokens; the limit is 40 (reward_model.rollout.max_model_len" in str(found[1].error)
@@ -267,7 +267,7 @@ def scored(tmp_path: Path, texts: list[str], weights: str, *words: str) -> list[
     own = (f"custom_reward_function.path={tmp_path / 'r.py'}", f"reward_model.weights={weights}", *words)
     chosen = settings("reward_model.enable=True", "reward_model.model.path=m", *own)
     runner = RewardRunner(None, settings=chosen, model=Says() if "model" in weights else None)  # type: ignore[arg-type]
-    rows = [answer(text, i, data_source="openai/gsm8k") for i, text in enumerate(texts)]
+    rows = [trajectory_of(text, i, data_source="openai/gsm8k") for i, text in enumerate(texts)]
 
     async def work() -> None:
         await asyncio.gather(*(runner.score(t) for t in rows))
@@ -310,7 +310,7 @@ def test_the_penalty_on_length_comes_after_the_sum(tmp_path: Path) -> None:
 
 def test_a_model_alone_scores_without_a_function() -> None:
     chosen = settings("reward_model.enable=True", "reward_model.model.path=m")
-    runner, row = RewardRunner(None, settings=chosen, model=Says()), answer("four")  # type: ignore[arg-type]
+    runner, row = RewardRunner(None, settings=chosen, model=Says()), trajectory_of("four")  # type: ignore[arg-type]
     asyncio.run(runner.score(row))
     assert row.score is None and not row.score_parts
     asyncio.run(runner.score_batch([row]))

@@ -102,7 +102,7 @@ def make(rewards: str) -> Iterator[Any]:
         runner.close()
 
 
-def answer(text: str, index: int = 0, truth: Any = "72", tokens: int = 5, **prompt: Any) -> Trajectory:
+def trajectory_of(text: str, index: int = 0, truth: Any = "72", tokens: int = 5, **prompt: Any) -> Trajectory:
     fields = {"data_source": "mine", "ground_truth": truth, "file": "f.parquet", "row": 3}
     fields |= {"extra_info": {"a": 1}} | prompt
     row = Prompt("0:3@0", np.zeros(2, np.int64), [{"role": "user", "content": "q?"}], **fields)
@@ -111,7 +111,7 @@ def answer(text: str, index: int = 0, truth: Any = "72", tokens: int = 5, **prom
 
 def run(runner: RewardRunner, texts: Sequence[str | Trajectory]) -> list[Trajectory]:
     """Score in an event loop of its own, as the trainer does each step."""
-    found = [answer(t, i) if isinstance(t, str) else t for i, t in enumerate(texts)]
+    found = [trajectory_of(t, i) if isinstance(t, str) else t for i, t in enumerate(texts)]
 
     async def all_of_them() -> None:
         await asyncio.gather(*(runner.score(t) for t in found))
@@ -130,7 +130,7 @@ def run(runner: RewardRunner, texts: Sequence[str | Trajectory]) -> list[Traject
         ("segfault", "crash", "ended the scoring process (SIGSEGV)"),
     ],
 )
-def test_a_bad_function_fails_its_answer_only(make: Any, text: str, kind: str, message: str) -> None:
+def test_a_bad_function_fails_its_response_only(make: Any, text: str, kind: str, message: str) -> None:
     events: list[dict[str, Any]] = []
     runner = make(events=lambda kind, **fields: events.append({"event": kind, **fields}))
     bad, good, other = run(runner, [text, "72", "71"])
@@ -183,7 +183,7 @@ def test_a_dict_gives_parts_and_kwargs_reach_the_function(make: Any) -> None:
 
 
 def test_what_the_function_sees(make: Any) -> None:
-    t = answer("info")
+    t = trajectory_of("info")
     t.num_turns = 4
     t.extra["reward_scores"] = {"tool": [0.5]}
     run(make(), [t])
@@ -193,12 +193,12 @@ def test_what_the_function_sees(make: Any) -> None:
 
 
 def test_what_cannot_be_sent_is_named(make: Any) -> None:
-    (bad,) = run(make(), [answer("72", extra_info={"image": object()})])
+    (bad,) = run(make(), [trajectory_of("72", extra_info={"image": object()})])
     assert "the call.arguments.extra_info.image is a builtins.object" in str(bad.score_error)
 
 
-def test_scored_answers_are_left_alone(make: Any) -> None:
-    t, lost, todo = answer("72"), answer("72"), answer("72")
+def test_scored_responses_are_left_alone(make: Any) -> None:
+    t, lost, todo = trajectory_of("72"), trajectory_of("72"), trajectory_of("72")
     t.score, lost.score_error = 0.125, "lost by the sampler"
     runner = make()
     run(runner, [t, lost])
@@ -211,7 +211,7 @@ def test_scores_depend_neither_on_workers_nor_on_order(make: Any, workers: int) 
     texts = ["random"] * 12 + ["sleep0.05"] * 4
     runner = make(num_workers=workers)
     first = [t.score for t in run(runner, texts)]
-    order = [answer(t, i) for i, t in enumerate(texts)][::-1]
+    order = [trajectory_of(t, i) for i, t in enumerate(texts)][::-1]
     second = [t.score for t in run(make(num_workers=2), order)][::-1]
     assert first == second and len(set(first)) > 10
 
@@ -297,7 +297,7 @@ def test_only_the_guilty_of_several_concurrent_calls_fails(make, text, message, 
 def test_batch_manager(make: Any) -> None:
     runner = make("batch", batch=True)
     assert not runner.per_response
-    found = [answer(t, i) for i, t in enumerate(["a", "bb", "nan", "dddd"])]
+    found = [trajectory_of(t, i) for i, t in enumerate(["a", "bb", "nan", "dddd"])]
     for t in found:
         asyncio.run(runner.score(t))
     assert not any(t.scored for t in found)
@@ -305,7 +305,7 @@ def test_batch_manager(make: Any) -> None:
     assert [t.score for t in found] == [0.25, 0.5, None, 1.0]
     assert found[0].score_parts == {"n": 4} and "nan" in str(found[2].score_error)
     for text, message in (("short", "it returned 1 scores for 2 responses"), ("raise", "Error: all of it")):
-        pair = [answer(text), answer("b")]
+        pair = [trajectory_of(text), trajectory_of("b")]
         asyncio.run(runner.score_batch(pair))
         assert all(message in str(t.score_error) for t in pair)
     asyncio.run(runner.score_batch([]))
@@ -329,21 +329,21 @@ def test_required_parts(make: Any) -> None:
     good, bad = run(make(required_parts=("format",)), ["dict", "72"])
     assert good.score == 0.5 and "lacks format" in str(bad.score_error)
     runner = make(required_parts=("acc",))  # a number alone is the accuracy, for the check and for the run
-    asyncio.run(precheck(runner, [answer("").prompt]))
+    asyncio.run(precheck(runner, [trajectory_of("").prompt]))
     assert run(runner, ["72"])[0].score_parts == {"acc": 1.0}
 
 
 def test_what_groups_are_filtered_by_is_looked_for_before_the_run(make: Any) -> None:
-    asyncio.run(precheck(make(groups_metric=("acc",)), [answer("").prompt]))
+    asyncio.run(precheck(make(groups_metric=("acc",)), [trajectory_of("").prompt]))
     with pytest.raises(RewardPrecheckError, match=r"lacks format .*filter_groups\.metric"):
-        asyncio.run(precheck(make(groups_metric=("format",)), [answer("").prompt]))
+        asyncio.run(precheck(make(groups_metric=("format",)), [trajectory_of("").prompt]))
     assert run(make(groups_metric=("format",)), ["72"])[0].score == 1.0
 
 
 def test_overlong_penalty_is_part_of_the_score_and_acc_is_not(make: Any) -> None:
     runner = make(overlong=Overlong(10, 1.0, 100, log=True))
-    rows = [answer("72", tokens=50), answer("72", tokens=95), answer("dict", tokens=100)]
-    both = answer("72", tokens=80).segments + answer("72", tokens=95).segments
+    rows = [trajectory_of("72", tokens=50), trajectory_of("72", tokens=95), trajectory_of("dict", tokens=100)]
+    both = trajectory_of("72", tokens=80).segments + trajectory_of("72", tokens=95).segments
     rows.append(Trajectory(rows[0].prompt, 3, segments=both, text="72"))
     short, long, parts, of_segments = run(runner, rows)
     assert of_segments.score == 0.5, "the limit is on each segment, and so is the penalty"
@@ -361,7 +361,7 @@ def test_overlong_penalty_is_part_of_the_score_and_acc_is_not(make: Any) -> None
         ("import os; os._exit(5)\n", "compute_score", "load", "exit code 5"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_fails_every_answer_with_the_reason(
+def test_a_function_that_cannot_be_loaded_fails_every_response_with_the_reason(
     make: Any, tmp_path: Path, source: str | None, name: str, kind: str, message: str
 ) -> None:
     path = tmp_path / "other.py"
@@ -376,19 +376,24 @@ def test_built_in_rules_and_rows_that_ask_for_the_flexible_one(make: Any) -> Non
     runner = make(path=None)
     gsm = {"data_source": "openai/gsm8k"}
     flexible = {"columns": {"reward_kwargs": {"method": "flexible"}}}
-    texts = [answer("#### 72", **gsm), answer("72", **gsm), answer("72", **gsm, **flexible), answer("72")]
+    texts = [
+        trajectory_of("#### 72", **gsm),
+        trajectory_of("72", **gsm),
+        trajectory_of("72", **gsm, **flexible),
+        trajectory_of("72"),
+    ]
     found = run(runner, texts)
     assert [t.score for t in found] == [1.0, 0.0, 1.0, None]
     assert "has no built-in reward" in str(found[3].score_error)
     strict = make(path=None, kwargs={"method": "strict"})
-    assert run(strict, [answer("72", **gsm, **flexible)])[0].score == 0.0
+    assert run(strict, [trajectory_of("72", **gsm, **flexible)])[0].score == 0.0
     (misspelt,) = run(make(path=None, kwargs={"metod": 1}), ["72"])
     assert "no built-in reward takes it" in str(misspelt.score_error)
 
 
-def test_math_verify_over_its_time_fails_the_answer(make: Any, monkeypatch: Any) -> None:
+def test_math_verify_over_its_time_fails_the_response(make: Any, monkeypatch: Any) -> None:
     runner = make(path="pkg://verl.reward.rules.verify", name="compare_task")
-    rows = [answer("9^{9^{9^{9}}}", extra_info={"limit": 0.5}), answer("0.5", truth=r"\frac12")]
+    rows = [trajectory_of("9^{9^{9^{9}}}", extra_info={"limit": 0.5}), trajectory_of("0.5", truth=r"\frac12")]
     failed, right = run(runner, rows)
     assert "math-verify took more than 0.5 s" in str(failed.score_error) and right.score == 1.0
     assert failed.extra["score_failure"]["kind"] == "timeout"
@@ -397,7 +402,7 @@ def test_math_verify_over_its_time_fails_the_answer(make: Any, monkeypatch: Any)
 def test_too_many_failures_stop_the_run_with_the_most_frequent_error(make: Any) -> None:
     runner = make(max_error_ratio=0.1)
     found = run(runner, ["raise", "nan", "nan", "72"])
-    lost = answer("")
+    lost = trajectory_of("")
     lost.finish_reason, lost.score_error = "lost", "lost by the sampler"
     with pytest.raises(RewardErrorLimit, match=r"3 of 4 .*max_error_ratio is 10%.*\(2 times\).*is nan"):
         runner.check_errors(Batch([*found, lost]))
@@ -412,7 +417,7 @@ def test_the_console_shows_the_first_failures_only(make: Any, capfd: pytest.Capt
 
 
 def test_precheck_shows_values_and_refuses_a_function_that_fails(make, tmp_path, capsys) -> None:
-    prompts = [answer("", truth=t).prompt for t in ("72", "raise", "5")]
+    prompts = [trajectory_of("", truth=t).prompt for t in ("72", "raise", "5")]
     probes = asyncio.run(precheck(make(), prompts[:1] + prompts[2:]))
     assert [(p.of_reference.score, p.of_empty.score) for p in probes] == [(1.0, 0.0)] * 2
     assert "the reference '72' scores 1, an empty response 0" in capsys.readouterr().err
@@ -433,14 +438,14 @@ def test_precheck_shows_a_function_what_agent_loops_add(make: Any, tmp_path: Pat
         "    return earned + (said == {'role': 'assistant', 'content': '72'})\n"
     )
     runner = make(path=str(tmp_path / "reads.py"))
-    (probe,) = asyncio.run(precheck(runner, [answer("", agent_name="tool_agent").prompt]))
+    (probe,) = asyncio.run(precheck(runner, [trajectory_of("", agent_name="tool_agent").prompt]))
     assert (probe.of_reference.score, probe.of_empty.score) == (1.0, 0.0)
     with pytest.raises(RewardPrecheckError, match="KeyError: 'messages'"):
-        asyncio.run(precheck(runner, [answer("", agent_name="single_turn_agent").prompt]))
+        asyncio.run(precheck(runner, [trajectory_of("", agent_name="single_turn_agent").prompt]))
 
 
 def test_precheck_takes_rows_of_every_source(make: Any) -> None:
-    prompts = [answer("", data_source=s).prompt for s in ("a", "a", "a", "b")]
+    prompts = [trajectory_of("", data_source=s).prompt for s in ("a", "a", "a", "b")]
     assert [p.prompt.data_source for p in asyncio.run(precheck(make(), prompts, rows=2))] == ["a", "a", "b"]
 
 
@@ -456,16 +461,16 @@ def test_a_pool_that_is_closed_says_so_and_lets_nobody_wait(rewards: str) -> Non
         pool.submit(Call(arguments), 1)
 
 
-def test_long_answers_travel(make: Any) -> None:
+def test_long_responses_travel(make: Any) -> None:
     texts = ["x" * 3_000_000, "72"]
     assert [t.score for t in run(make(), texts)] == [0.0, 1.0]
 
 
-def test_a_cancelled_answer_disturbs_nothing(make: Any) -> None:
+def test_a_cancelled_response_disturbs_nothing(make: Any) -> None:
     runner = make(num_workers=1)
 
     async def cancel_some() -> None:
-        tasks = [asyncio.ensure_future(runner.score(answer("sleep0.2"))) for _ in range(4)]
+        tasks = [asyncio.ensure_future(runner.score(trajectory_of("sleep0.2"))) for _ in range(4)]
         await asyncio.sleep(0.1)
         for task in tasks:
             task.cancel()

@@ -223,7 +223,7 @@ def test_a_resume_after_a_push_draws_what_the_run_would_have_drawn() -> None:
     assert [prompt.uid for step in range(7, 13) for prompt in resumed.due(step)] == drawn[6 * BATCH :]
 
 
-def test_an_interrupted_answer_is_what_it_would_have_been(tmp_path) -> None:
+def test_an_interrupted_response_is_what_it_would_have_been(tmp_path) -> None:
     whole = Run(tmp_path, 0, TimedEngine(lengths)).go()
     parts = Run(tmp_path, 2, TimedEngine(lengths)).go()
     assert responses(parts) == responses(whole)
@@ -277,13 +277,13 @@ def test_a_checkpoint_holds_the_first_draw_not_trained(tmp_path, staleness) -> N
     assert [r["training/epoch"] for r in run.quiet.records.values()] == [0] * 5 + [1] * 4
 
 
-def test_without_partial_rollout_no_answer_has_two_versions(tmp_path) -> None:
+def test_without_partial_rollout_no_response_has_two_versions(tmp_path) -> None:
     run = Run(tmp_path, 1, TimedEngine(lengths), "trainer.partial_rollout=False").go()
     assert all(len(t.versions) == 1 for batch in run.batches for t in batch)
     assert {step - 1 - t.versions[0] for step, batch in enumerate(run.batches, 1) for t in batch} == {0, 1}
 
 
-def test_continued_and_evicted_answers_are_counted(tmp_path) -> None:
+def test_continued_and_evicted_responses_are_counted(tmp_path) -> None:
     class Forgetful(TimedEngine):
         """Keeps its first weights and says so: what a pool would do whose host missed every transfer."""
 

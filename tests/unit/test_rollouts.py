@@ -66,7 +66,7 @@ def _rollouts(engine: RolloutEngine, scored: list[str], n: int = 2, **kwargs) ->
     return RolloutManager(engine, settings, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
 
 
-def test_answers_come_back_in_draw_order_and_scored() -> None:
+def test_responses_come_back_in_draw_order_and_scored() -> None:
     engine, scored = Scripted(), []
 
     async def go():
@@ -84,7 +84,7 @@ def test_answers_come_back_in_draw_order_and_scored() -> None:
     assert len({seed for *_, seed in engine.calls}) == 6
 
 
-def test_a_lost_answer_is_never_scored_and_too_many_stop_the_run() -> None:
+def test_a_lost_response_is_never_scored_and_too_many_stop_the_run() -> None:
     events, scored = [], []
 
     async def go(fail, max_lost):
@@ -247,7 +247,7 @@ def test_an_output_that_cannot_be_used_loses_its_response_alone() -> None:
     assert none.length == plain.length == 3 and none.score_error is None
 
 
-def test_a_text_that_came_with_an_answer_is_taken_if_it_is_the_responses() -> None:
+def test_a_text_that_came_with_a_response_is_taken_if_it_is_its_own() -> None:
     decoded: list[list[int]] = []
 
     def decode(ids: np.ndarray) -> str:
@@ -265,7 +265,7 @@ def test_a_text_that_came_with_an_answer_is_taken_if_it_is_the_responses() -> No
     assert sorted(decoded) == [[], [0, 1], [0, 1, 2], [0, 1, 2, 9], [0, 1, 9]]
 
 
-def test_an_answer_costs_the_driver_the_same_however_long_it_is() -> None:
+def test_a_response_costs_the_driver_the_same_however_long_it_is() -> None:
     """Nothing is decoded, and no loop of Python visits the tokens."""
 
     def decode(ids: np.ndarray) -> str:

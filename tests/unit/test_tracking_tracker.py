@@ -271,7 +271,7 @@ def test_data_report(tmp_path, capsys):
     assert "train: 4 of 5 rows" in capsys.readouterr().err
 
 
-def test_progress_counts_answers(tmp_path, capsys):
+def test_progress_counts_responses(tmp_path, capsys):
     tracking = Tracking(config(), tmp_path)
     tracking.progress("gen", 8)(1)
     tracking.start_progress(2, 0)

@@ -184,7 +184,7 @@ def test_request_arguments() -> None:
     assert not {"top_p", "top_k", "seed"} & request_arguments(greedy, room=9, end_ids=[]).keys()
 
 
-def test_an_answer_that_goes_on_has_draws_of_its_own() -> None:
+def test_a_response_that_goes_on_has_draws_of_its_own() -> None:
     """So does every later call of a trajectory."""
     asked = [SamplingParams(9, seed=7, start=start, call=call) for start in range(50) for call in range(3)]
     seeds = {request_seed(sampling) for sampling in asked}

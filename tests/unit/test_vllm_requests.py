@@ -34,7 +34,7 @@ def host() -> Iterator[LoopThread]:
         ("</answer", "", "", "length"),
     ],
 )
-def test_a_stop_string_may_begin_before_the_answer_went_on(begun, written, left, reason) -> None:
+def test_a_stop_string_may_begin_before_the_response_went_on(begun, written, left, reason) -> None:
     ids = np.array([ord(c) for c in written], np.int64)
     part = Completion(ids, np.arange(len(ids), dtype=np.float32), "length")
     done = ended_at_seam(

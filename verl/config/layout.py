@@ -143,12 +143,16 @@ class OwnPool:
 def own_pools(config: Any) -> dict[str, OwnPool]:
     """The pools of what does not share the policy's devices: "critic", "teacher", "reward_model" or "judge". Samplers have theirs
     in `rollout.nnodes`."""
-    critic, taught, scorer = config.critic, config.distillation, config.reward_model
-    scoring = "reward_model" if scores_by_model(config) else "judge"
+    critic, taught, scoring_model = config.critic, config.distillation, config.reward_model
+    scored_by = "reward_model" if scores_by_model(config) else "judge"
     asked = {
         "critic": (critic, "critic", critic.enable),
         "teacher": (taught, "distillation", taught.enabled),
-        scoring: (scorer, "reward_model", scorer.enable and scorer.enable_resource_pool),
+        scored_by: (
+            scoring_model,
+            "reward_model",
+            scoring_model.enable and scoring_model.enable_resource_pool,
+        ),
     }
     return {
         name: OwnPool(keys, group.nnodes, group.n_gpus_per_node)

@@ -228,7 +228,7 @@ class RolloutManager:
         return self._collect(groups)
 
     async def scored(self, batch: Iterable[Trajectory] | None = None) -> None:
-        """Wait for the scoring of these responses (None: of all). Errors of the scorer itself are raised."""
+        """Wait for the scoring of these responses (None: of all). Errors of scoring itself are raised."""
         rows = list(self._scoring) if batch is None else [*batch]
         rows += [t.baseline for t in rows if t.baseline is not None]
         await asyncio.gather(*(self._scoring.pop(row) for row in rows if row in self._scoring))

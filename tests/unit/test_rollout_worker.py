@@ -138,7 +138,7 @@ def test_a_tokenizer_with_a_decode_of_its_own_gets_a_list() -> None:
     assert text_of(Own(), np.array([0, 1])) == "ab"
 
 
-def test_a_stopped_answer_has_no_text_and_one_that_goes_on_the_whole_text(byte_tokenizer: Any) -> None:
+def test_a_stopped_response_has_no_text_and_one_that_goes_on_the_whole_text(byte_tokenizer: Any) -> None:
     face = byte_tokenizer.encode("🙂", add_special_tokens=False)
     cut, rest = np.array([72, *face[:2]]), np.array([*face[2:], 72])
     host = _host(byte_tokenizer, Given({"a~1": rest}, cut={"a": cut}))
@@ -158,7 +158,7 @@ def test_a_stopped_answer_has_no_text_and_one_that_goes_on_the_whole_text(byte_t
     assert whole.text == byte_tokenizer.decode(whole.token_ids.tolist()) and "🙂" in whole.text
 
 
-def test_an_answer_that_began_elsewhere_has_no_text(byte_tokenizer: Any) -> None:
+def test_a_response_that_began_elsewhere_has_no_text(byte_tokenizer: Any) -> None:
     """Its caller's tokens are in the text that the host gives, and not in the completion."""
     sampling = SamplingParams(max_tokens=9, start=2)
 
@@ -218,7 +218,7 @@ def test_a_dead_engine_gives_what_it_has_and_then_its_reason(byte_tokenizer: Any
     asyncio.run(go())
 
 
-def test_a_death_while_answers_are_waited_for_ends_the_wait(byte_tokenizer: Any) -> None:
+def test_a_death_while_responses_are_waited_for_ends_the_wait(byte_tokenizer: Any) -> None:
     host = _host(byte_tokenizer, Dying({}))
 
     async def go() -> None:
@@ -287,7 +287,7 @@ def test_a_transfer_that_never_began_ends_before_the_next_one(byte_tokenizer: An
     check_clean(name)
 
 
-def test_answers_are_gathered_where_many_are_under_way(byte_tokenizer: Any) -> None:
+def test_responses_are_gathered_where_many_are_under_way(byte_tokenizer: Any) -> None:
     """400 responses that end one by one leave in a few calls, a single one at once."""
 
     class Slow(Given):
