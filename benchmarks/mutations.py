@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -111,13 +112,17 @@ def fails(tree: Path, file: str, line: str, changed: str, tests: str) -> str:
     if line not in before:
         sys.exit(f"{file} has no {line!r} any more")
     path.write_text(before.replace(line, changed, 1))
-    command = f"{sys.executable} -m pytest -x {tests}"
+    command = [sys.executable, "-m", "pytest", "-x", *shlex.split(tests)]
     here = os.environ | {"PYTHONPATH": str(tree)}
-    done = subprocess.run(
-        command, shell=True, cwd=tree, env=here, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=tree, env=here, capture_output=True, text=True, check=False)
     path.write_text(before)
-    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    if done.returncode > 1:
+        sys.exit(f"{tests}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
+    failed = [
+        line.removeprefix("FAILED ").split(" - ")[0]
+        for line in done.stdout.splitlines()
+        if line.startswith("FAILED ")
+    ]
     return failed[0] if failed else ""
 
 
