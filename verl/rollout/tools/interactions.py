@@ -1,4 +1,4 @@
-"""Interactions: a simulated user who replies where it calls no tool (`multi_turn.interaction_config_path`)."""
+"""Interactions: a simulated user who replies where the model calls no tool (`multi_turn.interaction_config_path`)."""
 
 from __future__ import annotations
 
