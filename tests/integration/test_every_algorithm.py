@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -79,7 +80,24 @@ def ten_steps(tiny: TinyRun, tmp_path: Path, *own: str) -> dict[int, dict]:
     found = records(tmp_path / "out")
     assert sorted(found) == list(range(1, 11))
     for record in found.values():
-        assert math.isfinite(record["actor/pg_loss"]) and record.get("training/refused_steps", 0) == 0
+        assert math.isfinite(record["actor/loss"]) and record.get("training/refused_steps", 0) == 0
         assert record["actor/grad_norm"] > 0
-        assert {"actor/ppo_kl", "critic/advantages/mean"} <= set(record)
+        assert "critic/advantages/mean" in record
+        assert (f"{LOSS}.use_task_rewards=False" in own) != ({"actor/pg_loss", "actor/ppo_kl"} <= set(record))
     return found
+
+
+def test_a_run_says_that_rejected_responses_stay_in_the_baseline(tiny: TinyRun, tmp_path: Path) -> None:
+    rejection = "algorithm.rollout_correction.rollout_rs"
+    words = [f"{rejection}=seq_sum_k2", f"{rejection}_threshold=1e-30", "trainer.total_training_steps=2"]
+    words += [
+        "algorithm.adv_estimator=grpo",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+    ]
+    assert main(tiny.overrides(tmp_path / "out", *words)) == 0
+    lines = (tmp_path / "out" / "events.jsonl").read_text().splitlines()
+    said = [event for event in map(json.loads, lines) if event["event"] == "rejected_in_baseline"]
+    assert [event["step"] for event in said] == [1, 2]
+    assert [bool(event.get("message")) for event in said] == [True, False]

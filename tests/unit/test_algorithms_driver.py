@@ -205,6 +205,29 @@ def test_running_it_again_gives_the_same() -> None:
     assert [flat(batch.trajectories, name).tolist() for name in ("token_rewards", "advantages")] == first
 
 
+@pytest.mark.parametrize("in_baseline", [True, False])
+def test_rejected_responses_leave_the_statistics_of_their_group(in_baseline: bool) -> None:
+    """Scores 100 (rejected), 1 and 0: the siblings are compared with each other alone."""
+    near, far = (
+        {"old_log_probs": [-1.0], "rollout_log_probs": [-1.0]},
+        {"old_log_probs": [-1.0], "rollout_log_probs": [-9.0]},
+    )
+    scores = [("a", 100.0, far), ("a", 1.0, near), ("a", 0.0, near), ("b", 5.0, far), ("b", 2.0, near)]
+    batch = Batch([response(uid, [1], score, **columns) for uid, score, columns in scores])
+    correction = {
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.5_2.0",
+        "rollout_rs_in_baseline": in_baseline,
+    }
+    settings = algorithm(norm_adv_by_std_in_grpo=False, rollout_correction=correction)
+    metrics = compute_advantages(batch, settings, rollout_n=3)
+    mean = 101 / 3 if in_baseline else 0.5
+    assert [t.advantages[0] for t in batch][1:3] == pytest.approx([1 - mean, -mean])
+    assert [bool(t.loss_mask.any()) for t in batch] == [False, True, True, False, in_baseline]
+    assert metrics["training/dropped_groups"] == (0 if in_baseline else 1)
+    assert metrics["rollout_corr/rollout_rs_rejected_fraction"] == pytest.approx(2 / 5)
+
+
 # --------------------------------------------------------------------------------------- users' own estimators
 
 

@@ -148,6 +148,7 @@ def slow_kept(
         metrics |= {f"rollout_rs_{name}_{key}": v for key, v in found.items()}
     metrics["rollout_rs_masked_fraction"] = share([not x for row in kept for x in row])
     metrics["rollout_rs_seq_masked_fraction"] = share([not all(row) for row in kept if row])
+    metrics["rollout_rs_rejected_fraction"] = share([not any(row) for row in kept if row])
     return kept, metrics
 
 

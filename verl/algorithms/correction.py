@@ -77,10 +77,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """`algorithm.rollout_correction`, parsed."""
+    """`algorithm.rollout_correction`, parsed. `rejected_in_baseline`: rejected responses stay in their group's statistics."""
 
     weighting: Weighting | None = None
     rules: tuple[Rule, ...] = ()
+    rejected_in_baseline: bool = True
     bypass: bool = False
     reinforce: bool = False
 
@@ -107,6 +108,7 @@ def parse_correction(config: Any) -> Correction:
     return Correction(
         weighting,
         parse_rules(rules, setting(config, "rollout_rs_threshold")) if rules else (),
+        rejected_in_baseline=bool(setting(config, "rollout_rs_in_baseline", True)),
         bypass=bool(setting(config, "bypass_mode", False)),
         reinforce=setting(config, "loss_type", "ppo_clip") == "reinforce",
     )
@@ -213,6 +215,7 @@ def rejection(tokens: Tokens, rules: Sequence[Rule]) -> tuple[np.ndarray, dict[s
     Per rule: rollout_rs_{name}_{mean,max,min,std,fraction_high,fraction_low} of its values, one per token or per
     response; masked_fraction, seq_masked_fraction: shares of tokens, of responses with any token, that it drops;
     seq_*: the same of per-response values (for a token rule: means), seq_max_deviation their largest |value|.
+    rollout_rs_rejected_fraction: share of responses of which all rules together keep no token.
     """
     kept = np.ones(len(tokens.error), bool)
     metrics: dict[str, float] = {}
@@ -221,6 +224,7 @@ def rejection(tokens: Tokens, rules: Sequence[Rule]) -> tuple[np.ndarray, dict[s
         kept &= keeps
         metrics |= {f"rollout_rs_{rule.name}_{name}": value for name, value in found.items()}
     metrics |= {f"rollout_rs_{name}": value for name, value in _dropped(tokens, kept).items()}
+    metrics["rollout_rs_rejected_fraction"] = mean_of(tokens.sums(kept) == 0)
     return kept, metrics
 
 

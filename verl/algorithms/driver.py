@@ -36,17 +36,17 @@ def compute_advantages(
     `prepare_outcomes`) get advantages of zero and an empty loss mask, and no estimator sees them.
 
     With `algorithm.rollout_correction` rows also get is_weights, and what is rejected leaves their loss_mask; in
-    bypass mode that is done before each update (verl.workers.plan), for it needs the weights of that moment.
+    bypass mode that is done before each update (verl.workers.plan), for it needs the weights of that moment. With
+    `rollout_rs_in_baseline=False` the estimator does not see responses that are rejected whole.
 
     Metrics: training/dropped_groups; with KL in the reward actor/reward_kl_penalty and its coefficient;
     rollout_corr/rollout_is_… and rollout_rs_…; critic/reward_baseline/mean where greedy responses are compared with.
     """
     estimator = ESTIMATORS.get(algorithm.adv_estimator)
     greedy = "reward_baselines" in ESTIMATORS.needs(algorithm.adv_estimator)
-    # An estimator that compares the responses to one prompt asks for the group keys.
-    compares = "index" in inspect.signature(estimator).parameters
+    compares = compares_responses(estimator)
     usable, dropped = prepare_outcomes(batch, rollout_n, compares, greedy)
-    metrics: dict[str, float] = {"training/dropped_groups": dropped}
+    metrics: dict[str, float] = {}
     correction = parse_correction(setting(algorithm, "rollout_correction"))
     for t in batch:
         t.advantages = t.returns = np.zeros(t.length, np.float32)
@@ -61,6 +61,10 @@ def compute_advantages(
         metrics |= _charge_kl(scored, algorithm, kl_beta, old)
     if correction.active and not correction.bypass:
         metrics |= correct(rows.trajectories, correction)
+        if not correction.rejected_in_baseline:
+            rows, alone = _without_rejected(rows, compares and rollout_n >= 2)
+            dropped += alone
+    metrics["training/dropped_groups"] = dropped
     if len(rows):
         on_inputs = getattr(estimator, "on_inputs", None)
         if on_inputs is None:
@@ -97,6 +101,29 @@ def prepare_outcomes(
         learns = counts and not t.extra.get("without_gradient")
         t.loss_mask = np.array(t.response_mask, dtype=bool) if learns else np.zeros(t.length, dtype=bool)
     return usable, dropped
+
+
+def compares_responses(estimator: Any) -> bool:
+    """True for an estimator that compares the responses to one prompt: its public form asks for the group keys."""
+    return "index" in inspect.signature(estimator).parameters
+
+
+def _without_rejected(rows: Batch, needs_group_baseline: bool) -> tuple[Batch, int]:
+    """(the rows of which rejection left a token to train on, the number of groups it left without a baseline).
+
+    A response that had no gradient before the rejection stays: its score is an outcome of its group all the same.
+    """
+    kept: list[Trajectory] = []
+    dropped = 0
+    for group in rows.groups():
+        members = [
+            t for t in group if t.loss_mask.any() or t.extra.get("without_gradient") or not t.policy_tokens
+        ]
+        if needs_group_baseline and len(members) == 1:
+            members[0].loss_mask = np.zeros(members[0].length, bool)
+            members, dropped = [], dropped + 1
+        kept += members
+    return Batch(kept, rows.meta), dropped
 
 
 def token_rewards(trajectory: Trajectory) -> np.ndarray:

@@ -13,6 +13,8 @@ import numpy as np
 
 from verl.algorithms.agreement import first_step_bound, first_step_disagreement
 from verl.algorithms.correction import parse_correction, weights_of_the_update
+from verl.algorithms.driver import compares_responses
+from verl.algorithms.registry import ESTIMATORS
 from verl.algorithms.value_loss import explained_variance
 from verl.algorithms.variance import variance_proxies
 from verl.tracking.step_metrics import StepFacts, step_metrics, step_mfu
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from verl.trainer.run import Parts
     from verl.trajectory import Batch, Trajectory
     from verl.workers.plan import Refusal, UpdateResult
+
+
+REJECTED_SHARE = 0.05
+"""Share of rejected responses above which a run says that they stay in their groups' statistics."""
 
 
 class DisagreementError(RuntimeError):
@@ -121,7 +127,7 @@ class StepRecord:
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)
         self._proof: dict[str, float] = {}
-        self._without_signal = False
+        self._announced: set[str] = set()
         self._config, self._parts, self._schedule = config, parts, schedule
         self._bound = first_step_bound(config, parts.workers.policy.compute_dtype)
         self._correction = parse_correction(config.algorithm.rollout_correction)
@@ -196,8 +202,31 @@ class StepRecord:
             f"step {step}: every advantage is 0 (scores: {', '.join(map(str, scores[:5])) or 'none'}), so its rewards teach nothing; "
             "if it goes on, look at the reward function (verl reward check) and the data"
         )
-        first, self._without_signal = not self._without_signal, True
-        self._parts.tracking.event("no_signal", step=step, scores=scores[:5], message=said if first else None)
+        self._announce_once("no_signal", said, step=step, scores=scores[:5])
+
+    def _say_rejected(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """An event, and the first time a notice, where responses that are rejected shift the baseline of those that are not."""
+        share = metrics.get("rollout_corr/rollout_rs_rejected_fraction", 0.0)
+        estimator = ESTIMATORS.get(self._config.algorithm.adv_estimator)
+        if (
+            not share > REJECTED_SHARE
+            or not self._correction.rejected_in_baseline
+            or not compares_responses(estimator)
+        ):
+            return
+        message = (
+            f"step {step}: rollout_rs rejects {share:.0%} of the responses, and their scores still count in the mean and "
+            "standard deviation of their groups"
+        )
+        if not self._correction.bypass:
+            message += " (algorithm.rollout_correction.rollout_rs_in_baseline=False leaves them out)"
+        self._announce_once("rejected_in_baseline", message, step=step, share=share)
+
+    def _announce_once(self, kind: str, message: str, **fields: Any) -> None:
+        """An event of this kind, with the message the first time."""
+        first = kind not in self._announced
+        self._announced.add(kind)
+        self._parts.tracking.event(kind, **fields, message=message if first else None)
 
     def _of_policy(self, step: int, batch: Batch, update: UpdateResult) -> dict[str, Any]:
         self._say_without_signal(step, batch)
@@ -240,6 +269,7 @@ class StepRecord:
         self._proof = {}
         if self._images is not None:
             metrics |= self._images.metrics(batch, self.sampled)
+        self._say_rejected(step, metrics)
         self._parts.tracking.log(step, metrics)
 
     def _skipped_rows(self, step: int) -> dict[str, int]:

@@ -129,6 +129,11 @@ def _correction(c: Check) -> None:
         c.refuse(f"{key}.loss_type=reinforce", f"goes with {key}.bypass_mode=True")
     if weights or correction.rollout_rs:
         _thresholds(c, correction)
+    if not correction.rollout_rs_in_baseline and correction.bypass_mode:
+        why = "with bypass_mode responses are rejected before each update, after the statistics are computed; leave it True"
+        c.refuse(f"{key}.rollout_rs_in_baseline=False", why)
+    elif not correction.rollout_rs_in_baseline and not correction.rollout_rs:
+        c.notice(f"no effect: {key}.rollout_rs_in_baseline=False: without rollout_rs nothing is rejected")
     if reinforce and correction.bypass_mode and not weights:
         c.notice(f"{key}.loss_type=reinforce without rollout_is: older responses are trained on uncorrected")
     if correction.bypass_mode and not reinforce and weights:

@@ -50,6 +50,7 @@ class RolloutCorrectionConfig(Group):
         rollout_is_batch_normalize: Divide the weights by their mean.
         rollout_rs: Rejection: comma list of `token_k1..3`, `seq_sum_k1..3`, `seq_mean_k1..3`, `seq_max_k2..3`.
         rollout_rs_threshold: One threshold each, or one for all.
+        rollout_rs_in_baseline: Rejected responses count in the statistics (mean, std) of their group.
         bypass_mode: Old log-probs are the sampler's.
         loss_type: `ppo_clip`, `reinforce` (with `bypass_mode`).
     """
@@ -59,6 +60,7 @@ class RolloutCorrectionConfig(Group):
     rollout_is_batch_normalize: bool = False
     rollout_rs: str | None = None
     rollout_rs_threshold: float | str | None = key(None, inf=True)
+    rollout_rs_in_baseline: bool = True
     bypass_mode: bool = False
     loss_type: str = choice("ppo_clip", "ppo_clip", "reinforce")
 
