@@ -59,7 +59,7 @@ def simple_loss(total: int, entropy_coeff: float = 0.0) -> Any:
 
     def loss(batch: Any) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
         parts = [r.advantages for r in batch.rows]
-        advantages = torch.from_numpy(np.concatenate(parts))
+        advantages = torch.from_numpy(np.concatenate(parts)).to(batch.log_probs.device)
         value = -(advantages * (batch.log_probs + batch.log_probs**2 / 4)).sum() / total
         if entropy_coeff:
             value = value - entropy_coeff * batch.entropy.sum() / total

@@ -125,6 +125,7 @@ def test_it_adds_to_the_task_and_segments_change_nothing(mode: str) -> None:
     alone = case.run(cfg, settings(loss_mode=mode), 1)
     both = case.run(cfg, settings(loss_mode=mode, use_task_rewards=True), 1)
     assert both[0] == pytest.approx(both[3]["actor/pg_loss"] + 0.7 * alone[0])
+    assert "actor/pg_loss" not in alone[3]  # it is not in that loss
     cut = case.run(cfg, settings(loss_mode=mode, use_task_rewards=True), 2, cut=True)
     assert cut[3] == pytest.approx(both[3], rel=1e-9)
     np.testing.assert_allclose(cut[1], both[1], rtol=1e-9, atol=1e-12)

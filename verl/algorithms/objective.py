@@ -119,8 +119,8 @@ class ActorObjective:
     `actor` is the group `actor_rollout_ref.actor` (clip_ratio*, loss_agg_mode, entropy_coeff, use_kl_loss,
     kl_loss_coef, kl_loss_type, policy_loss.loss_mode); `denominators` the counts of the mini-batch;
     `rollout_correction` the group of that name: with bypass_mode the old policy is the sampler. `tokens_of`: T_i of
-    rows (by id) whose trajectory has other segments. `distillation`: a part that is added, or that alone is minimised
-    (use_task_rewards=False; the other parts are logged then).
+    rows (by id) whose trajectory has other segments. `distillation`: a part that is added, or that alone is computed and
+    minimised (use_task_rewards=False).
 
     Metrics come as (sum, weight). The mini-batch's value is Σsum / Σweight over its micro-batches: shares and
     means weigh by their tokens; an aggregated term (pg_loss, kl_loss, entropy_loss, loss) is a part of a sum,
@@ -156,9 +156,30 @@ class ActorObjective:
         area = PaddedMicroBatch(micro.rows, micro.log_probs)
         tokens = sum(int(np.count_nonzero(loss_mask(row))) for row in micro.rows)
         inputs = self._inputs(area, micro)
-        pg_loss, found = self._loss(inputs)
+        loss: torch.Tensor | float = 0.0
+        parts: dict[str, torch.Tensor] = {}
+        metrics: Metrics = {}
+        if self._distillation is None or self._distillation.config.use_task_rewards:
+            loss, parts, metrics = self._task_loss(inputs, area, tokens)
+        elif inputs.entropy is not None:
+            parts["actor/entropy_loss"] = inputs.aggregate(inputs.entropy)
+        if self._distillation is not None:
+            pulled, distillation_parts, told = self._distillation(inputs, area, micro)
+            parts, metrics = parts | distillation_parts, metrics | told
+            loss = loss + self._distillation.coefficient * pulled
+        assert isinstance(loss, torch.Tensor)
+        parts["actor/loss"] = loss
+        share = tokens / self._denominators.tokens if self._denominators.tokens else 0.0
+        values = torch.stack([part.detach() for part in parts.values()]).tolist()
+        return loss, metrics | {name: (v, share) for name, v in zip(parts, values, strict=True)}
+
+    def _task_loss(
+        self, inputs: LossInputs, area: PaddedMicroBatch, tokens: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Metrics]:
+        """Policy loss, entropy and KL: their weighted sum, the aggregated terms by name, other metrics as (sum, weight)."""
+        loss, found = self._loss(inputs)
         metrics = {name: (_number(value) * tokens, float(tokens)) for name, value in found.items()}
-        loss, parts = pg_loss, {"actor/pg_loss": pg_loss}
+        parts = {"actor/pg_loss": loss}
         if self._entropy_coeff and inputs.entropy is None:
             raise ValueError(f"entropy_coeff={self._entropy_coeff} needs the engine's entropy of this pass")
         if inputs.entropy is not None:
@@ -173,15 +194,7 @@ class ActorObjective:
             metrics["actor/kl_coef"] = (self._kl_coef * tokens, float(tokens))
             clipped = masked(clipped_tokens(inputs.log_probs, ref, self._kl_type), inputs.loss_mask).sum()
             metrics["actor/kl_clipped_ratio"] = (float(clipped), float(tokens))
-        if self._distillation is not None:
-            pulled, found_parts, told = self._distillation(inputs, area, micro)
-            parts, metrics = parts | found_parts, metrics | told
-            task = loss if self._distillation.config.use_task_rewards else 0.0
-            loss = task + self._distillation.coefficient * pulled
-        parts["actor/loss"] = loss
-        share = tokens / self._denominators.tokens if self._denominators.tokens else 0.0
-        values = torch.stack([part.detach() for part in parts.values()]).tolist()
-        return loss, metrics | {name: (v, share) for name, v in zip(parts, values, strict=True)}
+        return loss, parts, metrics
 
     def _inputs(self, area: PaddedMicroBatch, micro: MicroBatch) -> LossInputs:
         log_probs = area.pad(area.like)

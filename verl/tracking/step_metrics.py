@@ -261,8 +261,9 @@ def perf_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
         "perf/throughput": _ratio(total, step * facts.devices),
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
         "perf/device_busy_ratio": min(1.0, _ratio(busy, step)) if step > 0 else math.nan,
-        "perf/weight_sync_gb_per_s": _ratio(facts.sync_bytes / 1e9, timings.get("update_weights", math.nan)),
     }
+    if "update_weights" in timings:
+        out["perf/weight_sync_gb_per_s"] = _ratio(facts.sync_bytes / 1e9, timings["update_weights"])
     return out | {name: float(value) for name, value in facts.memory.items()}
 
 
