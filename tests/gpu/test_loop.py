@@ -20,7 +20,7 @@ from tests.runs import TinyRun
 
 def train(*words: str) -> None:
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=os.environ)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
@@ -33,6 +33,7 @@ def metrics(out: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+@pytest.mark.timeout(230)  # two runs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_trains_and_goes_on(tmp_path: Path, dtype: str, record_property: Any) -> None:
     tiny, out = TinyRun(tmp_path / "tiny"), tmp_path / "out"
