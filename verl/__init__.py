@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verl.compat import install
+from verl.compat.paths import install
 
 if TYPE_CHECKING:
     from verl.data_proto import DataProto

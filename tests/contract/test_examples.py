@@ -171,7 +171,7 @@ def test_the_reward_example_takes_its_option() -> None:
 @pytest.fixture
 def plugin(monkeypatch):
     """The example module; its names leave the registries afterwards."""
-    from verl.algorithms.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
     monkeypatch.syspath_prepend(EXAMPLES / "plugin")
     monkeypatch.delitem(sys.modules, "my_algorithms", raising=False)

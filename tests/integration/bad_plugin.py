@@ -6,7 +6,7 @@ import errno
 import os
 from typing import Any
 
-import verl.algorithms.core_algos as core_algos
+from verl.trainer.ppo import core_algos
 
 
 @core_algos.register_policy_loss("nan_at_times")

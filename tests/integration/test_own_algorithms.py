@@ -56,16 +56,16 @@ def test_an_estimator_that_needs_values_has_a_critic(
 def test_a_need_that_nothing_produces_is_refused(
     tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from verl.algorithms.registry import ESTIMATORS
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-    ESTIMATORS.register("wants_a_teacher", needs={"teacher_log_probs"})(
+    register_adv_est("wants_a_teacher", needs={"teacher_log_probs"})(
         lambda token_level_rewards, **kwargs: None
     )
     try:
         words = [PLUG_IN, "algorithm.adv_estimator=wants_a_teacher"]
         assert main(tiny.overrides(tmp_path / "out", *words)) == 2
     finally:
-        del ESTIMATORS.functions["wants_a_teacher"]
+        del ADV_ESTIMATOR_REGISTRY["wants_a_teacher"]
     assert "wants_a_teacher" in (text := capfd.readouterr().err) and "a teacher" in text
 
 

@@ -21,7 +21,7 @@ from tests.unit.engine_cases import assert_close, gradients, rows_of
 from tests.unit.test_value_engine import engine as critic_engine
 from tests.unit.test_value_engine import stepped, with_a_head
 from verl.algorithms.driver import compute_advantages
-from verl.algorithms.policy_loss import MODES
+from verl.algorithms.tokens import MODES
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Segment, Trajectory, flat
 from verl.workers.group import DirectCalls, WorkerGroup

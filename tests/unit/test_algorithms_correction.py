@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.algorithms_rows import matrices, response
 from verl.algorithms.agreement import high_percentile, sampler_metrics
-from verl.algorithms.rollout_corr_helper import compute_offpolicy_metrics
+from verl.compat.rollout_corr_helper import compute_offpolicy_metrics
 
 
 def mean(values: list[float]) -> float:

@@ -14,7 +14,7 @@ from tests.algorithms_rows import actor
 from tests.unit.test_algorithms_losses import constants, random_responses, segments
 from verl.algorithms.distillation import Distillation, topk_terms
 from verl.algorithms.objective import ActorObjective, count_denominators, trajectory_tokens
-from verl.algorithms.policy_loss import MODES
+from verl.algorithms.tokens import MODES
 from verl.config.schema.actor import KL_NAMES
 from verl.engine.training.base import MicroBatch
 from verl.engine.training.optimizer import StepAccumulator

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.algorithms_rows import algorithm, response
 from verl.algorithms.driver import compute_advantages, prepare_outcomes, token_rewards
-from verl.algorithms.registry import ESTIMATORS
+from verl.compat import core_algos
 from verl.tracking.step_metrics import score_metrics
 from verl.trajectory import Batch, flat
 
@@ -25,7 +25,7 @@ def estimator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Registers an estimator for one test."""
 
     def register(function: Any) -> str:
-        monkeypatch.setitem(ESTIMATORS.functions, "test_estimator", function)
+        monkeypatch.setitem(core_algos.ADV_ESTIMATOR_REGISTRY, "test_estimator", function)
         return "test_estimator"
 
     yield register

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests import algorithm_references as slow
-from verl.algorithms import core_algos
-from verl.algorithms.advantage import GroupStatistics, compute_grpo_outcome_advantage
+from verl.algorithms.advantage import GroupStatistics
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.registry import ESTIMATORS
 from verl.algorithms.token_advantage import discounted_sums
+from verl.compat import core_algos
+from verl.compat.core_algos import compute_grpo_outcome_advantage
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
 NAMES = sorted(slow.ESTIMATORS)

@@ -25,8 +25,8 @@ from verl.algorithms.correction import (
     weights_of_the_update,
 )
 from verl.algorithms.driver import compute_advantages
-from verl.algorithms.policy_loss import compute_policy_loss_bypass_mode, compute_policy_loss_reinforce
-from verl.algorithms.rollout_corr_helper import (
+from verl.compat.core_algos import compute_policy_loss_bypass_mode, compute_policy_loss_reinforce
+from verl.compat.rollout_corr_helper import (
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,

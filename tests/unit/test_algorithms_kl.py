@@ -13,11 +13,11 @@ from tests.algorithms_rows import algorithm, matrices
 from verl.algorithms.kl import (
     AdaptiveKLController,
     FixedKLController,
-    apply_kl_penalty,
     clipped_tokens,
     get_kl_controller,
     kl_penalty,
 )
+from verl.compat.core_algos import apply_kl_penalty
 
 NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 

@@ -14,8 +14,9 @@ import torch
 
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor, run_objective
-from verl.algorithms import core_algos
-from verl.algorithms.policy_loss import MODES, agg_loss
+from verl.algorithms.tokens import MODES
+from verl.compat import core_algos
+from verl.compat.core_algos import agg_loss
 from verl.trajectory import Prompt, Segment, Trajectory
 from verl.workers.plan import UpdatePlan
 
@@ -97,10 +98,6 @@ def public(name: str, batch: list[slow.Response], cfg: Any, mode: str) -> slow.F
 
 def with_zeroed(c: SimpleNamespace, batch: list[slow.Response], cfg: Any, mode: str) -> SimpleNamespace:
     """clip_cov draws: what it drew (rows whose gradient is 0 for no other reason) has to be candidates, of the right number."""
-    found = (
-        core_algos.compute_policy_loss_clip_cov.on_inputs
-    )  # the product's draw, made visible by its own column
-    assert found is not None
     from verl.algorithms.covariance_loss import TO_ZERO
     from verl.algorithms.registry import MiniBatchTokens
 

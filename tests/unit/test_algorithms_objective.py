@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor, response, run_objective
 from verl.algorithms.objective import ActorObjective, LossConfig, LossDenominators, count_denominators
-from verl.algorithms.policy_loss import MODES
 from verl.algorithms.registry import LOSSES
+from verl.algorithms.tokens import MODES
+from verl.compat import core_algos
 from verl.engine.training.base import MicroBatch
 from verl.trajectory import Segment, segments_of
 
@@ -201,7 +202,7 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.algorithms.core_algos import agg_loss
+    from verl.compat.core_algos import agg_loss
 
     seen: list[Any] = []
 
@@ -213,7 +214,7 @@ def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.
             "actor/mine": share
         }
 
-    monkeypatch.setitem(LOSSES.functions, "mine", mine)
+    monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "mine", mine)
     cfg = actor(loss_mode="mine", my_scale=2.0, loss_agg_mode="seq-mean-token-mean")
     rows = rows_of(4, MASKS, is_weights=None)
     flat = tokens(rows, 5)
@@ -242,7 +243,7 @@ def test_a_loss_may_require_the_weights_of_a_correction_that_is_off() -> None:
         assert rollout_is_weights is None
         return log_prob.sum(), {}
 
-    LOSSES.register("requires_weights")(mine)
+    core_algos.register_policy_loss("requires_weights")(mine)
     try:
         rows = rows_of(4, MASKS, is_weights=None)
         micro = MicroBatch(rows, tokens(rows, 5).requires_grad_())

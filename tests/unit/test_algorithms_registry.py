@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from verl.algorithms import core_algos, rollout_corr_helper
 from verl.algorithms.registry import ESTIMATORS, LOSSES
+from verl.compat import core_algos, rollout_corr_helper
 
 
 @pytest.fixture

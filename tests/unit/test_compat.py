@@ -13,7 +13,7 @@ import torch
 import verl
 from tests.algorithms_rows import response
 from verl.algorithms.registry import ESTIMATORS
-from verl.compat import OWN, PACKAGES, SERVED
+from verl.compat.paths import OWN, PACKAGES, SERVED
 from verl.trajectory import Batch
 
 
@@ -25,10 +25,10 @@ def test_importing_verl_loads_neither_torch_nor_numpy() -> None:
 def test_registry_tables_under_the_public_path_are_those_that_the_trainer_reads(monkeypatch) -> None:
     from verl.trainer.ppo import core_algos
 
-    import verl.algorithms.core_algos
+    import verl.compat.core_algos
 
-    assert core_algos is verl.algorithms.core_algos
-    assert core_algos.__name__ == core_algos.__spec__.name == "verl.algorithms.core_algos"
+    assert core_algos is verl.compat.core_algos
+    assert core_algos.__name__ == core_algos.__spec__.name == "verl.compat.core_algos"
     monkeypatch.setitem(core_algos.ADV_ESTIMATOR_REGISTRY, "gae", lambda x: 2 * x)
     assert core_algos.get_adv_estimator_fn("gae")(5) == ESTIMATORS.get("gae")(5) == 10
     core_algos.register_adv_est("new")(abs)
@@ -77,7 +77,9 @@ def test_what_is_not_served_is_refused_with_advice(module: str, name: str | None
 def test_everything_else_is_left_to_python() -> None:
     for package in PACKAGES - OWN:
         spec = importlib.import_module(package).__spec__
-        assert spec is not None and spec.origin is None, f"{package} exists: take it out of verl/compat.py"
+        assert spec is not None and spec.origin is None, (
+            f"{package} exists: take it out of verl/compat/paths.py"
+        )
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'verl\.no_such_module'"):
         import_from("verl.no_such_module", None)
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'verl\.trainer\.no_such_module'"):

@@ -1,29 +1,24 @@
 """What an advantage estimator gets, and the estimators that give a response one number (algorithms.md §3).
 
 An estimator is written on `EstimatorInputs` and returns one number per response, float64 [N], or (advantages, returns) of the
-policy tokens, a list of arrays [K_i] each. So no padded array of tokens is made where one number per response will do. The
-`compute_…` functions have the signatures that users call, with padded tensors.
+policy tokens, a list of arrays [K_i] each. So no array of tokens is made where one number per response will do.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from verl.algorithms.registry import ESTIMATORS
 from verl.config.schema.base import setting
-from verl.trajectory import COLUMNS
+from verl.trajectory import Batch
 
 EPSILON = 1e-6
 Arrays = list[np.ndarray]
 Result = np.ndarray | tuple[Arrays, Arrays]
-Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +32,7 @@ class EstimatorInputs:
     part       key → what the reward function returned under it, one value per response
     baselines  float64 [N]: score of the prompt's greedy response, where the estimator needs `reward_baselines`
     divide     `norm_adv_by_std_in_grpo`
+    batch      the responses themselves, where the loop calls
     """
 
     scores: np.ndarray
@@ -50,6 +46,7 @@ class EstimatorInputs:
     divide: bool = True
     gamma: float = 1.0
     lam: float = 1.0
+    batch: Batch | None = None
 
     @property
     def loss_masks(self) -> Arrays:
@@ -147,105 +144,18 @@ def whiten_tokens(values: Arrays, inputs: EstimatorInputs) -> Arrays:
     return [(v - mean) * scale for v in values]
 
 
-# -- the public form, on tensors -----------------------------------------------------------------------------------------
-
-
-def public_form(*required: str, **optional: Any) -> Callable[[Estimator], Callable[..., Tensors]]:
-    """Decorator: an estimator under a signature of the public interface, of these parameters in this order; more are ignored.
-
-    token_level_rewards, response_mask, loss_mask (None: the response mask), and columns under their public names: padded tensors
-    [N, L]. index: group keys [N]. reward_baselines [N]. non_tensor_batch: what the reward function returned, by key. Returns
-    advantages and returns [N, L] in the dtype of the rewards. The loop calls the estimator itself, `on_inputs`, without tensors.
-    """
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in required]
-    parameters += [inspect.Parameter(name, kind, default=value) for name, value in optional.items()]
-    signature = inspect.Signature([*parameters, inspect.Parameter("_", inspect.Parameter.VAR_KEYWORD)])
-
-    def decorate(estimator: Estimator) -> Callable[..., Tensors]:
-        @functools.wraps(estimator)
-        def call(*args: Any, **kwargs: Any) -> Tensors:
-            return _on_tensors(estimator, signature.bind(*args, **kwargs).arguments)
-
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        call.on_inputs = estimator  # type: ignore[attr-defined]
-        return call
-
-    return decorate
-
-
-def _on_tensors(estimator: Estimator, given: Mapping[str, Any]) -> Tensors:
-    """Call an estimator with arguments of its public form."""
-    rewards, response_mask = given["token_level_rewards"], given["response_mask"]
-    mask = response_mask.bool().cpu().numpy()
-    config, baselines = given.get("config"), given.get("reward_baselines")
-
-    def column(name: str) -> Arrays:
-        tensor = given.get(COLUMNS[name].public)
-        if tensor is None and name == "loss_mask":
-            tensor = response_mask
-        if tensor is None:
-            raise ValueError(f"this estimator needs {name}")
-        return [row[chosen] for row, chosen in zip(_float64(tensor), mask, strict=True)]
-
-    inputs = EstimatorInputs(
-        scores=_float64(rewards).sum(-1),
-        index=given.get("index", ()),
-        lengths=mask.sum(-1),
-        column=column,
-        part=(given.get("non_tensor_batch") or {}).__getitem__,
-        baselines=None if baselines is None else _float64(baselines),
-        config=config,
-        epsilon=given.get("epsilon", EPSILON),
-        divide=given.get("norm_adv_by_std_in_grpo", True),
-        gamma=given.get("gamma", setting(config, "gamma", 1.0)),
-        lam=given.get("lam", 1.0),
-    )
-    result = estimator(inputs)
-    pair = result if isinstance(result, tuple) else (result, result)
-    advantages, returns = (_on_tokens(values, mask, rewards) for values in pair)
-    return advantages, returns
-
-
-def _float64(tensor: torch.Tensor) -> np.ndarray:
-    return np.asarray(tensor.detach().double().cpu().numpy())
-
-
-def _on_tokens(values: np.ndarray | Arrays, mask: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    out = np.zeros(mask.shape)
-    for row, chosen, value in zip(out, mask, values, strict=True):
-        row[chosen] = value
-    return torch.from_numpy(out).to(like.device, like.dtype)
-
-
 # -- estimators --------------------------------------------------------------------------------------------------
 
 
-compares_groups = public_form(
-    "token_level_rewards",
-    "response_mask",
-    "index",
-    epsilon=EPSILON,
-    norm_adv_by_std_in_grpo=True,
-    config=None,
-    loss_mask=None,
-    non_tensor_batch=None,
-)
-
-
-@ESTIMATORS.register("grpo", keys=["norm_adv_by_std_in_grpo"])
-@ESTIMATORS.register("grpo_vectorized", keys=["norm_adv_by_std_in_grpo"])
-@compares_groups
-def compute_grpo_outcome_advantage(inputs: EstimatorInputs) -> Result:
+@ESTIMATORS.register("grpo", compares_groups=True, keys=["norm_adv_by_std_in_grpo"])
+@ESTIMATORS.register("grpo_vectorized", compares_groups=True, keys=["norm_adv_by_std_in_grpo"])
+def grpo(inputs: EstimatorInputs) -> Result:
     """A = (s − mean_g) / (std_g + ε); without the division: Dr. GRPO.
 
     A group whose scores are all equal gets exactly 0; a group of one has mean 0 and std 1.
     Sources: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783.
     """
     return _group_relative(inputs.scores, inputs)
-
-
-compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 
 
 def _group_relative(scores: np.ndarray, inputs: EstimatorInputs) -> np.ndarray:
@@ -256,9 +166,8 @@ def _group_relative(scores: np.ndarray, inputs: EstimatorInputs) -> np.ndarray:
     return group.without_equal(advantage)
 
 
-@ESTIMATORS.register("grpo_passk", keys=["norm_adv_by_std_in_grpo"])
-@compares_groups
-def compute_grpo_passk_outcome_advantage(inputs: EstimatorInputs) -> Result:
+@ESTIMATORS.register("grpo_passk", compares_groups=True, keys=["norm_adv_by_std_in_grpo"])
+def grpo_passk(inputs: EstimatorInputs) -> Result:
     """The best response of a group: A = (s₍₁₎ − s₍₂₎) / (std_g + ε), undivided where the division is off; all others 0.
 
     A tie for best gives 0. In a group of one s₍₂₎ is 0.
@@ -273,9 +182,11 @@ def compute_grpo_passk_outcome_advantage(inputs: EstimatorInputs) -> Result:
     return advantage / (group.std + inputs.epsilon) if inputs.divide else advantage
 
 
-@ESTIMATORS.register("gdpo", keys=["gdpo_reward_keys", "gdpo_reward_weights", "norm_adv_by_std_in_grpo"])
-@compares_groups
-def compute_gdpo_outcome_advantage(inputs: EstimatorInputs) -> Result:
+GDPO_KEYS = ("gdpo_reward_keys", "gdpo_reward_weights", "norm_adv_by_std_in_grpo")
+
+
+@ESTIMATORS.register("gdpo", compares_groups=True, keys=GDPO_KEYS)
+def gdpo(inputs: EstimatorInputs) -> Result:
     """A = whiten(Σ_q w_q A^q), A^q the advantage of GRPO on component q of `gdpo_reward_keys`; w_q = 1 unless weights are given.
 
     RewardPartError without keys, and for a response whose reward has no number under one of them.
@@ -310,30 +221,24 @@ def _component(key: str, inputs: EstimatorInputs) -> np.ndarray:
     return values
 
 
-@ESTIMATORS.register("reinforce_plus_plus_baseline")
-@compares_groups
-def compute_reinforce_plus_plus_baseline_outcome_advantage(inputs: EstimatorInputs) -> Result:
+@ESTIMATORS.register("reinforce_plus_plus_baseline", compares_groups=True)
+def reinforce_plus_plus_baseline(inputs: EstimatorInputs) -> Result:
     """A = whiten(s − mean_g). Source: REINFORCE++, arXiv 2501.03262."""
     group = GroupStatistics.of(inputs.scores, inputs.index)
     return whiten_responses(group.without_equal(inputs.scores - group.mean), inputs)
 
 
-@ESTIMATORS.register("rloo")
-@ESTIMATORS.register("rloo_vectorized")
-@compares_groups
-def compute_rloo_outcome_advantage(inputs: EstimatorInputs) -> Result:
+@ESTIMATORS.register("rloo", compares_groups=True)
+@ESTIMATORS.register("rloo_vectorized", compares_groups=True)
+def rloo(inputs: EstimatorInputs) -> Result:
     """A = s − mean of the group's other members = (s − mean_g)·n_g / (n_g − 1); s in a group of one. Source: arXiv 2402.14740."""
     group = GroupStatistics.of(inputs.scores, inputs.index)
     size = group.groups.size
     return group.without_equal((inputs.scores - group.mean) * size / np.maximum(size - 1, 1))
 
 
-compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
-
-
-@ESTIMATORS.register("opo")
-@compares_groups
-def compute_opo_outcome_advantage(inputs: EstimatorInputs) -> Result:
+@ESTIMATORS.register("opo", compares_groups=True)
+def opo(inputs: EstimatorInputs) -> Result:
     """A = s − Σ_g K·s / Σ_g K: the baseline weighs responses by their policy tokens; without any it is mean_g, in a group of one 0.
 
     Source: arXiv 2505.23585.
@@ -345,9 +250,8 @@ def compute_opo_outcome_advantage(inputs: EstimatorInputs) -> Result:
     return group.without_equal(inputs.scores - baseline)
 
 
-@ESTIMATORS.register("gpg")
-@compares_groups
-def compute_gpg_outcome_advantage(inputs: EstimatorInputs) -> Result:
+@ESTIMATORS.register("gpg", compares_groups=True)
+def gpg(inputs: EstimatorInputs) -> Result:
     """A = α(s − mean_g), α = N / N₊ with N₊ the responses in groups whose scores differ (groups of one among them); 0 if none.
 
     Source: arXiv 2504.02546.

@@ -17,7 +17,6 @@ from verl.algorithms.policy_loss import (
     LossInputs,
     PolicyLoss,
     clip_bounds,
-    public_form,
 )
 from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
 from verl.config.schema.base import setting
@@ -62,8 +61,7 @@ TO_ZERO, TO_PENALISE = WholeMiniBatch(_to_zero), WholeMiniBatch(_to_penalise)
 
 
 @LOSSES.register("clip_cov", needs={"old_log_probs"}, whole=TO_ZERO, keys=[*CLIP_KEYS, *CLIP_COV_KEYS])
-@public_form
-def compute_policy_loss_clip_cov(inputs: LossInputs) -> PolicyLoss:
+def clip_cov(inputs: LossInputs) -> PolicyLoss:
     """x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)), and 0 for max(1, ⌊clip_cov_ratio·T⌋) tokens, drawn with the step's seed from
     those with clip_cov_lb < v < clip_cov_ub that the clip does not hold already. Metrics: pg_clipfrac, share set to 0.
     """
@@ -76,8 +74,7 @@ def compute_policy_loss_clip_cov(inputs: LossInputs) -> PolicyLoss:
 
 
 @LOSSES.register("kl_cov", needs={"old_log_probs"}, whole=TO_PENALISE, keys=KL_COV_KEYS)
-@public_form
-def compute_policy_loss_kl_cov(inputs: LossInputs) -> PolicyLoss:
+def kl_cov(inputs: LossInputs) -> PolicyLoss:
     """x = −Aρ, and −Aρ + ppo_kl_coef·|d| for the max(1, ⌊kl_cov_ratio·T⌋) tokens of the largest v. Metrics: ppo_kl, mean |d|."""
     coefficient = float(setting(setting(inputs.config, "policy_loss"), "ppo_kl_coef", 0.1))
     distance = inputs.log_ratio().abs()

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.policy_loss import CLIP_KEYS, CLIP_RATIO_C, DPPO_CLIP_RATIO_C, LossInputs, on_inputs
+from verl.algorithms.policy_loss import CLIP_KEYS, CLIP_RATIO_C, DPPO_CLIP_RATIO_C, LossInputs
 from verl.algorithms.registry import LOSSES
 from verl.config.schema.base import Map, setting
 
 if TYPE_CHECKING:
-    from verl.algorithms.objective import Metrics, PaddedMicroBatch
+    from verl.algorithms.objective import Metrics, MicroBatchColumns
     from verl.engine.training.base import MicroBatch
 
 TOPK = "forward_kl_topk"
@@ -53,10 +53,10 @@ class Distillation:
         self.coefficient = float(config.distillation_loss_coef) if config.use_task_rewards else 1.0
 
     def __call__(
-        self, inputs: LossInputs, area: PaddedMicroBatch, micro: MicroBatch
+        self, inputs: LossInputs, columns: MicroBatchColumns, micro: MicroBatch
     ) -> tuple[Tensor, dict[str, Tensor], Metrics]:
         """(the scalar to add times `coefficient`, aggregated parts by name, other metrics as (sum, weight))."""
-        terms, metrics = self._terms(inputs, area, micro)
+        terms, metrics = self._terms(inputs, columns, micro)
         limit = self.config.loss_max_clamp
         if limit is not None:
             metrics |= self._told(inputs, loss_clamped_ratio=terms.detach().abs() > limit)
@@ -82,18 +82,20 @@ class Distillation:
         cap = setting(inputs.config, "clip_ratio_c", CLIP_RATIO_C)
         if self.config.policy_loss_mode.startswith("dppo_") and cap == CLIP_RATIO_C:  # not set for it
             config["clip_ratio_c"] = DPPO_CLIP_RATIO_C
-        loss = on_inputs(LOSSES.get(self.config.policy_loss_mode))
+        loss = LOSSES.get(self.config.policy_loss_mode)
         return loss(replace(inputs, config=config, columns={}))
 
-    def _terms(self, inputs: LossInputs, area: PaddedMicroBatch, micro: MicroBatch) -> tuple[Tensor, Metrics]:
+    def _terms(
+        self, inputs: LossInputs, columns: MicroBatchColumns, micro: MicroBatch
+    ) -> tuple[Tensor, Metrics]:
         if not self.topk:
-            teacher = area.needed("teacher_log_probs")
+            teacher = columns["teacher_log_probs"]
             student, teacher, metrics = self._from_below(inputs, inputs.log_probs, teacher)
             return kl_penalty(student, teacher, self.config.loss_mode), metrics
         if micro.candidate_log_probs is None or micro.candidates_in_topk is None:
             raise ValueError("forward_kl_topk needs the engine's candidate_log_probs and candidates_in_topk")
-        teacher = area.needed("teacher_topk_log_probs")
-        student, overlap = area.pad(micro.candidate_log_probs), area.pad(micro.candidates_in_topk)
+        teacher = columns["teacher_topk_log_probs"]
+        student, overlap = micro.candidate_log_probs, micro.candidates_in_topk
         metrics = self._overlap(inputs, student.detach(), teacher, overlap)
         student, teacher, limited = self._from_below(inputs, student, teacher)
         return topk_terms(student, teacher), metrics | limited
@@ -106,7 +108,7 @@ class Distillation:
         if least is None:
             return student, teacher, {}
         below = (student.detach() < least) | (teacher < least)
-        below = below if below.ndim == 2 else below.any(-1)
+        below = below if below.ndim == 1 else below.any(-1)
         limited = torch.where(student == float("-inf"), student, student.clamp(min=least))
         return limited, teacher.clamp(min=least), self._told(inputs, log_prob_clamped_ratio=below)
 

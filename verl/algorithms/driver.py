@@ -7,7 +7,6 @@ A failed score is not an outcome. It never becomes a number: the response leaves
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
+from verl.algorithms import built_in  # noqa: F401  (it fills the registries)
 from verl.algorithms.advantage import Arrays, Estimator, EstimatorInputs
 from verl.algorithms.correction import correct, on_tokens, parse_correction
-from verl.algorithms.kl import apply_kl_penalty
-from verl.algorithms.of_batches import estimate_on_tensors, padded
+from verl.algorithms.kl import charge_kl
 from verl.algorithms.registry import ESTIMATORS
+from verl.algorithms.tokens import Rows
 from verl.config.schema.base import setting
-from verl.trajectory import COLUMNS, Batch, Trajectory
+from verl.trajectory import COLUMNS, Batch, Trajectory, fill_flat, flat
 
 
 def compute_advantages(
@@ -44,7 +43,7 @@ def compute_advantages(
     """
     estimator = ESTIMATORS.get(algorithm.adv_estimator)
     greedy = "reward_baselines" in ESTIMATORS.needs(algorithm.adv_estimator)
-    compares = compares_responses(estimator)
+    compares = ESTIMATORS.declared(algorithm.adv_estimator).compares_groups
     usable, dropped = prepare_outcomes(batch, rollout_n, compares, greedy)
     metrics: dict[str, float] = {}
     correction = parse_correction(setting(algorithm, "rollout_correction"))
@@ -66,11 +65,7 @@ def compute_advantages(
             dropped += alone
     metrics["training/dropped_groups"] = dropped
     if len(rows):
-        on_inputs = getattr(estimator, "on_inputs", None)
-        if on_inputs is None:
-            estimate_on_tensors(rows, estimator, algorithm, _baselines(rows))
-        else:
-            _estimate(rows, on_inputs, algorithm)
+        _estimate(rows, estimator, algorithm)
     if greedy:
         found = _baselines(Batch({t.uid: t for t in rows}.values()))
         metrics["critic/reward_baseline/mean"] = math.nan if found is None else float(np.mean(found))
@@ -101,11 +96,6 @@ def prepare_outcomes(
         learns = counts and not t.extra.get("without_gradient")
         t.loss_mask = np.array(t.response_mask, dtype=bool) if learns else np.zeros(t.length, dtype=bool)
     return usable, dropped
-
-
-def compares_responses(estimator: Any) -> bool:
-    """True for an estimator that compares the responses to one prompt: its public form asks for the group keys."""
-    return "index" in inspect.signature(estimator).parameters
 
 
 def _without_rejected(rows: Batch, needs_group_baseline: bool) -> tuple[Batch, int]:
@@ -158,22 +148,17 @@ def _charge_kl(scored: Batch, algorithm: Any, beta: float, old: str) -> dict[str
     """Take β·KL(old‖ref) off the token rewards of every scored response; returns the metrics of the penalty."""
     if not len(scored):
         return {"actor/reward_kl_penalty": float("nan"), "actor/reward_kl_penalty_coeff": beta}
-    rewards, metrics = apply_kl_penalty(
-        padded(scored, "token_rewards"),
-        _needed(scored, old),
-        _needed(scored, "ref_log_probs"),
-        padded(scored, "response_mask"),
-        beta,
-        setting(algorithm, "kl_penalty", "kl"),
+    columns = ("token_rewards", old, "ref_log_probs", "response_mask")
+    if missing := next((name for name in columns if not scored.has(name)), None):
+        raise ValueError(f"use_kl_in_reward needs {missing} of every response before advantages are computed")
+    rewards, old_log_probs, reference, mask = (
+        torch.from_numpy(flat(scored.trajectories, name)).double() for name in columns
     )
-    scored.fill("token_rewards", rewards.numpy())
+    lengths = Rows([t.length for t in scored])
+    name = setting(algorithm, "kl_penalty", "kl")
+    charged, metrics = charge_kl(rewards, old_log_probs, reference, mask, lengths, beta, name)
+    fill_flat(scored.trajectories, "token_rewards", charged.numpy())
     return metrics
-
-
-def _needed(rows: Batch, column: str) -> torch.Tensor:
-    if not rows.has(column):
-        raise ValueError(f"use_kl_in_reward needs {column} of every response before advantages are computed")
-    return padded(rows, column)
 
 
 def _estimate(rows: Batch, estimator: Estimator, algorithm: Any) -> None:
@@ -210,6 +195,7 @@ def _inputs(rows: Batch, masks: Arrays, algorithm: Any) -> EstimatorInputs:
         divide=setting(algorithm, "norm_adv_by_std_in_grpo", True),
         gamma=setting(algorithm, "gamma", 1.0),
         lam=setting(algorithm, "lam", 1.0),
+        batch=rows,
     )
 
 

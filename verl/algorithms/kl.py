@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.policy_loss import masked
+from verl.algorithms.tokens import Rows, masked
 from verl.config.schema.base import setting
 
 LOG_RATIO_LIMIT = 20.0
@@ -73,27 +73,26 @@ def clipped_tokens(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty:
 
 
 @torch.no_grad()
-def apply_kl_penalty(
-    token_level_rewards: torch.Tensor,
+def charge_kl(
+    token_rewards: torch.Tensor,
     old_log_probs: torch.Tensor,
-    ref_log_prob: torch.Tensor,
+    ref_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
+    rows: Rows,
     beta: float,
-    kl_penalty_name: str = "kl",
+    name: str = "kl",
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Token rewards minus β·KL(old‖ref) on policy tokens. All tensors [N, L].
+    """Token rewards minus β·KL(old‖ref) on policy tokens. All tensors [T], float64; a row is a response.
 
-    Returns new rewards (dtype as given) and `actor/reward_kl_penalty` (mean over responses that have policy
-    tokens of the mean over those tokens; nan if there is none) with `actor/reward_kl_penalty_coeff` (β).
+    Returns new rewards and `actor/reward_kl_penalty` (mean over responses that have policy tokens of the mean over those
+    tokens; nan if there is none) with `actor/reward_kl_penalty_coeff` (β).
     """
-    estimate = kl_penalty(old_log_probs.double(), ref_log_prob.double(), kl_penalty_name)
-    estimate = masked(estimate, response_mask)
-    rewards = token_level_rewards.double() - beta * estimate
-    tokens = response_mask.sum(-1).double()
+    estimate = masked(kl_penalty(old_log_probs, ref_log_probs, name), response_mask)
+    tokens = rows.sums(response_mask.double())
     present = tokens > 0
-    mean = (estimate.sum(-1)[present] / tokens[present]).mean()
+    mean = (rows.sums(estimate)[present] / tokens[present]).mean()
     metrics = {"actor/reward_kl_penalty": float(mean), "actor/reward_kl_penalty_coeff": float(beta)}
-    return rewards.to(token_level_rewards.dtype), metrics
+    return token_rewards - beta * estimate, metrics
 
 
 class FixedKLController:

@@ -7,7 +7,7 @@ one `LossInputs`. Counts of the whole mini-batch are known before its first micr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +16,9 @@ import torch
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.distillation import Distillation
 from verl.algorithms.kl import clipped_tokens, kl_penalty
-from verl.algorithms.policy_loss import LossInputs, masked, on_inputs, weights_now
+from verl.algorithms.policy_loss import LossInputs, weights_now
 from verl.algorithms.registry import LOSSES
+from verl.algorithms.tokens import Rows, masked
 from verl.config.schema.base import Map, setting
 from verl.trajectory import Segment, flat
 
@@ -76,39 +77,47 @@ class LossConfig(Map):
         self.update(global_batch_info=global_batch_info, rollout_correction=rollout_correction)
 
 
-class PaddedMicroBatch:
-    """Segments of a micro-batch as [b, W]: W is the longest response, padding on the right."""
+class MicroBatchColumns:
+    """Columns of the segments of a micro-batch as flat tensors [T, …], in the dtype and on the device of the pass's outputs."""
 
-    def __init__(self, rows: Sequence[Segment], like: torch.Tensor):
-        lengths = np.array([row.length for row in rows], np.int64)
-        self.rows, self.like = rows, like
-        self.shape = (len(rows), int(lengths.max(initial=1)))
-        where = np.flatnonzero(np.arange(self.shape[1]) < lengths[:, None])
-        self._where = torch.from_numpy(where).to(like.device)
-        if len(where) != like.numel():
-            raise ValueError(f"{like.numel()} log-probs for rows with {len(where)} response tokens")
+    def __init__(self, segments: Sequence[Segment], like: torch.Tensor):
+        self.segments, self.like = segments, like
+        self.rows = Rows([segment.length for segment in segments], like.device)
+        if self.rows.cu_seqlens[-1] != len(like):
+            raise ValueError(
+                f"{len(like)} log-probs for rows with {self.rows.cu_seqlens[-1]} response tokens"
+            )
 
-    def pad(self, flat: torch.Tensor) -> torch.Tensor:
-        """Flat [ΣL, …] → [b, W, …], differentiable."""
-        out = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
-        return out.index_copy(0, self._where, flat).view(*self.shape, *flat.shape[1:])
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A column that every segment must have. ValueError naming the first that lacks it."""
+        return self.joined([flat(self.segments, name)])
 
-    def column(self, values: Sequence[np.ndarray]) -> torch.Tensor:
-        """One array per row → [b, W, …] in the dtype and on the device of the log-probs."""
-        joined = torch.from_numpy(np.concatenate(values))
-        return self.pad(joined.to(self.like.device, self.like.dtype))
+    def joined(self, values: Sequence[np.ndarray]) -> torch.Tensor:
+        """Arrays [L_i, …], one after the other."""
+        return torch.from_numpy(np.concatenate(values)).to(self.like.device, self.like.dtype)
 
-    def needed(self, name: str) -> torch.Tensor:
-        """A column that every row must have. ValueError naming the first that lacks it."""
-        return self.column([flat(self.rows, name)])
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        """m [T]."""
+        return self.joined([loss_mask(segment) for segment in self.segments])
+
+    def old_log_probs(self) -> torch.Tensor:
+        """The column; the detached log-probs of this pass for segments without it: a step's first update is its own old policy."""
+        current = self.like.detach()
+        present = ["old_log_probs" in segment.columns for segment in self.segments]
+        if not any(present):
+            return current
+        zeros = (segment.columns.get("old_log_probs", np.zeros(segment.length)) for segment in self.segments)
+        mask = torch.from_numpy(np.repeat(present, self.rows.lengths)).to(current.device)
+        return torch.where(mask, self.joined(list(zeros)), current)
 
     def batch_info(
         self, denominators: LossDenominators, tokens_of: Mapping[int, int] | None
     ) -> dict[str, Any]:
-        """The keywords of `agg_loss`; `tokens_of`: T_i of rows (by id) whose trajectory has other segments."""
+        """The keywords of `aggregate`; `tokens_of`: T_i of segments (by id) whose trajectory has others."""
         info = denominators.as_batch_info()
         if tokens_of is not None:
-            counts = [tokens_of[id(row)] for row in self.rows]
+            counts = [tokens_of[id(segment)] for segment in self.segments]
             info["trajectory_tokens"] = torch.tensor(counts, device=self.like.device)
         return info
 
@@ -141,7 +150,7 @@ class ActorObjective:
         name = setting(setting(actor, "policy_loss"), "loss_mode", "vanilla")
         bypass = self._correction.bypass
         self._needs = LOSSES.needs(name) - {"advantages", "response_mask", "old_log_probs", "is_weights"}
-        self._loss = on_inputs(LOSSES.get("bypass_mode" if bypass else name))
+        self._loss = LOSSES.get("bypass_mode" if bypass else name)
         self._whole = None if bypass and self._correction.reinforce else LOSSES.declared(name).whole
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
         self._denominators, self._tokens_of = denominators, tokens_of
@@ -153,18 +162,18 @@ class ActorObjective:
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         """Scalar to differentiate, already divided by the global counts, and metrics as (sum, weight)."""
         assert micro.log_probs is not None
-        area = PaddedMicroBatch(micro.rows, micro.log_probs)
+        columns = MicroBatchColumns(micro.rows, micro.log_probs)
         tokens = sum(int(np.count_nonzero(loss_mask(row))) for row in micro.rows)
-        inputs = self._inputs(area, micro)
+        inputs = self._inputs(columns, micro)
         loss: torch.Tensor | float = 0.0
         parts: dict[str, torch.Tensor] = {}
         metrics: Metrics = {}
         if self._distillation is None or self._distillation.config.use_task_rewards:
-            loss, parts, metrics = self._task_loss(inputs, area, tokens)
+            loss, parts, metrics = self._task_loss(inputs, columns, tokens)
         elif inputs.entropy is not None:
             parts["actor/entropy_loss"] = inputs.aggregate(inputs.entropy)
         if self._distillation is not None:
-            pulled, distillation_parts, told = self._distillation(inputs, area, micro)
+            pulled, distillation_parts, told = self._distillation(inputs, columns, micro)
             parts, metrics = parts | distillation_parts, metrics | told
             loss = loss + self._distillation.coefficient * pulled
         assert isinstance(loss, torch.Tensor)
@@ -174,7 +183,7 @@ class ActorObjective:
         return loss, metrics | {name: (v, share) for name, v in zip(parts, values, strict=True)}
 
     def _task_loss(
-        self, inputs: LossInputs, area: PaddedMicroBatch, tokens: int
+        self, inputs: LossInputs, columns: MicroBatchColumns, tokens: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Metrics]:
         """Policy loss, entropy and KL: their weighted sum, the aggregated terms by name, other metrics as (sum, weight)."""
         loss, found = self._loss(inputs)
@@ -187,7 +196,7 @@ class ActorObjective:
             if self._entropy_coeff:
                 loss = loss - self._entropy_coeff * parts["actor/entropy_loss"]
         if self._use_kl:
-            ref = area.needed("ref_log_probs")
+            ref = columns["ref_log_probs"]
             terms = kl_penalty(inputs.log_probs, ref, self._kl_type)
             parts["actor/kl_loss"] = inputs.aggregate(terms)
             loss = loss + self._kl_coef * parts["actor/kl_loss"]
@@ -196,56 +205,42 @@ class ActorObjective:
             metrics["actor/kl_clipped_ratio"] = (float(clipped), float(tokens))
         return loss, parts, metrics
 
-    def _inputs(self, area: PaddedMicroBatch, micro: MicroBatch) -> LossInputs:
-        log_probs = area.pad(area.like)
+    def _inputs(self, columns: MicroBatchColumns, micro: MicroBatch) -> LossInputs:
         bypass = self._correction.bypass
-        old = area.needed("rollout_log_probs") if bypass else _old_log_probs(area, log_probs)
         entropy = micro.entropy
         if entropy is not None and not self._entropy_coeff:
             entropy = entropy.detach()
-        info = area.batch_info(self._denominators, self._tokens_of)
-        policy = area.needed("response_mask")
-        return LossInputs(
-            log_probs=log_probs,
-            old_log_probs=old,
-            advantages=area.needed("advantages"),
-            loss_mask=area.column([loss_mask(row) for row in area.rows]),
-            response_mask=policy,
+        info = columns.batch_info(self._denominators, self._tokens_of)
+        inputs = LossInputs(
+            log_probs=columns.like,
+            old_log_probs=columns["rollout_log_probs"] if bypass else columns.old_log_probs(),
+            advantages=columns["advantages"],
+            loss_mask=columns.loss_mask,
+            response_mask=columns["response_mask"],
+            rows=columns.rows,
             loss_agg_mode=self._mode,
             config=LossConfig(self._actor, info, self._rollout_correction),
-            rollout_is_weights=self._weights(area, log_probs, old, policy),
-            entropy=None if entropy is None else area.pad(entropy),
+            entropy=entropy,
             trajectory_tokens=info.get("trajectory_tokens"),
-            columns=self._columns(area),
+            columns={name: columns[name] for name in self._declared_columns(columns)},
         )
+        return replace(inputs, rollout_is_weights=self._weights(columns, inputs))
 
-    def _columns(self, area: PaddedMicroBatch) -> dict[str, torch.Tensor]:
-        names = set(self._needs)
-        if self._whole is not None and any("mini_batch_values" in row.columns for row in area.rows):
-            names.add("mini_batch_values")
-        return {name: area.needed(name) for name in names}
+    def _declared_columns(self, columns: MicroBatchColumns) -> frozenset[str]:
+        whole = self._whole is not None
+        if whole and any("mini_batch_values" in segment.columns for segment in columns.segments):
+            return self._needs | {"mini_batch_values"}
+        return self._needs
 
-    def _weights(
-        self, area: PaddedMicroBatch, log_probs: torch.Tensor, old: torch.Tensor, policy: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _weights(self, columns: MicroBatchColumns, inputs: LossInputs) -> torch.Tensor | None:
         """Importance weights: the rows' own, else in bypass mode with reinforce those of the current policy over the sampler."""
-        if any("is_weights" in row.columns for row in area.rows):
-            return area.needed("is_weights")
+        if any("is_weights" in segment.columns for segment in columns.segments):
+            return columns["is_weights"]
         correction = self._correction
         if correction.bypass and correction.reinforce and correction.weighting is not None:
-            return weights_now(log_probs, old, policy, correction.weighting)
+            return weights_now(inputs, correction.weighting)
         return None
 
 
 def _number(value: Any) -> float:
     return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
-
-
-def _old_log_probs(area: PaddedMicroBatch, log_prob: torch.Tensor) -> torch.Tensor:
-    """old_log_probs; sg(logp) for rows that have none: the step's first update is its own old policy."""
-    have = ["old_log_probs" in row.columns for row in area.rows]
-    current = log_prob.detach()
-    if not any(have):
-        return current
-    given = area.column([row.columns.get("old_log_probs", np.zeros(row.length)) for row in area.rows])
-    return torch.where(torch.tensor(have, device=given.device).unsqueeze(-1), given, current)

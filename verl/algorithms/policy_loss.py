@@ -1,8 +1,7 @@
 """Policy losses: per-token terms from ratios and advantages, and their aggregation to one number. One function each.
 
-A loss is written on `LossInputs`; `@public_form` gives it the signature that users call: (old_log_prob, log_prob, advantages,
-response_mask, loss_agg_mode, config, rollout_is_weights) → (loss, metrics); tensors [b, L], `response_mask` is the loss mask.
-Metrics are floats of this micro-batch, averaged by token count.
+A loss is a function of `LossInputs`, flat tokens, and returns (loss, metrics). Metrics are floats of this micro-batch, averaged by
+token count.
 
 T and B are counted over the mini-batch before its first micro-batch, so that the parts of micro-batches and ranks simply add up:
 batching changes neither the value nor the gradient.
@@ -10,9 +9,7 @@ batching changes neither the value nor the gradient.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +19,7 @@ from torch import Tensor
 
 from verl.algorithms.correction import Tokens, Weighting, importance_weights, parse_correction
 from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
-from verl.config.schema.actor import AGG_MODES as MODES
+from verl.algorithms.tokens import Rows, aggregate, masked, masked_mean
 from verl.config.schema.base import setting
 
 LOG_RATIO_LIMIT = 20.0
@@ -32,77 +29,23 @@ DPPO_CLIP_RATIO_C = 20.0
 CLIP_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 PolicyLoss = tuple[Tensor, dict[str, Any]]
-Count = float | Tensor
-
-
-def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where mask is set, 0 elsewhere, whatever is there (padding may hold NaN). Shapes as given."""
-    return torch.where(mask.bool(), values, torch.zeros_like(values))
-
-
-def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Mean along `axis` (None: of all) where the mask is set; 0 without a token."""
-    return masked(values, mask).sum(axis) / mask.sum(axis).clamp(min=1)
-
-
-def agg_loss(
-    loss_mat: Tensor,
-    loss_mask: Tensor,
-    loss_agg_mode: str,
-    dp_size: int = 1,
-    batch_num_tokens: Count | None = None,
-    global_batch_size: Count | None = None,
-    loss_scale_factor: float | None = None,
-    trajectory_tokens: Tensor | None = None,
-) -> Tensor:
-    """Aggregate per-token terms [b, L] under a mask [b, L] into a scalar (algorithms.md §4).
-
-    batch_num_tokens is T, the mini-batch's tokens with mask 1; global_batch_size is B, its responses that have
-    one; None counts what is given here. loss_scale_factor is H (None: L). trajectory_tokens [b] is T_i, where rows are
-    segments of trajectories that have others (None: a row's own tokens). The value is multiplied by
-    `dp_size`, for callers whose gradients are averaged over ranks. A mask without a token gives 0.
-    Raises ValueError for an unknown mode, and for dp_size > 1 without the count that the mode divides by.
-    """
-    if loss_agg_mode not in MODES:
-        raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}; there are: {', '.join(MODES)}")
-    terms = masked(loss_mat, loss_mask)
-    if loss_agg_mode == "token-sum":
-        return terms.sum() * dp_size
-    if loss_agg_mode == "token-mean":
-        tokens = _count(batch_num_tokens, loss_mask.sum(), "batch_num_tokens", loss_agg_mode, dp_size)
-        return terms.sum() / tokens * dp_size
-    carrying = (loss_mask.sum(-1) > 0).sum()
-    responses = _count(global_batch_size, carrying, "global_batch_size", loss_agg_mode, dp_size)
-    if loss_agg_mode == "seq-mean-token-mean":
-        tokens = loss_mask.sum(-1) if trajectory_tokens is None else trajectory_tokens
-        terms = terms / tokens.unsqueeze(-1).clamp(min=1)
-    elif loss_agg_mode == "seq-mean-token-sum-norm":
-        scale = float(loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-        if scale <= 0:
-            raise ValueError(f"loss_scale_factor must be greater than 0, not {scale}")
-        terms = terms / scale
-    return terms.sum() / responses * dp_size
-
-
-def _count(given: Count | None, counted: Tensor, name: str, mode: str, dp_size: int) -> Count:
-    """The count to divide by, at least 1: where it is 0 there is nothing to divide either."""
-    if given is None:
-        if dp_size > 1:
-            raise ValueError(
-                f"agg_loss in mode {mode!r}: {name} is required when dp_size is {dp_size}: "
-                "the count over all ranks cannot be seen from one of them"
-            )
-        given = counted
-    return given.clamp(min=1) if isinstance(given, Tensor) else max(given, 1)
 
 
 @dataclass(slots=True)
 class LossInputs:
-    """What a policy loss gets: tensors [b, W] over the segments of a micro-batch, padded on the right.
+    """What a policy loss gets: the T response tokens of a micro-batch, segment after segment, without padding.
 
-    log_probs carries grad; old_log_probs are sg(log_probs) in a step's only update; loss_mask is m, response_mask p.
-    rollout_is_weights multiply the policy term, None without. entropy is None unless it was computed; columns: those that the
-    loss declared, by name. trajectory_tokens [b]: T_i where trajectories have several segments, else None.
+    log_probs           [T], with gradient
+    old_log_probs       [T]; `log_probs` without gradient in a step's only update
+    advantages          [T]
+    loss_mask           [T], m: 1 for tokens in the loss, else 0
+    response_mask       [T], p: 1 for tokens that the policy wrote
+    rows                where each of the b segments begins and ends (`rows.cu_seqlens`), and sums over them
+    config              the actor's group, with `global_batch_info`: the counts of the whole mini-batch
+    rollout_is_weights  [T], they multiply the policy term; None without a correction
+    entropy             [T]; None unless it was computed
+    trajectory_tokens   [b]: T_i where trajectories have several segments, else None
+    columns             [T, …]: those that the loss declared, by name
     """
 
     log_probs: Tensor
@@ -110,6 +53,7 @@ class LossInputs:
     advantages: Tensor
     loss_mask: Tensor
     response_mask: Tensor
+    rows: Rows
     loss_agg_mode: str
     config: Any
     rollout_is_weights: Tensor | None = None
@@ -117,10 +61,10 @@ class LossInputs:
     trajectory_tokens: Tensor | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def aggregate(self, terms: Tensor) -> Tensor:
-        """The scalar of per-token terms [b, W], by the configured mode and the counts of the mini-batch."""
+    def aggregate(self, terms: Tensor, mode: str | None = None) -> Tensor:
+        """The scalar of per-token terms [T], by the configured mode (or `mode`) and the counts of the mini-batch."""
         counts = setting(self.config, "global_batch_info", {})
-        return agg_loss(terms, self.loss_mask, self.loss_agg_mode, **counts)
+        return aggregate(terms, self.loss_mask, self.rows, mode or self.loss_agg_mode, **counts)
 
     def policy_term(self, terms: Tensor) -> Tensor:
         """`aggregate` of the terms times the importance weights, if there are any."""
@@ -147,60 +91,22 @@ class LossInputs:
         return {f"actor/{name}": mean for name, mean in zip(named, means, strict=True)}
 
     def of_mini_batch(self, whole: WholeMiniBatch) -> Tensor:
-        """The column `mini_batch_values` [b, W]; without a trainer that made it, of the tokens given here."""
+        """The column `mini_batch_values` [T]; without a trainer that made it, of the tokens of this call."""
         if "mini_batch_values" in self.columns:
             return self.columns["mini_batch_values"]
-        like = self.log_probs
 
-        def flat(values: Tensor) -> np.ndarray:
-            return np.asarray(values.detach().double().cpu().numpy()).ravel()
+        def host(values: Tensor) -> np.ndarray:
+            return np.asarray(values.detach().double().cpu().numpy())
 
         tokens = MiniBatchTokens(
-            log_probs=flat(like),
-            old_log_probs=flat(self.old_log_probs),
-            advantages=flat(self.advantages),
-            loss_mask=flat(self.loss_mask) > 0,
-            trajectory=np.repeat(np.arange(like.shape[0]), like.shape[1]),
+            log_probs=host(self.log_probs),
+            old_log_probs=host(self.old_log_probs),
+            advantages=host(self.advantages),
+            loss_mask=host(self.loss_mask) > 0,
+            trajectory=self.rows.index.cpu().numpy(),
         )
-        return torch.from_numpy(whole.compute(tokens, self.config)).to(like.device, like.dtype).view_as(like)
-
-
-def public_form(loss: Callable[[LossInputs], PolicyLoss]) -> Callable[..., PolicyLoss]:
-    """The loss under the signature of the public interface; the trainer calls it with `LossInputs` (`on_inputs`)."""
-
-    @functools.wraps(loss)
-    def call(
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str = "token-mean",
-        config: Any = None,
-        rollout_is_weights: Tensor | None = None,
-    ) -> PolicyLoss:
-        given = (log_prob, old_log_prob, advantages, response_mask, response_mask, loss_agg_mode, config)
-        return loss(LossInputs(*given, rollout_is_weights=rollout_is_weights))
-
-    del call.__wrapped__  # its signature is the public one
-    call.on_inputs = loss  # type: ignore[attr-defined]
-    return call
-
-
-def on_inputs(function: Callable[..., PolicyLoss]) -> Callable[[LossInputs], PolicyLoss]:
-    """A registered loss as a function of `LossInputs`: one of a single argument as it is, any other by the public signature."""
-    if own := getattr(function, "on_inputs", None):
-        return own  # type: ignore[no-any-return]
-    if len(inspect.signature(function).parameters) == 1:
-        return function
-    return lambda inputs: function(
-        old_log_prob=inputs.old_log_probs,
-        log_prob=inputs.log_probs,
-        advantages=inputs.advantages,
-        response_mask=inputs.loss_mask,
-        loss_agg_mode=inputs.loss_agg_mode,
-        config=inputs.config,
-        rollout_is_weights=inputs.rollout_is_weights,
-    )
+        values = torch.from_numpy(whole.compute(tokens, self.config))
+        return values.to(self.log_probs.device, self.log_probs.dtype)
 
 
 def clip_bounds(config: Any) -> tuple[float, float]:
@@ -213,8 +119,7 @@ def clip_bounds(config: Any) -> tuple[float, float]:
 
 
 @LOSSES.register("vanilla", keys=[*CLIP_KEYS, "clip_ratio_c"])
-@public_form
-def compute_policy_loss_vanilla(inputs: LossInputs) -> PolicyLoss:
+def vanilla(inputs: LossInputs) -> PolicyLoss:
     """x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)); where A < 0 also x = min(x, −A·c), c = clip_ratio_c.
 
     Metrics: share of tokens where the clipped term is the larger (pg_clipfrac), share cut by c (pg_clipfrac_lower).
@@ -236,8 +141,7 @@ def compute_policy_loss_vanilla(inputs: LossInputs) -> PolicyLoss:
 
 
 @LOSSES.register("cispo", keys=CLIP_KEYS)
-@public_form
-def compute_policy_loss_cispo(inputs: LossInputs) -> PolicyLoss:
+def cispo(inputs: LossInputs) -> PolicyLoss:
     """x = −sg(clip(ρ, 1−ε_lo, 1+ε_hi))·A·logp. Metrics: pg_clipfrac, share of tokens whose ratio is clipped.
 
     The paper has no lower bound: clip_ratio_low ≥ 1. Source: CISPO, arXiv 2506.13585.
@@ -250,8 +154,7 @@ def compute_policy_loss_cispo(inputs: LossInputs) -> PolicyLoss:
 
 
 @LOSSES.register("sapo", keys=["policy_loss.tau_pos", "policy_loss.tau_neg"])
-@public_form
-def compute_policy_loss_sapo(inputs: LossInputs) -> PolicyLoss:
+def sapo(inputs: LossInputs) -> PolicyLoss:
     """x = −A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos where A > 0, else tau_neg: the gradient fades where the ratio leaves 1.
 
     Metrics: pg_clipfrac, always 0. ValueError unless both are above 0. Source: SAPO, arXiv 2511.20347.
@@ -268,15 +171,13 @@ def compute_policy_loss_sapo(inputs: LossInputs) -> PolicyLoss:
 
 
 @LOSSES.register("gpg")
-@public_form
-def compute_policy_loss_gpg(inputs: LossInputs) -> PolicyLoss:
+def gpg(inputs: LossInputs) -> PolicyLoss:
     """x = −A·logp. Source: GPG, arXiv 2504.02546."""
     return inputs.policy_term(-inputs.advantages * inputs.log_probs), inputs.metrics()
 
 
 @LOSSES.register("dro", keys=["policy_loss.dro_beta"])
-@public_form
-def compute_policy_loss_dro(inputs: LossInputs) -> PolicyLoss:
+def dro(inputs: LossInputs) -> PolicyLoss:
     """x = −(A·logp − ½β·d²), β = dro_beta. ValueError unless it is above 0. Source: DRO, arXiv 2405.19107."""
     beta = setting(setting(inputs.config, "policy_loss"), "dro_beta")
     if beta is None or beta <= 0:
@@ -286,7 +187,7 @@ def compute_policy_loss_dro(inputs: LossInputs) -> PolicyLoss:
 
 
 def _without_blocked(inputs: LossInputs, allowed: Tensor) -> PolicyLoss:
-    """x = −A·sg(min(ρ, c))·logp·v, v [b, W] True where a token may move. Blocked tokens stay in T.
+    """x = −A·sg(min(ρ, c))·logp·v, v [T] True where a token may move. Blocked tokens stay in T.
 
     No token moves the policy further than a bound on its divergence from the old one. Meant for
     `rollout_correction.bypass_mode`, so that the old policy is the sampler's.
@@ -299,8 +200,7 @@ def _without_blocked(inputs: LossInputs, allowed: Tensor) -> PolicyLoss:
 
 
 @LOSSES.register("dppo_tv", keys=[*CLIP_KEYS, "clip_ratio_c"])
-@public_form
-def compute_policy_loss_dppo_tv(inputs: LossInputs) -> PolicyLoss:
+def dppo_tv(inputs: LossInputs) -> PolicyLoss:
     """x = −A·sg(min(ρ, c))·logp·v, c = clip_ratio_c (20); v = [π − π_old ≤ ε_hi] where A > 0, else [π − π_old ≥ −ε_lo].
 
     clip_ratio_low and clip_ratio_high bound the total variation. Metrics: pg_clipfrac, share blocked; pg_clipfrac_lower, share
@@ -314,8 +214,7 @@ def compute_policy_loss_dppo_tv(inputs: LossInputs) -> PolicyLoss:
 
 
 @LOSSES.register("dppo_kl", keys=[*CLIP_KEYS, "clip_ratio_c"])
-@public_form
-def compute_policy_loss_dppo_kl(inputs: LossInputs) -> PolicyLoss:
+def dppo_kl(inputs: LossInputs) -> PolicyLoss:
     """As dppo_tv with v = [D ≤ ε_hi or π ≤ π_old] where A > 0, else [D ≤ ε_lo or π ≥ π_old].
 
     D = π_old·(old − logp) + (1−π_old)·log((1−π_old+1e-8) / (1−π+1e-8)), the divergence of whether the token is drawn. The paper
@@ -332,8 +231,7 @@ def compute_policy_loss_dppo_kl(inputs: LossInputs) -> PolicyLoss:
     return _without_blocked(inputs, allowed)
 
 
-@public_form
-def compute_policy_loss_reinforce(inputs: LossInputs) -> PolicyLoss:
+def reinforce(inputs: LossInputs) -> PolicyLoss:
     """Policy gradient with importance weights instead of a clipped ratio: x = −w·A·logp (w = 1 without weights).
 
     `old_log_probs` is the sampler's, for actor/ppo_kl = mean of old − logp only.
@@ -344,33 +242,32 @@ def compute_policy_loss_reinforce(inputs: LossInputs) -> PolicyLoss:
 
 
 @LOSSES.register("bypass_mode")
-@public_form
-def compute_policy_loss_bypass_mode(inputs: LossInputs) -> PolicyLoss:
+def bypass_mode(inputs: LossInputs) -> PolicyLoss:
     """Two policies: `old_log_probs` is the sampler's. The loss is that of `config.rollout_correction.loss_type`.
 
     ppo_clip: the configured loss_mode with the ratio to the sampler; weights would count twice and are left out.
-    reinforce: `compute_policy_loss_reinforce` with the weights given, else those of `rollout_is` from current over
+    reinforce: `reinforce` with the weights given, else those of `rollout_is` from current over
     sampler, over the policy's tokens. Rejection is the caller's: it changes the counts of the mini-batch.
     Source: Liu, Li et al. 2025, "When Speed Kills Stability".
     """
     correction = parse_correction(setting(inputs.config, "rollout_correction"))
     if not correction.reinforce:
         name = setting(setting(inputs.config, "policy_loss"), "loss_mode", "vanilla")
-        loss = on_inputs(LOSSES.get("vanilla" if name == "bypass_mode" else name))
-        return loss(replace(inputs, rollout_is_weights=None))
+        loss = LOSSES.get("vanilla" if name == "bypass_mode" else name)
+        outcome: PolicyLoss = loss(replace(inputs, rollout_is_weights=None))
+        return outcome
     weights = inputs.rollout_is_weights
     if weights is None and correction.weighting is not None:
-        policy = inputs.log_probs, inputs.old_log_probs, inputs.response_mask
-        weights = weights_now(*policy, correction.weighting)
-    return on_inputs(compute_policy_loss_reinforce)(replace(inputs, rollout_is_weights=weights))
+        weights = weights_now(inputs, correction.weighting)
+    return reinforce(replace(inputs, rollout_is_weights=weights))
 
 
 @torch.no_grad()
-def weights_now(log_prob: Tensor, rollout_log_prob: Tensor, policy_mask: Tensor, how: Weighting) -> Tensor:
-    """Importance weights [b, L] of the current policy over the sampler, in the dtype of log_prob, 0 off the mask."""
-    mask = policy_mask.bool()
-    error = (log_prob.double() - rollout_log_prob.double())[mask].cpu().numpy()
-    weights, _ = importance_weights(Tokens.of(error, mask.nonzero()[:, 0].cpu().numpy()), how)
-    out = torch.zeros_like(log_prob)
+def weights_now(inputs: LossInputs, how: Weighting) -> Tensor:
+    """Importance weights [T] of the current policy over `old_log_probs`, in the dtype of log_probs, 0 off the policy's tokens."""
+    mask = inputs.response_mask.bool()
+    error = (inputs.log_probs.double() - inputs.old_log_probs.double())[mask].cpu().numpy()
+    weights, _ = importance_weights(Tokens.of(error, inputs.rows.index[mask].cpu().numpy()), how)
+    out = torch.zeros_like(inputs.log_probs)
     out[mask] = torch.from_numpy(weights).to(out.device, out.dtype)
     return out

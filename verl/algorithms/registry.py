@@ -1,12 +1,12 @@
 """The two registries through which estimators and policy losses are found, and what each declares that it needs.
 
-An algorithm is one function, one registration and the columns that it needs: `@register_adv_est("mine", needs={"ref_log_probs"})`.
-The loop runs the passes that produce what is needed (`verl.algorithms.needs`).
+An estimator is a function of `EstimatorInputs`, a loss one of `LossInputs`, each with one registration that declares what it needs:
+`@ESTIMATORS.register("mine", needs={"ref_log_probs"})`. Functions with the signatures of the public system are registered through
+`verl.trainer.ppo.core_algos` (verl/compat/core_algos.py). The loop runs the passes that produce what is needed (`verl.algorithms.needs`).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl.config.schema.algorithm import ESTIMATORS as PUBLIC_ESTIMATORS
-from verl.trajectory import COLUMNS
 
 Algorithm = Callable[..., Any]
 F = TypeVar("F", bound=Algorithm)
@@ -23,8 +22,6 @@ Name = str | Enum
 
 AdvantageEstimator = StrEnum("AdvantageEstimator", [(n.upper(), n) for n in PUBLIC_ESTIMATORS])  # type: ignore[misc]
 """Names of the estimators of the public interface."""
-
-_COLUMN_OF = {column.public: name for name, column in COLUMNS.items() if column.public}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +55,23 @@ class MiniBatchTokens:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What a registration says of its function: columns it needs, what it has to know of a whole mini-batch, settings it reads."""
+    """What a registration says of its function.
+
+    needs            columns that must be there
+    compares_groups  an estimator compares the responses to one prompt, so that a response left alone has no baseline
+    whole            what a loss has to know of a whole mini-batch before its update
+    keys             settings that it reads, for the docs
+    """
 
     needs: frozenset[str] = frozenset()
+    compares_groups: bool = False
     whole: WholeMiniBatch | None = None
     keys: tuple[str, ...] = ()
 
 
 class Registry:
-    """Functions by name, and what each needs. `kind` is how errors call them, `decorator` the name of the user's decorator."""
+    """Functions by name, and what each needs. `kind` is how errors call them, `decorator` the name of the user's decorator.
+    `declared_by_default`: what holds for functions that were put into the table without a registration."""
 
     def __init__(self, kind: str, decorator: str):
         self.kind = kind
@@ -74,18 +79,18 @@ class Registry:
         self.functions: dict[str, Algorithm] = {}
         self._own: dict[str, Algorithm] = {}
         self._declared: dict[str, Declaration] = {}
+        self.declared_by_default: dict[str, Declaration] = {}
 
     def register(
         self,
         name: Name,
         needs: Collection[str] = (),
+        compares_groups: bool = False,
         whole: WholeMiniBatch | None = None,
         keys: Sequence[str] = (),
     ) -> Callable[[F], F]:
-        """Decorator: make a function known under `name` (str, or an enum member with a str value).
+        """Decorator: make a function known under `name` (str, or an enum member with a str value). See `Declaration` for the rest.
 
-        needs: names of columns that must be there when it is called, beside those that its required parameters name.
-        whole: what a loss has to know of a whole mini-batch before its update. keys: settings that it reads, for the docs.
         ValueError if another function has the name already; the same function again is harmless.
         """
         key = _key(name)
@@ -97,7 +102,7 @@ class Registry:
                     f"{self.kind} {key!r} is already registered by {taken.__module__}.{taken.__qualname__}; "
                     f"choose another name for {function.__module__}.{function.__qualname__}"
                 )
-            self._declared[key] = Declaration(frozenset(needs), whole, tuple(keys))
+            self._declared[key] = Declaration(frozenset(needs), compares_groups, whole, tuple(keys))
             if function.__module__.startswith("verl."):
                 self._own[key] = function
             return function
@@ -114,15 +119,14 @@ class Registry:
         raise ValueError(f"Unknown {self.kind} simply: {key}. {there}")
 
     def needs(self, name: Name) -> frozenset[str]:
-        """Columns that the function must find: those declared, and those that its required parameters name."""
-        parameters = inspect.signature(self.get(name)).parameters.values()
-        required = {_COLUMN_OF.get(p.name, p.name) for p in parameters if p.default is p.empty}
-        offered = {*_COLUMN_OF.values(), "reward_baselines"}
-        return self.declared(name).needs | (required & offered)
+        """Columns that the function declared. ValueError for an unknown name."""
+        self.get(name)
+        return self.declared(name).needs
 
     def declared(self, name: Name) -> Declaration:
         """What was said when the function was registered."""
-        return self._declared.get(_key(name), Declaration())
+        key = _key(name)
+        return self._declared.get(key) or self.declared_by_default.get(key, Declaration())
 
 
 def _key(name: Name) -> str:

@@ -1,6 +1,6 @@
 """Policy losses whose ratio is that of a whole response, over all its segments: gspo, geo_mean (algorithms.md §6).
 
-A row of `LossInputs` is a segment. Where a trajectory has several, what is summed over all of them comes from the pass before
+A row of `LossInputs.rows` is a segment. Where a trajectory has several, what is summed over all of them comes from the pass before
 the mini-batch's update, as the column `mini_batch_values`; otherwise the row says all.
 """
 
@@ -11,18 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algorithms.policy_loss import (
-    CLIP_KEYS,
-    LossInputs,
-    PolicyLoss,
-    agg_loss,
-    clip_bounds,
-    masked,
-    masked_mean,
-    public_form,
-)
+from verl.algorithms.policy_loss import CLIP_KEYS, LossInputs, PolicyLoss, clip_bounds
 from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
-from verl.config.schema.base import setting
+from verl.algorithms.tokens import masked
 
 GSPO_LIMIT = 10.0
 
@@ -41,8 +32,7 @@ def _response_log_ratios(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
 
 
 @LOSSES.register("gspo", whole=WholeMiniBatch(_response_log_ratios, only_segments=True), keys=CLIP_KEYS)
-@public_form
-def compute_policy_loss_gspo(inputs: LossInputs) -> PolicyLoss:
+def gspo(inputs: LossInputs) -> PolicyLoss:
     """q_i = exp(Σ_t m·d / T_i), q_t = sg(q_i)·exp(logp − sg(logp)) with log q ≤ 10; x = max(−Aq, −A·clip(q, 1−ε_lo, 1+ε_hi)).
 
     Metrics: pg_clipfrac, share of tokens where the clipped term is the larger. The paper has ε_lo 3e-4, ε_hi 4e-4, aggregated
@@ -52,7 +42,7 @@ def compute_policy_loss_gspo(inputs: LossInputs) -> PolicyLoss:
     if "mini_batch_values" in inputs.columns:
         mean = inputs.columns["mini_batch_values"]
     else:
-        mean = masked_mean(inputs.log_ratio(), inputs.loss_mask, -1).unsqueeze(-1)
+        mean = inputs.rows.spread(inputs.rows.means(inputs.log_ratio(), inputs.loss_mask))
     log_probs = masked(inputs.log_probs, inputs.loss_mask)
     ratio = (mean.detach() + log_probs - log_probs.detach()).clamp(max=GSPO_LIMIT).exp()
     plain = -inputs.advantages * ratio
@@ -62,7 +52,7 @@ def compute_policy_loss_gspo(inputs: LossInputs) -> PolicyLoss:
 
 
 def _response_terms(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
-    """Ā_i·ρ_i·w_i of `compute_policy_loss_geo_mean` on every token of trajectory i."""
+    """Ā_i·ρ_i·w_i of `geo_mean` on every token of trajectory i."""
     low, high = clip_bounds(config)
     difference, advantages = tokens.log_probs - tokens.old_log_probs, tokens.advantages
     limited = np.where(advantages > 0, np.minimum(difference, high), np.maximum(difference, -low))
@@ -74,8 +64,7 @@ def _response_terms(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
 
 
 @LOSSES.register("geo_mean", whole=WholeMiniBatch(_response_terms, only_segments=True), keys=CLIP_KEYS)
-@public_form
-def compute_policy_loss_geo_mean(inputs: LossInputs) -> PolicyLoss:
+def geo_mean(inputs: LossInputs) -> PolicyLoss:
     """GMPO: x_i = −Ā_i·ρ_i, one value per response, ρ_i = exp(Σ_t m·d̂ / T_i), Ā_i = Σ_t m·A / T_i; the loss is Σ_i x_i / B.
 
     d̂ = min(d, ε_hi) where A > 0, max(d, −ε_lo) where A < 0, 0 where A = 0. `loss_agg_mode` changes nothing. The importance
@@ -83,22 +72,21 @@ def compute_policy_loss_geo_mean(inputs: LossInputs) -> PolicyLoss:
     with d outside [−ε_lo, ε_hi]. The paper has ε = 0.4. Source: GMPO, arXiv 2507.20673.
     """
     low, high = clip_bounds(inputs.config)
-    advantages, mask, difference = inputs.advantages, inputs.loss_mask, inputs.log_ratio()
+    rows, mask, advantages, difference = inputs.rows, inputs.loss_mask, inputs.advantages, inputs.log_ratio()
     limited = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
     limited = torch.where(advantages == 0, torch.zeros_like(difference), limited)
-    own = mask.sum(-1).clamp(min=1)
-    share = own / (own if inputs.trajectory_tokens is None else inputs.trajectory_tokens.clamp(min=1))
-    exponent = masked_mean(limited, mask, -1) * share
+    tokens = rows.sums(mask).clamp(min=1)
+    share = tokens / (tokens if inputs.trajectory_tokens is None else inputs.trajectory_tokens.clamp(min=1))
+    exponent = rows.means(limited, mask) * share
     if "mini_batch_values" in inputs.columns:
-        whole = masked_mean(inputs.columns["mini_batch_values"], mask, -1)
+        whole = rows.means(inputs.columns["mini_batch_values"], mask)
     else:
-        whole = masked_mean(advantages, mask, -1) * exponent.detach().exp()
+        whole = rows.means(advantages, mask) * exponent.detach().exp()
         if inputs.rollout_is_weights is not None:
-            whole = whole * masked_mean(inputs.rollout_is_weights.log(), mask, -1).exp()
+            whole = whole * rows.means(inputs.rollout_is_weights.log(), mask).exp()
     # The value of a response is told by its segments in proportion to their tokens; the gradient of each is whole.
-    terms = -whole * (share + (exponent - exponent.detach()).exp() - 1) / own
-    counts = setting(inputs.config, "global_batch_info", {})
-    loss = agg_loss(terms.unsqueeze(-1).expand_as(mask), mask, "seq-mean-token-sum", **counts)
+    terms = -whole * (share + (exponent - exponent.detach()).exp() - 1) / tokens
+    loss = inputs.aggregate(rows.spread(terms), "seq-mean-token-sum")
     outside = (difference > high) | (difference < -low)
     upper, lower = outside & (advantages > 0), outside & (advantages < 0)
     return loss, inputs.metrics(pg_clipfrac=upper, pg_clipfrac_lower=lower)

@@ -12,7 +12,6 @@ from verl.algorithms.advantage import (
     EstimatorInputs,
     GroupStatistics,
     Result,
-    public_form,
     whiten_tokens,
 )
 from verl.algorithms.registry import ESTIMATORS
@@ -34,11 +33,10 @@ def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
 
 
 @ESTIMATORS.register("gae", needs={"values"}, keys=["gamma", "lam"])
-@public_form("token_level_rewards", "values", "response_mask", gamma=1.0, lam=1.0, loss_mask=None)
-def compute_gae_advantage_return(inputs: EstimatorInputs) -> Result:
+def gae(inputs: EstimatorInputs) -> Result:
     """δ_k = r_k + γV_{k+1} − V_k; a_k = δ_k + γλ·a_{k+1}; returns a + V; A = whiten(a). V after the last policy token is 0.
 
-    All tensors [N, L]. Sources: GAE, arXiv 1506.02438; PPO, arXiv 1707.06347.
+    Sources: GAE, arXiv 1506.02438; PPO, arXiv 1707.06347.
     """
     advantages, returns = [], []
     for rewards, values in zip(inputs.column("token_rewards"), inputs.column("values"), strict=True):
@@ -50,17 +48,15 @@ def compute_gae_advantage_return(inputs: EstimatorInputs) -> Result:
 
 
 @ESTIMATORS.register("reinforce_plus_plus", keys=["gamma"])
-@public_form("token_level_rewards", "response_mask", config=None, loss_mask=None)
-def compute_reinforce_plus_plus_outcome_advantage(inputs: EstimatorInputs) -> Result:
+def reinforce_plus_plus(inputs: EstimatorInputs) -> Result:
     """G_k = r_k + γG_{k+1}; A = whiten(G); returns G. γ is `config.gamma`, 1 without. Source: arXiv 2501.03262."""
     returns = [discounted_sums(rewards, inputs.gamma) for rewards in inputs.column("token_rewards")]
     return whiten_tokens(returns, inputs), returns
 
 
 @ESTIMATORS.register("remax", needs={"reward_baselines"})
-@public_form("token_level_rewards", "reward_baselines", "response_mask", config=None)
-def compute_remax_outcome_advantage(inputs: EstimatorInputs) -> Result:
-    """A_k = Σ_{j ≥ k} r_j − b_g; returns Σ_{j ≥ k} r_j. reward_baselines [N]: b_g, the score of the prompt's greedy response.
+def remax(inputs: EstimatorInputs) -> Result:
+    """A_k = Σ_{j ≥ k} r_j − b_g; returns Σ_{j ≥ k} r_j. b_g is the score of the prompt's greedy response.
 
     Source: ReMax, arXiv 2310.10505.
     """
@@ -91,23 +87,18 @@ def _group_baseline(returns: Arrays, weights: Arrays) -> np.ndarray:
     return above / (below + 1e-8)
 
 
-@ESTIMATORS.register("optimal_token_baseline", needs={"old_log_probs", "sum_pi_squared"})
-@ESTIMATORS.register("tir_optimal_token_baseline", needs={"old_log_probs", "sum_pi_squared"})
-@public_form(
-    "token_level_rewards",
-    "response_mask",
-    "index",
-    "old_log_probs",
-    "sum_pi_squared",
-    rollout_is_weights=None,
-)
-def compute_optimal_token_baseline_advantage(inputs: EstimatorInputs) -> Result:
+_OTB_NEEDS = frozenset({"old_log_probs", "sum_pi_squared"})
+
+
+@ESTIMATORS.register("optimal_token_baseline", compares_groups=True, needs=_OTB_NEEDS)
+@ESTIMATORS.register("tir_optimal_token_baseline", compares_groups=True, needs=_OTB_NEEDS)
+def optimal_token_baseline(inputs: EstimatorInputs) -> Result:
     """A_k = G_k − b_{g,k}; returns G_k = Σ_{j ≥ k} r_j. The baseline weighs the group's returns at token k by W_k, the expected
     squared norm of the gradient so far.
 
     w_k = (1 − 2π_k + Σ_v π(v)²)·c_k², W_k = Σ_{j ≤ k} w_j; b_{g,k} = Σ_j G_{j,k}W_{j,k} / (Σ_j W_{j,k} + 1e-8) over members that
     have a token k. b is 0 in a group of one and beyond the second-longest length; A is 0 where all scores of a group are equal.
-    Tensors [N, L], index [N]. Source: Optimal Token Baseline (Li et al. 2025).
+    Source: Optimal Token Baseline (Li et al. 2025).
     """
     returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
     weights = _gradient_norms(inputs)

@@ -9,36 +9,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.algorithms.objective import LossDenominators, Metrics, PaddedMicroBatch, loss_mask
-from verl.algorithms.policy_loss import Count, agg_loss, masked_mean
+from verl.algorithms.objective import LossDenominators, Metrics, MicroBatchColumns
+from verl.algorithms.tokens import Rows, aggregate, masked_mean
 
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
 
 
-def compute_value_loss(
-    vpreds: torch.Tensor,
+def value_loss(
+    predicted: torch.Tensor,
     returns: torch.Tensor,
     values: torch.Tensor,
-    response_mask: torch.Tensor,
-    cliprange_value: float = 0.5,
-    loss_agg_mode: str = "token-mean",
-    dp_size: int = 1,
-    batch_num_tokens: Count | None = None,
-    global_batch_size: Count | None = None,
-    loss_scale_factor: float | None = None,
-    trajectory_tokens: torch.Tensor | None = None,
+    loss_mask: torch.Tensor,
+    rows: Rows,
+    clip_range: float,
+    mode: str,
+    **counts: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(½·agg(x), share of tokens where the clipped term is the larger), x = max((V − R)², (clip(V, V_old ± c) − R)²).
 
-    vpreds [b, L] are the values with gradient, values those before the step; response_mask is m; the counts are those of
-    `agg_loss`.
+    predicted [T] are the values with gradient, `values` those before the step; `counts` are those of `aggregate`.
     """
-    limited = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
-    plain, clipped = (vpreds - returns).square(), (limited - returns).square()
-    counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, trajectory_tokens)
-    loss = agg_loss(torch.maximum(plain, clipped), response_mask, loss_agg_mode, *counts) / 2
-    return loss, masked_mean((clipped > plain).to(plain.dtype), response_mask).detach()
+    limited = torch.clamp(predicted, values - clip_range, values + clip_range)
+    plain, clipped = (predicted - returns).square(), (limited - returns).square()
+    loss = aggregate(torch.maximum(plain, clipped), loss_mask, rows, mode, **counts) / 2
+    return loss, masked_mean((clipped > plain).to(plain.dtype), loss_mask).detach()
 
 
 def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
@@ -64,17 +59,18 @@ class ValueObjective:
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         """Scalar to differentiate, already divided by the global counts, and metrics as (sum, weight)."""
         assert micro.values is not None
-        area = PaddedMicroBatch(micro.rows, micro.values)
-        predicted = area.pad(micro.values)
-        mask = area.column([loss_mask(row) for row in area.rows])
-        loss, clipped = compute_value_loss(
+        predicted = micro.values
+        columns = MicroBatchColumns(micro.rows, predicted)
+        mask = columns.loss_mask
+        loss, clipped = value_loss(
             predicted,
-            area.needed("returns"),
-            area.needed("values"),
+            columns["returns"],
+            columns["values"],
             mask,
+            columns.rows,
             self._critic.cliprange_value,
             self._critic.loss_agg_mode,
-            **area.batch_info(self._denominators, self._tokens_of),
+            **columns.batch_info(self._denominators, self._tokens_of),
         )
         tokens = float(mask.sum())
         share = tokens / self._denominators.tokens if self._denominators.tokens else 0.0

@@ -229,7 +229,8 @@ def reader_of_values(root: Any) -> str:
     ours = name in built_in("ESTIMATORS") and mode in built_in("LOSSES")
     if ours or not (arr.model.external_lib or os.environ.get(PLUG_INS)):
         return ""
-    from verl.algorithms.core_algos import ESTIMATORS, LOSSES
+    import verl.algorithms.built_in  # noqa: F401  (it fills the registries)
+    from verl.algorithms.registry import ESTIMATORS, LOSSES
 
     with contextlib.suppress(UserError, ValueError):
         import_modules(arr.model.external_lib)

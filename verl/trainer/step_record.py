@@ -13,7 +13,6 @@ import numpy as np
 
 from verl.algorithms.agreement import first_step_bound, first_step_disagreement
 from verl.algorithms.correction import parse_correction, weights_of_the_update
-from verl.algorithms.driver import compares_responses
 from verl.algorithms.registry import ESTIMATORS
 from verl.algorithms.value_loss import explained_variance
 from verl.algorithms.variance import variance_proxies
@@ -207,11 +206,10 @@ class StepRecord:
     def _say_rejected(self, step: int, metrics: Mapping[str, Any]) -> None:
         """An event, and the first time a notice, where responses that are rejected shift the baseline of those that are not."""
         share = metrics.get("rollout_corr/rollout_rs_rejected_fraction", 0.0)
-        estimator = ESTIMATORS.get(self._config.algorithm.adv_estimator)
         if (
             not share > REJECTED_SHARE
             or not self._correction.rejected_in_baseline
-            or not compares_responses(estimator)
+            or not ESTIMATORS.declared(self._config.algorithm.adv_estimator).compares_groups
         ):
             return
         message = (

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl.algorithms.policy_loss import masked, masked_mean
+from verl.algorithms.tokens import masked
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Mean along `axis` (None: of all) where the mask is set; 0 without a token."""
+    return masked(values, mask).sum(axis) / mask.sum(axis).clamp(min=1)
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:

@@ -1,0 +1,138 @@
+"""Policy losses and the critic's loss under the signatures of the public system, with padded tensors [b, L].
+
+a public function ─ flat_form ─→ a function of LossInputs, which the trainer calls
+a function of LossInputs ─ padded_form ─→ the public signature, for users who call ours
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.kl import charge_kl
+from verl.algorithms.policy_loss import LossInputs, PolicyLoss
+from verl.algorithms.tokens import Count, Rows, aggregate
+from verl.algorithms.value_loss import value_loss
+
+FlatLoss = Callable[[LossInputs], PolicyLoss]
+PaddedLoss = Callable[..., PolicyLoss]
+
+
+def rows_of(padded: Tensor) -> Rows:
+    """The rows of a padded tensor [b, L, …]: b rows of L tokens each."""
+    return Rows([padded.shape[1]] * padded.shape[0], padded.device)
+
+
+def pad(rows: Rows, values: Tensor) -> Tensor:
+    """Flat [T, …] → [b, W, …], W tokens of the longest row, zeros on the right; differentiable."""
+    mask = torch.arange(rows.width) < torch.from_numpy(rows.lengths).unsqueeze(-1)
+    where = mask.flatten().nonzero().squeeze(-1).to(values.device)
+    out = values.new_zeros(len(rows) * rows.width, *values.shape[1:])
+    return out.index_copy(0, where, values).view(len(rows), rows.width, *values.shape[1:])
+
+
+@cache
+def padded_form(loss: FlatLoss) -> PaddedLoss:
+    """A loss of `LossInputs` under the public signature; `response_mask` [b, L] is the loss mask."""
+
+    def call(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> PolicyLoss:
+        mask = response_mask.flatten()
+        inputs = LossInputs(
+            log_probs=log_prob.flatten(),
+            old_log_probs=old_log_prob.flatten(),
+            advantages=advantages.flatten(),
+            loss_mask=mask,
+            response_mask=mask,
+            rows=rows_of(log_prob),
+            loss_agg_mode=loss_agg_mode,
+            config=config,
+            rollout_is_weights=None if rollout_is_weights is None else rollout_is_weights.flatten(),
+        )
+        return loss(inputs)
+
+    call.__name__ = call.__qualname__ = f"compute_policy_loss_{loss.__name__}"
+    call.__doc__ = loss.__doc__
+    return call
+
+
+@cache
+def flat_form(function: PaddedLoss) -> FlatLoss:
+    """A loss that a user registers, as a function of `LossInputs`: one of a single argument as it is, any other with padded tensors."""
+    if len(inspect.signature(function).parameters) == 1:
+        return function
+
+    def call(inputs: LossInputs) -> PolicyLoss:
+        weights = inputs.rollout_is_weights
+        return function(
+            old_log_prob=pad(inputs.rows, inputs.old_log_probs),
+            log_prob=pad(inputs.rows, inputs.log_probs),
+            advantages=pad(inputs.rows, inputs.advantages),
+            response_mask=pad(inputs.rows, inputs.loss_mask),
+            loss_agg_mode=inputs.loss_agg_mode,
+            config=inputs.config,
+            rollout_is_weights=None if weights is None else pad(inputs.rows, weights),
+        )
+
+    call.__module__, call.__qualname__ = function.__module__, getattr(function, "__qualname__", "loss")
+    call.public = function  # type: ignore[attr-defined]
+    return call
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: Count | None = None,
+    global_batch_size: Count | None = None,
+    loss_scale_factor: float | None = None,
+    trajectory_tokens: Tensor | None = None,
+) -> Tensor:
+    """`verl.algorithms.tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor H is L."""
+    counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, trajectory_tokens)
+    return aggregate(loss_mat.flatten(), loss_mask.flatten(), rows_of(loss_mat), loss_agg_mode, *counts)
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float = 0.5,
+    loss_agg_mode: str = "token-mean",
+    **counts: Any,
+) -> tuple[Tensor, Tensor]:
+    """`verl.algorithms.value_loss.value_loss` of padded tensors [b, L]; `counts` are those of `agg_loss`."""
+    predicted, returns, values, mask = (t.flatten() for t in (vpreds, returns, values, response_mask))
+    return value_loss(
+        predicted, returns, values, mask, rows_of(vpreds), cliprange_value, loss_agg_mode, **counts
+    )
+
+
+def apply_kl_penalty(
+    token_level_rewards: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    beta: float,
+    kl_penalty_name: str = "kl",
+) -> tuple[Tensor, dict[str, float]]:
+    """`verl.algorithms.kl.charge_kl` of padded tensors [N, L]; the new rewards have the dtype of the old ones."""
+    padded = (token_level_rewards, old_log_probs, ref_log_prob, response_mask)
+    rewards, old, ref, mask = (tensor.flatten().double() for tensor in padded)
+    rows = rows_of(token_level_rewards)
+    rewards, metrics = charge_kl(rewards, old, ref, mask, rows, beta, kl_penalty_name)
+    return rewards.view_as(token_level_rewards).to(token_level_rewards.dtype), metrics
