@@ -285,6 +285,28 @@ def test_the_results_of_several_calls_of_a_turn_are_those_of_a_full_rendering(fa
     assert expected.startswith(tokenizer.decode(np.concatenate([segment.context, segment.tokens])))
 
 
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [("qwen2.5", ["call_0", "call_1", "call_2"]), ("kimi", [f"functions.add:{n}" for n in (0, 1, 2)])],
+)
+def test_the_ids_of_calls_are_unique_in_a_session(family: str, expected: list[str]) -> None:
+    tokenizer = tokenizer_of(family)
+    turn = FAMILIES[family].call + FAMILIES[family].end
+
+    async def ids() -> list[str]:
+        session = session_of(
+            tokenizer, script(tokenizer, *[turn] * 3)[0], tool_format=FAMILIES[family].tool_format
+        )
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "1+2?"}]
+        for _ in range(3):
+            reply = await session.chat(messages, TOOLS)
+            messages += [reply.message, {"role": "tool", "content": "3", "tool_call_id": reply.calls[0].id}]
+        assert len(session.segments()) == 1
+        return [m["tool_calls"][0]["id"] for m in messages if "tool_calls" in m]
+
+    assert asyncio.run(ids()) == asyncio.run(ids()) == expected
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_turn_that_was_cut_is_closed_before_the_next(family: str) -> None:
     tokenizer = tokenizer_of(family)

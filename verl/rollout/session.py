@@ -105,6 +105,7 @@ class Session:
         self._segments: list[Recorded] = []
         self._dialogues: list[_Dialogue] = []
         self._opening: tuple[list[Message], list[Any], np.ndarray] | None = None
+        self._call_ids: set[str] = set()
         self._url: str | None = None
         self.latest: Recorded | None = None
         self.full = False
@@ -250,10 +251,19 @@ class Session:
             if tools or self.runner.tool_format == "gpt-oss":
                 content, found = parse(self.runner.tool_format, content, tools)
                 calls = found if tools else []
+        calls = [replace(call, id=self._unique(call.id)) for call in calls]
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if read := [call for call in calls if not call.error]:
             message["tool_calls"] = [call.message() for call in read]
         return Reply(message, calls, completion)
+
+    def _unique(self, call_id: str) -> str:
+        """The id of a call of a tool; one that the session has had gets another number at its end."""
+        stem, number = call_id.rstrip("0123456789"), len(self._call_ids)
+        while call_id in self._call_ids:
+            call_id, number = f"{stem}{number}", number + 1
+        self._call_ids.add(call_id)
+        return call_id
 
 
 def _keys(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
