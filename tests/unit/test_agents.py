@@ -308,7 +308,8 @@ def post(path, body):
     return json.loads(urllib.request.urlopen(request).read())
 messages = row["messages"]
 for _ in range(2):
-    message = post("/chat/completions", {"model": "policy", "messages": messages})["choices"][0]["message"]
+    for _ in range(1 + int(os.environ.get("AGAIN", 0))):
+        message = post("/chat/completions", {"model": "policy", "messages": messages})["choices"][0]["message"]
     messages += [message, {"role": "user", "content": "Sure?"}]
 if len(sys.argv) > 1:
     sys.exit(int(sys.argv[1]))
@@ -342,6 +343,9 @@ def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str, lo
     assert t.text.startswith("12<|im_end|>\n<|im_start|>user\nSure?") and t.fields["environment_metrics"] == {
         "asked": 2
     }
+    (t,), _ = play(["", "12", "", "Yes."], *words, "agent.environment.kwargs.AGAIN=1", row=row)
+    assert t.text.startswith("12<|im_end|>\n<|im_start|>user\nSure?") and len(t.segments) == 1
+    assert t.extra["session_counts"] == {"repeated_requests": 2} and t.extra["sampler_calls"] == 4
 
 
 def test_a_session_over_http() -> None:

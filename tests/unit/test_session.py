@@ -354,6 +354,64 @@ def test_history_that_changes_opens_a_segment(change: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("asked", "expected", "repeated"),
+    [
+        (["Hi", "Hi"], ["1"], 1),  # the texts of the segments, and how many answers were replaced
+        (["Hi", "Hi 0 More", "Hi 0 More", "Hi 0 More", "Hi 0 More 3 Go"], ["0 3 4"], 2),
+        (["Hi", "Hi", "Hi 1 More", "Hi"], ["1 2", "3"], 1),
+        (["Hi", "Hi", "Hi 0 More", "Hi 1 More"], ["1 3", "0 2"], 0),  # the program goes on from both
+    ],
+)
+def test_a_repeated_request_replaces_the_answer_that_no_call_goes_on_from(asked, expected, repeated) -> None:
+    tokenizer = tiny_tokenizer()
+    send, _ = script(tokenizer, *(f"{number}<|im_end|>" for number in range(len(asked))))
+    rooms: list[int] = []
+
+    async def note(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
+        rooms.append(sampling.max_tokens)
+        return await send(ids, sampling, media)
+
+    session = session_of(tokenizer, note, budget=150)
+
+    async def talk() -> None:
+        assert session.base_url  # repeated requests of a loop in the process are meant
+        for dialogue in asked:
+            words = dialogue.split()
+            said = [{"role": "assistant" if w.isdigit() else "user", "content": w} for w in words]
+            await session.chat(said)
+        session.close()
+
+    asyncio.run(talk())
+    texts = [
+        tokenizer.decode(s.tokens[s.mask]).replace("<|im_end|>", " ").strip() for s in session.segments()
+    ]
+    assert texts == expected and session.counts["repeated_requests"] == repeated
+    assert all((s.log_probs != 0).tolist() == s.mask.tolist() for s in session.segments())
+    again = [number for number in range(1, len(asked)) if asked[number] == asked[number - 1]]
+    assert len(session.turns) == len(asked) - len(again)
+    assert [rooms[number] for number in again] == [rooms[number - 1] for number in again]
+
+
+@pytest.mark.parametrize("over_http", [True, False])
+def test_a_repeated_request_replaces_no_answer_that_is_history(over_http: bool) -> None:
+    counts = "message['content'] + (messages | length) | string +"
+    tokenizer = tiny_tokenizer(template=CHAT_TEMPLATE.replace("message['content'] +", counts))
+    send, _ = script(tokenizer, *["One.<|im_end|>"] * 3)
+    session = session_of(tokenizer, send)
+
+    async def talk() -> None:
+        assert not over_http or session.base_url
+        first = [{"role": "user", "content": "Hi"}]
+        reply = await session.chat(first)
+        if over_http:  # in a segment of its own: the template rewrites earlier turns
+            await session.chat([*first, reply.message, {"role": "user", "content": "More"}])
+        await session.chat(first)
+
+    asyncio.run(talk())
+    assert len(session.segments()) == 2 + over_http and not session.counts["repeated_requests"]
+
+
+@pytest.mark.parametrize(
     ("thinks", "as_inference", "segments"), [(True, True, 2), (True, False, 1), (False, True, 1)]
 )
 def test_thinking_that_the_template_drops(thinks: bool, as_inference: bool, segments: int) -> None:
