@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from tests.tiny import tiny_tokenizer
-from tests.unit.test_session import _QWEN, script, session_of
+from tests.unit.test_session import _QWEN, CALL, TOOLS, script, session_of
 from verl.engine.rollout.base import Completion
 from verl.rollout import http_sessions
 from verl.rollout.session import Session
+from verl.rollout.tools import toolbox
 
 HI = [{"role": "user", "content": "Hi"}]
 END = "<|im_end|>"
@@ -82,6 +83,142 @@ def serve(check: Callable[[Client], None], *texts: str, send: Any = None) -> Ses
 
     asyncio.run(go())
     return session
+
+
+def test_a_session_over_http() -> None:
+    def check(client: Client) -> None:
+        choice = client.chat(tools=TOOLS, temperature=0.1)["choices"][0]
+        assert choice["finish_reason"] == "tool_calls" and choice["logprobs"] is None
+        call = choice["message"]["tool_calls"][0]
+        assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+        second = client.chat([*HI, choice["message"], answer], tools=TOOLS)
+        assert second["choices"][0]["message"]["content"] == "3." and len(client.session.segments()) == 1
+        _, third = client.ask("/completions", {"prompt": "abc", "max_tokens": 2})
+        assert third["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
+        _, fourth = client.ask("/inference/v1/generate", body, base=client.url.path.removesuffix("/v1"))
+        assert len(fourth["choices"][0]["token_ids"]) == len(fourth["choices"][0]["logprobs"]["content"]) == 1
+        assert client.ask("/models")[1]["data"][0]["max_model_len"] == 4000
+
+    session = serve(check, CALL + END, "3." + END, "ab", "a")
+    assert len(session.segments()) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("chat/completions", {}, "messages must be a list"),
+        ("chat/completions", {"messages": HI, "n": 2}, "n must be 1"),
+        ("chat/completions", {"messages": HI, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ("chat/completions", {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+        ("completions", {"prompt": []}, "prompt must be a text, a list of token ids"),
+        ("completions", {"prompt": "x" * 5000}, "leave no room"),
+        ("completions", b"{", "JSONDecodeError"),
+        ("completions", [1], "must be a JSON object"),
+    ],
+)
+def test_what_a_session_refuses(path: str, body: Any, message: str) -> None:
+    def check(client: Client) -> None:
+        status, answer = client.ask(f"/{path}", body)
+        error = answer["error"]
+        assert status == 400 and message in error["message"] and error["type"] == "invalid_request_error"
+        assert error["code"] == ("context_length_exceeded" if "room" in message else None)
+
+    assert not serve(check).segments()
+
+
+def test_log_probs_only_when_asked_and_whole() -> None:
+    def check(client: Client) -> None:
+        told = client.chat(logprobs=True)["choices"][0]
+        content = told["logprobs"]["content"]
+        assert [one["token"] for one in content] == ["A", "\ufffd", "\ufffd", END]
+        assert bytes(byte for one in content for byte in one["bytes"]).decode() == "Aé" + END
+        assert {(one["logprob"], str(one["top_logprobs"])) for one in content} == {(-0.5, "[]")}
+        assert len(content) == len(told["token_ids"])
+        for asked, expected in ((0, {"tokens": ["a", "b"], "text_offset": [0, 1]}), (None, None)):
+            _, answer = client.ask("/completions", {"prompt": "abc", "logprobs": asked})
+            if expected is not None:
+                expected |= {"token_logprobs": [-0.5] * 2, "top_logprobs": [{"a": -0.5}, {"b": -0.5}]}
+            assert answer["choices"][0]["logprobs"] == expected
+
+    serve(check, "Aé" + END, "ab", "ab")
+
+
+def test_a_stop_string_is_in_the_tokens_and_not_in_the_message() -> None:
+    def check(client: Client) -> None:
+        message = client.chat(stop=["never", "STOP"])["choices"][0]["message"]
+        assert message["content"] == "One. "
+        client.chat([*HI, message, {"role": "user", "content": "More"}])
+        _, answer = client.ask("/completions", {"prompt": "abc", "stop": "b"})
+        assert answer["choices"][0]["text"] == "a" and len(answer["choices"][0]["token_ids"]) == 2
+
+    session = serve(check, "One. STOP", "Two." + END, "ab")
+    dialogue, _ = session.segments()
+    text = session.runner.tokenizer.decode(dialogue.tokens[dialogue.mask])
+    assert text == f"One. STOPTwo.{END}"
+
+
+def test_a_stream_is_the_finished_turn() -> None:
+    def check(client: Client) -> None:
+        usage = {"include_usage": True}
+        turn, end, used = client.chat(tools=TOOLS, stream=True, stream_options=usage, logprobs=True)
+        assert {part["object"] for part in (turn, end, used)} == {"chat.completion.chunk"}
+        (choice,) = turn["choices"]
+        assert choice["finish_reason"] is None and choice["logprobs"]["content"][0]["token"] == "<"
+        delta = choice["delta"]
+        assert (delta["role"], [call["index"] for call in delta["tool_calls"]]) == ("assistant", [0, 1])
+        assert end["choices"][0] | {"logprobs": 0} == {
+            "index": 0, "delta": {}, "finish_reason": "tool_calls", "logprobs": 0
+        }  # fmt: skip
+        assert used["choices"] == [] and used["usage"]["completion_tokens"] == len(choice["token_ids"])
+        _, parts = client.ask("/completions", {"prompt": ["abc", "d"], "stream": True})
+        texts = [(c["index"], c["text"], c["finish_reason"]) for part in parts for c in part["choices"]]
+        assert texts == [(0, "ab", None), (0, "", "stop"), (1, "c", None), (1, "", "stop")]
+
+    serve(check, CALL * 2 + END, "ab", "c")
+
+
+@pytest.mark.parametrize("prompt", [["ab", "ab"], [[66, 67], [66, 67]], ["ab"], [66, 67]])
+def test_several_prompts(prompt: list[Any]) -> None:
+    count = len(prompt) if not isinstance(prompt[0], int) else 1
+
+    def check(client: Client) -> None:
+        status, answer = client.ask("/completions", {"prompt": prompt})
+        assert status == 200 and [c["text"] for c in answer["choices"]] == ["x", "y"][:count]
+        assert answer["usage"]["prompt_tokens"] == 2 * count
+
+    assert len(serve(check, "x", "y").segments()) == count
+
+
+@pytest.mark.parametrize("without", ["null", "absent", "parts"])
+def test_messages_without_content_and_in_parts(without: str) -> None:
+    def check(client: Client) -> None:
+        message = client.chat(tools=TOOLS)["choices"][0]["message"]
+        message |= {"refusal": None, "function_call": None, "content": [] if without == "parts" else None}
+        if without == "absent":
+            del message["content"]
+        parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "3"}]
+        answer = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": parts}
+        client.chat([*HI, message, answer], tools=TOOLS)
+
+    session = serve(check, CALL + END, "Yes." + END)
+    (segment,) = session.segments()
+    text = session.runner.tokenizer.decode(segment.tokens)
+    assert "<tool_response>\nIt is 3\n</tool_response>" in text and text.endswith(f"Yes.{END}")
+
+
+def test_a_required_call_is_taken_as_auto(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(toolbox, "_WARNED", set())
+
+    def check(client: Client) -> None:
+        for _ in range(2):
+            assert (
+                "tool_calls" not in client.chat(tools=TOOLS, tool_choice="required")["choices"][0]["message"]
+            )
+
+    session = serve(check, "No." + END, "No." + END)
+    assert session.counts["required_tool_choices"] == 2 and caplog.text.count("taken as auto") == 1
 
 
 @pytest.mark.parametrize(

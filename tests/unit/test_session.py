@@ -194,6 +194,7 @@ def script(tokenizer: Any, *texts: str, reason: str = "stop"):
     async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
         said = np.array(tokenizer(texts[len(seen)], add_special_tokens=False)["input_ids"], np.int64)
         seen.append(np.asarray(ids))
+        await asyncio.sleep(0)
         return Completion(said, np.full(len(said), -0.5, np.float32), reason)
 
     return send, seen

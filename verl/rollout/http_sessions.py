@@ -61,7 +61,8 @@ class _Server:
         self._started = asyncio.ensure_future(serving)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _Connection(self, reader, writer).serve()
+        with suppress(asyncio.CancelledError):  # at the loop's end; asyncio would print it
+            await _Connection(self, reader, writer).serve()
 
 
 class _Connection:
@@ -80,8 +81,8 @@ class _Connection:
             await self._requests()
         except _Refused as refused:
             await self._refuse(refused)
-        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, asyncio.CancelledError):
-            pass  # the end of the client, or of the event loop
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
+            pass  # the client's end
         finally:
             if self._head is not None:
                 self._head.cancel()
@@ -144,8 +145,13 @@ class _Connection:
             raise _Refused(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}") from error
 
     def _write(self, status: HTTPStatus, result: Result, header: str = "") -> None:
-        data = json.dumps(result).encode()
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n{header}"
+        kind, data = "application/json", b""
+        if isinstance(result, dict):
+            data = json.dumps(result).encode()
+        else:
+            kind = "text/event-stream"
+            data = "".join(f"data: {part}\n\n" for part in [*map(json.dumps, result), "[DONE]"]).encode()
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n{header}"
         self._writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
     async def _refuse(self, refused: _Refused) -> None:

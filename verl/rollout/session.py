@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from verl.rollout.loop_runner import LoopRunner
 
 Given = SamplingParams | Mapping[str, Any] | None
+Stop = str | Sequence[str] | None
 Send = Callable[[Any, SamplingParams, Any], Awaitable[Completion]]
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
@@ -92,11 +93,12 @@ class Recorded:
 @dataclass(slots=True)
 class Reply:
     """One turn of the model. message: as a dialogue holds it, with `tool_calls`; calls: the same, those that cannot be read
-    too."""
+    too. prompt_tokens: how many it was sampled after."""
 
     message: dict[str, Any]
     calls: list[ToolCall]
     completion: Completion
+    prompt_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +174,7 @@ class Session:
     ) -> Reply:
         """Sample the next turn of a dialogue. Where it goes on from turns of this session their tokens stay as they were sampled.
 
-        sampling: max_tokens, stop, stop_token_ids. An image that a message holds (`{"type": "image", "image": …}`) begins a segment.
+        sampling: max_tokens, stop, stop_token_ids; over HTTP the message ends before the stop string. An image that a message holds (`{"type": "image", "image": …}`) begins a segment.
         OutOfTokens if there is no room, BadRow where the template refuses the messages or an image cannot be shown.
         """
         if wrong := [name for name in sampling if name not in _OWN]:
@@ -181,7 +183,8 @@ class Session:
         said = [_normal(message) for message in messages]
         ids, media = self._prompt(said, tools)
         completion = await self.generate(ids, self.fitting(ids, sampling, media), media)
-        reply = await self._reply(completion, tools)
+        stop = sampling.get("stop") if self._url is not None else None
+        reply = await self._reply(len(ids), completion, tools, stop)
         last = int(completion.token_ids[-1]) if len(completion.token_ids) else None
         full = np.concatenate([ids, completion.token_ids])
         if self.messages[:-1] == (before := without_images(said)) and self._url is not None:
@@ -281,7 +284,7 @@ class Session:
                 return ids, ()
         return boundaries.whole(messages, tools)
 
-    async def _reply(self, completion: Completion, tools: Any) -> Reply:
+    async def _reply(self, prompt_tokens: int, completion: Completion, tools: Any, stop: Stop) -> Reply:
         ids, tokenizer = completion.token_ids.tolist(), self.runner.tokenizer
         calls: list[ToolCall] = []
         ended = ids and completion.finish_reason == "stop" and ids[-1] in tokenizer.added_tokens_decoder
@@ -290,8 +293,10 @@ class Session:
 
             content, calls = await read_with_own(self.runner.tool_format, tokenizer, ids, tools)
             content = content.removesuffix(tokenizer.decode(ids[-1:]) if ended else "").strip()
+            content = before_stop(content, completion, stop)
         else:
             content = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+            content = before_stop(content, completion, stop)
             # The channels of gpt-oss are there without tools, too: its template takes no content that holds their marks.
             if tools or self.runner.tool_format == "gpt-oss":
                 content, found = parse(self.runner.tool_format, content, tools)
@@ -300,7 +305,7 @@ class Session:
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if read := [call for call in calls if not call.error]:
             message["tool_calls"] = [call.message() for call in read]
-        return Reply(message, calls, completion)
+        return Reply(message, calls, completion, prompt_tokens)
 
     def _unique(self, call_id: str) -> str:
         """The id of a call of a tool; one that the session has had gets another number at its end."""
@@ -309,6 +314,13 @@ class Session:
             call_id, number = f"{stem}{number}", number + 1
         self._call_ids.add(call_id)
         return call_id
+
+
+def before_stop(text: str, completion: Completion, stop: Stop) -> str:
+    """The text of a completion up to the stop string that ended it."""
+    stops = (stop,) if isinstance(stop, str) else stop or ()
+    ends = [text.index(end) for end in stops if end in text and completion.finish_reason == "stop"]
+    return text[: min(ends, default=None)]
 
 
 def _keys(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
@@ -332,11 +344,15 @@ def _text(content: Any) -> str:
 
 
 def _normal(message: Message) -> dict[str, Any]:
-    """As templates take it, from what OpenAI's clients send: arguments of calls are mappings, content is there, an image is its URL."""
+    """As templates take it, from what OpenAI's clients send: arguments of calls are mappings, content is there, parts of text are
+    one text, an image is its URL, and nothing is null."""
     content = message.get("content") or ""
     if isinstance(content, list):
-        content = [_image(part) if part.get("type") == "image_url" else part for part in content]
-    out = {**message, "content": content}
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        content = [_image(part) if part.get("type") == "image_url" else part for part in parts]
+        if all(part.get("type") == "text" for part in parts):
+            content = "".join(part["text"] for part in parts)
+    out = {name: value for name, value in message.items() if value is not None} | {"content": content}
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
