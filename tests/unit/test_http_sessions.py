@@ -204,6 +204,7 @@ def test_messages_without_content_and_in_parts(without: str) -> None:
 
     session = serve(check, CALL + END, "Yes." + END)
     (segment,) = session.segments()
+    assert None not in [value for message in session.messages for value in message.values()]
     text = session.runner.tokenizer.decode(segment.tokens)
     assert "<tool_response>\nIt is 3\n</tool_response>" in text and text.endswith(f"Yes.{END}")
 

@@ -393,6 +393,23 @@ def test_a_repeated_request_replaces_the_answer_that_no_call_goes_on_from(asked,
     assert [rooms[number] for number in again] == [rooms[number - 1] for number in again]
 
 
+def test_requests_that_are_repeated_at_once_and_answers_of_one_text() -> None:
+    tokenizer = tiny_tokenizer()
+    send, _ = script(tokenizer, "0", "1<|im_end|>", " 1<|im_end|>", "2")
+    session = session_of(tokenizer, send)
+    first = [{"role": "user", "content": "Hi"}]
+
+    async def talk() -> None:
+        assert session.base_url
+        await session.chat(first)
+        _, reply = await asyncio.gather(session.chat(first), session.chat(first))
+        await session.chat([*first, reply.message, {"role": "user", "content": "More"}])
+
+    asyncio.run(talk())  # of the two the later one is gone on from; each has its segment
+    texts = [tokenizer.decode(s.tokens[s.mask]) for s in session.segments()]
+    assert texts == ["1<|im_end|>", " 1<|im_end|>2"] and session.counts["repeated_requests"] == 1
+
+
 @pytest.mark.parametrize("over_http", [True, False])
 def test_a_repeated_request_replaces_no_answer_that_is_history(over_http: bool) -> None:
     counts = "message['content'] + (messages | length) | string +"

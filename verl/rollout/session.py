@@ -174,8 +174,9 @@ class Session:
     ) -> Reply:
         """Sample the next turn of a dialogue. Where it goes on from turns of this session their tokens stay as they were sampled.
 
-        sampling: max_tokens, stop, stop_token_ids; over HTTP the message ends before the stop string. An image that a message holds (`{"type": "image", "image": …}`) begins a segment.
-        OutOfTokens if there is no room, BadRow where the template refuses the messages or an image cannot be shown.
+        sampling: max_tokens, stop, stop_token_ids; over HTTP the message ends before the stop string. An image that a message holds
+        (`{"type": "image", "image": …}`) begins a segment. OutOfTokens if there is no room, BadRow where the template refuses the
+        messages or an image cannot be shown.
         """
         if wrong := [name for name in sampling if name not in _OWN]:
             raise ValueError(f"session.chat takes {', '.join(_OWN)}; the run sets {', '.join(wrong)}")
