@@ -278,11 +278,11 @@ def test_requests_that_are_too_large_too_slow_or_none(
     monkeypatch: pytest.MonkeyPatch, text: str, status: int
 ) -> None:
     monkeypatch.setattr(http_sessions, "_READ_SECONDS", 0.3)
-    serve(lambda client: _is(status_of(client.connect(text)), status))
 
+    def check(client: Client) -> None:
+        assert status_of(client.connect(text)) == status
 
-def _is(found: int, expected: int) -> None:
-    assert found == expected
+    serve(check)
 
 
 def test_the_number_of_connections_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What the paths of a session's URL answer, in the formats of OpenAI's API.
 
-The run decides how is sampled: of what a request says only `max_tokens`, `stop` and the tools count.
+The run decides how tokens are sampled: of a request only `max_tokens`, `stop` and the tools count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Handler = Callable[[Any, dict[str, Any]], Awaitable[Result]]
 
 
 def _checked(session: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a request's sampling counts. ValueError for what would be silently wrong."""
+    """The settings of a request that take effect. ValueError for those that would be silently wrong."""
     if body.get("echo"):
         raise ValueError("echo is not supported: ask without it")
     if any(body.get(name, 1) not in (None, 1) for name in ("n", "best_of")):
@@ -77,25 +77,25 @@ async def _completion(session: Any, body: dict[str, Any]) -> Result:
     sampled = []
     for number, (ids, done) in enumerate(zip(prompts, completions, strict=True)):
         text = session.runner.tokenizer.decode(done.token_ids.tolist(), skip_special_tokens=True)
-        told = _legacy_log_probs(session, done) if log_probs else None
+        entries = _legacy_log_probs(session, done) if log_probs else None
         text = before_stop(text, done, asked.get("stop"))
-        sampled.append((len(ids), done, _choice(number, done, _reason(done), told, text=text)))
+        sampled.append((len(ids), done, _choice(number, done, _reason(done), entries, text=text)))
     return _result("text_completion", body, sampled)
 
 
 def _prompts(session: Any, prompt: Any) -> list[np.ndarray]:
     """The ids, each int64 [P], of a text, of ids, or of a list of such. ValueError for anything else."""
-    listed = isinstance(prompt, list) and not all(type(one) is int for one in prompt)
-    found = []
-    for one in prompt if listed else [prompt]:
-        if isinstance(one, str):
-            one = session.runner.tokenizer(one, add_special_tokens=False)["input_ids"]
-        if not isinstance(one, list) or not one or not all(type(i) is int for i in one):
+    several = isinstance(prompt, list) and not all(type(i) is int for i in prompt)
+    prompts = []
+    for ids in prompt if several else [prompt]:
+        if isinstance(ids, str):
+            ids = session.runner.tokenizer(ids, add_special_tokens=False)["input_ids"]
+        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
             raise ValueError(
                 "prompt must be a text, a list of token ids, or a list of such, none of them empty"
             )
-        found.append(np.array(one, np.int64))
-    return found
+        prompts.append(np.array(ids, np.int64))
+    return prompts
 
 
 async def _tokens(session: Any, body: dict[str, Any]) -> Result:
@@ -141,18 +141,18 @@ def _bytes(tokenizer: Any, token: int, text: str) -> list[int]:
 
 def _log_probs(session: Any, done: Completion) -> list[dict[str, Any]]:
     """Of every sampled token, the one that ends the turn too."""
-    tokenizer, found = session.runner.tokenizer, []
+    tokenizer, entries = session.runner.tokenizer, []
     for token, value in zip(done.token_ids.tolist(), done.log_probs.tolist(), strict=True):
         text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        told = {"token": text, "logprob": value, "bytes": _bytes(tokenizer, token, text), "top_logprobs": []}
-        found.append(told)
-    return found
+        data = _bytes(tokenizer, token, text)
+        entries.append({"token": text, "logprob": value, "bytes": data, "top_logprobs": []})
+    return entries
 
 
 def _legacy_log_probs(session: Any, done: Completion) -> dict[str, Any]:
     """The same in the form of /completions."""
-    told = _log_probs(session, done)
-    texts, values = [one["token"] for one in told], [one["logprob"] for one in told]
+    entries = _log_probs(session, done)
+    texts, values = [entry["token"] for entry in entries], [entry["logprob"] for entry in entries]
     offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
     top = [{text: value} for text, value in zip(texts, values, strict=True)]
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}

@@ -246,7 +246,7 @@ class Session:
         segments = reversed(self._segments if self._url is not None else ())
         return next((s for s in segments if s.media == media and s.answers(ids)), None)
 
-    def _keep(self, segment: Recorded) -> None:
+    def _include(self, segment: Recorded) -> None:
         """Make a segment, a new one or one that was withdrawn, one of the trajectory's."""
         if segment not in self._segments:
             self._segments.append(segment)
@@ -255,7 +255,7 @@ class Session:
 
     def _record(self, ids: np.ndarray, media: tuple[Media, ...], completion: Completion) -> None:
         segment = self._segment_of(ids, media) or Recorded(ids, media)
-        self._keep(segment)
+        self._include(segment)
         segment.add(ids[len(segment.context) + len(segment.tokens) :])
         segment.add(completion.token_ids, completion.log_probs)
         self.latest = segment
@@ -272,7 +272,7 @@ class Session:
         if (earlier := self._earlier(messages)) is not None:
             if (segment := self._segment_of(earlier.ids, earlier.media)) is not None:
                 segment.continued = True
-                self._keep(segment)
+                self._include(segment)
             following = messages[len(earlier.messages) :]
             between = boundaries.between(earlier.turn, following, tools, earlier.last_id)
             if between is not None:
