@@ -141,7 +141,7 @@ def call(name: str, **arguments: int | str) -> str:
 
 
 OPENAI = """
-import json, os
+import asyncio, json, os
 import openai
 client, row = openai.OpenAI(), json.loads(os.environ["VERL_ROW"])
 model = client.models.list().data[0].id
@@ -155,10 +155,37 @@ while True:
     for call in choice.message.tool_calls:
         arguments = json.loads(call.function.arguments)
         messages.append({"role": "tool", "tool_call_id": call.id, "content": arguments["expression"]})
+def ask(**how):
+    messages.append({"role": "user", "content": "And?"})
+    return client.chat.completions.create(model=model, messages=messages, **how)
+
+choice = ask(logprobs=True, stop="STOP").choices[0]
+assert [t.token for t in choice.logprobs.content] == [*"STOP", "<|im_end|>"] and bytes(choice.logprobs.content[0].bytes) == b"S"
+assert choice.message.content == "" and choice.finish_reason == "stop"
+messages.append(choice.message)
+deltas, reasons, used = [], [], None
+for chunk in ask(stream=True, tools=tools, stream_options={"include_usage": True}):
+    deltas += [choice.delta for choice in chunk.choices]
+    reasons += [choice.finish_reason for choice in chunk.choices]
+    used = chunk.usage or used
+(called,) = deltas[0].tool_calls
+assert (called.index, called.function.name) == (0, "calculate") and reasons == [None, "tool_calls"] and used.completion_tokens
+called = {"id": called.id, "type": "function", "function": {"name": "calculate", "arguments": called.function.arguments}}
+messages += [{"role": "assistant", "tool_calls": [called]}, {"role": "tool", "tool_call_id": called["id"], "content": [{"type": "text", "text": "4"}]}]
+with client.chat.completions.stream(model=model, messages=messages, tools=tools) as stream:
+    messages.append(stream.get_final_completion().choices[0].message)
+legacy = client.completions.create(model=model, prompt=["abc", "d"], logprobs=0, max_tokens=1)
+assert [choice.logprobs.token_logprobs for choice in legacy.choices] == [[-0.5]] * 2
+
+async def later():
+    async with openai.AsyncOpenAI() as client:
+        asked = [client.chat.completions.create(model=model, messages=[{"role": "user", "content": text}]) for text in "ab"]
+        return [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
+
 try:
-    client.chat.completions.create(model=model, messages=messages, stream=True)
+    client.chat.completions.create(model=model, messages=messages, n=2)
 except openai.BadRequestError as error:
-    print(json.dumps({"reward": 0.5, "metrics": {"refused": str(error)}}))
+    print(json.dumps({"reward": 0.5, "metrics": {"refused": error.message, "later": asyncio.run(later())}}))
 """
 
 
@@ -169,10 +196,15 @@ def test_the_client_of_openai(tmp_path: Path) -> None:
         w.replace("name=verifiers", "name=command")
         for w in server_words(f"'{sys.executable} {tmp_path}/agent.py'")
     ]
-    (t,), _ = play([call("calculate", expression="3*4"), "It is 12."], *words)
-    assert (t.status, t.score, len(t.segments)) == ("completed", 0.5, 1)
-    assert "<tool_response>\n3*4\n</tool_response>" in t.text and t.text.endswith("It is 12.<|im_end|>")
-    assert "stream is not supported" in t.fields["environment_metrics"]["refused"]
+    said = [call("calculate", expression="3*4"), "It is 12.", "STOP", call("calculate", expression="2*2")]
+    (t,), _ = play([*said, "It is 4.", "ab", "c", "Fine."], *words)
+    assert (t.status, t.score, len(t.segments)) == (
+        "completed",
+        0.5,
+        5,
+    )  # of a dialogue, two texts, two more questions
+    assert "n must be 1" in t.fields["environment_metrics"]["refused"]
+    assert t.fields["environment_metrics"]["later"] == ["Fine."] * 2
 
 
 def test_a_server_that_hangs_is_ended_after_a_deadline(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-import urllib.request
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 
 from tests.tiny import tiny_tokenizer
 from tests.unit import agents_of_a_user
-from tests.unit.test_session import _QWEN, session_of
+from tests.unit.test_session import _QWEN
 from verl.config import load
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.reward.runner import RewardRunner
@@ -308,7 +305,8 @@ def post(path, body):
     return json.loads(urllib.request.urlopen(request).read())
 messages = row["messages"]
 for _ in range(2):
-    message = post("/chat/completions", {"model": "policy", "messages": messages})["choices"][0]["message"]
+    for _ in range(1 + int(os.environ.get("AGAIN", 0))):
+        message = post("/chat/completions", {"model": "policy", "messages": messages})["choices"][0]["message"]
     messages += [message, {"role": "user", "content": "Sure?"}]
 if len(sys.argv) > 1:
     sys.exit(int(sys.argv[1]))
@@ -342,76 +340,9 @@ def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str, lo
     assert t.text.startswith("12<|im_end|>\n<|im_start|>user\nSure?") and t.fields["environment_metrics"] == {
         "asked": 2
     }
-
-
-def test_a_session_over_http() -> None:
-    tokenizer = tiny_tokenizer(template=_QWEN.replace("%THINK%", ""))
-    engine = Says(tokenizer, CALL, "12.")
-
-    async def send(ids, sampling, media):
-        return await engine.generate(ids, replace(sampling, call=calls.pop(0)), request_id="r")
-
-    calls = [0, 1, 1, 1]
-    session = session_of(tokenizer, send, longest=4000)
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}},
-        }
-    ]
-
-    def ask(path: str, body: dict | None = None, base: str = "") -> tuple[int, dict]:
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            with urllib.request.urlopen(urllib.request.Request((base or url) + path, data)) as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    async def go() -> None:
-        nonlocal url
-        url = session.base_url
-        asked = asyncio.to_thread
-        messages: list[dict] = [{"role": "user", "content": "3*4?"}]
-        _, first = await asked(
-            ask, "/chat/completions", {"messages": messages, "tools": tools, "temperature": 0.1}
-        )
-        choice = first["choices"][0]
-        assert choice["finish_reason"] == "tool_calls" and len(choice["token_ids"]) == len(
-            choice["logprobs"]["content"]
-        )
-        call = choice["message"]["tool_calls"][0]
-        assert json.loads(call["function"]["arguments"]) == {"expression": "3*4"}
-        messages += [
-            choice["message"] | {"content": None},
-            {"role": "tool", "tool_call_id": call["id"], "content": "12"},
-        ]
-        _, second = await asked(ask, "/chat/completions", {"messages": messages, "tools": tools})
-        assert second["choices"][0]["message"]["content"] == "12." and len(session.segments()) == 1
-        _, third = await asked(ask, "/completions", {"prompt": "abc", "max_tokens": 2})
-        assert third["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
-        _, fourth = await asked(ask, "/inference/v1/generate", body, url.removesuffix("/v1"))
-        assert len(fourth["choices"][0]["token_ids"]) == 1 and len(session.segments()) == 3
-        _, models = await asked(ask, "/models")
-        assert models["data"][0]["max_model_len"] == 4000
-        refused = [
-            await asked(ask, "/chat/completions", {"messages": messages, "stream": True}),
-            await asked(ask, "/chat/completions", {}),
-            await asked(ask, "/chat/completions", {"messages": messages, "tool_choice": "required"}),
-            await asked(ask, "/chat/completions", {"messages": messages, "response_format": {"type": "json_object"}}),
-            await asked(ask, "/completions", {"prompt": "x" * 5000}),
-        ]  # fmt: skip
-        assert [status for status, _ in refused] == [400] * 5
-        assert refused[4][1]["error"]["code"] == "context_length_exceeded"
-        assert [name in str(refused[i][1]) for i, name in ((2, "tool_choice"), (3, "response_format"))] == [
-            True
-        ] * 2
-        session.close()
-        assert (await asked(ask, "/models"))[0] == 404
-
-    url = ""
-    asyncio.run(go())
+    (t,), _ = play(["", "12", "", "Yes."], *words, "agent.environment.kwargs.AGAIN=1", row=row)
+    assert t.text.startswith("12<|im_end|>\n<|im_start|>user\nSure?") and len(t.segments) == 1
+    assert t.extra["session_counts"] == {"repeated_requests": 2} and t.extra["sampler_calls"] == 4
 
 
 def test_a_loop_of_the_public_system(tmp_path: Path) -> None:

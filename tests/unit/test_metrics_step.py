@@ -280,6 +280,7 @@ def test_trajectories_of_loops() -> None:
     ]
     for number, t in enumerate(rows):
         t.extra |= {"agent_loop": "environment_agent", "sampler_calls": number, "resamples": number % 2}
+        t.extra["session_counts"] = {"repeated_requests": number, "required_tool_choices": 1}
         t.extra |= {
             "turns": [{"reward": float(number)}, {}],
             "tool_counts": {"calls": 2, "invalid": 1, "errors": 0},
@@ -293,5 +294,6 @@ def test_trajectories_of_loops() -> None:
         "length": 0.25,
     }
     assert (found["agent/calls/mean"], found["agent/calls/max"], found["agent/resampled"]) == (1.5, 3, 2)
+    assert (found["agent/repeated_requests"], found["agent/required_tool_choices"]) == (6, 4)
     three(found, "agent/step_reward", [0, 1, 2, 3])
     assert (found["timing_s/agent_loop/environment/max"], found["agent/invalid_calls"]) == (3, 4)

@@ -194,6 +194,7 @@ def script(tokenizer: Any, *texts: str, reason: str = "stop"):
     async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
         said = np.array(tokenizer(texts[len(seen)], add_special_tokens=False)["input_ids"], np.int64)
         seen.append(np.asarray(ids))
+        await asyncio.sleep(0)
         return Completion(said, np.full(len(said), -0.5, np.float32), reason)
 
     return send, seen
@@ -285,6 +286,28 @@ def test_the_results_of_several_calls_of_a_turn_are_those_of_a_full_rendering(fa
     assert expected.startswith(tokenizer.decode(np.concatenate([segment.context, segment.tokens])))
 
 
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [("qwen2.5", ["call_0", "call_1", "call_2"]), ("kimi", [f"functions.add:{n}" for n in (0, 1, 2)])],
+)
+def test_the_ids_of_calls_are_unique_in_a_session(family: str, expected: list[str]) -> None:
+    tokenizer = tokenizer_of(family)
+    turn = FAMILIES[family].call + FAMILIES[family].end
+
+    async def ids() -> list[str]:
+        session = session_of(
+            tokenizer, script(tokenizer, *[turn] * 3)[0], tool_format=FAMILIES[family].tool_format
+        )
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "1+2?"}]
+        for _ in range(3):
+            reply = await session.chat(messages, TOOLS)
+            messages += [reply.message, {"role": "tool", "content": "3", "tool_call_id": reply.calls[0].id}]
+        assert len(session.segments()) == 1
+        return [m["tool_calls"][0]["id"] for m in messages if "tool_calls" in m]
+
+    assert asyncio.run(ids()) == asyncio.run(ids()) == expected
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_turn_that_was_cut_is_closed_before_the_next(family: str) -> None:
     tokenizer = tokenizer_of(family)
@@ -329,6 +352,81 @@ def test_history_that_changes_opens_a_segment(change: str) -> None:
         and tokenizer.decode(second.tokens) == "Two.<|im_end|>"
     )
     assert first.mask.all() and second.mask.all()
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected", "repeated"),
+    [
+        (["Hi", "Hi"], ["1"], 1),  # the texts of the segments, and how many answers were replaced
+        (["Hi", "Hi 0 More", "Hi 0 More", "Hi 0 More", "Hi 0 More 3 Go"], ["0 3 4"], 2),
+        (["Hi", "Hi", "Hi 1 More", "Hi"], ["1 2", "3"], 1),
+        (["Hi", "Hi", "Hi 0 More", "Hi 1 More"], ["1 3", "0 2"], 0),  # the program goes on from both
+    ],
+)
+def test_a_repeated_request_replaces_the_answer_that_no_call_goes_on_from(asked, expected, repeated) -> None:
+    tokenizer = tiny_tokenizer()
+    send, _ = script(tokenizer, *(f"{number}<|im_end|>" for number in range(len(asked))))
+    rooms: list[int] = []
+
+    async def note(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
+        rooms.append(sampling.max_tokens)
+        return await send(ids, sampling, media)
+
+    session = session_of(tokenizer, note, budget=150)
+
+    async def talk() -> None:
+        assert session.base_url  # repeated requests of a loop in the process are meant
+        for dialogue in asked:
+            words = dialogue.split()
+            said = [{"role": "assistant" if w.isdigit() else "user", "content": w} for w in words]
+            await session.chat(said)
+        session.close()
+
+    asyncio.run(talk())
+    texts = [
+        tokenizer.decode(s.tokens[s.mask]).replace("<|im_end|>", " ").strip() for s in session.segments()
+    ]
+    assert texts == expected and session.counts["repeated_requests"] == repeated
+    assert all((s.log_probs != 0).tolist() == s.mask.tolist() for s in session.segments())
+    again = [number for number in range(1, len(asked)) if asked[number] == asked[number - 1]]
+    assert len(session.turns) == len(asked) - len(again)
+    assert [rooms[number] for number in again] == [rooms[number - 1] for number in again]
+
+
+def test_requests_that_are_repeated_at_once_and_answers_of_one_text() -> None:
+    tokenizer = tiny_tokenizer()
+    send, _ = script(tokenizer, "0", "1<|im_end|>", " 1<|im_end|>", "2")
+    session = session_of(tokenizer, send)
+    first = [{"role": "user", "content": "Hi"}]
+
+    async def talk() -> None:
+        assert session.base_url
+        await session.chat(first)
+        _, reply = await asyncio.gather(session.chat(first), session.chat(first))
+        await session.chat([*first, reply.message, {"role": "user", "content": "More"}])
+
+    asyncio.run(talk())  # of the two the later one is gone on from; each has its segment
+    texts = [tokenizer.decode(s.tokens[s.mask]) for s in session.segments()]
+    assert texts == ["1<|im_end|>", " 1<|im_end|>2"] and session.counts["repeated_requests"] == 1
+
+
+@pytest.mark.parametrize("over_http", [True, False])
+def test_a_repeated_request_replaces_no_answer_that_is_history(over_http: bool) -> None:
+    counts = "message['content'] + (messages | length) | string +"
+    tokenizer = tiny_tokenizer(template=CHAT_TEMPLATE.replace("message['content'] +", counts))
+    send, _ = script(tokenizer, *["One.<|im_end|>"] * 3)
+    session = session_of(tokenizer, send)
+
+    async def talk() -> None:
+        assert not over_http or session.base_url
+        first = [{"role": "user", "content": "Hi"}]
+        reply = await session.chat(first)
+        if over_http:  # in a segment of its own: the template rewrites earlier turns
+            await session.chat([*first, reply.message, {"role": "user", "content": "More"}])
+        await session.chat(first)
+
+    asyncio.run(talk())
+    assert len(session.segments()) == 2 + over_http and not session.counts["repeated_requests"]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Sessions over HTTP, on loopback: what a program that speaks to an OpenAI-compatible URL is given.
 
-    http://127.0.0.1:PORT/TOKEN/v1            OpenAI's base URL of one session
-        /v1/chat/completions  /v1/completions  /v1/models  /inference/v1/generate (beside /v1)
+    http://127.0.0.1:PORT/TOKEN/v1      OpenAI's base URL of one session; what its paths answer: `openai_routes`
 
-TOKEN is of one session and cannot be guessed. The run decides how is sampled: of what a request says only `max_tokens`, `stop` and
-the tools count. The server is asyncio's, one for each event loop, started by the first session that is asked for its URL.
+TOKEN is of one session and cannot be guessed; the body of a request is read only after it. A request whose client closes the
+connection before the answer is cancelled: nothing of it is recorded. The server is asyncio's, one for each event loop, started by
+the first session that is asked for its URL.
 """
 
 from __future__ import annotations
@@ -13,70 +13,224 @@ import asyncio
 import json
 import secrets
 import socket
-import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from verl.data.rows import BadRow
-from verl.engine.rollout.base import Completion
+from verl.rollout.openai_routes import ROUTES, Handler, Result
 
-MODEL = "policy"
-_MOST_BYTES = 64 * 2**20
+_MOST_BYTES = 64 * 2**20  # of a body
+_HEAD_BYTES = 2**14
+_MOST_CONNECTIONS = 1024  # of one session, and of all clients that have sent no token
+_READ_SECONDS = 60.0  # in which a head, a body, and an answer must pass; a connection may be idle for so long
+_LINGER_SECONDS = 2.0
+
+
+class _Refused(Exception):
+    """A request that is answered with an error, and whose connection is closed."""
+
+    def __init__(self, status: HTTPStatus, message: str, header: str = ""):
+        super().__init__(message)
+        self.status, self.header = status, header
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The head of a request; headers by their names in lower case."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    last: bool
 
 
 class _Server:
-    """The sessions of one event loop."""
+    """The sessions of one event loop, and how many connections each has ("": clients that have sent no token)."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Any] = {}
+        self.connections: Counter[str] = Counter()
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
-        self._started = asyncio.ensure_future(asyncio.start_server(self._connection, sock=self._socket))
+        serving = asyncio.start_server(self._connected, sock=self._socket, limit=_HEAD_BYTES, backlog=1024)
+        self._started = asyncio.ensure_future(serving)
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.CancelledError):  # at the loop's end; asyncio would print it
+            await _Connection(self, reader, writer).serve()
+
+
+class _Connection:
+    """One client. token: of the session that it asks, "" before its first request."""
+
+    def __init__(self, server: _Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._server, self._reader, self._writer = server, reader, writer
+        self._token = ""
+        self._head: asyncio.Task[_Head] | None = None
+
+    async def serve(self) -> None:
+        """Answer requests until the client, an error or a limit ends the connection."""
+        self._server.connections[self._token] += 1
         try:
-            while (request := await _read(reader)) is not None:
-                status, body = await self._answer(*request)
-                data = json.dumps(body).encode()
-                head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
-                writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-                await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError, ValueError):
+            self._check_limit()
+            await self._requests()
+        except _Refused as refused:
+            await self._refuse(refused)
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
             pass  # the client's end
         finally:
-            writer.close()
+            if self._head is not None:
+                self._head.cancel()
+            self._server.connections[self._token] -= 1
+            self._server.connections += Counter()  # without those that have none
+            self._writer.close()
 
-    async def _answer(self, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
-        _, token, *rest = [*path.partition("?")[0].split("/"), ""]
-        session, route = self.sessions.get(token), _ROUTES.get("/".join(rest).strip("/"))
-        if session is None or route is None:
-            return 404, _error("no such session or path")
+    async def _requests(self) -> None:
+        self._head = _task(_read_head(self._reader))
+        while True:
+            head = await asyncio.wait_for(self._head, _READ_SECONDS)
+            session, handler = self._route(head)
+            data = await self._body(head.headers)
+            # Read while the answer is made: it fails when the client closes the connection.
+            self._head = _task(_read_head(self._reader))
+            answer = _task(_answer(session, handler, data))
+            try:
+                await asyncio.wait({self._head, answer}, return_when=asyncio.FIRST_COMPLETED)
+                if not answer.done() and isinstance(self._head.exception(), EOFError | OSError):
+                    return
+                status, result = await answer
+                self._write(status, result, "Connection: close\r\n" * head.last)
+            finally:
+                answer.cancel()
+            await asyncio.wait_for(self._writer.drain(), _READ_SECONDS)
+            if head.last:
+                return
+
+    def _route(self, head: _Head) -> tuple[Any, Handler]:
+        """The session and the handler of a request."""
+        _, token, *rest = [*head.path.partition("?")[0].split("/"), ""]
+        session, route = self._server.sessions.get(token), "/".join(rest).strip("/")
+        if session is None:
+            raise _Refused(
+                HTTPStatus.NOT_FOUND, "no such session: the base URL is wrong, or its trajectory has ended"
+            )
+        self._server.connections.update({self._token: -1, token: 1})
+        self._token = token
+        self._check_limit()
+        if route not in ROUTES:
+            raise _Refused(HTTPStatus.NOT_FOUND, f"no such path: /{route}; there are /{', /'.join(ROUTES)}")
+        method, handler = ROUTES[route]
+        if head.method != method:
+            message = f"/{route} takes {method}, not {head.method}"
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, message, f"Allow: {method}\r\n")
+        return session, handler
+
+    def _check_limit(self) -> None:
+        if self._server.connections[self._token] > _MOST_CONNECTIONS:
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"more than {_MOST_CONNECTIONS} connections")
+
+    async def _body(self, headers: dict[str, str]) -> bytes:
+        if headers.get("expect", "").lower() == "100-continue":
+            self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
-            return 200, await route(session, json.loads(data) if data else {})
-        except (ValueError, TypeError, KeyError, BadRow) as error:
-            return 400, _error(f"{type(error).__name__}: {error}", getattr(error, "code", None))
-        except Exception as error:
-            return 500, _error(f"{type(error).__name__}: {error}")
+            return await asyncio.wait_for(_read_body(self._reader, headers), _READ_SECONDS)
+        except TimeoutError:
+            raise _Refused(HTTPStatus.REQUEST_TIMEOUT, f"no whole body within {_READ_SECONDS:g} s") from None
+        except ValueError as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}") from error
+
+    def _write(self, status: HTTPStatus, result: Result, header: str = "") -> None:
+        kind, data = "application/json", b""
+        if isinstance(result, dict):
+            data = json.dumps(result).encode()
+        else:
+            kind = "text/event-stream"
+            data = "".join(f"data: {part}\n\n" for part in [*map(json.dumps, result), "[DONE]"]).encode()
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n{header}"
+        self._writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+    async def _refuse(self, refused: _Refused) -> None:
+        with suppress(OSError, TimeoutError):
+            error = _error(refused.status, str(refused))
+            self._write(refused.status, error, f"Connection: close\r\n{refused.header}")
+            self._writer.write_eof()
+            if refused.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                return
+            # The end of a connection with unread bytes is a reset, by which the client may lose the answer.
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while await self._reader.read(_HEAD_BYTES):
+                    pass
 
 
-async def _read(reader: asyncio.StreamReader) -> tuple[str, bytes] | None:
-    """(path, body) of the next request; None at the end of the connection."""
-    line = await reader.readline()
-    if not line.strip():
-        return None
-    _, path, _ = line.decode("latin-1").split(" ", 2)
-    size = 0
-    while (header := await reader.readline()).strip():
-        name, _, value = header.decode("latin-1").partition(":")
-        if name.strip().lower() == "content-length":
-            size = int(value)
-    if size > _MOST_BYTES:
-        raise ValueError("the request is too large")
-    return path, await reader.readexactly(size)
+def _task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task whose error nobody need ask for."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
+async def _answer(session: Any, handler: Handler, data: bytes) -> tuple[HTTPStatus, Result]:
+    try:
+        body = json.loads(data) if data else {}
+        if not isinstance(body, dict):
+            raise ValueError("the body must be a JSON object")
+        return HTTPStatus.OK, await handler(session, body)
+    except (ValueError, TypeError, KeyError, BadRow) as error:
+        status = HTTPStatus.BAD_REQUEST
+        return status, _error(status, f"{type(error).__name__}: {error}", getattr(error, "code", None))
+    except Exception as error:
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        return status, _error(status, f"{type(error).__name__}: {error}")
+
+
+def _error(status: HTTPStatus, message: str, code: str | None = None) -> dict[str, Any]:
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+async def _read_head(reader: asyncio.StreamReader) -> _Head:
+    """The head of the next request. IncompleteReadError at the end of the connection."""
+    try:
+        text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except asyncio.LimitOverrunError:
+        status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        raise _Refused(status, f"the head of the request has more than {_HEAD_BYTES} bytes") from None
+    line, *lines = text.strip().split("\r\n")
+    if len(words := line.split(" ")) != 3:
+        raise _Refused(HTTPStatus.BAD_REQUEST, "this is no request of HTTP")
+    headers = {
+        name.strip().lower(): value.strip() for name, _, value in (part.partition(":") for part in lines)
+    }
+    last = words[2] == "HTTP/1.0" or headers.get("connection", "").lower() == "close"
+    return _Head(words[0], words[1], headers, last)
+
+
+async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
+    """The body of a request, which comes as a whole or in chunks. ValueError for one that is neither."""
+    if coding := headers.get("transfer-encoding"):
+        if coding.lower() != "chunked":
+            raise ValueError(f"Transfer-Encoding {coding} is not chunked")
+        body = bytearray()
+        while size := int((await reader.readline()).partition(b";")[0], 16):
+            body += await reader.readexactly(_checked_size(size, len(body)))
+            await reader.readline()
+        while (await reader.readline()).strip():
+            pass
+        return bytes(body)
+    return await reader.readexactly(_checked_size(int(headers.get("content-length", 0)), 0))
+
+
+def _checked_size(size: int, before: int) -> int:
+    if size < 0:
+        raise ValueError(f"it has {size} bytes")
+    if before + size > _MOST_BYTES:
+        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {_MOST_BYTES} bytes")
+    return size
 
 
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Server] = WeakKeyDictionary()
@@ -96,90 +250,3 @@ def close_session(url: str) -> None:
     """The URL answers no more."""
     for server in _SERVERS.values():
         server.sessions.pop(url.split("/")[3], None)
-
-
-# ------------------------------------------------------------------------------------------------------- the paths
-
-
-def _error(message: str, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
-
-
-def _checked(body: dict[str, Any]) -> dict[str, Any]:
-    """What of a request's sampling counts. ValueError for what would be silently wrong."""
-    for name in ("stream", "echo"):
-        if body.get(name):
-            raise ValueError(f"{name} is not supported: ask without it")
-    if body.get("n", 1) not in (None, 1):
-        raise ValueError("n must be 1: a trajectory is one line of tokens")
-    if (body.get("response_format") or {}).get("type", "text") != "text":
-        raise ValueError("response_format is not supported: what the policy writes is not constrained")
-    if body.get("tool_choice") not in (None, "auto", "none"):
-        raise ValueError("tool_choice must be auto or none: the policy itself decides whether it calls")
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
-    return {name: v for name, v in (("max_tokens", most), ("stop", body.get("stop"))) if v}
-
-
-async def _chat(session: Any, body: dict[str, Any]) -> dict[str, Any]:
-    tools = body.get("tools") if body.get("tool_choice") != "none" else None
-    reply = await session.chat(body["messages"], tools, **_checked(body))
-    message = dict(reply.message)
-    if "tool_calls" in message:
-        message["tool_calls"] = [_as_text(call) for call in message["tool_calls"]]
-    reason = "tool_calls" if "tool_calls" in message else _reason(reply.completion)
-    choice = {"index": 0, "message": message, "finish_reason": reason}
-    return _result("chat.completion", session, reply.completion, choice)
-
-
-def _as_text(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return call | {"function": function | {"arguments": arguments}}
-
-
-async def _completion(session: Any, body: dict[str, Any]) -> dict[str, Any]:
-    prompt, tokenizer = body["prompt"], session.runner.tokenizer
-    if isinstance(prompt, str):
-        prompt = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    done = await _sample(session, prompt, _checked(body))
-    text = tokenizer.decode(done.token_ids.tolist(), skip_special_tokens=True)
-    choice = {"index": 0, "text": text, "finish_reason": _reason(done)}
-    return _result("text_completion", session, done, choice)
-
-
-async def _tokens(session: Any, body: dict[str, Any]) -> dict[str, Any]:
-    done = await _sample(session, body["token_ids"], _checked(body.get("sampling_params") or {}))
-    return _result("generate", session, done, {"index": 0, "finish_reason": _reason(done)})
-
-
-async def _sample(session: Any, ids: list[int], asked: dict[str, Any]) -> Completion:
-    prompt = np.asarray(ids, np.int64)
-    return await session.generate(prompt, session.fitting(prompt, asked))
-
-
-async def _models(session: Any, body: dict[str, Any]) -> dict[str, Any]:
-    model = {"id": MODEL, "object": "model", "owned_by": "verl", "max_model_len": session.runner.longest}
-    return {"object": "list", "data": [model]}
-
-
-def _reason(done: Completion) -> str:
-    return "stop" if done.finish_reason == "stop" else "length"
-
-
-def _result(kind: str, session: Any, done: Completion, choice: dict[str, Any]) -> dict[str, Any]:
-    ids, log_probs = done.token_ids.tolist(), done.log_probs.tolist()
-    tokens = [{"token": f"token_id:{i}", "logprob": p} for i, p in zip(ids, log_probs, strict=True)]
-    latest = session.latest
-    whole = len(latest.context) + len(latest.tokens) if latest is not None else len(ids)
-    usage = {"prompt_tokens": whole - len(ids), "completion_tokens": len(ids), "total_tokens": whole}
-    about = {"id": secrets.token_hex(8), "object": kind, "created": int(time.time()), "model": MODEL}
-    return about | {"choices": [choice | {"token_ids": ids, "logprobs": {"content": tokens}}], "usage": usage}
-
-
-_ROUTES: dict[str, Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]] = {
-    "v1/chat/completions": _chat,
-    "v1/completions": _completion,
-    "v1/models": _models,
-    "inference/v1/generate": _tokens,
-    "v1/inference/v1/generate": _tokens,
-}

@@ -103,6 +103,8 @@ class LoopRunner:
         if session.turns and found:
             found[-1].metrics.setdefault("turns", session.turns)
             found[-1].extra_fields.setdefault("messages", session.messages)
+        if found and (counts := +session.counts):
+            found[-1].metrics["session_counts"] = dict(counts)
         return found
 
     @cached_property

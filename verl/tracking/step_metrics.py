@@ -224,6 +224,9 @@ def dialogue_metrics(rows: Sequence[AgentRecord]) -> dict[str, Number]:
     out |= spread("agent/segments_per_trajectory", [t.segments for t in rows])
     out |= spread("agent/calls", [t.extra.get("sampler_calls", 0) for t in rows], ("mean", "max"))
     out["agent/unrecorded_tokens"] = sum(int(t.extra.get("unrecorded_tokens", 0)) for t in rows)
+    of_sessions = [t.extra.get("session_counts", {}) for t in rows]
+    for name in ("repeated_requests", "required_tool_choices"):
+        out[f"agent/{name}"] = sum(counts.get(name, 0) for counts in of_sessions)
     out["agent/resampled"] = sum(int(t.extra.get("resamples", 0)) for t in rows)
     turns = [turn for t in rows for turn in t.extra.get("turns", ())]
     if earned := [turn["reward"] for turn in turns if "reward" in turn]:

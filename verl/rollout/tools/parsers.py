@@ -22,7 +22,7 @@ Types = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool. error: why it could not be read; then the name may be empty. id: as the model or we numbered it."""
+    """A call of a tool. error: why it could not be read; then the name may be empty. id: as the model or we numbered it in its turn; a session makes it unique."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
