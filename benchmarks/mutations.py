@@ -28,8 +28,8 @@ MUTATIONS = [
     (
         "the mask of a loss",
         "verl/algorithms/objective.py",
-        "            loss_mask=area.column([loss_mask(row) for row in area.rows]),",
-        "            loss_mask=area.column([np.ones(row.length, bool) for row in area.rows]),",
+        "            loss_mask=columns.loss_mask,",
+        "            loss_mask=columns['response_mask'],",
         "tests/unit/test_algorithms_objective.py tests/contract/test_worker_group_contract.py",
     ),
     (
