@@ -21,7 +21,7 @@ TEMPLATE = "{%- for m in messages -%}{{ m['content'] }}{%- endfor -%}"
 
 @dataclass
 class Shape:
-    """Sizes of the work; the defaults are the 26 M parameter model and the step of DESIGN.md §6."""
+    """Sizes of the work; the defaults are the 26 M parameter model and a step of 16 prompts."""
 
     prompts: int = 16
     responses: int = 8

@@ -1,4 +1,4 @@
-"""Invariant 2: a run that is killed again and again ends exactly as one that never was."""
+"""A run that is killed again and again ends exactly as one that never was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariant 8: every users' command passes --check up to what the machine lacks, and fully when shrunk."""
+"""Every users' command passes --check up to what the machine lacks, and fully when shrunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariant 8, the second half: the users' commands, shrunk by overrides alone, train two steps on GSM8K or a step on Geometry3K.
+"""The users' commands, shrunk by overrides alone, train two steps on GSM8K or a step on Geometry3K.
 
 The data come from `$HOME/data`, where the scripts look for them, made by our own prepare scripts; HOME is a
 temporary folder. What a script hands to python3 is caught with a stand-in of that name, so that the fork_server can start

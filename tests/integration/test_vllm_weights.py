@@ -1,4 +1,4 @@
-"""Invariants 3 and 4 with vLLM: after a transfer it samples what the trainer computes, before and after an update."""
+"""After a transfer vLLM samples what the trainer computes, before and after an update."""
 
 from __future__ import annotations
 

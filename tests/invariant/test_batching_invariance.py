@@ -1,4 +1,4 @@
-"""Invariant 1: how rows are cut, packed and shared never changes log-probs, gradients or metrics."""
+"""How rows are cut, packed and shared never changes log-probs, gradients or metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants 3 and 4 with adapters: the sampler writes what base and adapter together say, and says so exactly."""
+"""With adapters the sampler samples from base and adapter together, and its log-probs are exact."""
 
 from __future__ import annotations
 

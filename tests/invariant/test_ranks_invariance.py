@@ -1,4 +1,4 @@
-"""Invariant 1 over ranks: who holds which rows, how weights are cut and sequences split changes no number."""
+"""Who holds which rows, how weights are cut and sequences split changes no number."""
 
 from __future__ import annotations
 

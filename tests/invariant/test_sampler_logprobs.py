@@ -1,4 +1,4 @@
-"""Invariant 3, the sampler's half: its log-probs are those of a plain forward pass of the same model."""
+"""The sampler's log-probs are those of a plain forward pass of the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants 1 and 7 per segment: cutting trajectories into segments changes neither loss, gradient nor metrics.
+"""Cutting trajectories into segments changes neither loss, gradient nor metrics.
 
 A segment whose context is the whole text before it computes what the uncut trajectory computes.
 """

@@ -1,4 +1,4 @@
-"""Invariants 1, 3 and 4 with images: transformers, trainer and sampler say the same, however rows are batched and sampled."""
+"""With images transformers, trainer and sampler compute the same log-probs, however rows are batched and sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants 3 and 4 across processes: after a push every sampler holds the trainer's bytes, packed copies included,
+"""After a push every sampler holds the trainer's bytes, packed copies included,
 and its log-probs are the trainer's; from one device or two ranks, to one or two samplers."""
 
 from __future__ import annotations

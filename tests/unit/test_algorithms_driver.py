@@ -157,7 +157,7 @@ def test_kl_in_the_reward_enters_the_group_statistics() -> None:
 
 
 def test_a_response_left_alone_in_its_group_is_charged_for_its_kl_like_every_other() -> None:
-    """critic/rewards is the reward with the KL penalty taken off, for every scored response (metrics.md §3)."""
+    """critic/rewards is the reward with the KL penalty taken off, for every scored response."""
     logs = {"old_log_probs": [-1.0, -2.0], "ref_log_probs": [-1.5, -2.25]}
     batch = Batch(
         [

@@ -115,7 +115,7 @@ def test_the_reference_page_is_current():
 
 
 def test_answers_are_fast_load_no_torch_and_write_nothing(tmp_path):
-    """Limits are those of the specification for an idle machine, times two for a busy one; best of three counts."""
+    """Limits are an idle machine's, times two for a busy one; best of three counts."""
     code = "import sys; from verl.trainer.main_ppo import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     limits = {"--help": 2.0, "--check": 4.0, "--cfg job": 4.0, "trainer.sead=1": 2.0}

@@ -1,4 +1,4 @@
-"""The override grammar: every row of spec config.md §1, values by type, and what is an error."""
+"""The override grammar: every kind of override, values by type, and what is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Old names, keys without effect, keys that are refused: spec config.md §13 and §14, row by row."""
+"""Old names, keys without effect, keys that are refused: each of them."""
 
 from __future__ import annotations
 

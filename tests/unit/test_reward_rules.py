@@ -1,4 +1,4 @@
-"""The built-in rules, row by row of the table in data.md §8."""
+"""The built-in rules, each on responses that it accepts and rejects."""
 
 from __future__ import annotations
 

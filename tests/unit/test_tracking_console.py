@@ -39,7 +39,7 @@ def test_line_is_exactly_as_specified():
 
 
 def parse_step_line(text):
-    """As metrics.md says: fields by " - ", value after the last ":"."""
+    """Fields by " - ", value after the last ":"."""
     pairs = [field.rpartition(":") for field in text.split(" - ")]
     return {name: int(v) if v.lstrip("-").isdigit() else float(v) for name, _, v in pairs}
 

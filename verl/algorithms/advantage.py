@@ -1,4 +1,6 @@
-"""What an advantage estimator gets, and the estimators that give a response one number (algorithms.md §3).
+"""What an advantage estimator gets, and the estimators that give a response one number.
+
+Formulas: docs/algorithms.md, "Advantage estimators".
 
 An estimator is written on `EstimatorInputs` and returns one number per response, float64 [N], or (advantages, returns) of the
 policy tokens, a list of arrays [K_i] each. So no array of tokens is made where one number per response will do.

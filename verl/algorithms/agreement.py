@@ -136,7 +136,7 @@ class Agreement:
 
 
 def sampler_metrics(rows: Iterable[Trajectory]) -> dict[str, float]:
-    """Every metric of metrics.md §6 that compares log-probs, over the rows that have both of them.
+    """Every metric that compares log-probs of sampler and trainer, over the rows that have both of them.
 
     training/rollout_probs_diff_{valid,max,mean,std}, training/rollout_actor_probs_pearson_corr,
     training/rollout_logprob_abs_diff/{mean,max,p99}, rollout_corr/…; policy tokens only, float64.

@@ -1,4 +1,4 @@
-"""The correction for a sampler that is not the policy in training: importance weights and rejection (algorithms.md §7).
+"""The correction for a sampler that is not the policy in training: importance weights and rejection.
 
 e is the log-ratio of a policy token, trainer minus sampler; everything works on flat float64 arrays of such tokens.
 Sources: truncated importance sampling between sampler and trainer (Yao et al. 2025); IcePop (arXiv 2510.18855);

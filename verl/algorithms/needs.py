@@ -96,7 +96,7 @@ def needed_columns(config: Any) -> frozenset[str]:
 def passes(config: Any, updates_per_step: int) -> list[Pass]:
     """The forward passes of a step, in order.
 
-    With one update in a step its own first pass is the old policy, so that none is run for it (algorithms.md §1).
+    With one update in a step its own first pass is the old policy, so that none is run for it.
     """
     needed = needed_columns(config)
     if updates_per_step > 1 and not parse_correction(config.algorithm.rollout_correction).bypass:

@@ -1,4 +1,6 @@
-"""Policy losses whose ratio is that of a whole response, over all its segments: gspo, geo_mean (algorithms.md §6).
+"""Policy losses whose ratio is that of a whole response, over all its segments.
+
+gspo: arXiv 2507.18071; geo_mean: arXiv 2507.20673.
 
 A row of `LossInputs.rows` is a segment. Where a trajectory has several, what is summed over all of them comes from the pass before
 the mini-batch's update, as the column `mini_batch_values`; otherwise the row says all.

@@ -1,4 +1,4 @@
-"""Advantage estimators whose advantages differ from token to token (algorithms.md §3).
+"""Advantage estimators whose advantages differ from token to token (docs/algorithms.md, "Advantage estimators").
 
 Recursions run over the policy tokens of a response, over all its segments, and step over the others.
 """

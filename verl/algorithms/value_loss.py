@@ -1,4 +1,4 @@
-"""The critic's loss (algorithms.md §8), and how well its values explain the returns."""
+"""The critic's clipped loss (PPO, docs/algorithms.md, "Recipes"), and how well its values explain the returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the policy gradient is signal: proxies of its variance, from Σπ² per token (metrics.md §6)."""
+"""How much of the policy gradient is signal: proxies of its variance, from Σπ² per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout.engine_kwargs.vllm`: what is passed on, what is translated or dropped, what is refused (config.md §15)."""
+"""`rollout.engine_kwargs.vllm`: passed on, translated, dropped or refused (docs/vllm.md, "Settings")."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 `CheckedRows` is what the data sets of prompts and of supervised rows share: rows that cannot be used are counted, reported
 and limited; the order of the others is a function of (seed, epoch). Prompts are measured in this process, with the
 tokenizer's own threads, or in several processes where the rows are many and data.filter_overlong_prompts_workers asks for
-them. Specification: data.md §1–§7. The position in the order belongs to `stream.py`.
+them. The position in the order belongs to `stream.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Data files as numbered rows: parquet, JSON arrays and JSON lines, local or remote, read lazily.
 
 Rows come out as plain Python values: structs are dicts, lists are lists, never arrays. Nothing here
-imports torch, so that `--check` can look at files in milliseconds. Specification: data.md §1.
+imports torch, so that `--check` can look at files in milliseconds.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     cell ─ open_image ─▶ header (size, number of tokens) ─ at the draw ─▶ RGB ─ the model's processor ─▶ ids, pixels, grid
 
 The processor is the model's own class around its image processor for Pillow and the run's tokenizer, and its video processor
-where torchvision is. Specification: data.md §4, §5.
+where torchvision is (docs/vision.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users' own datasets and samplers derive from (data.md §7, §15), and how their datasets are read."""
+"""What users' own datasets and samplers derive from (docs/data.md, "Order"), and how their datasets are read."""
 
 from __future__ import annotations
 

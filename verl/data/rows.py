@@ -1,7 +1,7 @@
 """What a row means: the chat format and the plain format, checked; its messages, rendered and tokenised once.
 
 A row that cannot be used raises BadRow; a file whose columns cannot be used raises DataError. Images are put in their places
-by `media.py`, videos opened by `videos.py`; audio is not in this release. Specification: data.md §2, §3, §6.
+by `media.py`, videos opened by `videos.py`; audio is not in this release. The formats: docs/data.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows for supervised fine-tuning: token ids, the mask of the tokens that are learned, images. Data.md §13."""
+"""Rows for supervised fine-tuning: token ids, the mask of the tokens that are learned, images."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which characters of a rendered dialogue are learned: every assistant turn's text and its end token.
 
 The template is rendered once over the whole dialogue and that rendering wins; the turns are found in it by
-the template's own generation prompt. Specification: data.md §13.
+the template's own generation prompt.
 """
 
 from __future__ import annotations

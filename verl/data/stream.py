@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn, and the position in it. Specification: data.md §7.
+"""The order in which prompts are drawn, and the position in it (docs/data.md, "Order").
 
 Without a custom sampler the order is a function of (seed, epoch) alone, and a position is two integers:
 (epoch, offset). A resumed run draws exactly the prompts that the uninterrupted one would have drawn.
@@ -22,8 +22,8 @@ class PromptStream:
     A step takes `batch_size` prompts with `take()`. Rows that are left at the end of an epoch, fewer than
     asked for, are not used in that epoch, unless `take(n, cross=True)` (refills) lets a draw run on into the
     next one. A row that fails when it is drawn is skipped, replaced by the next in the order, and recorded
-    in `skipped`; more than `max_bad_ratio` of the rows in one epoch are a DataError. `sampler` is a custom sampler (its order replaces the seeded one, data.md §7); with an `update`
-    it `learns` from the batches trained.
+    in `skipped`; more than `max_bad_ratio` of the rows in one epoch are a DataError.
+    `sampler` is a custom sampler (its order replaces the seeded one); with an `update` it `learns` from the batches trained.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def in_order(metrics: Mapping[str, Number]) -> dict[str, Number]:
 
 
 def with_aliases(metrics: Mapping[str, Number]) -> dict[str, Number]:
-    """Metrics and the second spellings that depend on other metrics (metrics.md §8, "jsonl, trackers")."""
+    """Metrics and the second spellings that depend on other metrics."""
     out = dict(metrics)
     for alias, sources in _ALIASES.items():
         found = [metrics[name] for name in sources if name in metrics]

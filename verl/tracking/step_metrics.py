@@ -1,4 +1,4 @@
-"""The numbers of a training step that follow from its batch, its timings and counters (metrics.md §2 to §6).
+"""The numbers of a training step that follow from its batch, its timings and counters.
 
 Pure functions: a `Batch` and facts in, names and plain Python numbers out. What the losses report comes from the
 training engine, the comparison of sampler and trainer from `verl.algorithms.agreement`.
@@ -72,7 +72,7 @@ class StepFacts:
 
 
 def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str, Number]:
-    """All names of metrics.md §2 to §6 that follow from the arguments.
+    """All metrics of a step that follow from the arguments.
 
     A response that the sampler lost is counted (training/rollout_failure/evicted_samples) and in nothing else.
     """

@@ -1,4 +1,4 @@
-"""Validation metrics (metrics.md §7): per prompt first, then the mean over the prompts of a source.
+"""Validation metrics: per prompt first, then the mean over the prompts of a source.
 
 `{val-core|val-aux}/{data_source}/{variable}/{metric}` with the variables `reward` (the score) and every numeric
 key the reward function returned. A response whose scoring failed counts as acc 0 and is left out of the rest.

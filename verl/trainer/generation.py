@@ -170,7 +170,7 @@ class Generated:
             self.shown += batch
 
     def metrics(self) -> dict[str, Number]:
-        """metrics.md: generation/…, the lengths as in training, and what agent loops did as in validation."""
+        """generation/…, the lengths as in training, and what agent loops did as in validation."""
         tokens, count = sum(self.lengths), max(1, len(self.lengths))
         turns = spread("num_turns", [t.num_turns for t in self.played], ("min", "max", "mean"))
         return (turns | dialogue_metrics(self.played) if self.played else {}) | {

@@ -249,7 +249,7 @@ def _changes(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any
 
 
 def data_identity(config: Config, rows: int) -> dict[str, Any]:
-    """What fixes which prompts come when; a resumed run must have the same (config.md §16, rule 21).
+    """What fixes which prompts come when; a resumed run must have the same (docs/checkpoints.md, "Resume").
 
     `rows`: prompts of an epoch, which a changed file, length limit or template changes, and with them the order.
     """

@@ -41,7 +41,7 @@ class ValidationPrompts:
 
 @dataclass(frozen=True)
 class Validator:
-    """Samples `n` responses to each prompt with `sampling`, in file order, and computes metrics.md §7.
+    """Samples `n` responses to each prompt with `sampling`, in file order, and computes the validation metrics.
 
     `score_rest` scores what was not scored while sampling (a manager that wants the whole batch at once).
     """
@@ -74,7 +74,7 @@ class Validator:
         return metrics
 
     def _show(self, batch: Batch) -> None:
-        """The first response of each source, on stdout (metrics.md §9)."""
+        """The first response of each source, on stdout."""
         shown: dict[str, Trajectory] = {}
         for trajectory in batch:
             shown.setdefault(trajectory.prompt.data_source, trajectory)

@@ -127,7 +127,7 @@ class UpdatePlan:
         return of_loss or self._to_correct(mini)
 
     def _to_correct(self, mini: MiniBatch) -> bool:
-        """algorithms.md §7, bypass mode; also for a weight per trajectory whose segments may be on several ranks."""
+        """The correction in bypass mode; also for a weight per trajectory whose segments may be on several ranks."""
         if self.correction.needs_mini_batch_pass:
             return True
         weighting = self.correction.weighting

@@ -1,4 +1,4 @@
-"""The check: every rule of spec config.md §16 that can apply."""
+"""The check: what it refuses."""
 
 from __future__ import annotations
 

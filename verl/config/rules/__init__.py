@@ -1,1 +1,1 @@
-"""The rules a configuration is checked against (spec: config.md §16), by subject."""
+"""The rules a configuration is checked against, by subject."""

@@ -15,7 +15,7 @@ _CORRECTION = "algorithm.rollout_correction"
 
 
 def check(c: Check) -> None:
-    """All rules on algorithms (config.md §16, 1, 3 to 6, 14, 15, and their notices)."""
+    """All rules on algorithms, and their notices."""
     if c.ppo:
         for rules in (_kl, _estimator, _sampling, _loss, _correction, _routes, _staleness, _images, _notices):
             rules(c)
@@ -120,7 +120,7 @@ def _loss(c: Check) -> None:
 
 
 def _correction(c: Check) -> None:
-    """Rule 15."""
+    """What importance weights, rejection and bypass mode need, and what excludes them."""
     correction, key = c.cfg.algorithm.rollout_correction, _CORRECTION
     weights, reinforce = correction.rollout_is, correction.loss_type == "reinforce"
     if (weights or correction.bypass_mode) and not c.rollout.calculate_log_probs:

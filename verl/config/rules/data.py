@@ -27,7 +27,7 @@ _SHOWN = 5
 
 
 def check(c: Check) -> None:
-    """Rules 19, 20 and 25."""
+    """Code of the user's own, data files, and what scores their rows."""
     _user_code(c)
     if c.cfg.entry in ("eval", "generation"):
         _table(c)
@@ -92,7 +92,7 @@ def _dialogue_columns(c: Check, file: Any) -> set[str]:
 
 
 def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> None:
-    """Rule 19: every data source has something that scores it."""
+    """Every data source has something that scores it."""
     from verl.data.rows import RowRules
     from verl.reward.rules import unsupported
 
@@ -108,7 +108,7 @@ def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> No
 
 
 def _images(c: Check, key: str, file: Any) -> bool:
-    """Rule 25: rows with images need a model that sees them; videos more. False if that refuses the file."""
+    """Rows with images need a model that sees them; videos more. False if that refuses the file."""
     named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
     if c.facts is None:
         return True
@@ -298,7 +298,7 @@ def _text_metrics(c: Check, file: Any) -> None:
 
 
 def _user_code(c: Check) -> None:
-    """Rule 20: the file is there, holds the name, and the function takes the arguments."""
+    """The file is there, holds the name, and the function takes the arguments."""
     for path, name in (
         ("custom_reward_function.path", "custom_reward_function.name"),
         ("data.custom_cls.path", "data.custom_cls.name"),

@@ -18,7 +18,7 @@ ALL_LINEAR = "all-linear"
 
 
 def check(c: Check) -> None:
-    """Rule 24, and notices."""
+    """What adapters need of the model and of other settings, and notices."""
     if c.model is None:
         return
     if c.ppo and c.cfg.critic.enable:

@@ -17,7 +17,7 @@ from verl.config.rules.context import ACTOR, Check
 
 
 def check(c: Check) -> None:
-    """Rules 17, 21 to 24, and what this release does on one machine only."""
+    """Devices, engines, models, trackers, resuming, and what this release does on one machine only."""
     if c.trainer is not None and c.cfg.entry != "eval":
         _devices(c)
     if c.rollout is not None:
@@ -176,7 +176,7 @@ def _trackers(c: Check) -> None:
 
 
 def _resume(c: Check) -> None:
-    """Rule 21: the checkpoint of resume_path is there."""
+    """The checkpoint of resume_path is there."""
     if c.trainer.resume_mode != "resume_path":
         if c.trainer.resume_from_path:
             c.notice(f"no effect: {c.at('trainer.resume_from_path')} without trainer.resume_mode=resume_path")

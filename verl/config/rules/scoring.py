@@ -26,7 +26,7 @@ def check(c: Check) -> None:
 
 
 def _reward_model(c: Check) -> None:
-    """Rule 17, the weights of several rewards, and where a judge can be served."""
+    """The reward model, the weights of several rewards, and where a judge can be served."""
     own, weights, path = c.cfg.reward_model, c.cfg.reward_model.weights, f"{_KEY}.model.path"
     if wrong := [n for n, w in weights.items() if isinstance(w, bool) or not isinstance(w, (int, float))]:
         c.refuse(f"{_KEY}.weights", f"{', '.join(wrong)}: a weight is a number, {{function: 1, model: 0.5}}")

@@ -15,7 +15,7 @@ _REF = "actor_rollout_ref.ref"
 
 
 def check(c: Check) -> None:
-    """All rules on sizes (config.md §16, 7 to 12, 18, and their notices)."""
+    """All rules on sizes, and their notices."""
     if c.rollout is not None:
         _lengths(c)
         _engine_layout(c)
@@ -57,7 +57,7 @@ def _lengths(c: Check) -> None:
 
 
 def _engine_layout(c: Check) -> None:
-    """Rules 9 and 10: how an engine's devices fit the pool, the node and the model."""
+    """How an engine's devices fit the pool, the node and the model."""
     rollout, facts, key = c.rollout, c.facts, c.rollout_key
     engine = CAPABILITIES[rollout.name]
     tensor = rollout.tensor_model_parallel_size or 1
@@ -134,7 +134,7 @@ def _pools(c: Check) -> None:
 
 
 def _policy_layout(c: Check) -> None:
-    """Rules 11 and 12: sequence parallel, shard groups, Megatron's sizes, of the actor and its reference.
+    """Sequence parallel, shard groups, Megatron's sizes, of the actor and its reference.
 
     The reference gets the rows of the actor's layout: ranks that share its work must have the same ones.
     """

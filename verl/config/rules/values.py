@@ -135,7 +135,7 @@ def _inside(known: Field) -> Any:
 
 
 def _name(c: Check, path: str, name: str, known: Field) -> None:
-    """Rule 2: a name outside its list, or one of the list that this release does not have."""
+    """A name outside its list, or one of the list that this release does not have."""
     options, foreign = known.about["options"], names.REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name)
     here: Any = names.STRATEGIES if path.endswith("strategy") else options
     if path in REGISTRIES:

@@ -1,4 +1,4 @@
-"""Geometry3K: geometry problems with a diagram each (data.md §14)."""
+"""Geometry3K: geometry problems with a diagram each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school problems whose answers end in `#### number` (data.md §2, §14)."""
+"""GSM8K: grade-school problems whose answers end in `#### number`."""
 
 from __future__ import annotations
 

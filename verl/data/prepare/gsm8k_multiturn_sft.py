@@ -1,4 +1,4 @@
-"""GSM8K as dialogues of two turns for supervised training (data.md §14)."""
+"""GSM8K as dialogues of two turns for supervised training."""
 
 from __future__ import annotations
 

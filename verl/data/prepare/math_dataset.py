@@ -1,4 +1,4 @@
-"""MATH: competition problems whose solutions box their answer (data.md §14)."""
+"""MATH: competition problems whose solutions box their answer."""
 
 from __future__ import annotations
 
