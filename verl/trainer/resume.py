@@ -78,6 +78,7 @@ class Storage:
         if not self._contents.async_save:
             self._seal(writer, step)
             return
+        # Files are written above: safetensors holds the interpreter's lock, so writing in a thread would stall the loop.
         # Not a daemon: an interpreter that ends in between finishes the checkpoint first.
         self._thread = threading.Thread(target=self._seal, args=(writer, step), name="verl-checkpoint")
         self._thread.start()

@@ -2,7 +2,8 @@
 
 `generate` queues a request and waits for its future. One asyncio task runs `step` after `step` while there is
 work: a packed prefill if anything can be prefilled, else one token for every running response. Steps run inline on
-the event loop's thread, and between two of them every other coroutine has its turn.
+the event loop's thread (one OpenMP pool; the same seed gives the same run); between two of them
+every other coroutine has its turn.
 """
 
 from __future__ import annotations
