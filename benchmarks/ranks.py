@@ -3,7 +3,7 @@
     python benchmarks/ranks.py [--steps 3] [--repeats 2] [--strategy fsdp2] [--json FILE] [key=value …]
 
 Runs `main_ppo` in turn as one process (sampler and trainer share weights) and as two ranks under Ray (FSDP2 over gloo,
-a sampler beside each rank, weights through shared memory), on the step of `benchmarks/work.py`. The first step of a run warms
+a sampler beside each rank, weights through shared memory), on the step of `work.py`. The first step of a run warms
 up; medians of the others. "beside" is what a run takes outside its steps: start and end.
 """
 

@@ -25,7 +25,7 @@ from verl.config.schema.entries import ROOTS
 from verl.config.schema.training import MegatronConfig
 from verl.trainer.generation import training_config
 
-# Group → defaults of the public interface.
+# Group → defaults.
 DEFAULTS = """
 data: {train_batch_size: 1024, gen_batch_size: null, max_prompt_length: 512, filter_overlong_prompts: False,
   truncation: error, reward_fn_key: data_source, train_max_samples: -1, dataloader_num_workers: 8,
@@ -71,7 +71,7 @@ skip.rollout: {action: cache}
 """
 
 
-def test_defaults_are_those_of_the_public_interface():
+def test_defaults():
     config = load([])
     for group, defaults in yaml.safe_load(DEFAULTS).items():
         for name, default in defaults.items():
