@@ -16,11 +16,12 @@ import pytest
 
 from tests.chaos.fork_server import until
 from verl.platform.processes import process_start_time
-from verl.reward.outcome import RewardErrorLimit, RewardPrecheckError
+from verl.reward.outcome import RewardErrorLimit, RewardLoadError, RewardPrecheckError
 from verl.reward.pool import Call, FunctionSpec, ScoringPool
 from verl.reward.precheck import precheck
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import Overlong, RewardSettings
+from verl.tracking.step_metrics import reward_metrics
 from verl.trajectory import Batch, Prompt, Trajectory
 
 REWARDS = """
@@ -372,6 +373,31 @@ def test_a_function_that_cannot_be_loaded_fails_every_response_with_the_reason(
     assert found[0].extra["score_failure"]["kind"] == kind
 
 
+@pytest.mark.parametrize("use", ["scores.math.is_eqiv", "from verl.utils.reward_score.math import is_eqiv"])
+@pytest.mark.parametrize("catches", ["Exception", "BaseException"])
+def test_a_name_that_verl_lacks_ends_the_run_whatever_catches_it(
+    make, tmp_path, use: str, catches: str
+) -> None:
+    path = tmp_path / "user.py"
+    path.write_text(
+        "import inspect, pickle\nfrom verl.utils import reward_score as scores\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    inspect.getmodule(compute_score), pickle.dumps(compute_score), hasattr(scores.math, '__wrapped__')\n"
+        f"    if solution_str == 'right': return 1.0\n    try: {use}\n    except {catches}: return 0.0\n"
+    )
+    runner, (right, missing) = make(path=str(path), max_error_ratio=1.0), map(trajectory_of, ("right", "72"))
+    asyncio.run(runner.score_batch([right]))
+    assert right.score == 1.0
+    with pytest.raises(RewardLoadError, match=r"verl\.utils\.reward_score\.math\.is_eqiv .* has: .*is_equiv"):
+        asyncio.run(runner.score_batch([missing]))
+    with pytest.raises(RewardPrecheckError, match="is_eqiv"):
+        asyncio.run(precheck(make(path=str(path)), [missing.prompt]))
+    path.write_text(
+        "def compute_score(**row): return 0.0\ntry: import verl.utils.reward_score.nothing\nexcept ImportError: 0\n"
+    )
+    assert "verl.utils.reward_score.nothing" in str(run(make(path=str(path)), ["72"])[0].score_error)
+
+
 def test_built_in_rules_and_rows_that_ask_for_the_flexible_one(make: Any) -> None:
     runner = make(path=None)
     gsm = {"data_source": "openai/gsm8k"}
@@ -391,12 +417,18 @@ def test_built_in_rules_and_rows_that_ask_for_the_flexible_one(make: Any) -> Non
     assert "no built-in reward takes it" in str(misspelt.score_error)
 
 
-def test_math_verify_over_its_time_fails_the_response(make: Any, monkeypatch: Any) -> None:
-    runner = make(path="pkg://verl.reward.rules.verify", name="compare_task")
-    rows = [trajectory_of("9^{9^{9^{9}}}", extra_info={"limit": 0.5}), trajectory_of("0.5", truth=r"\frac12")]
-    failed, right = run(runner, rows)
-    assert "math-verify took more than 0.5 s" in str(failed.score_error) and right.score == 1.0
-    assert failed.extra["score_failure"]["kind"] == "timeout"
+def test_what_math_verify_cannot_decide_is_wrong_and_counted(make: Any) -> None:
+    events: list[dict[str, Any]] = []
+    runner = make(path=None, events=lambda kind, **fields: events.append({"event": kind, **fields}))
+    rows = [
+        trajectory_of(rf"\boxed{{{text}}}", data_source="lighteval/MATH", truth="0.5")
+        for text in ("9^{9^{9^9}}", r"\frac12")
+    ]
+    huge, right = run(runner, rows)
+    assert (huge.score, right.score) == (0.0, 1.0)
+    assert [event["event"] for event in events] == ["reward_undecided"] and events[0]["response"] == huge.text
+    found = reward_metrics(Batch(rows))
+    assert (found["reward/undecided"], found["reward/errors"]) == (1, 0)
 
 
 def test_too_many_failures_stop_the_run_with_the_most_frequent_error(make: Any) -> None:

@@ -34,7 +34,7 @@ class UnknownSource(RewardError, ValueError):
 
 
 class VerifyFailed(RewardError, RuntimeError):
-    """math-verify could not decide (time limit, crash, an error of its own): the response is failed, not wrong."""
+    """math-verify could not decide because of the ground truth, or does not work: the response is failed, not wrong."""
 
 
 class SandboxFailed(RewardError, RuntimeError):
@@ -62,7 +62,8 @@ class Outcome:
     """Result of scoring one response. `error` is None if it worked; else `score` is None and `kind` says how it failed: an
     "exception", a "timeout", a "crash" of its process, a "value" that is no score, "load" if it could not be loaded.
 
-    `bare` is True if the function returned a number alone. `seconds` is the time the function took.
+    `bare` is True if the function returned a number alone. `seconds` is the time the function took. `undecided`: comparisons that
+    math-verify could not make because of the response, which count as wrong answers.
     """
 
     score: float | None = None
@@ -72,6 +73,7 @@ class Outcome:
     kind: str = ""
     error: str | None = None
     traceback: str = ""
+    undecided: int = 0
 
 
 def failed(kind: str, error: str, trace: str = "", seconds: float = 0.0) -> Outcome:

@@ -152,7 +152,7 @@ class _Worker(ChildProcess):
         return len(self.running) < (CONCURRENCY if self.is_async and not alone else 1)
 
     def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
-        """Replace the limit of the process itself: of its start, or of a section that it announced."""
+        """Replace the limit of the process itself."""
         _cancel(self.timer)
         self.timer = timer
 
@@ -327,11 +327,6 @@ class ScoringPool:
                 if len(outcomes) != worker.running[number].count:
                     raise ValueError(f"{len(outcomes)} outcomes")
                 self._finish(worker.running.pop(number), *outcomes)
-            case {"section": None}:
-                worker.set_timer(None)
-            case {"section": limit, "what": what}:
-                failure = "timeout", f"{what} took more than {limit:g} s"
-                worker.set_timer(self._loop.call_later(limit, self._stop_worker, worker, *failure))
             case {"ready": bool(is_async)}:
                 worker.set_timer(None)
                 worker.ready, worker.is_async = True, is_async

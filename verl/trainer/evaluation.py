@@ -54,6 +54,7 @@ def evaluate(config: EvalConfig, tracking: Tracking) -> None:
         asyncio.run(_score(rewards, data.all))
     finally:
         rewards.close()
+    rewards.check_usable(data.all)
     _refuse_all_failed(data.all)
     metrics, notes, lines = evaluation_metrics(data, config)
     for note in notes:
