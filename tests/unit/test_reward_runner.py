@@ -398,6 +398,32 @@ def test_a_name_that_verl_lacks_ends_the_run_whatever_catches_it(
     assert "verl.utils.reward_score.nothing" in str(run(make(path=str(path)), ["72"])[0].score_error)
 
 
+def test_one_version_of_a_file_a_run(make: Any, tmp_path: Path) -> None:
+    path, events = tmp_path / "user.py", []
+    (tmp_path / "beside.py").write_text("BONUS = 0.25\n")
+    source = (
+        "import os, beside\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if solution_str == 'exit': os._exit(1)\n    if solution_str == 'raise': raise ValueError  # line four\n"
+        "    return {'score': 0.25 + beside.BONUS, 'file': __file__}\n"
+    )
+    path.write_text(source)
+    runner = make(
+        path=str(path), max_error_ratio=1.0, events=lambda kind, **fields: events.append((kind, fields))
+    )
+    assert run(runner, ["72"])[0].score == 0.5
+    path.write_text("# edited\n" * 9 + source.replace("0.25 +", "777 +"))
+    run(runner, ["exit"])
+    found = run(runner, ["72", "raise"])
+    assert found[0].score == 0.5 and found[0].score_parts["file"] == str(path)
+    for _ in range(2):
+        runner.check_errors(found)
+    assert [fields["path"] for kind, fields in events if kind == "reward_file_changed"] == [str(path)]
+    assert "line four" in next(
+        fields["traceback"] for kind, fields in events if fields.get("failure") == "exception"
+    )
+    assert run(make(path=str(path)), ["72"])[0].score == 777.25
+
+
 def test_built_in_rules_and_rows_that_ask_for_the_flexible_one(make: Any) -> None:
     runner = make(path=None)
     gsm = {"data_source": "openai/gsm8k"}

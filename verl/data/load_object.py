@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import linecache
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,34 @@ class NoSuchName(DataError, AttributeError):
     """The user's module defines no such name; an AttributeError for plug-ins that catch one."""
 
 
+# Path → content of files that are loaded as they were when the run read them, whatever is on disk now.
+SOURCES: dict[str, bytes] = {}
+
+
+def read_source(module_path: str) -> dict[str, bytes]:
+    """{resolved path: content} of the Python file that `module_path` names, for `SOURCES`; {} where it names none."""
+    path = _path_of(module_path)
+    return {str(path): path.read_bytes()} if path.is_file() else {}
+
+
+def _path_of(module_path: str) -> Path:
+    return Path(os.path.expandvars(module_path.removeprefix("file://"))).expanduser().resolve()
+
+
+def _execute(spec: ModuleSpec, module: ModuleType) -> None:
+    """Run the file's code in the module: that of `SOURCES` if it is there, with its lines for tracebacks."""
+    path = str(spec.origin)
+    source = SOURCES.get(path)
+    if source is None:
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
+        return
+    code = compile(source, path, "exec")
+    text = importlib.util.decode_source(source)
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    exec(code, module.__dict__)
+
+
 def load_module(module_path: str) -> ModuleType:
     """Import `module_path`: a Python file (its directory becomes importable) or `pkg://module`.
 
@@ -32,15 +62,14 @@ def load_module(module_path: str) -> ModuleType:
     if module_path.startswith("pkg://"):
         name = module_path.removeprefix("pkg://").strip("/").removesuffix(".py").replace("/", ".")
         return _import(name, module_path)
-    path = Path(os.path.expandvars(module_path.removeprefix("file://"))).expanduser()
-    if not path.exists() and path.suffix != ".py" and "/" not in module_path:
+    path = _path_of(module_path)
+    if str(path) not in SOURCES and not path.exists() and path.suffix != ".py" and "/" not in module_path:
         return _import(module_path, module_path)
     if path.is_dir():
         raise DataError(f"{module_path}: a directory; name the file in it")
-    if not path.is_file():
+    if str(path) not in SOURCES and not path.is_file():
         beside = files_beside(path, (".py",))
         raise NoSuchFile(f"{module_path}: no such file (looked at {path.absolute()}){beside}")
-    path = path.resolve()
     name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -52,7 +81,7 @@ def load_module(module_path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        _execute(spec, module)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SystemExit):

@@ -25,6 +25,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl.config.schema.base import select
+from verl.data.load_object import read_source
 from verl.platform.child_process import ChildProcess, encode
 from verl.platform.host import usable
 from verl.reward.outcome import Outcome, failed
@@ -44,7 +46,8 @@ class FunctionSpec:
 
     `batch`: it takes lists. `positional`: it may be called without keywords (the prime manager). `manager`: `name` is
     a class, made of these values (see `verl.reward.managers`). `offered`: arguments that a custom function gets if it
-    names them; `reward_model_tokenizer` among them is [path, trust_remote_code], and loaded for it.
+    names them; `reward_model_tokenizer` among them is [path, trust_remote_code], and loaded for it. `sources`: the content of
+    the files named, which every scoring process uses, as it is when this is made.
     """
 
     path: str | None = None
@@ -54,6 +57,11 @@ class FunctionSpec:
     positional: bool = False
     manager: dict[str, Any] | None = None
     offered: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, bytes] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for path in (self.path, select(self.manager, "custom_reward_function.path")):
+            self.sources.update(read_source(path) if path else {})
 
     @property
     def label(self) -> str:

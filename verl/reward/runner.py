@@ -21,6 +21,7 @@ from typing import Any
 
 from verl.config.schema.base import select
 from verl.config.weights import FUNCTION, MODEL
+from verl.data.load_object import read_source
 from verl.platform.child_process import NotPlain
 from verl.reward.managers import row_of
 from verl.reward.model import RewardModel
@@ -70,6 +71,7 @@ class RewardRunner:
         self._events = events or (lambda kind, **fields: None)
         self._pool: ScoringPool | None = None
         self._shown: Counter[str] = Counter()
+        self._unchanged = dict(self.settings.function.sources)
 
     # ---- scoring ---------------------------------------------------------------------------------------------
 
@@ -125,6 +127,7 @@ class RewardRunner:
 
     def close(self) -> None:
         """End the scoring processes. The runner can be used again afterwards: it then starts new ones."""
+        self._note_changes()
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -276,6 +279,14 @@ class RewardRunner:
             kind, fields = pool.notices.popleft()
             self._events(kind, **fields)
 
+    def _note_changes(self) -> None:
+        """One event for each file of the function whose content on disk is another one now."""
+        for path, source in list(self._unchanged.items()):
+            if read_source(path).get(path) != source:
+                del self._unchanged[path]
+                message = f"{path} was changed on disk; this run goes on with what it read at its start"
+                self._events("reward_file_changed", path=path, message=message)
+
     # ---- the step --------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -287,6 +298,7 @@ class RewardRunner:
 
     def check_errors(self, batch: Batch | Sequence[Trajectory]) -> None:
         """Raise RewardErrorLimit if too many responses of a step failed to score; those the sampler lost do not count."""
+        self._note_changes()
         scored = [t for t in batch if t.finish_reason != "lost"]
         errors = [t for t in scored if t.score_error is not None]
         limit = self.settings.max_error_ratio

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl.compat import REFUSALS
+from verl.data.load_object import SOURCES
 from verl.platform import child_process
 from verl.platform.child_process import ParentChannel
 from verl.reward.outcome import TRACEBACK_CHARACTERS, Outcome, RewardLoadError, failed, outcome_of, raised
@@ -190,6 +191,7 @@ def main(channel: ParentChannel) -> None:
     channel.on_message = stack_wanted
     init = channel.inbox.get()
     try:
+        SOURCES.update(init["sources"])
         function = Function(init)
         if REFUSALS:
             raise RewardLoadError(f"{init['path']} asks for what verl lacks: {REFUSALS[0]}")
