@@ -65,6 +65,7 @@ def test_results_that_are_scores(value: Any, score: float) -> None:
         (1 + 2j, "is a complex"),
         (np.array([1.0, 2.0]), "cannot be read as a number"),
         (10**400, "cannot be read as a number"),
+        ({"score": 1, **dict.fromkeys(range(1000))}, "has 1001 keys, at most 1000 are allowed"),
         (-1e39, r"is -1e\+39; a score must be finite, and at most 1e\+30"),
     ],
 )

@@ -21,6 +21,7 @@ from verl.reward.pool import Call, FunctionSpec, ScoringPool
 from verl.reward.precheck import precheck
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import Overlong, RewardSettings
+from verl.tracking.console import show_step
 from verl.tracking.step_metrics import reward_metrics
 from verl.trajectory import Batch, Prompt, Trajectory
 
@@ -43,6 +44,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     if what == "dumps": json.dumps = lambda *values, **options: "null"
     if what == "unknown id": tell('{"id": 99, "outcomes": []}')
     if what == "no message": tell("I am not a message")
+    if what == "forged": tell(json.dumps({"id": 0, "outcomes": [{"score": [1.0]}]}))
+    if what == "surrogate": return {"score": 1.0, "\\ud800": 1.0}
     if what == "child": os.system("sleep 30 &"); time.sleep(60)
     if what.startswith("daemon"):
         import subprocess
@@ -147,7 +150,7 @@ def test_a_bad_function_fails_its_response_only(make: Any, text: str, kind: str,
         assert any(e["event"] == "reward_worker_replaced" for e in events)
 
 
-@pytest.mark.parametrize("text", ["fork", "dumps", "unknown id", "no message"])
+@pytest.mark.parametrize("text", ["fork", "dumps", "unknown id", "no message", "forged"])
 def test_a_process_that_sends_nonsense_costs_its_own_call_at_most(make: Any, text: str) -> None:
     runner = make(num_workers=1, timeout=5.0)
     bad, *others = run(runner, [text, "72", "71", "72"])
@@ -181,6 +184,13 @@ def test_a_dict_gives_parts_and_kwargs_reach_the_function(make: Any) -> None:
     (found,) = run(make(kwargs={"bonus": 0.25}), ["dict"])
     assert found.score == 0.75 and found.score_parts == {"acc": True, "pred": "72", "format": 0.25}
     assert found.timing["compute_score"] >= 0
+
+
+def test_a_key_that_is_no_unicode_reaches_the_console(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    (found,) = run(make(), ["surrogate"])
+    assert found.score_parts == {"\ud800": 1.0}
+    show_step(1, {f"reward_extra/{name}/mean": value for name, value in found.score_parts.items()})
+    assert r"reward_extra/\ud800/mean:1.0" in capfd.readouterr().out
 
 
 def test_what_the_function_sees(make: Any) -> None:

@@ -14,6 +14,8 @@ from verl.platform.child_process import NotPlain, encode, to_plain
 TRACEBACK_CHARACTERS = 6000
 LARGEST_RESULT = 16 * 2**20
 """Bytes of what a call may return: it travels to the run, is kept until the step ends and is dumped."""
+MOST_PARTS = 1000
+"""Keys of a result: each number among them is a metric of the step."""
 _LARGEST_SCORE = 1e30  # squares of what comes of it are float32
 
 
@@ -119,6 +121,10 @@ def normalise(value: Any) -> tuple[float, dict[str, Any], bool]:
         if "score" not in value:
             keys = ", ".join(map(repr, list(value)[:20])) or "none"
             raise BadScore(f"the dict it returned has no 'score' (keys: {keys})")
+        if len(value) > MOST_PARTS:
+            raise BadScore(
+                f"the dict it returned has {len(value)} keys, at most {MOST_PARTS} are allowed; return fewer"
+            )
         parts = {str(k): _part(v) for k, v in value.items() if k != "score"}
         return _number(value["score"], "its 'score'"), parts, False
     if isinstance(value, tuple):

@@ -29,7 +29,7 @@ from verl.config.schema.base import select
 from verl.data.load_object import read_source
 from verl.platform.child_process import ChildProcess, encode
 from verl.platform.host import usable
-from verl.reward.outcome import Outcome, failed
+from verl.reward.outcome import MOST_PARTS, Outcome, failed
 
 # Seconds: to import the function; for a process that hangs to say where, before it is killed; for the other sign of a
 # death to come (the exit code, or what was still on its way); for an async function to be cancelled in its process at
@@ -175,6 +175,22 @@ class _Worker(ChildProcess):
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
+
+
+def _outcome_of(row: Any) -> Outcome:
+    """The outcome that a process sent. ValueError for anything else."""
+    match row:
+        case {"score": float(), "error": None, "parts": dict(parts)} | {
+            "score": None,
+            "error": str(),
+            "parts": dict(parts),
+        }:
+            outcome = Outcome(**row)
+            numbers = isinstance(outcome.seconds, float) and isinstance(outcome.undecided, int)
+            texts = (outcome.kind, outcome.traceback, *parts)
+            if numbers and len(parts) <= MOST_PARTS and all(isinstance(text, str) for text in texts):
+                return outcome
+    raise ValueError(f"{row!r:.200}")
 
 
 class ScoringPool:
@@ -326,12 +342,12 @@ class ScoringPool:
         """Act on a message. Raises where it is not one that a process sends."""
         if worker.failure is not None:
             if "stack" in message:
-                worker.failure.traceback = message["stack"]
+                worker.failure.traceback = str(message["stack"])
                 worker.kill()
             return
         match message:
             case {"id": number, "outcomes": rows}:
-                outcomes = [Outcome(**row) for row in rows]
+                outcomes = [_outcome_of(row) for row in rows]
                 if len(outcomes) != worker.running[number].count:
                     raise ValueError(f"{len(outcomes)} outcomes")
                 self._finish(worker.running.pop(number), *outcomes)
