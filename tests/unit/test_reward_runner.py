@@ -323,7 +323,7 @@ def test_batch_manager(make: Any) -> None:
 
 
 def test_positional_functions_with_prime_only(make: Any) -> None:
-    assert run(make("positional", positional=True), ["72"])[0].score == 1.0
+    assert run(make("positional", positional=4), ["72"])[0].score == 1.0
     (bad,) = run(make("positional"), ["72"])
     assert "cannot be called as positional(data_source" in str(bad.score_error)
 

@@ -44,7 +44,7 @@ _CLOSED = failed("crash", "the scoring pool was closed before it was scored")
 class FunctionSpec:
     """Which function: a custom one by `path` and `name`, or the built-in table (`path` None).
 
-    `batch`: it takes lists. `positional`: it may be called without keywords (the prime manager). `manager`: `name` is
+    `batch`: it takes lists. `positional`: with how many arguments it may be called by position (prime manager: 4, main_eval: 3). `manager`: `name` is
     a class, made of these values (see `verl.reward.managers`). `offered`: arguments that a custom function gets if it
     names them; `reward_model_tokenizer` among them is [path, trust_remote_code], and loaded for it. `sources`: the content of
     the files named, which every scoring process uses, as it is when this is made.
@@ -54,7 +54,7 @@ class FunctionSpec:
     name: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
     batch: bool = False
-    positional: bool = False
+    positional: int = 0
     manager: dict[str, Any] | None = None
     offered: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, bytes] = field(init=False, default_factory=dict)

@@ -65,7 +65,7 @@ class Function:
     def __init__(self, init: dict[str, Any]):
         self.kwargs: dict[str, Any] = init["kwargs"]
         self.batch: bool = init["batch"]
-        self.positional = False
+        self.positional = 0
         self.is_async = False
         self.call: Callable[..., Any]
         if init["manager"]:
@@ -84,15 +84,16 @@ class Function:
 
             self.call = load_function(init["path"], init["name"])
             self.kwargs = taken(self.call, init["offered"]) | self.kwargs
-            style = calling_style(self.call, self.kwargs, batch=self.batch, positional=init["positional"])
-            self.positional = style == "positional"
+            self.positional = calling_style(
+                self.call, self.kwargs, batch=self.batch, positional=init["positional"]
+            )
             self.is_async = is_async(self.call)
 
     def __call__(self, message: dict[str, Any]) -> Any:
         arguments, kwargs = message["arguments"], {**message["kwargs"], **self.kwargs}
         _seed(message["seed"])
         if self.positional:
-            return self.call(*arguments.values(), **kwargs)
+            return self.call(*[*arguments.values()][: self.positional], **kwargs)
         return self.call(**arguments, **kwargs)
 
     def outcomes(self, value: Any, count: int, seconds: float) -> list[Outcome]:

@@ -368,7 +368,8 @@ def _takes(c: Check, key: str, function: Any) -> None:
 
     manager, given = c.cfg.select("reward_model.reward_manager"), function.args
     positional = [*given.posonlyargs, *given.args]
-    if manager == "prime" and (given.vararg or len(positional) >= 3):
+    by_position = manager == "prime" or (not c.ppo and manager != "batch")  # main_eval
+    if by_position and (given.vararg or len(positional) >= 3):
         return
     called = MANY if manager == "batch" else ONE
     names = [argument.arg for argument in (*positional, *given.kwonlyargs)]
