@@ -41,15 +41,19 @@ def _path_of(module_path: str) -> Path:
 
 def _execute(spec: ModuleSpec, module: ModuleType) -> None:
     """Run the file's code in the module: that of `SOURCES` if it is there, with its lines for tracebacks."""
-    path = str(spec.origin)
-    source = SOURCES.get(path)
-    if source is None:
-        assert spec.loader is not None
+    assert spec.loader is not None and spec.origin is not None
+    path = spec.origin
+    if not path.endswith(".py"):
         spec.loader.exec_module(module)
         return
+    source = SOURCES[path] if path in SOURCES else Path(path).read_bytes()
+    if b"\0" in source:  # Python says neither where, nor in every version that it is a SyntaxError
+        line = source[: source.index(b"\0")].count(b"\n") + 1
+        raise SyntaxError("source code cannot contain null bytes", (path, line, None, None))
     code = compile(source, path, "exec")
-    text = importlib.util.decode_source(source)
-    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    if path in SOURCES:
+        text = importlib.util.decode_source(source)
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(code, module.__dict__)
 
 
@@ -57,7 +61,7 @@ def load_module(module_path: str) -> ModuleType:
     """Import `module_path`: a Python file (its directory becomes importable) or `pkg://module`.
 
     A file is imported once per process. Raises DataError naming what was looked at; errors that the
-    module itself raises while it is imported pass through unchanged.
+    module itself raises while it is imported pass through unchanged; a SyntaxError names file and line.
     """
     if module_path.startswith("pkg://"):
         name = module_path.removeprefix("pkg://").strip("/").removesuffix(".py").replace("/", ".")

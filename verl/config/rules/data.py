@@ -326,9 +326,9 @@ def _object(c: Check, path_key: str, name_key: str) -> None:
     if source is None:
         return
     try:
-        tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
+        tree = ast.parse(source.read_bytes(), str(source))
     except (OSError, SyntaxError, ValueError) as error:
-        c.refuse(path_key, f"cannot be read as Python: {error}")
+        c.refuse(path_key, f"cannot be read as Python: {type(error).__name__}: {error}")
         return
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     defined = {node.name: node for node in tree.body if isinstance(node, (*functions, ast.ClassDef))}
