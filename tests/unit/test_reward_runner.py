@@ -23,6 +23,7 @@ from verl.reward.runner import RewardRunner
 from verl.reward.settings import Overlong, RewardSettings
 from verl.tracking.console import show_step
 from verl.tracking.step_metrics import reward_metrics
+from verl.tracking.validation_metrics import validation_metrics
 from verl.trajectory import Batch, Prompt, Trajectory
 
 REWARDS = """
@@ -465,6 +466,7 @@ def test_what_math_verify_cannot_decide_is_wrong_and_counted(make: Any) -> None:
     assert [event["event"] for event in events] == ["reward_undecided"] and events[0]["response"] == huge.text
     found = reward_metrics(Batch(rows))
     assert (found["reward/undecided"], found["reward/errors"]) == (1, 0)
+    assert validation_metrics(rows)["val-aux/lighteval/MATH/undecided"] == 1
 
 
 def test_too_many_failures_stop_the_run_with_the_most_frequent_error(make: Any) -> None:

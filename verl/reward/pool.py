@@ -44,10 +44,10 @@ _CLOSED = failed("crash", "the scoring pool was closed before it was scored")
 class FunctionSpec:
     """Which function: a custom one by `path` and `name`, or the built-in table (`path` None).
 
-    `batch`: it takes lists. `positional`: with how many arguments it may be called by position (prime manager: 4, main_eval: 3). `manager`: `name` is
-    a class, made of these values (see `verl.reward.managers`). `offered`: arguments that a custom function gets if it
-    names them; `reward_model_tokenizer` among them is [path, trust_remote_code], and loaded for it. `sources`: the content of
-    the files named, which every scoring process uses, as it is when this is made.
+    `batch`: it takes lists. `positional`: with how many arguments it may be called by position (prime manager: 4,
+    main_eval: 3). `manager`: `name` is a class, made of these values (see `verl.reward.managers`). `offered`: arguments that a
+    custom function gets if it names them; `reward_model_tokenizer` among them is [path, trust_remote_code], and loaded for it.
+    `sources`: the content of the files when this is made, which every scoring process uses.
     """
 
     path: str | None = None
@@ -180,15 +180,16 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 def _outcome_of(row: Any) -> Outcome:
     """The outcome that a process sent. ValueError for anything else."""
     match row:
-        case {"score": float(), "error": None, "parts": dict(parts)} | {
-            "score": None,
-            "error": str(),
-            "parts": dict(parts),
-        }:
+        case {"score": float() | None as score, "error": str() | None as error, "parts": dict(parts)}:
             outcome = Outcome(**row)
             numbers = isinstance(outcome.seconds, float) and isinstance(outcome.undecided, int)
             texts = (outcome.kind, outcome.traceback, *parts)
-            if numbers and len(parts) <= MOST_PARTS and all(isinstance(text, str) for text in texts):
+            if (
+                (score is None) is not (error is None)
+                and numbers
+                and len(parts) <= MOST_PARTS
+                and all(isinstance(text, str) for text in texts)
+            ):
                 return outcome
     raise ValueError(f"{row!r:.200}")
 

@@ -291,7 +291,7 @@ class RewardRunner:
 
     @staticmethod
     def check_usable(rows: Iterable[Trajectory]) -> None:
-        """Raise RewardLoadError if a function could not be loaded, or asked for what there is not."""
+        """Raise RewardLoadError if the function could not be loaded, or asked for a name that verl lacks."""
         for t in rows:
             if t.extra.get("score_failure", {}).get("kind") == "load":
                 raise RewardLoadError(f"the reward cannot be used: {t.score_error}")

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from verl.compat import REFUSALS
@@ -121,8 +122,9 @@ def _seed(seed: int) -> None:
 def _report(channel: ParentChannel, number: int, outcomes: list[Outcome]) -> None:
     """Send the outcomes of a call, or that the function asked for what there is not, whatever it made of that."""
     global _undecided
-    for first in outcomes[:1]:
-        first.undecided, _undecided = _undecided, 0
+    if _undecided and outcomes:  # a failure may stand for all responses of a call
+        outcomes = [replace(outcomes[0], undecided=_undecided), *outcomes[1:]]
+        _undecided = 0
     if REFUSALS:
         outcomes = [
             failed("load", f"it asks for what verl lacks: {REFUSALS[0]}", o.traceback) for o in outcomes

@@ -118,7 +118,10 @@ def _ask(answer: str, truth: str, limit: float, whole: bool) -> bool:
             spec = FunctionSpec(path="pkg://verl.reward.rules.verify_process")
             _helper = (os.getpid(), ScoringPool(spec, workers=1))
             _helper[1].submit(Call(dict.fromkeys(row, "1")), timeout=60).result()
-    (outcome,) = _helper[1].submit(Call(row), timeout=limit).result()
+    for _ in range(2):  # something else may have killed the helper
+        (outcome,) = _helper[1].submit(Call(row), timeout=limit).result()
+        if outcome.kind != "crash":
+            break
     if outcome.error is not None:
         texts = f"answer {answer[-80:]!r} and ground truth {truth[:80]!r}"
         raise VerifyFailed(f"math-verify failed on {texts}: {outcome.error}")
