@@ -71,7 +71,7 @@ class DataProto:
     def from_trajectories(cls, rows: Batch) -> DataProto:
         """The view of a batch.
 
-        `batch`: prompts [N, P] (padded on the left), responses [N, L] (on the right), input_ids, position_ids,
+        `batch`: prompts [N, P] (padded on the left), responses [N, L] (on the right, L ≥ 1), input_ids, position_ids,
         attention_mask [N, P + L] int64, response_mask float32, token_level_scores, and every column that all
         rows carry, float32. `non_tensor_batch`: uid, data_source, reward_model, extra_info, raw_prompt,
         __num_turns__, reward_scores (rewards of tools and turns, as rollout_reward_scores too), the row's other columns, what the
@@ -122,7 +122,7 @@ def _objects(values: Any) -> np.ndarray:
 
 def _tensors(rows: Batch) -> dict[str, torch.Tensor]:
     prompt_width = int(rows.prompt_lengths.max(initial=0))
-    width = int(rows.lengths.max(initial=0))
+    width = int(rows.lengths.max(initial=1))  # users index the last token of empty responses, too
     seen = np.arange(prompt_width) >= prompt_width - rows.prompt_lengths[:, None]
     prompts = np.zeros(seen.shape, np.int64)
     prompts[seen] = np.concatenate([np.zeros(0, np.int64), *(t.prompt.ids for t in rows)])

@@ -209,7 +209,7 @@ def test_a_reward_that_raises_shows_its_own_traceback(tiny, fork_server, tmp_pat
             "def compute_score(data_source, solution_str, ground_truth, extra_info, more):\n    return 1.0\n",
             "give more a default",
         ),
-        ("def compute_score(\n", "cannot be read as Python"),
+        ("def compute_score(\n", "cannot be read as Python: SyntaxError: "),
         ("def compute_scores(**kwargs):\n    return 1.0\n", "compute_scores"),
         (None, "no such file"),
     ],

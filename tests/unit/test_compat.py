@@ -131,6 +131,14 @@ def test_data_proto_is_a_padded_view(batch: Batch) -> None:
         assert list(view.non_tensor_batch[name]) == [{"tool_rewards": [2.0]}, {}, {}]
 
 
+def test_a_view_of_empty_responses_has_a_column() -> None:
+    view = verl.DataProto.from_trajectories(Batch([response("a", [], 0.5, 0)]))
+    lengths = view.batch["attention_mask"][:, view.batch["prompts"].shape[-1] :].sum(-1)
+    rewards = torch.zeros_like(view.batch["responses"], dtype=torch.float32)
+    rewards[0, lengths[0] - 1] = 0.5
+    assert rewards.sum(-1).tolist() == [0.5] and lengths.tolist() == [0]
+
+
 def test_data_proto_indexing(batch: Batch) -> None:
     view = verl.DataProto.from_trajectories(batch)
     item = view[-1]

@@ -16,7 +16,7 @@ from tests.tiny import tiny_tokenizer
 from verl.config import load
 from verl.data.dataset import PromptDataset, epoch_order
 from verl.data.files import DataError
-from verl.data.load_object import load_extern_object, load_module
+from verl.data.load_object import SOURCES, load_extern_object, load_module
 from verl.data.plugins import AbstractCurriculumSampler, collate_fn
 from verl.data.rows import BadRow
 from verl.data.stream import PromptStream, open_stream
@@ -231,6 +231,22 @@ def test_custom_dataset_and_sampler_from_a_file(tmp_path: Path) -> None:
     assert "KeyError" in data.bad_rows[0]["detail"]
     first = open_stream(data, config).take()
     assert [(p.row, p.messages[0]["content"]) for p in first] == [(4, "q4!"), (3, "q3!")]
+
+
+@pytest.mark.parametrize("source", [b"x = 1\ndef f(:\n", b"x = 1\n\0", b"# \xff\nx = '\xff'\n"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_syntax_error_stays_one_and_says_where(
+    tmp_path: Path, source: bytes, kept: bool, monkeypatch
+) -> None:
+    (tmp_path / "mod.py").write_bytes(source)
+    if kept:
+        monkeypatch.setitem(SOURCES, str(tmp_path / "mod.py"), source)
+    with pytest.raises(SyntaxError) as error:
+        load_extern_object(f"{tmp_path}/mod.py", "f")
+    assert (error.value.filename, error.value.lineno) == (
+        f"{tmp_path}/mod.py",
+        2,
+    ) and "(mod.py, line 2)" in str(error.value)
 
 
 def test_load_extern_object(tmp_path: Path) -> None:

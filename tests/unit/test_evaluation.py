@@ -93,6 +93,17 @@ def test_a_function_that_fails_on_a_row_is_counted(tmp_path, capfd) -> None:
     assert events.count('"reward_failed"') == 1
 
 
+@pytest.mark.parametrize("more", ["", ", weight=1.0", ", **kwargs"])
+def test_a_function_with_other_names_is_called_by_position(more: str, tmp_path, capfd) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"def compute_score(source, response, truth{more}):\n"
+        "    return locals().get('weight', 1.0) * (source == 'mine' and response == truth)\n"
+    )
+    path = write(tmp_path, row(["1", "2"], source="mine"))
+    status, out, err = run(path, capfd, f"custom_reward_function.path={tmp_path}/mine.py")
+    assert status == 0 and "{'test_score/mine': 0.5}" in out, err
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "message"),
     [

@@ -122,6 +122,13 @@ def test_metrics_of_validation() -> None:
     found = module.process_validation_metrics(["s", "s", "t"], ["p", "p", "q"], values)
     assert found["s"]["score"]["mean@2"] == 0.5 and found["t"] == {"score": {"mean@1": 0.5}}
     assert 0 < found["s"]["score"]["maj@2/mean"] < 1 and "pred" not in found["s"]
+    rows = (["s", "s", "t"], ["p", "p", "q"], {"acc": [1.0, 0.0, None]})
+    assert (
+        module.process_validation_metrics(*rows, expected_acc_counts={"s": 2, "t": 0})["s"]["acc"]["mean@2"]
+        == 0.5
+    )
+    with pytest.raises(ValueError, match="data source 't' has 0 values of acc, 1 are expected"):
+        module.process_validation_metrics(*rows, expected_acc_counts={"s": 2, "t": 1})
     lists: dict = {}
     for value in (1.0, Metric("sum", 2.0)):
         append_to_dict(lists, {"x": value}, prefix="a/" if isinstance(value, float) else "")
@@ -205,6 +212,15 @@ def test_correction_of_a_batch() -> None:
     assert metrics["rollout_is_std"] == pytest.approx(np.std([0, 0.8, 0]))
     raw = helper.compute_is_metrics(ratio, ratio, torch.ones(1, 3), "token", "0.5_5.0")
     assert raw["rollout_is_oob_ratio"] == pytest.approx(2 / 3)
+    ones = torch.ones(1, 3)
+    for kind, weights in (("token", [0.4, 0.8, 6.0]), ("sequence", [6.0, 6.0, 6.0])):
+        untruncated = torch.tensor([weights])
+        found = helper.compute_is_metrics(
+            untruncated.clamp(max=2), ratio * 0, ones, kind, 2.0, raw_rollout_is_weights=untruncated
+        )
+        assert (found["rollout_is_max"], found["rollout_is_min"]) == pytest.approx((6.0, min(weights)))
+        shares = found["rollout_is_ratio_fraction_high"], found["rollout_is_ratio_fraction_low"]
+        assert shares == pytest.approx((1 / 3, 1 / 3) if kind == "token" else (1, 0))
     with pytest.raises(TypeError, match="not a boolean"):
         helper.compute_rollout_correction_weights(ratio, torch.ones(1, 3), "token", True)
     for option in helper.SUPPORTED_ROLLOUT_RS_OPTIONS:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from verl.reward.check import main, reward_check
+from verl.reward.outcome import RewardLoadError
 from verl.reward.precheck import reference_responses
 
 
@@ -95,6 +96,12 @@ def test_each_way_to_be_wrong_is_said(data: Any, reward: Any, body: str, words: 
     report = reward_check(data(rows(6)), reward(body), timeout=1.0)
     text = "\n".join(report.problems) or "ok"
     assert re.search(words, text), text
+
+
+def test_a_name_that_verl_lacks_is_said(data: Any, reward: Any) -> None:
+    body = "try: import verl.utils.reward_score.rlla\n    except Exception: return float(solution_str == ground_truth)"
+    with pytest.raises(RewardLoadError, match=r"verl\.utils\.reward_score\.rlla is not offered"):
+        reward_check(data(rows(2)), reward(body))
 
 
 def test_slow_functions_are_said(data: Any, reward: Any, monkeypatch: pytest.MonkeyPatch) -> None:

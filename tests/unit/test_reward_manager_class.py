@@ -207,5 +207,6 @@ def test_what_cannot_be_a_manager_is_refused_before_the_run(config, name, messag
 @pytest.mark.long
 def test_a_manager_that_asks_for_what_nobody_has_says_so(config) -> None:
     t = trajectory_of("a")
-    score(config("Greedy"), [t])
+    with pytest.raises(RewardLoadError):
+        score(config("Greedy"), [t])
     assert t.score is None and "'dragons'; a manager gets" in t.score_error

@@ -65,6 +65,7 @@ def test_results_that_are_scores(value: Any, score: float) -> None:
         (1 + 2j, "is a complex"),
         (np.array([1.0, 2.0]), "cannot be read as a number"),
         (10**400, "cannot be read as a number"),
+        ({"score": 1, **dict.fromkeys(range(1000))}, "has 1001 keys, at most 1000 are allowed"),
         (-1e39, r"is -1e\+39; a score must be finite, and at most 1e\+30"),
     ],
 )
@@ -156,17 +157,17 @@ def test_a_missing_name_lists_the_functions_there(user_file: str) -> None:
 
 
 def test_calling_styles(user_file: str) -> None:
-    def style(name: str, batch: bool = False, positional: bool = False, **kwargs: Any) -> str:
+    def style(name: str, batch: bool = False, positional: int = 0, **kwargs: Any) -> int:
         function = load.load_function(user_file, name)
         return load.calling_style(function, kwargs, batch=batch, positional=positional)
 
-    assert style("compute_score", extra=1) == "keyword"
-    assert style("many", batch=True) == "keyword"
-    assert style("renamed", positional=True) == "positional"
+    assert style("compute_score", extra=1) == 0
+    assert style("many", batch=True) == 0
+    assert style("renamed", positional=4) == 4 and style("short", positional=3) == 3
     for arguments, message in (
         (("short",), "extra_info"),
         (("renamed",), "cannot be called as renamed"),
-        (("short", False, True), "too many positional"),
+        (("short", False, 4), "too many positional"),
     ):
         with pytest.raises(RewardLoadError, match=message):
             style(*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from decimal import Decimal
 from pathlib import Path
@@ -343,3 +344,69 @@ def test_ground_truths_that_no_response_can_match(source: str, truth: Any) -> No
 def test_a_list_of_one_answer_is_matched_by_that_answer() -> None:
     check_truth("hiyouga/geometry3k", ["90"])
     assert default_compute_score("hiyouga/geometry3k", r"<think>t</think>\boxed{90}", ["90"])["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda s: s.math_reward.last_boxed_only_string(r"\boxed{1} so \boxed{\frac{1}{2}}."), r"\boxed{\frac{1}{2}}"),
+        (lambda s: s.math.last_boxed_only_string(r"it is $\boxed 5$."), r"\boxed 5"),
+        (lambda s: s.math_dapo.last_boxed_only_string("none"), None),
+        (lambda s: s.math.remove_boxed(r"\boxed{\frac{1}{2}}"), r"\frac{1}{2}"),
+        (lambda s: s.math.remove_boxed(r"\boxed 5"), "5"),
+        (lambda s: s.math.strip_string("x = .5"), r"\frac{1}{2}"),
+        (lambda s: s.math.strip_string(r"\left(3, \dfrac12\right)"), r"(3,\frac{1}{2})"),
+        (lambda s: s.math.strip_string(r"10\%"), "10"),
+        (lambda s: s.math.strip_string(r"90^\circ\text{ degrees}"), "90"),
+        (lambda s: s.math.fix_fracs(r"\frac12+\frac{3}4+\frac1{72}"), r"\frac{1}{2}+\frac{3}4+\frac{1}{72}"),
+        (lambda s: s.math.fix_fracs(r"\frac1"), r"\frac1"),
+        (lambda s: s.math.fix_a_slash_b("-3/4"), r"\frac{-3}{4}"),
+        (lambda s: s.math.fix_a_slash_b("a/b"), "a/b"),
+        (lambda s: s.math.fix_sqrt(r"\sqrt3+\sqrt{2}"), r"\sqrt{3}+\sqrt{2}"),
+        (lambda s: s.math.remove_right_units(r"5\text{ cm}"), "5"),
+        (lambda s: s.math_reward.is_equiv(str1="1/2", str2=r"\frac12"), True),
+        (lambda s: (s.math.is_equiv(None, None), s.math.is_equiv(None, "1"), s.math.is_equiv("1", "2")), (True, False, False)),
+        (lambda s: s.math_reward.compute_score(r"\boxed{72}", "72"), 1.0),
+        (lambda s: s.math_batch.compute_score_batched(["", ""], [r"\boxed{1}", "1"], ["1", "1"], [{}, {}]), [1.0, 0.0]),
+        (lambda s: s.math_dapo.normalize_final_answer("x = 1,234 dollars"), "1234"),
+        (lambda s: s.math_dapo.is_correct_minerva("Answer: 7\nAnswer: 8", r"\boxed{8}", gt_need_extract=True), (True, "8")),
+        (lambda s: s.math_dapo.is_correct_minerva("8", "8"), (False, "[INVALID]")),
+        (lambda s: s.math_dapo.is_correct_strict_box(r"\boxed{8}", "8"), (1, "8")),
+        (lambda s: s.math_dapo.is_correct_strict_box(r"\boxed{8}" + "x" * 100, "8"), (-1, "[INVALID]")),
+        (lambda s: s.math_dapo.verify(r"\boxed{8}", "8", strict_box_verify=True), (True, "8")),
+        (lambda s: s.math_dapo.compute_score("Answer: 8", "8", True), {"score": -1.0, "acc": False, "pred": "[INVALID]"}),
+        (lambda s: s.gsm8k.extract_solution(solution_str="#### 1,000", method="strict"), "1000"),
+        (lambda s: s.gsm8k.compute_score("#### 7", "8", format_score=0.1), 0.1),
+        (lambda s: s.geo3k.compute_score(predict_str="<think>.</think> \\boxed{5}", ground_truth="5", use_boxed=True), 1.0),
+        (lambda s: (s.geo3k.format_reward("5"), s.geo3k.acc_reward("5", "5", use_boxed=False)), (0.0, 1.0)),
+        (lambda s: s.math_verify.compute_score("The answer is $0.5$.", r"\frac12", timeout_score=0), 1.0),
+        (lambda s: s.math_verify.compute_score("long text, 7 apples: 8", "7"), 0.0),
+        (lambda s: s.prime_math.compute_score("Thus the answer is 5.", "5."), (True, True, "5.")),
+        (lambda s: s.prime_math.compute_score(r"Step 2: \boxed{4}", "5"), (False, True, "4")),
+        (lambda s: s.prime_math.match_answer("nothing"), (False, "nothing")),
+        (lambda s: s.prime_math.grade_answer("0.5", r"\frac12"), True),
+        (lambda s: (s.prime_math.grader.math_equal("50", "0.5"), s.prime_math.grader.math_equal("50", "0.5", False)), (True, False)),
+        (lambda s: s.prime_math.grader.math_equal("6.28", r"2\pi", pi=3.14), True),
+        (lambda s: s.search_r1_like_qa_em.normalize_answer("The  Cat."), "cat"),
+        (lambda s: s.search_r1_like_qa_em.em_check("the cat", ["dog", "Cat!"]), 1),
+        (lambda s: (s.search_r1_like_qa_em.subem_check("a black cat", "cat"), s.search_r1_like_qa_em.em_check("a", "b")), (1, 0)),
+        (lambda s: s.search_r1_like_qa_em.extract_solution(solution_str="<answer>a</answer><answer> b </answer>"), "b"),
+        (lambda s: s.search_r1_like_qa_em.compute_score("<answer>x b</answer>", {"target": ["b"]}, format_score=0.1), 0.1),
+        (lambda s: s.search_r1_like_qa_em.compute_score_subem("<answer>x b</answer>", {"target": ["b"]}), 1.0),
+    ],
+)  # fmt: skip
+def test_helpers_of_the_public_reward_modules(call: Any, expected: object) -> None:
+    assert call(importlib.import_module("verl.utils.reward_score")) == expected
+
+
+def test_code_by_the_public_names() -> None:
+    from verl.utils.reward_score import prime_code, sandbox_fusion
+
+    tests = {"inputs": ["1", "2"], "outputs": ["1", "3"]}
+    echo = "print(input())"
+    assert prime_code.compute_score(echo, tests, continuous=True) == (
+        0.5,
+        [{"passed": True}, {"passed": False}],
+    )
+    assert prime_code.compute_score(f"```python\n{echo}\n```", tests)[0] is False
+    assert sandbox_fusion.compute_score(None, None, 256, echo, tests, timeout=5)[0] == 0.5

@@ -16,11 +16,14 @@ import pytest
 
 from tests.chaos.fork_server import until
 from verl.platform.processes import process_start_time
-from verl.reward.outcome import RewardErrorLimit, RewardPrecheckError
+from verl.reward.outcome import RewardErrorLimit, RewardLoadError, RewardPrecheckError
 from verl.reward.pool import Call, FunctionSpec, ScoringPool
 from verl.reward.precheck import precheck
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import Overlong, RewardSettings
+from verl.tracking.console import show_step
+from verl.tracking.step_metrics import reward_metrics
+from verl.tracking.validation_metrics import validation_metrics
 from verl.trajectory import Batch, Prompt, Trajectory
 
 REWARDS = """
@@ -42,6 +45,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     if what == "dumps": json.dumps = lambda *values, **options: "null"
     if what == "unknown id": tell('{"id": 99, "outcomes": []}')
     if what == "no message": tell("I am not a message")
+    if what == "forged": tell(json.dumps({"id": 0, "outcomes": [{"score": [1.0]}]}))
+    if what == "surrogate": return {"score": 1.0, "\\ud800": 1.0}
     if what == "child": os.system("sleep 30 &"); time.sleep(60)
     if what.startswith("daemon"):
         import subprocess
@@ -146,7 +151,7 @@ def test_a_bad_function_fails_its_response_only(make: Any, text: str, kind: str,
         assert any(e["event"] == "reward_worker_replaced" for e in events)
 
 
-@pytest.mark.parametrize("text", ["fork", "dumps", "unknown id", "no message"])
+@pytest.mark.parametrize("text", ["fork", "dumps", "unknown id", "no message", "forged"])
 def test_a_process_that_sends_nonsense_costs_its_own_call_at_most(make: Any, text: str) -> None:
     runner = make(num_workers=1, timeout=5.0)
     bad, *others = run(runner, [text, "72", "71", "72"])
@@ -180,6 +185,13 @@ def test_a_dict_gives_parts_and_kwargs_reach_the_function(make: Any) -> None:
     (found,) = run(make(kwargs={"bonus": 0.25}), ["dict"])
     assert found.score == 0.75 and found.score_parts == {"acc": True, "pred": "72", "format": 0.25}
     assert found.timing["compute_score"] >= 0
+
+
+def test_a_key_that_is_no_unicode_reaches_the_console(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    (found,) = run(make(), ["surrogate"])
+    assert found.score_parts == {"\ud800": 1.0}
+    show_step(1, {f"reward_extra/{name}/mean": value for name, value in found.score_parts.items()})
+    assert r"reward_extra/\ud800/mean:1.0" in capfd.readouterr().out
 
 
 def test_what_the_function_sees(make: Any) -> None:
@@ -312,7 +324,7 @@ def test_batch_manager(make: Any) -> None:
 
 
 def test_positional_functions_with_prime_only(make: Any) -> None:
-    assert run(make("positional", positional=True), ["72"])[0].score == 1.0
+    assert run(make("positional", positional=4), ["72"])[0].score == 1.0
     (bad,) = run(make("positional"), ["72"])
     assert "cannot be called as positional(data_source" in str(bad.score_error)
 
@@ -372,6 +384,57 @@ def test_a_function_that_cannot_be_loaded_fails_every_response_with_the_reason(
     assert found[0].extra["score_failure"]["kind"] == kind
 
 
+@pytest.mark.parametrize("use", ["scores.math.is_eqiv", "from verl.utils.reward_score.math import is_eqiv"])
+@pytest.mark.parametrize("catches", ["Exception", "BaseException"])
+def test_a_name_that_verl_lacks_ends_the_run_whatever_catches_it(
+    make, tmp_path, use: str, catches: str
+) -> None:
+    path = tmp_path / "user.py"
+    path.write_text(
+        "import inspect, pickle\nfrom verl.utils import reward_score as scores\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    inspect.getmodule(compute_score), pickle.dumps(compute_score), hasattr(scores.math, '__wrapped__')\n"
+        f"    if solution_str == 'right': return 1.0\n    try: {use}\n    except {catches}: return 0.0\n"
+    )
+    runner, (right, missing) = make(path=str(path), max_error_ratio=1.0), map(trajectory_of, ("right", "72"))
+    asyncio.run(runner.score_batch([right]))
+    assert right.score == 1.0
+    with pytest.raises(RewardLoadError, match=r"verl\.utils\.reward_score\.math\.is_eqiv .* has: .*is_equiv"):
+        asyncio.run(runner.score_batch([missing]))
+    with pytest.raises(RewardPrecheckError, match="is_eqiv"):
+        asyncio.run(precheck(make(path=str(path)), [missing.prompt]))
+    path.write_text(
+        "def compute_score(**row): return 0.0\ntry: import verl.utils.reward_score.nothing\nexcept ImportError: 0\n"
+    )
+    assert "verl.utils.reward_score.nothing" in str(run(make(path=str(path)), ["72"])[0].score_error)
+
+
+def test_one_version_of_a_file_a_run(make: Any, tmp_path: Path) -> None:
+    path, events = tmp_path / "user.py", []
+    (tmp_path / "beside.py").write_text("BONUS = 0.25\n")
+    source = (
+        "import os, beside\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if solution_str == 'exit': os._exit(1)\n    if solution_str == 'raise': raise ValueError  # line four\n"
+        "    return {'score': 0.25 + beside.BONUS, 'file': __file__}\n"
+    )
+    path.write_text(source)
+    runner = make(
+        path=str(path), max_error_ratio=1.0, events=lambda kind, **fields: events.append((kind, fields))
+    )
+    assert run(runner, ["72"])[0].score == 0.5
+    path.write_text("# edited\n" * 9 + source.replace("0.25 +", "777 +"))
+    run(runner, ["exit"])
+    found = run(runner, ["72", "raise"])
+    assert found[0].score == 0.5 and found[0].score_parts["file"] == str(path)
+    for _ in range(2):
+        runner.check_errors(found)
+    assert [fields["path"] for kind, fields in events if kind == "reward_file_changed"] == [str(path)]
+    assert "line four" in next(
+        fields["traceback"] for kind, fields in events if fields.get("failure") == "exception"
+    )
+    assert run(make(path=str(path)), ["72"])[0].score == 777.25
+
+
 def test_built_in_rules_and_rows_that_ask_for_the_flexible_one(make: Any) -> None:
     runner = make(path=None)
     gsm = {"data_source": "openai/gsm8k"}
@@ -391,12 +454,19 @@ def test_built_in_rules_and_rows_that_ask_for_the_flexible_one(make: Any) -> Non
     assert "no built-in reward takes it" in str(misspelt.score_error)
 
 
-def test_math_verify_over_its_time_fails_the_response(make: Any, monkeypatch: Any) -> None:
-    runner = make(path="pkg://verl.reward.rules.verify", name="compare_task")
-    rows = [trajectory_of("9^{9^{9^{9}}}", extra_info={"limit": 0.5}), trajectory_of("0.5", truth=r"\frac12")]
-    failed, right = run(runner, rows)
-    assert "math-verify took more than 0.5 s" in str(failed.score_error) and right.score == 1.0
-    assert failed.extra["score_failure"]["kind"] == "timeout"
+def test_what_math_verify_cannot_decide_is_wrong_and_counted(make: Any) -> None:
+    events: list[dict[str, Any]] = []
+    runner = make(path=None, events=lambda kind, **fields: events.append({"event": kind, **fields}))
+    rows = [
+        trajectory_of(rf"\boxed{{{text}}}", data_source="lighteval/MATH", truth="0.5")
+        for text in ("9^{9^{9^9}}", r"\frac12")
+    ]
+    huge, right = run(runner, rows)
+    assert (huge.score, right.score) == (0.0, 1.0)
+    assert [event["event"] for event in events] == ["reward_undecided"] and events[0]["response"] == huge.text
+    found = reward_metrics(Batch(rows))
+    assert (found["reward/undecided"], found["reward/errors"]) == (1, 0)
+    assert validation_metrics(rows)["val-aux/lighteval/MATH/undecided"] == 1
 
 
 def test_too_many_failures_stop_the_run_with_the_most_frequent_error(make: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
@@ -39,10 +39,31 @@ def _renamed(listed: str) -> list[tuple[str, str]]:
 
 
 _MANAGERS = "verl.reward.registry: register get_reward_manager_cls"
-_RULES = (
-    "gsm8k math_dapo geo3k math math_reward=math math_verify=math prime_math=math prime_code=code sandbox_fusion=code "
-    "search_r1_like_qa_em=search_qa"
+_MATH = (
+    "verl.reward.rules.public_math: compute_score is_equiv strip_string remove_boxed last_boxed_only_string fix_fracs "
+    "fix_a_slash_b fix_sqrt remove_right_units"
 )
+_SEARCH_QA = (
+    "verl.reward.rules.search_qa: compute_score compute_score_subem em_check subem_check normalize_answer extract_solution "
+    "count_answer_tags"
+)
+_DAPO = "is_correct_minerva is_correct_strict_box verify compute_score"
+# Module of the public `verl.utils.reward_score` → as in `_TABLE`.
+_SCORES = {
+    "gsm8k": "verl.reward.rules.gsm8k: compute_score extract_solution",
+    "geo3k": "verl.reward.rules.geo3k: compute_score=score_alone format_reward acc_reward",
+    "math": _MATH,
+    "math_reward": _MATH,
+    "math_batch": "verl.reward.rules.public_math: compute_score_batched",
+    "math_dapo": f"verl.reward.rules.math_dapo: normalize_final_answer {_DAPO} remove_boxed last_boxed_only_string",
+    "math_verify": "verl.reward.rules.public_math: compute_score=verified_score",
+    "prime_math": "verl.reward.rules.public_math: compute_score=prime_score grade_answer match_answer math_equal remove_boxed",
+    "prime_math.grader": "verl.reward.rules.public_math: math_equal",
+    "prime_math.math_normalize": "verl.reward.rules.math: normalize_answer=normalise",
+    "prime_code": "verl.reward.rules.code: compute_score=prime_score",
+    "sandbox_fusion": "verl.reward.rules.code: compute_score=sandbox_score",
+    "search_r1_like_qa_em": _SEARCH_QA,
+}
 _TOOLS_BASE = "verl.rollout.tools.base"
 _TOOLBOX = "verl.rollout.tools.toolbox: load_all_tools initialize_tools_from_config=load_all_tools"
 _SCHEMAS = (
@@ -82,8 +103,8 @@ _TABLE = {
     "verl.utils.profiler.performance": f"{_TOOLS_BASE}: simple_timer",
     "verl.utils.py_functional": "verl.tracking.public_metrics: append_to_dict",
     "verl.utils.rollout_trace": f"{_TOOLS_BASE}: rollout_trace_op",
-    "verl.utils.reward_score": "verl.reward: default_compute_score",
-    **{f"verl.utils.reward_score.{name}": f"verl.reward.rules.{rule}" for name, rule in _renamed(_RULES)},
+    "verl.utils.reward_score": "verl.reward: default_compute_score _default_compute_score=default_compute_score",
+    **{f"verl.utils.reward_score.{name}": target for name, target in _SCORES.items()},
     "verl.utils.torch_functional": "verl.compat.torch_functional",
     "verl.utils.dataset.rl_dataset": "verl.data.plugins: RLHFDataset collate_fn",
     "verl.utils.dataset.multiturn_sft_dataset": "verl.data.sft: MultiTurnSFTDataset=SFTDataset",
@@ -141,9 +162,39 @@ def reason(path: str) -> str:
     """Why `path` cannot be imported, and what there is instead: the text of the ImportError."""
     family = [*_parents(path), path]
     instead = next((REFUSED[p] for p in reversed(family) if p in REFUSED), "use what verl itself offers")
+    parent = path.rpartition(".")[0]
+    if isinstance(names := SERVED.get(parent), dict):
+        return f"{path} is not offered to plug-ins: {instead}. {parent} has: {', '.join(names)}"
     near = [p for p in SERVED if p.startswith(".".join(path.split(".")[:2]) + ".")]
     served = f". Import paths of the public system that are served: {', '.join(near)}" if near else ""
     return f"{path} is not offered to plug-ins: {instead}{served}"
+
+
+# Why each name could not be had that was asked for in this process. A reward that catches the exception would score right
+# responses 0: a scoring process fails its calls instead.
+REFUSALS: list[str] = []
+
+
+def _refuse(path: str) -> str:
+    """The reason, which is kept."""
+    REFUSALS.append(text := reason(path))
+    return text
+
+
+def _missing_names(path: str) -> Callable[[str], Any]:
+    """`__getattr__` of the module that is served as `path`."""
+
+    def absent(name: str) -> Any:
+        full = f"{path}.{name}"
+        if full in SERVED or full in PACKAGES:
+            return importlib.import_module(full)
+        # The import system, pickle and inspect look names up in every module.
+        asker = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        probes = name.startswith("__") or asker in sys.stdlib_module_names
+        # AttributeError, not ImportError: `from package import submodule` asks for the attribute first.
+        raise AttributeError((reason if probes else _refuse)(full))
+
+    return absent
 
 
 class _Alias(Loader):
@@ -160,21 +211,17 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        sys.modules[module.__spec__.name] = importlib.import_module(self._target)
+        name = module.__spec__.name
+        sys.modules[name] = served = importlib.import_module(self._target)
+        vars(served).setdefault("__getattr__", _missing_names(name))
 
 
 class _View(Loader):
     """Fills a module made for the import with the names of the table; whoever asks it for another one is told why not."""
 
     def exec_module(self, module: ModuleType) -> None:
-        path = module.__name__
-
-        def refuse(name: str) -> Any:
-            # AttributeError, not ImportError: `from package import submodule` asks for the attribute first.
-            raise AttributeError(reason(f"{path}.{name}"))
-
-        module.__getattr__ = refuse  # type: ignore[method-assign]
-        names: Any = SERVED.get(path, {})
+        module.__getattr__ = _missing_names(module.__name__)  # type: ignore[method-assign]
+        names: Any = SERVED.get(module.__name__, {})
         for name, target in names.items():
             setattr(module, name, pkgutil.resolve_name(target))
 
@@ -193,7 +240,7 @@ class PluginFinder(MetaPathFinder):
         if entry is not None or fullname in PACKAGES:
             return ModuleSpec(fullname, _View(), is_package=True)
         if any(p in REFUSED or p in PACKAGES or p in SERVED for p in [*_parents(fullname), fullname]):
-            raise ImportError(reason(fullname), name=fullname)
+            raise ImportError(_refuse(fullname), name=fullname)
         return None
 
 

@@ -113,10 +113,23 @@ def compute_is_metrics(
     response_mask: torch.Tensor,
     rollout_is: str,
     rollout_is_threshold: float | str,
+    raw_rollout_is_weights: torch.Tensor | None = None,
 ) -> dict[str, float]:
-    """Metrics without prefix of the weights that the log-ratios [N, L] give; `rollout_is_weights` follow from them."""
-    settings = (response_mask, rollout_is, rollout_is_threshold)
-    return compute_rollout_correction_weights(log_ratio_for_metrics, *settings)[1]
+    """Metrics without prefix of the weights that the log-ratios [N, L] give; `rollout_is_weights` follow from them.
+
+    `raw_rollout_is_weights` [N, L]: the weights before they were truncated (of kind sequence one value a row), which then stand
+    for the log-ratios; rollout_is_{max,min} are theirs.
+    """
+    settings, raw = (response_mask, rollout_is, rollout_is_threshold), raw_rollout_is_weights
+    if raw is None:
+        return compute_rollout_correction_weights(log_ratio_for_metrics, *settings)[1]
+    tokens = response_mask.sum(-1, keepdim=True).clamp(min=1) if rollout_is == "sequence" else 1
+    metrics = compute_rollout_correction_weights(raw.double().log() / tokens, *settings)[1]
+    values = raw[response_mask.bool()]
+    extremes = (
+        {"rollout_is_max": float(values.max()), "rollout_is_min": float(values.min())} if len(values) else {}
+    )
+    return metrics | extremes
 
 
 def _flat(log_ratio: torch.Tensor, response_mask: torch.Tensor) -> tuple[Tokens, np.ndarray]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import linecache
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,24 +25,55 @@ class NoSuchName(DataError, AttributeError):
     """The user's module defines no such name; an AttributeError for plug-ins that catch one."""
 
 
+# Path → content of files that are loaded as they were when the run read them, whatever is on disk now.
+SOURCES: dict[str, bytes] = {}
+
+
+def read_source(module_path: str) -> dict[str, bytes]:
+    """{resolved path: content} of the Python file that `module_path` names, for `SOURCES`; {} where it names none."""
+    path = _path_of(module_path)
+    return {str(path): path.read_bytes()} if path.is_file() else {}
+
+
+def _path_of(module_path: str) -> Path:
+    return Path(os.path.expandvars(module_path.removeprefix("file://"))).expanduser().resolve()
+
+
+def _execute(spec: ModuleSpec, module: ModuleType) -> None:
+    """Run the file's code in the module: that of `SOURCES` if it is there, with its lines for tracebacks."""
+    assert spec.loader is not None and spec.origin is not None
+    path = spec.origin
+    if not path.endswith(".py"):
+        spec.loader.exec_module(module)
+        return
+    source = SOURCES[path] if path in SOURCES else Path(path).read_bytes()
+    if b"\0" in source:  # Python says neither where, nor in every version that it is a SyntaxError
+        line = source[: source.index(b"\0")].count(b"\n") + 1
+        raise SyntaxError("source code cannot contain null bytes", (path, line, None, None))
+    code = compile(source, path, "exec")
+    if path in SOURCES:
+        text = importlib.util.decode_source(source)
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    exec(code, module.__dict__)
+
+
 def load_module(module_path: str) -> ModuleType:
     """Import `module_path`: a Python file (its directory becomes importable) or `pkg://module`.
 
     A file is imported once per process. Raises DataError naming what was looked at; errors that the
-    module itself raises while it is imported pass through unchanged.
+    module itself raises while it is imported pass through unchanged; a SyntaxError names file and line.
     """
     if module_path.startswith("pkg://"):
         name = module_path.removeprefix("pkg://").strip("/").removesuffix(".py").replace("/", ".")
         return _import(name, module_path)
-    path = Path(os.path.expandvars(module_path.removeprefix("file://"))).expanduser()
-    if not path.exists() and path.suffix != ".py" and "/" not in module_path:
+    path = _path_of(module_path)
+    if str(path) not in SOURCES and not path.exists() and path.suffix != ".py" and "/" not in module_path:
         return _import(module_path, module_path)
     if path.is_dir():
         raise DataError(f"{module_path}: a directory; name the file in it")
-    if not path.is_file():
+    if str(path) not in SOURCES and not path.is_file():
         beside = files_beside(path, (".py",))
         raise NoSuchFile(f"{module_path}: no such file (looked at {path.absolute()}){beside}")
-    path = path.resolve()
     name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -52,7 +85,7 @@ def load_module(module_path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        _execute(spec, module)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SystemExit):

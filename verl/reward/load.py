@@ -57,21 +57,22 @@ def is_async(function: Function) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
-def calling_style(function: Function, kwargs: Mapping[str, Any], *, batch: bool, positional: bool) -> str:
-    """How to call it: "keyword", or "positional" (allowed for the prime manager only).
+def calling_style(function: Function, kwargs: Mapping[str, Any], *, batch: bool, positional: int) -> int:
+    """With how many arguments to call it by position: 0 where it takes them by keyword, else `positional`, which is 0 where
+    that is not allowed.
 
     `kwargs` are `custom_reward_function.reward_kwargs`. RewardLoadError shows the signature and what it lacks.
     """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return "keyword"  # a builtin or C function shows no signature; the first call will tell
+        return 0  # a builtin or C function shows no signature; the first call will tell
     names, others = (MANY, ONE) if batch else (ONE, MANY)
     problem = _problem(signature, (), {**dict.fromkeys(names), **kwargs})
     if problem is None:
-        return "keyword"
-    if positional and (problem := _problem(signature, names, kwargs)) is None:
-        return "positional"
+        return 0
+    if positional and (problem := _problem(signature, names[:positional], kwargs)) is None:
+        return positional
     hint = ""
     if _problem(signature, (), {**dict.fromkeys(others), **kwargs}) is None:
         takes, manager = ("one response at a time", "naive") if batch else ("a whole batch", "batch")

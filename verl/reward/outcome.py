@@ -14,6 +14,8 @@ from verl.platform.child_process import NotPlain, encode, to_plain
 TRACEBACK_CHARACTERS = 6000
 LARGEST_RESULT = 16 * 2**20
 """Bytes of what a call may return: it travels to the run, is kept until the step ends and is dumped."""
+MOST_PARTS = 1000
+"""Keys of a result: each number among them is a metric of the step."""
 _LARGEST_SCORE = 1e30  # squares of what comes of it are float32
 
 
@@ -34,7 +36,7 @@ class UnknownSource(RewardError, ValueError):
 
 
 class VerifyFailed(RewardError, RuntimeError):
-    """math-verify could not decide (time limit, crash, an error of its own): the response is failed, not wrong."""
+    """math-verify could not decide because of the ground truth, or does not work: the response is failed, not wrong."""
 
 
 class SandboxFailed(RewardError, RuntimeError):
@@ -62,7 +64,8 @@ class Outcome:
     """Result of scoring one response. `error` is None if it worked; else `score` is None and `kind` says how it failed: an
     "exception", a "timeout", a "crash" of its process, a "value" that is no score, "load" if it could not be loaded.
 
-    `bare` is True if the function returned a number alone. `seconds` is the time the function took.
+    `bare` is True if the function returned a number alone. `seconds` is the time the function took. `undecided`: comparisons that
+    math-verify could not make because of the response, which count as wrong answers.
     """
 
     score: float | None = None
@@ -72,6 +75,7 @@ class Outcome:
     kind: str = ""
     error: str | None = None
     traceback: str = ""
+    undecided: int = 0
 
 
 def failed(kind: str, error: str, trace: str = "", seconds: float = 0.0) -> Outcome:
@@ -117,6 +121,10 @@ def normalise(value: Any) -> tuple[float, dict[str, Any], bool]:
         if "score" not in value:
             keys = ", ".join(map(repr, list(value)[:20])) or "none"
             raise BadScore(f"the dict it returned has no 'score' (keys: {keys})")
+        if len(value) > MOST_PARTS:
+            raise BadScore(
+                f"the dict it returned has {len(value)} keys, at most {MOST_PARTS} are allowed; return fewer"
+            )
         parts = {str(k): _part(v) for k, v in value.items() if k != "score"}
         return _number(value["score"], "its 'score'"), parts, False
     if isinstance(value, tuple):

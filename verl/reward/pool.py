@@ -25,9 +25,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl.config.schema.base import select
+from verl.data.load_object import read_source
 from verl.platform.child_process import ChildProcess, encode
 from verl.platform.host import usable
-from verl.reward.outcome import Outcome, failed
+from verl.reward.outcome import MOST_PARTS, Outcome, failed
 
 # Seconds: to import the function; for a process that hangs to say where, before it is killed; for the other sign of a
 # death to come (the exit code, or what was still on its way); for an async function to be cancelled in its process at
@@ -42,18 +44,24 @@ _CLOSED = failed("crash", "the scoring pool was closed before it was scored")
 class FunctionSpec:
     """Which function: a custom one by `path` and `name`, or the built-in table (`path` None).
 
-    `batch`: it takes lists. `positional`: it may be called without keywords (the prime manager). `manager`: `name` is
-    a class, made of these values (see `verl.reward.managers`). `offered`: arguments that a custom function gets if it
-    names them; `reward_model_tokenizer` among them is [path, trust_remote_code], and loaded for it.
+    `batch`: it takes lists. `positional`: with how many arguments it may be called by position (prime manager: 4,
+    main_eval: 3). `manager`: `name` is a class, made of these values (see `verl.reward.managers`). `offered`: arguments that a
+    custom function gets if it names them; `reward_model_tokenizer` among them is [path, trust_remote_code], and loaded for it.
+    `sources`: the content of the files when this is made, which every scoring process uses.
     """
 
     path: str | None = None
     name: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
     batch: bool = False
-    positional: bool = False
+    positional: int = 0
     manager: dict[str, Any] | None = None
     offered: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, bytes] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for path in (self.path, select(self.manager, "custom_reward_function.path")):
+            self.sources.update(read_source(path) if path else {})
 
     @property
     def label(self) -> str:
@@ -152,7 +160,7 @@ class _Worker(ChildProcess):
         return len(self.running) < (CONCURRENCY if self.is_async and not alone else 1)
 
     def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
-        """Replace the limit of the process itself: of its start, or of a section that it announced."""
+        """Replace the limit of the process itself."""
         _cancel(self.timer)
         self.timer = timer
 
@@ -167,6 +175,23 @@ class _Worker(ChildProcess):
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
+
+
+def _outcome_of(row: Any) -> Outcome:
+    """The outcome that a process sent. ValueError for anything else."""
+    match row:
+        case {"score": float() | None as score, "error": str() | None as error, "parts": dict(parts)}:
+            outcome = Outcome(**row)
+            numbers = isinstance(outcome.seconds, float) and isinstance(outcome.undecided, int)
+            texts = (outcome.kind, outcome.traceback, *parts)
+            if (
+                (score is None) is not (error is None)
+                and numbers
+                and len(parts) <= MOST_PARTS
+                and all(isinstance(text, str) for text in texts)
+            ):
+                return outcome
+    raise ValueError(f"{row!r:.200}")
 
 
 class ScoringPool:
@@ -318,20 +343,15 @@ class ScoringPool:
         """Act on a message. Raises where it is not one that a process sends."""
         if worker.failure is not None:
             if "stack" in message:
-                worker.failure.traceback = message["stack"]
+                worker.failure.traceback = str(message["stack"])
                 worker.kill()
             return
         match message:
             case {"id": number, "outcomes": rows}:
-                outcomes = [Outcome(**row) for row in rows]
+                outcomes = [_outcome_of(row) for row in rows]
                 if len(outcomes) != worker.running[number].count:
                     raise ValueError(f"{len(outcomes)} outcomes")
                 self._finish(worker.running.pop(number), *outcomes)
-            case {"section": None}:
-                worker.set_timer(None)
-            case {"section": limit, "what": what}:
-                failure = "timeout", f"{what} took more than {limit:g} s"
-                worker.set_timer(self._loop.call_later(limit, self._stop_worker, worker, *failure))
             case {"ready": bool(is_async)}:
                 worker.set_timer(None)
                 worker.ready, worker.is_async = True, is_async

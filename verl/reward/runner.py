@@ -21,10 +21,11 @@ from typing import Any
 
 from verl.config.schema.base import select
 from verl.config.weights import FUNCTION, MODEL
+from verl.data.load_object import read_source
 from verl.platform.child_process import NotPlain
 from verl.reward.managers import row_of
 from verl.reward.model import RewardModel
-from verl.reward.outcome import Outcome, RewardErrorLimit, failed
+from verl.reward.outcome import Outcome, RewardErrorLimit, RewardLoadError, failed
 from verl.reward.pool import Call, ScoringPool
 from verl.reward.served_judge import ServedJudge
 from verl.reward.settings import RewardSettings
@@ -70,6 +71,7 @@ class RewardRunner:
         self._events = events or (lambda kind, **fields: None)
         self._pool: ScoringPool | None = None
         self._shown: Counter[str] = Counter()
+        self._unchanged = dict(self.settings.function.sources)
 
     # ---- scoring ---------------------------------------------------------------------------------------------
 
@@ -91,7 +93,7 @@ class RewardRunner:
         """Score all that have no result yet, their greedy baselines too: in one call with the batch manager, else one by one,
         at once; then those that a model scores, together.
 
-        The batch call as a whole gets `reward_model.timeout` seconds.
+        The batch call as a whole gets `reward_model.timeout` seconds. RewardLoadError as `check_usable`.
         """
         rows = list(trajectories)
         rows += dict.fromkeys(t.baseline for t in rows if t.baseline is not None)
@@ -104,6 +106,7 @@ class RewardRunner:
         if self.model is not None and (left := [t for t in rows if _open(t)]):
             for trajectory, outcome in zip(left, await self.model.score(left), strict=True):
                 self._apply(trajectory, outcome, MODEL)
+        self.check_usable(rows)
 
     async def try_function(self, prompt: Prompt, text: str) -> Outcome:
         """What the function says of a text, without a trajectory; for checks before the run. Where an agent loop may play the
@@ -124,6 +127,7 @@ class RewardRunner:
 
     def close(self) -> None:
         """End the scoring processes. The runner can be used again afterwards: it then starts new ones."""
+        self._note_changes()
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -175,6 +179,10 @@ class RewardRunner:
 
     def _apply(self, trajectory: Trajectory, outcome: Outcome, name: str = FUNCTION) -> None:
         """Keep what a reward said of a response: its score, once all that `weights` names have spoken."""
+        if outcome.undecided:
+            trajectory.extra["undecided"] = outcome.undecided
+            where = {"file": trajectory.prompt.file, "row": trajectory.prompt.row, "uid": trajectory.uid}
+            self._events("reward_undecided", **where, index=trajectory.index, response=trajectory.text)
         settings, timing = self.settings, trajectory.timing
         parts = trajectory.score_parts | self._named(outcome, name)
         timing["compute_score"] = timing.get("compute_score", 0.0) + outcome.seconds
@@ -271,10 +279,26 @@ class RewardRunner:
             kind, fields = pool.notices.popleft()
             self._events(kind, **fields)
 
+    def _note_changes(self) -> None:
+        """One event for each file of the function whose content on disk is another one now."""
+        for path, source in list(self._unchanged.items()):
+            if read_source(path).get(path) != source:
+                del self._unchanged[path]
+                message = f"{path} was changed on disk; this run goes on with what it read at its start"
+                self._events("reward_file_changed", path=path, message=message)
+
     # ---- the step --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def check_usable(rows: Iterable[Trajectory]) -> None:
+        """Raise RewardLoadError if the function could not be loaded, or asked for a name that verl lacks."""
+        for t in rows:
+            if t.extra.get("score_failure", {}).get("kind") == "load":
+                raise RewardLoadError(f"the reward cannot be used: {t.score_error}")
 
     def check_errors(self, batch: Batch | Sequence[Trajectory]) -> None:
         """Raise RewardErrorLimit if too many responses of a step failed to score; those the sampler lost do not count."""
+        self._note_changes()
         scored = [t for t in batch if t.finish_reason != "lost"]
         errors = [t for t in scored if t.score_error is not None]
         limit = self.settings.max_error_ratio

@@ -77,7 +77,7 @@ def _function(config: Any, offered: dict[str, Any]) -> FunctionSpec:
         name=custom.name,
         kwargs=dict(custom.reward_kwargs) if path else options_of(config),
         batch=manager == "batch" and path is not None,
-        positional=manager == "prime",
+        positional=4 if manager == "prime" else 0,
         offered=offered,
     )
 

@@ -1,20 +1,15 @@
 """A scoring process: loads one reward function and serves calls over a socket.
 
     run ──init, calls, "stack?"──→ reader thread → inbox → main thread: the function
-        ←─ready, outcomes, sections, stack───────────────────┘
+        ←─ready, outcomes, stack─────────────────────────────┘
 
 Synchronous functions run one call at a time on the main thread; async ones run concurrently in one event loop. When
 the socket closes the run is gone, and so is this process, whatever the function is doing. Only a manager class of the
 user's own needs torch here.
-
-`section` is a time limit that holds for code inside of a call: the run is told, and kills the process when the time is
-up. This also ends C code that never looks at signals, and works from any thread; nothing is interrupted in the middle
-and nothing is turned into a 0.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import threading
@@ -22,36 +17,23 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+from verl.compat import REFUSALS
+from verl.data.load_object import SOURCES
 from verl.platform import child_process
 from verl.platform.child_process import ParentChannel
 from verl.reward.outcome import TRACEBACK_CHARACTERS, Outcome, RewardLoadError, failed, outcome_of, raised
 
-_announce: Callable[[float | None, str], None] | None = None
-_section_lock = threading.Lock()
 _seconds_apart = 0.0
+_undecided = 0
 
 
-def in_worker() -> bool:
-    """True in a scoring process, but not in one that the function forked from it."""
-    return _announce is not None
-
-
-@contextmanager
-def section(seconds: float, what: str) -> Iterator[None]:
-    """Run the body with a limit, one thread at a time; waiting for the turn does not count.
-
-    RuntimeError outside of a scoring process, where nothing would enforce the limit.
-    """
-    if _announce is None:
-        raise RuntimeError("a time-limited section needs a scoring process")
-    with _section_lock:
-        _announce(seconds, what)
-        try:
-            yield
-        finally:
-            _announce(None, what)
+def count_undecided() -> None:
+    """Count a comparison that a verifier did not decide because of the response, for the call under way."""
+    global _undecided
+    _undecided += 1
 
 
 @contextmanager
@@ -69,11 +51,6 @@ def _clock() -> float:
     return time.perf_counter() - _seconds_apart
 
 
-def _forget_the_run() -> None:
-    global _announce
-    _announce = None
-
-
 def _main_stack() -> str:
     """Where the main thread is now, outermost first, without our own frames below the function."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -89,7 +66,7 @@ class Function:
     def __init__(self, init: dict[str, Any]):
         self.kwargs: dict[str, Any] = init["kwargs"]
         self.batch: bool = init["batch"]
-        self.positional = False
+        self.positional = 0
         self.is_async = False
         self.call: Callable[..., Any]
         if init["manager"]:
@@ -108,15 +85,16 @@ class Function:
 
             self.call = load_function(init["path"], init["name"])
             self.kwargs = taken(self.call, init["offered"]) | self.kwargs
-            style = calling_style(self.call, self.kwargs, batch=self.batch, positional=init["positional"])
-            self.positional = style == "positional"
+            self.positional = calling_style(
+                self.call, self.kwargs, batch=self.batch, positional=init["positional"]
+            )
             self.is_async = is_async(self.call)
 
     def __call__(self, message: dict[str, Any]) -> Any:
         arguments, kwargs = message["arguments"], {**message["kwargs"], **self.kwargs}
         _seed(message["seed"])
         if self.positional:
-            return self.call(*arguments.values(), **kwargs)
+            return self.call(*[*arguments.values()][: self.positional], **kwargs)
         return self.call(**arguments, **kwargs)
 
     def outcomes(self, value: Any, count: int, seconds: float) -> list[Outcome]:
@@ -141,6 +119,19 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
+def _report(channel: ParentChannel, number: int, outcomes: list[Outcome]) -> None:
+    """Send the outcomes of a call, or that the function asked for what there is not, whatever it made of that."""
+    global _undecided
+    if _undecided and outcomes:  # a failure may stand for all responses of a call
+        outcomes = [replace(outcomes[0], undecided=_undecided), *outcomes[1:]]
+        _undecided = 0
+    if REFUSALS:
+        outcomes = [
+            failed("load", f"it asks for what verl lacks: {REFUSALS[0]}", o.traceback) for o in outcomes
+        ]
+    channel.send({"id": number, "outcomes": [vars(outcome) for outcome in outcomes]})
+
+
 def _serve(channel: ParentChannel, function: Function) -> None:
     while True:
         message = channel.inbox.get()
@@ -155,7 +146,7 @@ def _serve(channel: ParentChannel, function: Function) -> None:
             outcomes = [raised(error, _clock() - started, __file__)] * message["count"]
         else:
             outcomes = function.outcomes(value, message["count"], _clock() - started)
-        channel.send({"id": message["id"], "outcomes": [vars(outcome) for outcome in outcomes]})
+        _report(channel, message["id"], outcomes)
 
 
 async def _finish(value: Any) -> Any:
@@ -178,7 +169,7 @@ def _serve_async(channel: ParentChannel, function: Function) -> None:
             outcomes = [outcome] * message["count"]
         else:
             outcomes = function.outcomes(value, message["count"], time.perf_counter() - started)
-        channel.send({"id": message["id"], "outcomes": [vars(outcome) for outcome in outcomes]})
+        _report(channel, message["id"], outcomes)
 
     async def serve() -> None:
         running: set[asyncio.Task[None]] = set()
@@ -194,10 +185,6 @@ def _serve_async(channel: ParentChannel, function: Function) -> None:
 
 def main(channel: ParentChannel) -> None:
     """Serve calls until the run closes the socket. The first message says which function to load."""
-    global _announce
-
-    def announce(seconds: float | None, what: str) -> None:
-        channel.send({"section": seconds, "what": what})
 
     def stack_wanted(message: dict[str, Any]) -> bool:
         if "stack" in message:
@@ -205,11 +192,12 @@ def main(channel: ParentChannel) -> None:
         return "stack" in message
 
     channel.on_message = stack_wanted
-    _announce = announce
-    os.register_at_fork(after_in_child=_forget_the_run)
     init = channel.inbox.get()
     try:
+        SOURCES.update(init["sources"])
         function = Function(init)
+        if REFUSALS:
+            raise RewardLoadError(f"{init['path']} asks for what verl lacks: {REFUSALS[0]}")
     except RewardLoadError as error:
         channel.send({"unusable": str(error), "traceback": ""})
         return

@@ -45,8 +45,9 @@ def one_line(text: Any) -> str:
 
 
 def say(text: str) -> None:
-    """One line on stdout."""
-    print(text, flush=True)
+    """One line on stdout; characters that its encoding lacks (a lone surrogate) are spelt out."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def notice(text: str) -> None:

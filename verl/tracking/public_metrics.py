@@ -160,8 +160,19 @@ def process_validation_metrics(
     sample_uids: Sequence[str],
     infos_dict: Mapping[str, Sequence[Any]],
     seed: int = 42,
+    expected_acc_counts: Mapping[str, int] | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """source → variable → metric: of each prompt's responses, then the mean over the prompts; `seed` is 42 always."""
+    """source → variable → metric: of each prompt's responses, then the mean over the prompts; `seed` is 42 always.
+
+    `expected_acc_counts`: source → how many values of `acc` it has; ValueError where it has another number.
+    """
+    accuracies = zip(data_sources, infos_dict.get("acc", ()), strict=False)
+    counts = Counter(source for source, value in accuracies if value is not None)
+    for source, expected in (expected_acc_counts or {}).items():
+        if counts[source] != expected:
+            raise ValueError(
+                f"data source {source!r} has {counts[source]} values of acc, {expected} are expected"
+            )
     groups: dict[tuple[str, str], list[int]] = {}
     for row, key in enumerate(zip(data_sources, sample_uids, strict=True)):
         groups.setdefault(key, []).append(row)

@@ -112,8 +112,8 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def reward_metrics(batch: Batch) -> dict[str, Number]:
-    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, time per response, and the mean of each
-    of several rewards before its weight.
+    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, comparisons that a verifier could
+    not make because of the response, time per response, and the mean of each of several rewards before its weight.
 
     Responses the sampler lost were never scored: they are training/rollout_failure/evicted_samples.
     """
@@ -123,6 +123,7 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
     out: dict[str, Number] = {"training/rollout_failure/evicted_samples": len(lost)} if lost else {}
     kinds = [t.extra.get("score_failure", {}).get("kind") for t in failed]
     out |= {"reward/errors": len(failed), "reward/timeouts": kinds.count("timeout")}
+    out["reward/undecided"] = sum(t.extra.get("undecided", 0) for t in asked)
     out["reward/error_ratio"] = _ratio(len(failed), len(asked))
     latency = [t.timing["compute_score"] for t in asked if "compute_score" in t.timing]
     several = [t.extra["rewards"] for t in asked if "rewards" in t.extra]

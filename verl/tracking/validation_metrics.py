@@ -61,6 +61,8 @@ def _source_metrics(source: str, groups: Sequence[Responses], n: int) -> dict[st
         for metric, value in _variable_metrics(groups, variable, n).items():
             core = variable in (ACC, REWARD) and metric.startswith((f"mean@{n}", f"best@{n}/", f"maj@{n}/"))
             out[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{metric}"] = value
+    if undecided := sum(t.extra.get("undecided", 0) for group in groups for t in group):
+        out[f"val-aux/{source}/undecided"] = undecided
     if failed:
         out[f"val-aux/{source}/errors"] = failed
         if _has_acc(groups):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ def evaluate(config: EvalConfig, tracking: Tracking) -> None:
         asyncio.run(_score(rewards, data.all))
     finally:
         rewards.close()
+    rewards.check_usable(data.all)
     _refuse_all_failed(data.all)
     metrics, notes, lines = evaluation_metrics(data, config)
     for note in notes:
@@ -174,12 +176,15 @@ def _reference(row: Mapping[str, Any], path: str | None, truth: Any) -> list[str
 
 
 def _reward_settings(config: EvalConfig) -> RewardSettings:
-    """Those of a training run with these keys."""
+    """Those of a training run with these keys. As in the public main_eval, a function whose arguments have other names gets data
+    source, response and ground truth by position."""
     run = Config()
     run.custom_reward_function = config.custom_reward_function
     for name in config.reward_model:
         run.reward_model[name] = config.reward_model[name]
-    return RewardSettings.from_config(run)
+    settings = RewardSettings.from_config(run)
+    function = settings.function
+    return replace(settings, function=replace(function, positional=0 if function.batch else 3))
 
 
 async def _score(rewards: RewardRunner, responses: Sequence[Trajectory]) -> None:

@@ -326,9 +326,9 @@ def _object(c: Check, path_key: str, name_key: str) -> None:
     if source is None:
         return
     try:
-        tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
+        tree = ast.parse(source.read_bytes(), str(source))
     except (OSError, SyntaxError, ValueError) as error:
-        c.refuse(path_key, f"cannot be read as Python: {error}")
+        c.refuse(path_key, f"cannot be read as Python: {type(error).__name__}: {error}")
         return
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     defined = {node.name: node for node in tree.body if isinstance(node, (*functions, ast.ClassDef))}
@@ -368,7 +368,8 @@ def _takes(c: Check, key: str, function: Any) -> None:
 
     manager, given = c.cfg.select("reward_model.reward_manager"), function.args
     positional = [*given.posonlyargs, *given.args]
-    if manager == "prime" and (given.vararg or len(positional) >= 3):
+    by_position = manager == "prime" or (not c.ppo and manager != "batch")  # main_eval
+    if by_position and (given.vararg or len(positional) >= 3):
         return
     called = MANY if manager == "batch" else ONE
     names = [argument.arg for argument in (*positional, *given.kwonlyargs)]

@@ -177,7 +177,24 @@ def compute_score(
     memory_limit_mb: int | None = None,
     max_concurrent: int = 1,
 ) -> float:
-    """Passed cases over cases run. SandboxFailed or ServiceFailed where that cannot be found out; ValueError without tests.
+    """Passed cases over cases run; 0 without a program. Arguments and errors as `results`."""
+    passed = results(
+        solution_str, ground_truth, sandbox_fusion_url, concurrent_semaphore, memory_limit_mb, max_concurrent
+    )
+    return sum(passed) / len(passed)
+
+
+def results(
+    solution_str: str,
+    ground_truth: Any,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    max_concurrent: int = 1,
+    seconds: float = SECONDS,
+) -> list[bool]:
+    """Whether the response's program passes, case by case. SandboxFailed or ServiceFailed where that cannot be found out;
+    ValueError without tests.
 
     With `sandbox_fusion_url` the service there runs the programs, at most `max_concurrent` at a time, each under
     `concurrent_semaphore` if there is one; else a local sandbox, one after another.
@@ -185,7 +202,7 @@ def compute_score(
     cases = cases_of(ground_truth)
     program = program_of(solution_str)
     if program is None or not program.strip():
-        return 0.0
+        return [False] * len(cases)
     run = local.run if sandbox_fusion_url is None else functools.partial(service.run, sandbox_fusion_url)
 
     def passed(case: Case) -> bool:
@@ -193,15 +210,43 @@ def compute_score(
         before = "" if "from __future__" in program else case.before
         source = before + program + case.after
         with concurrent_semaphore or nullcontext():
-            ran = run(source, case.text, seconds=SECONDS, memory_mb=memory_limit_mb or 1024)
+            ran = run(source, case.text, seconds=seconds, memory_mb=memory_limit_mb or 1024)
         return ran.finished and case.passes(ran.output)
 
     if sandbox_fusion_url is None or max_concurrent == 1:
-        results = [passed(case) for case in cases]
-    else:
-        with ThreadPoolExecutor(max_concurrent) as threads:
-            results = list(threads.map(passed, cases))
-    return sum(results) / len(results)
+        return [passed(case) for case in cases]
+    with ThreadPoolExecutor(max_concurrent) as threads:
+        return list(threads.map(passed, cases))
+
+
+def prime_score(
+    completion: str, test_cases: Any, continuous: bool = False
+) -> tuple[float, list[dict[str, Any]]]:
+    """The public `prime_code.compute_score`: (passed cases over cases run if `continuous`, else whether all pass; a dict a case).
+    A completion without a fenced block is the program."""
+    passed = results(_fenced(completion), test_cases)
+    score = sum(passed) / len(passed) if continuous else all(passed)
+    return score, [{"passed": right} for right in passed]
+
+
+def sandbox_score(
+    sandbox_fusion_url: str,
+    concurrent_semaphore: Any,
+    memory_limit_mb: int,
+    completion: str,
+    test_cases: Any,
+    continuous: bool = False,
+    timeout: float = SECONDS,
+) -> tuple[float, list[dict[str, Any]]]:
+    """The public `sandbox_fusion.compute_score`: (passed cases over cases run, a dict a case), each case within `timeout` seconds.
+    A completion without a fenced block is the program; `continuous` has no effect."""
+    where = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
+    passed = results(_fenced(completion), test_cases, *where, seconds=timeout)
+    return sum(passed) / len(passed), [{"passed": right} for right in passed]
+
+
+def _fenced(completion: str) -> str:
+    return completion if "```" in completion else f"```python\n{completion}\n```"
 
 
 def unmatched(ground_truth: Any) -> str:

@@ -14,9 +14,9 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 _DIGIT = re.compile(r"[0-9]")
 
 
-def extract(solution: str, method: str = "strict") -> str | None:
+def extract(solution_str: str, method: str = "strict") -> str | None:
     """The final number as text, cleaned by `clean_number`, or None. ValueError for an unknown method."""
-    tail = solution[-TAIL:]
+    tail = solution_str[-TAIL:]
     if method == "strict":
         found = _STRICT.findall(tail)
     elif method == "flexible":

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _TOKEN = re.compile(r"\\[{}\\]|[{}]")
+_BARE_BOX = "\\boxed "
 _SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\s+|~")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?")
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree(?![A-Za-z])|°")
@@ -29,7 +30,13 @@ _THOUSANDS = re.compile(r"^-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?$")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{…}` or `\fbox{…}` whose braces balance, or None.
+    r"""Content of the last `\boxed{…}` or `\fbox{…}` whose braces balance, or None."""
+    box = last_box(text)
+    return None if box is None else text[box[1] + 1 : box[2]]
+
+
+def last_box(text: str) -> tuple[int, int, int] | None:
+    r"""Where the last balanced `\boxed{…}` or `\fbox{…}` begins, and its two braces; None without one.
 
     Escaped braces (`\{`, `\}`) do not count. A box that never closes is not a box; the one before it counts.
     """
@@ -47,7 +54,28 @@ def last_boxed(text: str) -> str | None:
             before = text[max(0, start - 24) : start].rstrip()
             if before.endswith(("\\boxed", "\\fbox")) and (best is None or start > best[0]):
                 best = (start, match.start())
-    return None if best is None else text[best[0] + 1 : best[1]]
+    if best is None:
+        return None
+    command = max(text.rfind(name, 0, best[0]) for name in ("\\boxed", "\\fbox"))
+    return command, *best
+
+
+def last_boxed_only_string(string: str) -> str | None:
+    r"""The last `\boxed{…}` or `\fbox{…}` with its command, or `\boxed …` up to a dollar sign; None without one."""
+    box = last_box(string)
+    if box is not None:
+        return string[box[0] : box[2] + 1]
+    return _BARE_BOX + string.rsplit(_BARE_BOX, 1)[1].split("$")[0] if _BARE_BOX in string else None
+
+
+def remove_boxed(s: str) -> str:
+    """The content of what `last_boxed_only_string` returns. AssertionError for anything else."""
+    box = last_box(s)
+    if box is not None and box[0] == 0 and box[2] == len(s) - 1:
+        return s[box[1] + 1 : box[2]]
+    if s.startswith(_BARE_BOX):
+        return s.removeprefix(_BARE_BOX)
+    raise AssertionError(f"{s[:80]!r} is no \\boxed{{…}}")
 
 
 def _braced(match: re.Match[str]) -> str:

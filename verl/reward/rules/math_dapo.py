@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.reward.rules.math import last_boxed
+from verl.reward.rules.math import last_boxed_only_string as last_boxed_only_string
 from verl.reward.rules.math import normalise as normalise_math
+from verl.reward.rules.math import remove_boxed as remove_boxed
 
 TAIL = 300
 BOX_TAIL = 100
 INVALID = "[INVALID]"
 
-_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+ANSWER = r"(?i)Answer\s*:\s*([^\n]+)"
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|overline)\{([^{}]*)\}")
 _ARTICLE = re.compile(r"(?i)\b(?:an?|the)\s+")
 _UNITS = re.compile(
@@ -37,13 +39,59 @@ def normalise(answer: str) -> str:
     return normalise_math(text.strip(" .*")) or answer.strip()
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """`{score: 1.0 or -1.0, acc, pred}`; pred is `[INVALID]` where no answer is found. ValueError without truth."""
+normalize_final_answer = normalise  # by the public name
+
+
+def is_correct_minerva(
+    solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = ANSWER
+) -> tuple[bool, str]:
+    """(whether the last match of the pattern equals `gt`, its normalised text); `gt_need_extract`: `gt` holds a box."""
+    answers = re.findall(answer_pattern, solution_str)
+    pred = normalise(answers[-1]) if answers else INVALID
+    return pred == normalise((last_boxed(gt) or "") if gt_need_extract else gt), pred
+
+
+def is_correct_strict_box(
+    pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None
+) -> tuple[int, str]:
+    """(1 or -1: whether the box in the last 100 characters holds exactly `gt`, its content). The last of four positions of pause
+    tokens stands for the end."""
+    end = 0 if pause_tokens_index is None else pause_tokens_index[-1]
+    content = last_boxed(pred[end - BOX_TAIL :])
+    return (1 if content == gt else -1), INVALID if content is None else content
+
+
+def verify(
+    solution_str: str,
+    answer: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: Sequence[int] | None = None,
+) -> tuple[bool, str]:
+    """(whether it is right, what was compared), by `is_correct_strict_box` or `is_correct_minerva`."""
+    if strict_box_verify:
+        correct, pred = is_correct_strict_box(solution_str, answer, pause_tokens_index)
+        return correct == 1, pred
+    return is_correct_minerva(solution_str, answer)
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    strict_box_verify: bool = False,
+    pause_tokens_index: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """`{score: 1.0 or -1.0, acc, pred}`; pred is `[INVALID]` where no answer is found. ValueError without truth.
+
+    `strict_box_verify`: by `is_correct_strict_box`.
+    """
     truth = "" if ground_truth is None else str(ground_truth)
     if not truth.strip():
         raise ValueError("math_dapo: the row has no ground truth (reward_model.ground_truth is empty)")
     tail = solution_str[-TAIL:]
-    found = _ANSWER.findall(tail)
+    if strict_box_verify:
+        right, pred = verify(tail, truth, strict_box_verify, pause_tokens_index)
+        return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+    found = re.findall(ANSWER, tail)
     answer = last_boxed(found[-1] if found else tail[-BOX_TAIL:])
     if answer is None and found:
         answer = found[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_TAGS = 10
@@ -18,11 +18,29 @@ def normalise(text: str) -> str:
     return " ".join(plain.split()) or text.strip().lower()
 
 
-def last_answer(text: str) -> str | None:
+def last_answer(solution_str: str) -> str | None:
     """What the last closed `<answer>` tag holds, or None."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    return text[start + len("<answer>") : end].strip() if start >= 0 else None
+    end = solution_str.rfind("</answer>")
+    start = solution_str.rfind("<answer>", 0, end) if end >= 0 else -1
+    return solution_str[start + len("<answer>") : end].strip() if start >= 0 else None
+
+
+normalize_answer, extract_solution = normalise, last_answer  # by the public names
+
+
+def em_check(prediction: str, golden_answers: str | Sequence[str]) -> int:
+    """1 if the normalised prediction is one of the normalised answers, else 0."""
+    return int(normalise(prediction) in map(normalise, targets(golden_answers)))
+
+
+def subem_check(prediction: str, golden_answers: str | Sequence[str]) -> int:
+    """1 if the normalised prediction contains one of the normalised answers, else 0."""
+    return int(any(normalise(answer) in normalise(prediction) for answer in targets(golden_answers)))
+
+
+def count_answer_tags(text: str) -> tuple[int, int]:
+    """How many opening and closing tags."""
+    return text.count("<answer>"), text.count("</answer>")
 
 
 def targets(ground_truth: Any) -> list[str]:
@@ -33,17 +51,36 @@ def targets(ground_truth: Any) -> list[str]:
     return [value] if isinstance(value, str) else [str(v) for v in value]
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> float:
-    """1.0 if right, 0.25 if right among more than ten opening or closing tags, else 0."""
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """`score` if right, a quarter of it among more than ten opening or closing tags; `format_score` if there is another answer,
+    else 0. `method` has no effect."""
     accepted = targets(ground_truth)
     answer = last_answer(solution_str)
     if answer is None:
         return 0.0
-    answer = normalise(answer)
-    if all(answer != normalise(t) for t in accepted):
+    if not em_check(answer, accepted):
+        return format_score
+    return score / 4 if max(count_answer_tags(solution_str)) > MAX_TAGS else score
+
+
+def compute_score_subem(
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """`score` if the answer contains an accepted one, `format_score` if not, 0 without an answer. `method` has no effect."""
+    accepted, answer = targets(ground_truth), last_answer(solution_str)
+    if answer is None:
         return 0.0
-    many = solution_str.count("<answer>") > MAX_TAGS or solution_str.count("</answer>") > MAX_TAGS
-    return 0.25 if many else 1.0
+    return score if subem_check(answer, accepted) else format_score
 
 
 def unmatched(ground_truth: Any) -> str:

@@ -1,19 +1,20 @@
 r"""Mathematical equality by math-verify, used so that it cannot silently say "no".
 
-math-verify's own limits are alarms, which work only in a main thread, and by default it turns time-outs and
-errors into "not equal". Here its limits are off and its errors are raised; time is limited from outside (see
-`verl.reward.worker`), in the scoring process itself or, when called anywhere else, in one helper process that serves
-this process. A wrong installation (no LaTeX parser) is found by a self-test instead of scoring 0 for ever.
+math-verify's own limits are alarms, which work only in a main thread, and by default it turns time-outs and errors into "not
+equal". Here it works in one helper process of this process (`verl.reward.rules.verify_process`), which is killed at the
+limit. What it cannot decide because of the answer is a wrong answer, counted by `verl.reward.worker.count_undecided`; what it
+cannot decide because of the ground truth is VerifyFailed.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
+import math
 import os
 import re
 import threading
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from verl.reward import worker
 from verl.reward.outcome import VerifyFailed
@@ -22,35 +23,71 @@ if TYPE_CHECKING:
     from verl.reward.pool import ScoringPool
 
 LIMIT = 10.0
-"""Seconds for one comparison; over it the answer is failed."""
+"""Seconds for one comparison."""
 MAX_DEPTH = 40
 ROOM = 400
 """An answer longer than ROOM characters plus four times the ground truth is a different answer: it is not
 parsed (loops inside a box are common, and parsing them takes minutes)."""
+MAX_EXPONENT, MAX_FACTORIAL = 1e6, 1e5
+"""Powers and factorials of larger numbers take more than a second to compute."""
 
-_BLANKS = re.compile(r"\s+")
+_NUMBER = r"[-+]?\s*[0-9]+(?:[\s|]*!)*"
+_POWERS = re.compile(rf"{_NUMBER}(?:\s*\^\s*{_NUMBER})*")
+_BRACKETS = str.maketrans("{([})]", "   |||")
 _helper: tuple[int, ScoringPool] | None = None
 _helper_lock = threading.Lock()
 
 
 def equal(answer: str, truth: str, limit: float = LIMIT) -> bool:
-    """True if the two LaTeX texts mean the same. VerifyFailed if that was not decided within `limit` seconds."""
-    if len(answer) > ROOM + 4 * len(truth) or _depth(answer) > max(MAX_DEPTH, _depth(truth)):
+    """True if the two LaTeX texts mean the same. VerifyFailed if that cannot be decided because of the truth."""
+    return bool(decide(answer, truth, limit))
+
+
+def decide(answer: str, truth: str, limit: float = LIMIT, *, whole: bool = False) -> bool | None:
+    """`equal`, None where that was not decided within `limit` seconds because of the answer, which is counted.
+
+    `whole`: `answer` is a response, in which math-verify looks for the final answer.
+    """
+    if not whole and (len(answer) > ROOM + 4 * len(truth) or _depth(answer) > max(MAX_DEPTH, _depth(truth))):
         return False
-    if not worker.in_worker():
-        return _in_helper(answer, truth, limit)
-    with worker.apart():
-        _prepare()
-    with worker.section(limit, "math-verify"):
-        return _compare(answer, truth)
+    if whole or not is_huge(answer) or is_huge(truth):
+        try:
+            return _ask(answer, truth, limit, whole)
+        except VerifyFailed:
+            if not _is_comparable(truth, limit):
+                raise
+    worker.count_undecided()
+    return None
 
 
-def compare_task(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> float:
-    """`equal` in the form of a reward function: what the helper process runs."""
-    limit = (extra_info or {}).get("limit", LIMIT)
-    return float(equal(solution_str, ground_truth, limit))
+def is_huge(text: str) -> bool:
+    """True if the text holds a power or a factorial of plain numbers that is too large to compute: a tower of powers, `999999!`."""
+    flat = text.replace("\\left", "").replace("\\right", "").translate(_BRACKETS)
+    return any(_overflows(match[0].split("^")) for match in _POWERS.finditer(flat))
+
+
+def _overflows(operands: list[str]) -> bool:
+    """a^b^c is computed from its right end; factorials come before powers."""
+    value = 1.0
+    for operand in reversed(operands):
+        number = float(operand.strip("-+ |!\t\n"))
+        for _ in range(operand.count("!")):
+            if number > MAX_FACTORIAL:
+                return True
+            number = math.exp(min(700.0, math.lgamma(number + 1)))
+        if value > MAX_EXPONENT and number > 1:
+            return True
+        value = number**value if value * math.log10(max(1.0, number)) < 300 else math.inf
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_comparable(truth: str, limit: float) -> bool:
+    """True if the ground truth can be compared with a plain number."""
+    with suppress(VerifyFailed):
+        _ask("31337", truth, limit, False)
+        return True
+    return False
 
 
 def _depth(text: str) -> int:
@@ -65,60 +102,27 @@ def _depth(text: str) -> int:
     return deepest
 
 
-@functools.cache
-def _prepare() -> None:
-    """Import math-verify and check that it can parse at all, outside of any limit."""
-    import math_verify.grader
-    import math_verify.parser
-
-    # It warns once that its own limits are off; ours are on.
-    math_verify.parser.TIMEOUT_WARNING_SHOWN = True
-    math_verify.grader.TIMEOUT_WARNING_SHOWN = True
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    if not (_compare(r"\frac{1}{2}", "0.5") and not _compare("1", "2")):
-        raise VerifyFailed(
-            "math-verify does not work in this environment: it finds 1/2 and 0.5 different. Its LaTeX parser needs "
-            "a matching antlr4 runtime: pip install 'math-verify[antlr4-9-3]'"
-        )
-
-
-def _parse(text: str) -> list[Any]:
-    from math_verify import LatexExtractionConfig, parse
-
-    inner = _BLANKS.sub(" ", text.replace("\\$", "").replace("$", "")).strip()
-    return parse(
-        f"${inner}$",
-        extraction_config=[LatexExtractionConfig()],
-        fallback_mode="no_fallback",
-        parsing_timeout=None,
-        raise_on_error=True,
-    )
-
-
-def _compare(answer: str, truth: str) -> bool:
-    from math_verify import verify
-
-    try:
-        gold, target = _parse(truth), _parse(answer)
-        return bool(gold and target) and bool(verify(gold, target, timeout_seconds=None, raise_on_error=True))
-    except Exception as error:
-        raise VerifyFailed(
-            f"math-verify failed on answer {answer[:80]!r} and ground truth {truth[:80]!r}: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _in_helper(answer: str, truth: str, limit: float) -> bool:
+def _ask(answer: str, truth: str, limit: float, whole: bool) -> bool:
     """Compare in this process's helper, started at the first need. A fork gets a helper of its own."""
     global _helper
     from verl.reward.pool import Call, FunctionSpec, ScoringPool
 
-    with _helper_lock:
+    row = {
+        "data_source": "response" if whole else "",
+        "solution_str": answer,
+        "ground_truth": truth,
+        "extra_info": {},
+    }
+    with _helper_lock, worker.apart():
         if _helper is None or _helper[0] != os.getpid():
-            spec = FunctionSpec(path="pkg://verl.reward.rules.verify", name="compare_task")
+            spec = FunctionSpec(path="pkg://verl.reward.rules.verify_process")
             _helper = (os.getpid(), ScoringPool(spec, workers=1))
-        pool = _helper[1]
-    row = {"data_source": "", "solution_str": answer, "ground_truth": truth, "extra_info": {"limit": limit}}
-    (outcome,) = pool.submit(Call(row), timeout=limit + 60).result()
+            _helper[1].submit(Call(dict.fromkeys(row, "1")), timeout=60).result()
+    for _ in range(2):  # something else may have killed the helper
+        (outcome,) = _helper[1].submit(Call(row), timeout=limit).result()
+        if outcome.kind != "crash":
+            break
     if outcome.error is not None:
-        raise VerifyFailed(outcome.error)
+        texts = f"answer {answer[-80:]!r} and ground truth {truth[:80]!r}"
+        raise VerifyFailed(f"math-verify failed on {texts}: {outcome.error}")
     return outcome.score == 1.0
