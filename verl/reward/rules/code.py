@@ -48,6 +48,7 @@ _sys.stdout.write("\\n" + _json.dumps(_function(*_arguments), default=list) + "\
 """
 _SERVED = """
 
+connect()
 _main = sys.modules["__main__"] = type(sys)("__main__")
 exec({imports!r}, _main.__dict__)
 _before = dict(_main.__dict__)
@@ -61,6 +62,7 @@ serve()
 _TEST = """
 
 import ast, traceback
+connect()
 del OPERATIONS["getattr"]
 _main = {{"__name__": "__main__"}}
 try:

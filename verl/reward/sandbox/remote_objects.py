@@ -27,6 +27,15 @@ _keys: dict = {}  # their indices, by id
 _remotes: dict = {}  # objects of the other process, by index
 
 
+def connect():
+    """Take the standard streams for messages: what is printed must not get among them, and none be read as input."""
+    global _input, _output
+    getattr(sys, "set_int_max_str_digits", int)(0)
+    _input, _output = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+
 class Remote:
     """An object of the other process."""
 
@@ -162,9 +171,3 @@ OPERATIONS.update(
 )
 for _operation in set(OPERATIONS) - {"getattr"}:
     setattr(Remote, f"__{_operation}__", _method(_operation))
-
-getattr(sys, "set_int_max_str_digits", int)(0)
-# What is printed must not get among the messages, and no message be read as input.
-_input, _output = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-os.dup2(2, 1)
