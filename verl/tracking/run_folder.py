@@ -108,6 +108,7 @@ class RunFolder:
         self.events = JsonLines(root / EVENTS, warn)
         self._metrics: JsonLines | None = None
         self._saved: dict[str, Any] = {}
+        self._unwritten: dict[str, None] = {}
         self.relied_on = {"the lock that keeps other runs out of this folder": root / LOCK}
         """What a path is → the path: at every record it is said if one of them is gone."""
 
@@ -121,7 +122,9 @@ class RunFolder:
 
     def _write(self, name: str, lines: Iterable[bytes]) -> None:
         try:
+            self._unwritten[name] = None
             write_whole(self.root / name, lines)
+            del self._unwritten[name]
             self.relied_on[f"the run's {name}"] = self.root / name
         except OSError as error:
             self._warn(f"{self.root / name} cannot be written ({error}); the run goes on")
@@ -171,6 +174,14 @@ class RunFolder:
             if not os.path.lexists(path):
                 self.relied_on.pop(what, None)
                 self._warn(f"{path} is gone: something deleted {what} while the run went on")
+
+    def unwritten(self) -> list[str]:
+        """Names of the files that could not be written, or not to their end."""
+        lines = {METRICS: self._metrics, EVENTS: self.events}
+        return [
+            *self._unwritten,
+            *(name for name, file in lines.items() if file is not None and file.failing),
+        ]
 
     def data_report(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write data_report.jsonl anew: the data is read anew at every start."""
@@ -296,7 +307,8 @@ class LiveReport:
         self._event = event
         self._thread = threading.Thread()
         self._not_before = time.monotonic() + _FIRST_PAGE_S
-        self._failing = False
+        self.failing = False
+        """True if the page could not be written the last time."""
 
     def write(self, *, last: bool = False) -> None:
         """Begin to rewrite the page if it is time. `last`: in any case, with all that was dumped, and wait for it."""
@@ -320,9 +332,9 @@ class LiveReport:
             problem = done.stderr.strip()[-2000:] if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"{type(error).__name__}: {error}"
-        if problem and not self._failing:
+        if problem and not self.failing:
             message = f"{self._run_dir}/report.html could not be written ({problem}); the run goes on"
             self._event("report_failed", error=problem, message=message)
-        self._failing = bool(problem)
+        self.failing = bool(problem)
         now = time.monotonic()
         self._not_before = started + max(5.0, (now - started) / 0.02)
