@@ -19,7 +19,7 @@ from typing import Any
 _CLOSED = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *_CLOSED)
 _STRAY = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
-"""Of these a run has no use: they come from a mistake in a user's code, and would end it."""
+"""A run has no use for these: they come from a mistake in a user's code, and would end it."""
 _patient = False
 _noted = False
 
@@ -49,8 +49,8 @@ def ends_the_process() -> None:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Take over these signals in this block; the old handlers come back after it. Main thread only. From here on signals that
-    are nobody's do not end the process."""
+    """Take over these signals in this block; the old handlers come back after it. Main thread only. From here on `_STRAY`
+    signals do not end the process."""
     global _noted
     _noted = False
     for number in _STRAY:

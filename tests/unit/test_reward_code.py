@@ -30,10 +30,11 @@ class Equal:
     def __eq__(self, other): return True
     __lt__ = __gt__ = __sub__ = __rsub__ = __abs__ = __contains__ = __float__ = __index__ = __call__ = __eq__
 def f(n): return Equal()
+def dist(a, b): return 4
 abs = builtins.abs = isclose = AssertionError = builtins.AssertionError = Equal()
 """
 FORGED = ["assert f(1) == 2", "assert 2 == f(1)", "assert abs(f(1) - 2) < 1", "assert f(1) in [2]", "assert 2 in f(1)",
-          "assert isclose(f(1), 2)", "assert {f(1)} == {2}"]  # fmt: skip
+          "assert isclose(f(1), 2)", "assert {f(1)} == {2}", "assert isclose(dist([1], [4]), 3)"]  # fmt: skip
 SEARCHES = r"""
 import gc, os, re, sys
 def f(n):
@@ -131,6 +132,7 @@ def test_share_of_cases_passed(program: str, truth: Any, expected: float) -> Non
         "assert apply(lambda x: x + 1, 3) == 4 and list(count_to(3)) == [0, 1, 2]",
         "try:\n    fail()\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'no'",
         "assert all(gcd(i, 2) == 77 for i in [2, 4])",
+        "def half(n):\n    return n / 2\nassert half(gcd(4, 2)) == 38.5",
         "assert Point(1, 2) + Point(3, 4) == Point(4, 6) != Point(4, 7) and Point(1, 2).x == 1",
         "bag = Bag()\nbag.put('a', 1)\nassert bag['a'] == 1 and len(bag) == 1 and bag.me() is bag",
         "assert statistics.mean(values()[2]['a'][:1]) == 3.5",

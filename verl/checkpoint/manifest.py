@@ -112,8 +112,8 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a sealed checkpoint, its own syntax checked: all names lie in its folder. CheckpointError if there is none
-    that reads."""
+    """The manifest of a sealed checkpoint, its own syntax checked: its names lie in the folder. CheckpointError if there is
+    none that reads."""
     path = directory / NAME
     try:
         record: Any = json.loads(path.read_text("utf-8"))

@@ -70,9 +70,9 @@ def sweep_at_exit(files: str, mark: str, folder: str = "") -> subprocess.Popen[b
     """Have all processes killed that are marked, and `folder` removed, as soon as this process has ended, however it ends, or
     calls `communicate` on what is returned.
 
-    Marked is a process in one of whose `files` ("environ limits" or "cmdline", see proc(5)) the text `mark` occurs, and with a
-    `folder` one of Ray's that has files open there (Linux). Signals and parents would not do: what left its session and whose parent has
-    ended is nobody's child.
+    Marked is a process in one of whose `files` ("environ limits" or "cmdline", see proc(5)) the text `mark` occurs, and with
+    a `folder` one of Ray's that has files open there (Linux). Signals and parents would not do: what left its session and
+    whose parent has ended is nobody's child.
     """
     path = {"PATH": os.environ.get("PATH", os.defpath)}
     sweeper = subprocess.Popen(["sh", "-c", _SWEEP], stdin=subprocess.PIPE, start_new_session=True, env=path)
@@ -82,8 +82,8 @@ def sweep_at_exit(files: str, mark: str, folder: str = "") -> subprocess.Popen[b
 
 @cache
 def started_by(pid: int) -> dict[str, str]:
-    """A variable by which those are known that this process, `pid`, starts with it, and whom they start: they end with it, also where
-    they left the session, and where they cleared the environment if one before them called `bear_mark`."""
+    """A variable by which those are known that this process, `pid`, starts with it, and whom they start: they end with it, also
+    where they left the session, and where they cleared the environment if one before them called `bear_mark`."""
     # As a limit it can only be lowered, also by a run inside of a run; it is thousands of years.
     highest = resource.getrlimit(_LIMIT)[1] if _LIMIT is not None else 0
     highest = highest if highest > 2**61 else 2**62
@@ -93,7 +93,7 @@ def started_by(pid: int) -> dict[str, str]:
 
 
 def bear_mark() -> None:
-    """Have this process and all that it starts known by a limit as well, which nothing else uses: on uninterrupted real-time computing."""
+    """Have this process and all that it starts known by a limit as well: on real-time computing, which nothing else uses."""
     if _LIMIT is not None:
         with suppress(OSError, ValueError, KeyError):
             resource.setrlimit(_LIMIT, (int(os.environ[_MARK]), int(os.environ[_MARK])))

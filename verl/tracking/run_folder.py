@@ -97,8 +97,8 @@ def _locked(handle: int, path: Path, warn: Callable[[str], None]) -> bool:
 
 
 class RunFolder:
-    """Opens (and makes, for this user alone) the folder, for this process alone until `close`. `warn(text)` hears of failed writes; they never
-    stop the run. FolderInUse while another process has it open."""
+    """Opens (and makes, for this user alone) the folder, for this process alone until `close`. `warn(text)` hears of failed
+    writes; they never stop the run. FolderInUse while another process has it open."""
 
     def __init__(self, root: Path, warn: Callable[[str], None]):
         self.root = root
@@ -233,8 +233,8 @@ def _step(raw: bytes) -> float:
 
 
 def mask_secrets(value: Any) -> Any:
-    """Plain containers (for YAML) with *** in place of values under secret-looking keys, of what follows such a name in a text or in
-    a list of arguments, and of users and passwords in URLs."""
+    """Plain containers (for YAML) with *** in place of values under secret-looking keys, of what follows such a name in a text
+    or in a list of arguments, and of users and passwords in URLs."""
     if isinstance(value, Mapping):
         secret = {k for k, v in value.items() if v is not None and SECRET_NAME.search(str(k))}
         return {str(k): "***" if k in secret else mask_secrets(v) for k, v in value.items()}

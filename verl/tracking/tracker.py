@@ -245,7 +245,7 @@ class Tracking:
         self._dumper.flush()
 
     def close(self) -> None:
-        """Write everything out and let the trackers go; of a run that finished, say what its folder has. May be called twice."""
+        """Write everything out, let the trackers go; of a run that finished, say what its folder has. May be called twice."""
         if self._closed:
             return
         self._closed = True

@@ -58,7 +58,8 @@ OPERATIONS["names"] = lambda _, names: {{
 }}
 serve()
 """
-# A name that means something without the program means that (a program might define an `abs`), unless there is no other.
+# A name that means something without the program means that: a program might define an `abs`. Where there is no other
+# name it is the innermost calls that are tested.
 _TEST = """
 
 import ast, traceback
@@ -68,10 +69,13 @@ _main = {{"__name__": "__main__"}}
 try:
     exec({imports!r}, _main)
     _nodes = list(ast.walk(ast.parse({case!r})))
-    _names = {{node.id for node in _nodes if isinstance(node, ast.Name)}}
-    _names -= {{node.id for node in _nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}}
-    _names -= {{node.arg for node in _nodes if isinstance(node, ast.arg)}}
-    _names = sorted(_names - _main.keys() or _names)
+    _bound = {{node.arg for node in _nodes if isinstance(node, ast.arg)}}
+    _bound |= {{getattr(node, name, None) for node in _nodes for name in ("name", "asname")}}
+    _bound |= {{node.id for node in _nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}}
+    _names = {{node.id for node in _nodes if isinstance(node, ast.Name)}} - _bound - _main.keys()
+    _calls = [node for node in _nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    _inner = [call for call in _calls if sum(isinstance(node, ast.Call) for node in ast.walk(call)) == 1]
+    _names = sorted(_names or {{call.func.id for call in _inner}} - _bound)
     _main.update((name, value) for name, value in ask(None, "names", _names).items() if name in _names)
     exec(compile({case!r}, "test.py", "exec"), _main)
 except BaseException:
@@ -83,7 +87,8 @@ os._exit(0)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run: what is put before and after the solution, the input, what makes the output right; or a program that tests it."""
+    """One run: what is put before and after the solution, the input, what makes the output right; or `test`, a program
+    that asserts something of the solution."""
 
     before: str = ""
     after: str = ""

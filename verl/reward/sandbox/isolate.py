@@ -57,7 +57,8 @@ _DENIED = (
     "open_by_handle_at 304 265, inotify_add_watch 254 27, fanotify_init 300 262, fanotify_mark 301 263",
     # Memory that is shared or not counted, and keys of the user.
     "shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semtimedop 220 192, semctl 66 191, "
-    "msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181, memfd_create 319 279, "
+    "msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181, "
+    "memfd_create 319 279, "
     "memfd_secret 447 447, add_key 248 217, request_key 249 218, keyctl 250 219",
 )
 """System calls that fail with EPERM: name, number on x86_64, number on aarch64."""

@@ -59,8 +59,8 @@ def run(program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int =
 
 
 def run_test(test: str, program: str, *, seconds: float = 10.0, memory_mb: int = 1024) -> ProgramResult:
-    """Run two Python sources at a time, the standard output of each being the input of the other; what became of `test`,
-    whose process `program` cannot reach. Limits and SandboxFailed as in `run`, for each of the two."""
+    """Run two Python sources at a time, the standard output of each being the input of the other; what became of
+    `test`, whose process `program` cannot reach. Limits and SandboxFailed as in `run`, for each of the two."""
     _try_once(memory_mb)
     (test_in, program_out), (program_in, test_out) = os.pipe(), os.pipe()
     with ThreadPoolExecutor(1) as thread:
@@ -91,7 +91,7 @@ def _try_once(memory_mb: int) -> dict[str, Any]:
 def _run(
     program: str, text: str | tuple[int, int], seconds: float, memory_mb: int
 ) -> tuple[ProgramResult, dict[str, Any]]:
-    """The result and the report. `text`: the input, or the descriptors to read from and to write to, which it closes."""
+    """The result and the report. `text`: the input, or descriptors to read from and to write to, which it closes."""
     with tempfile.TemporaryDirectory(prefix="verl-sandbox-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         source, scratch = folder / "program.py", folder / "scratch"

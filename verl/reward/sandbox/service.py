@@ -49,7 +49,8 @@ def run_test(url: str, test: str, program: str, **limits: Any) -> ProgramResult:
         lines = ran.output.count("\n")
         replies = run(url, program, ran.output, **limits).output
     raise ServiceFailed(
-        f"an assert_case uses the program more than {TURNS} times in turn: make several cases of it, or use the local sandbox"
+        f"an assert_case uses the program more than {TURNS} times in turn: make several cases of it, or use the local "
+        "sandbox"
     )
 
 

@@ -179,7 +179,7 @@ class Cluster:
             self._sweeper = None
 
     def _forget_token(self) -> None:
-        """Undo what a Ray of our own switched on in this process: a cluster that it joins next has another token, or none."""
+        """Undo what a Ray of our own switched on in this process: a cluster joined next has another token, or none."""
         if self._own_token:
             os.environ.pop(_TOKEN_PATH, None)
             AuthenticationTokenLoader.instance().reset_cache()
@@ -188,8 +188,8 @@ class Cluster:
             Config.initialize("")
 
     def _private_folder(self) -> str:
-        """A folder that only this user enters: for Ray's logs and sockets, which it opens to every user, and the token. It is swept
-        when this process closes the cluster or ends, however it ends."""
+        """A folder that only this user enters: for Ray's logs and sockets, which it opens to every user, and the token. It is
+        swept when this process closes the cluster or ends, however it ends."""
         place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
         if len(place) > _LONGEST_PLACE and not os.environ.get("RAY_TMPDIR"):
             place = "/tmp"
