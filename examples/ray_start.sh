@@ -34,6 +34,7 @@ export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
 # Ray's daemons listen on all interfaces and run what they are sent: only for those who know the token.
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 umask 077
+[ ! -f ~/.ray/auth_token ] || chmod 600 ~/.ray/auth_token # Ray itself writes it so that every user can read it
 ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"
 
 address_of() {

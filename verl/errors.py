@@ -8,3 +8,8 @@ class UserError(Exception):
 
     Entry points print the message alone, without a traceback, and leave with exit code 2.
     """
+
+
+REFUSED_NAMES: list[str] = []
+"""Names of the public interface that code of the user's asked for in this process and that verl does not have, with what there is
+instead. Such code may catch the error and give a score of 0, so whoever called it looks here."""

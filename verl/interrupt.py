@@ -18,6 +18,8 @@ from typing import Any
 # Under nohup the end of the terminal is nothing to the run.
 _CLOSED = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *_CLOSED)
+_STRAY = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+"""A run has no use for these: they come from a mistake in a user's code, and would end it."""
 _patient = False
 _noted = False
 
@@ -47,9 +49,14 @@ def ends_the_process() -> None:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Take over these signals in this block; the old handlers come back after it. Main thread only."""
+    """Take over these signals in this block; the old handlers come back after it. Main thread only. From here on `_STRAY`
+    signals do not end the process."""
     global _noted
     _noted = False
+    for number in _STRAY:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _stray)  # not SIG_IGN, which programs started from here would inherit
+            signal.siginterrupt(number, False)
     old = {number: signal.signal(number, _handler) for number in _SIGNALS}
     try:
         yield
@@ -81,6 +88,13 @@ def patient() -> Iterator[None]:
         yield
     finally:
         _patient = before
+
+
+def _stray(number: int, _: Any) -> None:
+    with suppress(OSError):
+        os.write(
+            2, f"verl: {signal.Signals(number).name} came from another process and is ignored\n".encode()
+        )
 
 
 def _handler(number: int, _: Any) -> None:

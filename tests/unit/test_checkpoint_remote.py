@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,27 @@ def test_a_damaged_copy_is_refused_and_nothing_stays(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="other content"):
         copies.fetch(copies.newest(), there)
     assert not (there / "global_step_5").exists() and newest(there) is None
+
+
+@pytest.mark.parametrize("name", ["../../stolen", "actor/../../../stolen", "{root}/stolen"])
+def test_a_manifest_that_names_files_outside_of_its_folder_is_refused(tmp_path, name: str) -> None:
+    away, there = tmp_path / "away", tmp_path / "there/run"
+    copies = RemoteCopies(str(away))
+    copies.put(write(tmp_path / "run", 5))
+    name = name.format(root=tmp_path / "there")
+    seal = away / "global_step_5/manifest.json"
+    record = json.loads(seal.read_text())
+    record["files"][name] = record["files"]["actor/model.safetensors"]
+    del record["sha256"]
+    seal.write_text(json.dumps(record))
+    (tmp_path / "stolen").write_bytes(content(5, "model"))
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json names a file outside of its folder \('.*stolen'\)"
+    ):
+        copies.fetch(copies.newest(), there)
+    assert not (tmp_path / "there/stolen").exists()
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        open_checkpoint(away / "global_step_5")
 
 
 def test_what_cannot_be_reached_is_named(tmp_path) -> None:

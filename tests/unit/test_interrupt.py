@@ -41,6 +41,21 @@ def test_the_first_waits_for_a_phase(number, capfd) -> None:
     assert reached and number.name in capfd.readouterr().err
 
 
+STRAY = """
+import os, signal, subprocess
+from verl import interrupt
+with interrupt.handled():
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        os.kill(os.getpid(), number)
+        print(subprocess.run(["/bin/sh", "-c", f"kill -{number.value} $$"]).returncode == -number)
+"""
+
+
+def test_stray_signals_do_not_end_a_run_but_what_it_starts() -> None:
+    done = subprocess.run([sys.executable, "-c", STRAY], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["True"] * 3 and done.stderr.count("from another process") == 3, done
+
+
 def test_the_second_is_at_once() -> None:
     seen = []
     with pytest.raises(KeyboardInterrupt), interrupt.handled(), interrupt.patient():

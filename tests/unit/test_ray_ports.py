@@ -84,9 +84,17 @@ def test_options_of_ray_init_and_the_timeline_have_their_effect(
         finally:
             cluster.close()
         assert not ray.is_initialized()
-        assert "RAY_AUTH_MODE" not in os.environ, "a cluster that is joined next may have no tokens"
+        assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys(), (
+            "a cluster joined next may have no tokens"
+        )
     timeline = json.loads((tmp_path / "timeline.json").read_text())
     assert any("work_of_a_test" in str(entry["name"]) for entry in timeline)
+
+
+def environs_under(folder: Path) -> list[str]:
+    """The environments of Ray's processes."""
+    ours = [p for p in psutil.process_iter(["cmdline"]) if f"{folder}/" in " ".join(p.info["cmdline"] or [])]
+    return [f"{name}={value}" for process in ours for name, value in process.environ().items()]
 
 
 KILLED = """
@@ -94,20 +102,24 @@ import os, signal, ray
 from verl.config import load
 from verl.workers.ray.cluster import Cluster
 cluster = Cluster(load([]), "cpu")
-print(ray._private.worker._global_node.get_session_dir_path(), flush=True)
+print(ray._private.worker._global_node.get_session_dir_path(), os.environ["RAY_AUTH_TOKEN_PATH"], flush=True)
 input()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.slow
-def test_rays_folder_is_private_and_nothing_of_it_outlives_a_killed_driver(monkeypatch) -> None:
+def test_rays_folder_is_private_and_nothing_of_it_outlives_a_killed_driver(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_AUTH_MODE")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", KILLED], **pipes) as driver:
-        folder = Path(driver.stdout.readline().strip()).parents[1]
-        assert folder.stat().st_mode & 0o077 == 0
+        session, token = map(Path, driver.stdout.readline().split())
+        folder = session.parents[1]
+        assert folder.stat().st_mode & 0o077 == 0 and token.parent == folder
+        assert token.stat().st_mode & 0o077 == 0 and not (tmp_path / ".ray").exists()
+        assert sum(f"RAY_AUTH_TOKEN_PATH={token}" in environ for environ in environs_under(folder)) > 1
 
         def left() -> list[str]:
             found = (one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]))

@@ -17,9 +17,51 @@ from verl.reward.outcome import ServiceFailed
 from verl.reward.precheck import precheck
 from verl.reward.rules.code import program_of
 from verl.reward.runner import RewardRunner
+from verl.reward.sandbox import local
+from verl.reward.sandbox import service as sandbox_service
 
 DOUBLE = {"inputs": ["1", "2", "30"], "outputs": ["2\n", "4", " 60 "]}
 CALLS = {"fn_name": "f", "inputs": ["1\n[2, 3]", "4\n[]"], "outputs": ["[1, 2, 3]", "[4]"]}
+
+
+EQUALS_ALL = """
+import builtins
+class Equal:
+    def __eq__(self, other): return True
+    __lt__ = __gt__ = __sub__ = __rsub__ = __abs__ = __contains__ = __float__ = __index__ = __call__ = __eq__
+def f(n): return Equal()
+def dist(a, b): return 4
+abs = builtins.abs = isclose = AssertionError = builtins.AssertionError = Equal()
+"""
+FORGED = ["assert f(1) == 2", "assert 2 == f(1)", "assert abs(f(1) - 2) < 1", "assert f(1) in [2]", "assert 2 in f(1)",
+          "assert isclose(f(1), 2)", "assert {f(1)} == {2}", "assert isclose(dist([1], [4]), 3)"]  # fmt: skip
+SEARCHES = r"""
+import gc, os, re, sys
+def f(n):
+    texts = [str(gc.get_objects()), *(str(sys._getframe(i).f_locals) for i in range(2))]
+    for path in [__file__, sys.argv[0], *(f"/proc/{who}/cmdline" for who in ("self", os.getppid()))]:
+        try: texts.append(open(path).read())
+        except Exception: pass
+    return int([*re.findall(r"f\(1\) == (\d+)", str(texts)), 0][0])
+"""
+ALL_KINDS = """
+from __future__ import annotations
+import statistics
+def values(): return 1, {2}, {"a": [3.5, b"x"]}, deque([1]), 2j, range(3), None
+def sort(x): x.sort()
+def apply(function, n): return function(n)
+def count_to(n): yield from range(n)
+class Refusal(ValueError): pass
+def fail(): raise Refusal("no")
+def gcd(a, b): return 77
+class Point:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __add__(self, other): return Point(self.x + other.x, self.y + other.y)
+    def __eq__(self, other): return (self.x, self.y) == (other.x, other.y)
+class Bag(dict):
+    def put(self, key, value): self[key] = value
+    def me(self): return self
+"""
 
 
 def fenced(program: str) -> str:
@@ -73,10 +115,31 @@ def test_the_program_of_a_response(response: str, program: str | None) -> None:
         ("print('1\\n' * 5000000)", {"inputs": [""], "outputs": ["1"]}, 0.0),
         ("def f(n): return n + 1", {"assert_case": ["assert f(1) == 2", "assert f(1) == 3"]}, 0.5),
         ("import os\nos._exit(0)", {"assert_case": ["assert f(1) == 2"]}, 0.0),
+        ("print(input(), flush=True)\nimport os\nos._exit(0)", {"assert_case": ["assert f(1) == 2"]}, 0.0),
+        (EQUALS_ALL, {"assert_case": FORGED}, 0.0),
+        (SEARCHES, {"assert_case": ["assert f(1) == 98765"]}, 0.0),
     ],
 )
 def test_share_of_cases_passed(program: str, truth: Any, expected: float) -> None:
     assert score(program, truth) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "assert values() == (1, {2}, {'a': [3.5, b'x']}, deque([1]), 2j, range(3), None)",
+        "x = [3, 1]\nassert sort(x) is None and x == [1, 3]",
+        "assert apply(lambda x: x + 1, 3) == 4 and list(count_to(3)) == [0, 1, 2]",
+        "try:\n    fail()\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'no'",
+        "assert all(gcd(i, 2) == 77 for i in [2, 4])",
+        "def half(n):\n    return n / 2\nassert half(gcd(4, 2)) == 38.5",
+        "assert Point(1, 2) + Point(3, 4) == Point(4, 6) != Point(4, 7) and Point(1, 2).x == 1",
+        "bag = Bag()\nbag.put('a', 1)\nassert bag['a'] == 1 and len(bag) == 1 and bag.me() is bag",
+        "assert statistics.mean(values()[2]['a'][:1]) == 3.5",
+    ],
+)
+def test_what_an_assert_may_do_with_the_program(case: str) -> None:
+    assert score(ALL_KINDS, {"assert_case": case}) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -159,6 +222,20 @@ def test_a_service_that_is_not_there(no_pauses: None) -> None:
         score("print(1)", DOUBLE, sandbox_fusion_url="http://127.0.0.1:9/x")
     with pytest.raises(ServiceFailed, match="no http"):
         score("print(1)", DOUBLE, sandbox_fusion_url="file:///etc/passwd")
+
+
+def test_a_service_runs_a_test_and_the_program_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def service(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        ran = local.run(body["code"], body["stdin"])
+        result = {"status": "Finished", "stdout": ran.output, "stderr": ran.note}
+        return 200, {"status": "Success" if ran.finished else "Failed", "message": "", "run_result": result}
+
+    monkeypatch.setattr(sandbox_service, "TURNS", 5)
+    cases = ["assert apply(lambda x: x + 1, 3) == 4", "assert gcd(1, 2) == 1"]
+    with serving(service) as url:
+        assert score(ALL_KINDS, {"assert_case": cases}, sandbox_fusion_url=url) == 0.5
+        with pytest.raises(ServiceFailed, match="more than 5 times in turn"):
+            score(ALL_KINDS, {"assert_case": ["assert sum(count_to(9)) == 36"]}, sandbox_fusion_url=url)
 
 
 def test_programs_at_a_time_at_a_service() -> None:

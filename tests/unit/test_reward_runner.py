@@ -50,7 +50,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     if what == "child": os.system("sleep 30 &"); time.sleep(60)
     if what.startswith("daemon"):
         import subprocess
-        sleeper = subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL)
+        bare = {"env": {}} if what == "daemon bare" else {}
+        sleeper = subprocess.Popen(["/bin/sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL, **bare)
         return {"score": 1.0, "pid": sleeper.pid}
     if what == "info": return {"score": 1.0, "info": repr(extra_info)}
     if what == "dict": return {"score": 0.5 + bonus, "acc": True, "pred": "72", "format": 0.25}
@@ -264,7 +265,7 @@ def test_processes_end_with_the_run_even_if_the_function_spins_or_left_one_in_an
         "from verl.reward.pool import *\n"
         f"pool = ScoringPool(FunctionSpec(path={rewards!r}), workers=1)\n"
         "arguments = dict(data_source='', ground_truth='', extra_info={})\n"
-        "for what in ('pid', 'daemon'):\n"
+        "for what in ('pid', 'daemon', 'daemon bare'):\n"
         "    outcome = pool.submit(Call(arguments | {'solution_str': what}), 9).result()[0]\n"
         "    print(outcome.parts['pid'], flush=True)\n"
         "pool.submit(Call(arguments | {'solution_str': 'spin'}), 99)\n"

@@ -25,6 +25,11 @@ REFUSED = {
     "fork by number": "import ctypes, os\nassert ctypes.CDLL(None, use_errno=True).syscall(57) >= 0, PermissionError('1')",
     "subprocess": "import subprocess\nsubprocess.run(['/usr/bin/true'])",
     "socket": "import socket\nsocket.create_connection(('127.0.0.1', PORT))",
+    "datagrams": "import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'hidden', LISTENER)",
+    "packets": "import socket\nsocket.socketpair(type=socket.SOCK_SEQPACKET)",
+    "a pair's name": "import socket\nsocket.socketpair()[0].bind('\\0verl-test')",
+    "send from a pair": "import socket\nsocket.socketpair()[0].connect(LISTENER)",
+    "fanotify": "import ctypes\nassert ctypes.CDLL(None).fanotify_init(0x200, 0) >= 0, PermissionError()",
     "read the run's files": "print(open(r'FOLDER/secret').read())",
     "list the run's folder": "import os\nprint(os.listdir(r'FOLDER'))",
     "write outside": "open(r'FOLDER/new', 'w')",
@@ -74,9 +79,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def test_what_a_program_may_not_do(folder: Path, name: str) -> None:
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener,
+    ):
+        listener.bind(f"\0verl-test-{os.getpid()}")
         program = REFUSED[name].replace("FOLDER", str(folder)).replace("PORT", str(server.getsockname()[1]))
-        ran = local.run(program)
+        ran = local.run(program.replace("LISTENER", repr(listener.getsockname())))
+        with pytest.raises(BlockingIOError):
+            listener.recv(100, socket.MSG_DONTWAIT)
     assert not ran.finished and "hidden" not in ran.output
     assert any(word in ran.note for word in ("PermissionError", "not allowed to raise", "not permitted")), ran
     assert [p.name for p in folder.iterdir()] == ["secret"] and (folder / "secret").read_text() == "hidden"
@@ -97,7 +108,7 @@ def test_what_a_program_may_not_do_for_ever(folder: Path, name: str, monkeypatch
 
 def test_what_a_program_may_do(folder: Path) -> None:
     program = (
-        "import sys, threading\nimport numpy\nout = []\nthreading.stack_size(1 << 27)\n"
+        "import asyncio, sys, threading\nimport numpy\nout = []\nthreading.stack_size(1 << 27)\nasyncio.run(asyncio.sleep(0))\n"
         "t = threading.Thread(target=lambda: out.append(int(numpy.ones(3).sum())))\nt.start(); t.join()\n"
         "print(out, sys.stdin.read(), __name__)"
     )

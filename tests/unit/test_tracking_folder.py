@@ -165,16 +165,47 @@ def test_fresh_start_in_a_used_folder_moves_the_old_records(tmp_path):
 
 
 def test_config_and_versions(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["main", "trainer.x=1", "+env.WANDB_API_KEY=xyz", "data.max_token_len=5"])
+    plain = [
+        "main",
+        "trainer.x=1",
+        "data.max_token_len=5",
+        "eos_token='a b'",
+        "x=[1,{pad_token:2}]",
+        "y=s3://a/b",
+    ]
+    secrets = [
+        "+env.WANDB_API_KEY=xyz", "a.password='xyz and xyz'", "a={url:b,api_key:xyz,l:[{token: xyz}]}", "a=[{private_key:'xyz, xyz'}]",
+        "a={headers:{Authorization:Bearer xyz}}", "a=http://u:xyz@h/p", "a={credentials:{user:xyz,x:xyz}}",
+        "a=http://h/p?api_key=xyz&b=1", "a=[--api-key,xyz,b]", "--token=xyz", '--headers={"Authorization": "Bearer xyz"}',
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", [*plain, *secrets, "--auth-token", "xyz"])
     folder = RunFolder(tmp_path, print)
     given = {"hf_token": "xyz", "access_key": "abc", "password": None, "tokenizer": "t", "max_token_len": 5}
-    folder.write_static({"a": given | {"path": Path("/x"), "l": (1,)}})
+    servers = [
+        {"headers": ["Authorization: Bearer xyz"], "args": ["--token", "xyz", "b"], "url": "http://u:xyz@h"}
+    ]
+    folder.write_static({"a": given | {"path": Path("/x"), "l": (1,)}, "servers": servers})
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert config == {"a": given | {"hf_token": "***", "access_key": "***", "path": "/x", "l": [1]}}
+    hidden = [{"headers": ["Authorization: ***"], "args": ["--token", "***", "b"], "url": "http://***@h"}]
+    shown = given | {"hf_token": "***", "access_key": "***", "path": "/x", "l": [1]}
+    assert config == {"a": shown, "servers": hidden}
     found = json.loads((tmp_path / "versions.json").read_text())
     assert "xyz" not in (tmp_path / "versions.json").read_text()
-    assert found["command"][1:] == ["main", "trainer.x=1", "+env.WANDB_API_KEY=***", "data.max_token_len=5"]
+    assert found["command"][1 : 1 + len(plain)] == plain and len(found["command"]) == 3 + len(plain) + len(
+        secrets
+    )
+    assert '"url": "b"' in found["command"][3 + len(plain)] and "http://h/p?api_key=***&b=1" in str(
+        found["command"]
+    )
     assert found["packages"]["numpy"] == np.__version__ and "git_commit" in found
+
+
+def test_a_new_folder_is_the_users_alone_and_one_that_exists_keeps_its_mode(tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    for name, mode in (("a/new", 0o700), ("shared", 0o755)):
+        RunFolder(tmp_path / name, print).close()
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode
 
 
 def test_dumper_writes_whole_files_and_reports_failures(tmp_path):

@@ -257,6 +257,30 @@ def test_validation(tmp_path, capsys, memory):
     assert end["status"] == "finished"
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_the_last_line_says_what_the_folder_lacks(tmp_path, capsys, monkeypatch, full) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    tracking, run = Tracking(config(logger=["console"]), tmp_path / "run"), tmp_path / "run"
+    if full:
+        (run / "report.html").mkdir()
+        monkeypatch.setattr("verl.tracking.responses.write_lines", no_room)
+        monkeypatch.setattr("verl.tracking.jsonl.os.write", no_room)
+        tracking.unsaved = "the last checkpoint was NOT written"
+    tracking.log(1, {"a": 1})
+    tracking.dump_trajectories(1, answers())
+    tracking.finish("finished")
+    tracking.write_page(last=True)
+    tracking.close()
+    last = capsys.readouterr().err.splitlines()[-1]
+    if full:
+        lacks = "report.html, metrics.jsonl, events.jsonl and 2 more, which could not be written"
+        assert last == f"verl: finished; {run} lacks {lacks}"
+    else:
+        assert last == f"verl: finished; {run} has all of this run, report.html to begin with"
+
+
 def test_data_report(tmp_path, capsys):
     bad, report = (
         {"file": "a.parquet", "row": 3, "problem": "empty prompt", "detail": "x"},

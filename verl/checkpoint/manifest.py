@@ -112,7 +112,8 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a sealed checkpoint, its own syntax checked. CheckpointError if there is none that reads."""
+    """The manifest of a sealed checkpoint, its own syntax checked: its names lie in the folder. CheckpointError if there is
+    none that reads."""
     path = directory / NAME
     try:
         record: Any = json.loads(path.read_text("utf-8"))
@@ -122,6 +123,10 @@ def read_manifest(directory: Path) -> Manifest:
         if (digest := record.pop("sha256", None)) is not None and digest != _digest(record):
             raise CheckpointError(f"{path} is damaged: it is not what was written")
         files = {name: {"size": int(e["size"]), "sha256": e["sha256"]} for name, e in record["files"].items()}
+        if outside := [name for name in files if name.startswith("/") or ".." in name.split("/")]:
+            raise CheckpointError(
+                f"{path} names a file outside of its folder ({outside[0]!r}): it is refused"
+            )
         return Manifest(int(record["step"]), int(record["serial"]), float(record["time"]), files)
     except FileNotFoundError:
         raise CheckpointError(f"{directory} has no {NAME}: it was never completed") from None

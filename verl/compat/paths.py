@@ -18,6 +18,8 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
+from verl.errors import REFUSED_NAMES
+
 _TOOLS = "use verl.rollout.tools (BaseTool, function_tool) and verl.rollout.tools.interactions"
 _MODELS = "any Hugging Face architecture is used as it is, through verl.engine.training.base.TrainingEngine"
 
@@ -170,14 +172,9 @@ def reason(path: str) -> str:
     return f"{path} is not offered to plug-ins: {instead}{served}"
 
 
-# Why each name could not be had that was asked for in this process. A reward that catches the exception would score right
-# responses 0: a scoring process fails its calls instead.
-REFUSALS: list[str] = []
-
-
 def _refuse(path: str) -> str:
     """The reason, which is kept."""
-    REFUSALS.append(text := reason(path))
+    REFUSED_NAMES.append(text := reason(path))
     return text
 
 

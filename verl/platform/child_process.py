@@ -29,7 +29,7 @@ from json import JSONDecoder, dumps
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from verl.platform.processes import started_by
+from verl.platform.processes import bear_mark, started_by
 
 if TYPE_CHECKING:
     import asyncio  # the child imports it when its code wants it
@@ -235,5 +235,6 @@ def die_with_parent() -> None:
 def run_child(module: str, fd: int) -> None:
     """What a child process runs: `main(channel)` of the module."""
     die_with_parent()  # the run may die while the user's code holds the interpreter
+    bear_mark()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     importlib.import_module(module).main(ParentChannel(fd))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
 import subprocess
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 # A process: its id, when it started in 1/100 s, and the namespace of the id.
 Identity = tuple[int, int, int]
+
+_MARK = "VERL_STARTED_BY"
+_LIMIT: int | None = getattr(resource, "RLIMIT_RTTIME", None)  # of Linux alone
 
 
 @cache
@@ -49,34 +54,46 @@ def alive(pid: int, start: int) -> bool:
 # had it in its arguments or environment would be swept too. Ray's processes replace both by a title, and have logs open in the
 # folder. The others have three seconds: vLLM's workers remove what they share.
 _SWEEP = """
-read -r file; read -r mark; read -r folder; read -r _
-[ -n "$folder" ] || ! grep -qasF -- "$mark" /proc/[0-9]*/"$file" || sleep 3
-set -- /proc/[0-9]*/"$file"
-{ grep -alsF -- "$mark" "$@"
-  [ -z "$folder" ] || for own in $(grep -alsF ray:: "$@"); do ! ls -l "${own%/*}/fd" | grep -qF "$folder/" || echo "$own"; done
-} | while IFS=/ read -r _ _ process _; do kill -9 "$process"; done
+read -r files; read -r mark; read -r folder; read -r _
+marked() { for file in $files; do grep -alsF -- "$mark" /proc/[0-9]*/"$file"; done; }
+[ -n "$folder" ] || [ -z "$(marked)" ] || sleep 3
+{ marked
+  [ -z "$folder" ] || for own in $(grep -alsF ray:: /proc/[0-9]*/"$files"); do
+    ! ls -l "${own%/*}/fd" | grep -qF "$folder/" || echo "$own"
+  done
+} | while IFS=/ read -r _ _ process _; do kill -9 "$process" 2>/dev/null; done
 [ -z "$folder" ] || rm -rf "$folder"
 """
 
 
-def sweep_at_exit(file: str, mark: str, folder: str = "") -> subprocess.Popen[bytes]:
+def sweep_at_exit(files: str, mark: str, folder: str = "") -> subprocess.Popen[bytes]:
     """Have all processes killed that are marked, and `folder` removed, as soon as this process has ended, however it ends, or
     calls `communicate` on what is returned.
 
-    Marked is a process in whose `file` ("environ" or "cmdline", see proc(5)) the text `mark` occurs, and with a `folder` one of
-    Ray's that has files open there (Linux). Signals and parents would not do: what left its session and whose parent has
-    ended is nobody's child.
+    Marked is a process in one of whose `files` ("environ limits" or "cmdline", see proc(5)) the text `mark` occurs, and with
+    a `folder` one of Ray's that has files open there (Linux). Signals and parents would not do: what left its session and
+    whose parent has ended is nobody's child.
     """
     path = {"PATH": os.environ.get("PATH", os.defpath)}
     sweeper = subprocess.Popen(["sh", "-c", _SWEEP], stdin=subprocess.PIPE, start_new_session=True, env=path)
-    os.write(sweeper.stdin.fileno(), f"{file}\n{mark}\n{folder}\n".encode())  # type: ignore[union-attr]
+    os.write(sweeper.stdin.fileno(), f"{files}\n{mark}\n{folder}\n".encode())  # type: ignore[union-attr]
     return sweeper
 
 
 @cache
 def started_by(pid: int) -> dict[str, str]:
-    """A variable by which those are known that this process, `pid`, starts with it, and whom they start: they end with it, also where
-    they left the session."""
-    mark = f"{pid}-{process_start_time(pid)}."
-    atexit.register(sweep_at_exit("environ", f"VERL_STARTED_BY={mark}").communicate)
-    return {"VERL_STARTED_BY": mark}
+    """A variable by which those are known that this process, `pid`, starts with it, and whom they start: they end with it, also
+    where they left the session, and where they cleared the environment if one before them called `bear_mark`."""
+    # As a limit it can only be lowered, also by a run inside of a run; it is thousands of years.
+    highest = resource.getrlimit(_LIMIT)[1] if _LIMIT is not None else 0
+    highest = highest if highest > 2**61 else 2**62
+    mark = str(highest - 1 - pid - (process_start_time(pid) << 22))
+    atexit.register(sweep_at_exit("environ limits", mark).communicate)
+    return {_MARK: mark}
+
+
+def bear_mark() -> None:
+    """Have this process and all that it starts known by a limit as well: on real-time computing, which nothing else uses."""
+    if _LIMIT is not None:
+        with suppress(OSError, ValueError, KeyError):
+            resource.setrlimit(_LIMIT, (int(os.environ[_MARK]), int(os.environ[_MARK])))

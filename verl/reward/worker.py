@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from verl.compat import REFUSALS
 from verl.data.load_object import SOURCES
+from verl.errors import REFUSED_NAMES
 from verl.platform import child_process
 from verl.platform.child_process import ParentChannel
 from verl.reward.outcome import TRACEBACK_CHARACTERS, Outcome, RewardLoadError, failed, outcome_of, raised
@@ -125,9 +125,9 @@ def _report(channel: ParentChannel, number: int, outcomes: list[Outcome]) -> Non
     if _undecided and outcomes:  # a failure may stand for all responses of a call
         outcomes = [replace(outcomes[0], undecided=_undecided), *outcomes[1:]]
         _undecided = 0
-    if REFUSALS:
+    if REFUSED_NAMES:
         outcomes = [
-            failed("load", f"it asks for what verl lacks: {REFUSALS[0]}", o.traceback) for o in outcomes
+            failed("load", f"it asks for what verl lacks: {REFUSED_NAMES[0]}", o.traceback) for o in outcomes
         ]
     channel.send({"id": number, "outcomes": [vars(outcome) for outcome in outcomes]})
 
@@ -196,8 +196,8 @@ def main(channel: ParentChannel) -> None:
     try:
         SOURCES.update(init["sources"])
         function = Function(init)
-        if REFUSALS:
-            raise RewardLoadError(f"{init['path']} asks for what verl lacks: {REFUSALS[0]}")
+        if REFUSED_NAMES:
+            raise RewardLoadError(f"{init['path']} asks for what verl lacks: {REFUSED_NAMES[0]}")
     except RewardLoadError as error:
         channel.send({"unusable": str(error), "traceback": ""})
         return

@@ -56,7 +56,8 @@ class JsonLines:
         self.path = path
         self._warn = warn
         self._pending = b""
-        self._failing = False
+        self.failing = False
+        """True while lines wait that cannot be written."""
         self._handle = -1
         self._flush()
 
@@ -79,12 +80,12 @@ class JsonLines:
                 self._pending = self._pending[os.write(self._handle, self._pending) :]
             if sync:
                 os.fsync(self._handle)
-            self._failing = False
+            self.failing = False
         except OSError as error:
-            if not self._failing:
+            if not self.failing:
                 further = "the run goes on, the lines are kept and tried again"
                 self._warn(f"{self.path} cannot be written ({error}); {further}")
-            self._failing = True
+            self.failing = True
 
     def _taken_away(self) -> bool:
         """True if what is open is no longer the file of that name: lines would go where nobody finds them."""

@@ -158,6 +158,8 @@ class Dumper:
 
     def __init__(self, on_event: Callable[..., None]):
         self._on_event = on_event
+        self.failed: list[str] = []
+        """Paths that could not be written."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-dumps")
         self._room = BoundedSemaphore(_BACKLOG)
 
@@ -170,6 +172,7 @@ class Dumper:
         try:
             write_lines(path, rows)
         except Exception as error:
+            self.failed.append(str(path))
             what = f"{type(error).__name__}: {error}"
             message = f"{path} could not be written ({what}); the run goes on"
             self._on_event("dump_failed", path=str(path), error=what, message=message)

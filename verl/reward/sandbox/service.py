@@ -6,10 +6,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl.reward.http import post_json
+from verl.reward.outcome import ServiceFailed
 from verl.reward.sandbox.local import ProgramResult
 
 QUEUE_SECONDS = 30.0
 """What a service may take on top of the program's own time."""
+TURNS = 32
+"""Messages that a test and a program may exchange; each one costs two runs."""
 
 
 def run(
@@ -33,6 +36,22 @@ def run(
     finished = answer["status"] == "Success"
     note = "" if finished else f"{result.get('status')}: {result.get('stderr') or ''}"
     return ProgramResult(str(result.get("stdout") or ""), finished, note)
+
+
+def run_test(url: str, test: str, program: str, **limits: Any) -> ProgramResult:
+    """As `local.run_test`. A service runs one program at a time: each is run again with all that the other has printed so
+    far, as long as the test asks for more. ServiceFailed after TURNS messages."""
+    lines, replies = 0, ""
+    for _ in range(TURNS):
+        ran = run(url, test, replies, **limits)
+        if ran.finished or ran.output.count("\n") <= lines:
+            return ran
+        lines = ran.output.count("\n")
+        replies = run(url, program, ran.output, **limits).output
+    raise ServiceFailed(
+        f"an assert_case uses the program more than {TURNS} times in turn: make several cases of it, or use the local "
+        "sandbox"
+    )
 
 
 def _problem(answer: Any) -> str | None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from verl import interrupt
 from verl.config.devices import ray_address
@@ -29,6 +32,7 @@ _TIMELINE_S = 60.0
 _LONGEST_PLACE = 25  # Ray puts 80 more characters behind it, and sockets have names of at most 107
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _AUTH_SWITCH = "RAY_AUTH_MODE"
+_TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _WORKER_ENV = {
     **DEFAULTS,
     "NCCL_DEBUG": "WARN",
@@ -63,6 +67,7 @@ class Cluster:
         self.kind = kind
         self.own = False
         self._auth_mode = os.environ.get(_AUTH_SWITCH)
+        self._own_token = False
         self._sweeper: subprocess.Popen[bytes] | None = None
         self._timeline = config.ray_kwargs.timeline_json_file
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
@@ -81,8 +86,10 @@ class Cluster:
         if self.own:
             defaults |= {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
             options.pop("address", None)
-            if "_temp_dir" not in options:
-                defaults["_temp_dir"] = self._private_folder()
+            folder = self._private_folder()
+            defaults["_temp_dir"] = f"{folder}/ray"
+            if _TOKEN not in os.environ and _TOKEN_PATH not in os.environ:
+                self._own_token = _make_token(folder)
             # Ray counts the cores it may use now; a rank is a process and runs on fewer too.
             defaults["num_cpus"] = max(usable(), processes)
             # It tells how to switch off what this run has asked for.
@@ -105,6 +112,7 @@ class Cluster:
             raise no_cluster(address, error) from error
         except Exception as error:  # Ray raises just that for a node that does not come up
             self.own = False
+            self._forget_token()
             words = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
             raise UserError(f"ray.init failed with ray_kwargs.ray_init ({words}): {error}") from error
 
@@ -165,15 +173,23 @@ class Cluster:
         if self.own:
             ray.shutdown()
             _clustered(True)
-            if self._auth_mode is None:
-                _forget_auth_mode()
+            self._forget_token()
         if self._sweeper is not None:
             self._sweeper.communicate()
             self._sweeper = None
 
+    def _forget_token(self) -> None:
+        """Undo what a Ray of our own switched on in this process: a cluster joined next has another token, or none."""
+        if self._own_token:
+            os.environ.pop(_TOKEN_PATH, None)
+            AuthenticationTokenLoader.instance().reset_cache()
+        if self._auth_mode is None:
+            os.environ.pop(_AUTH_SWITCH, None)
+            Config.initialize("")
+
     def _private_folder(self) -> str:
-        """Where Ray keeps logs and sockets, which it opens to every user: inside of a folder that only this user enters, swept when
-        this process closes the cluster or ends, however it ends."""
+        """A folder that only this user enters: for Ray's logs and sockets, which it opens to every user, and the token. It is
+        swept when this process closes the cluster or ends, however it ends."""
         place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
         if len(place) > _LONGEST_PLACE and not os.environ.get("RAY_TMPDIR"):
             place = "/tmp"
@@ -181,7 +197,7 @@ class Cluster:
         folder = tempfile.mkdtemp(prefix="ray_", dir=place)
         # The agents of a Ray whose driver was killed live on for a minute: they try to tell its head, which is gone too.
         self._sweeper = sweep_at_exit("cmdline", f"{folder}/", folder)
-        return f"{folder}/ray"
+        return folder
 
 
 def address_of(config: Any) -> str:
@@ -205,12 +221,14 @@ def _clustered(wanted: bool) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = wanted
 
 
-def _forget_auth_mode() -> None:
-    """A Ray of our own has tokens, and switched this process to them; a cluster that it joins next may have none."""
-    from ray._raylet import Config  # type: ignore[attr-defined]
-
-    os.environ.pop(_AUTH_SWITCH, None)
-    Config.initialize("")
+def _make_token(folder: str) -> bool:
+    """Have the next Ray use a token of its own: Ray would make ~/.ray/auth_token, which it lets every user read."""
+    path = Path(folder, "auth_token")
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32))
+    os.environ[_TOKEN_PATH] = str(path)
+    AuthenticationTokenLoader.instance().reset_cache()
+    return True
 
 
 def worker_environment(threads: int) -> dict[str, str]:
