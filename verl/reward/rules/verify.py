@@ -14,7 +14,7 @@ import os
 import re
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.reward import worker
 from verl.reward.outcome import VerifyFailed
