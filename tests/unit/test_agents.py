@@ -18,8 +18,9 @@ from tests.unit import agents_of_a_user
 from tests.unit.test_session import _QWEN, session_of
 from verl.config import load
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.errors import UserError
 from verl.reward.runner import RewardRunner
-from verl.rollout import agent_loop
+from verl.rollout import agent_loop, environments, verifiers_server
 from verl.rollout.loop_processes import LoopEnded, LoopProcesses
 from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings
 from verl.trajectory import Batch, Prompt, Trajectory
@@ -194,6 +195,18 @@ def test_an_environment_gives_the_reward(rewards: str) -> None:
         scores = t.extra["token_scores"]
         ends = np.flatnonzero(t.response_ids == 258)[[0, -1]]
         assert scores.shape == (t.length,) and scores[ends].tolist() == [0.25, 0.5] and scores.sum() == 0.75
+
+
+def test_nulls_of_the_configuration_reach_the_environment_and_those_of_parquet_do_not() -> None:
+    row = {"columns": {"environment": {"name": None, "kwargs": {"steps": None}}}}
+    (t,), _ = play(["5", "7"], *ENV, row=row)
+    assert t.status == "completed"
+    with pytest.raises(RolloutError, match="NoneType"):
+        play(["5"], *ENV, "agent.environment.kwargs.steps=null", "agent.max_resamples=0")
+    with pytest.raises(UserError, match=r"environment\.kwargs\.HOME=null"):
+        environments.check({"name": "command", "path": "env", "kwargs": {"HOME": None}}, "")
+    python = {"path": "python", "kwargs": {"a": None, "renderer": None}}
+    assert json.loads(verifiers_server._first(python, "t"))["environment"] == {"a": None}
 
 
 @pytest.mark.parametrize(

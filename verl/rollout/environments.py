@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from verl.config.weights import user_scores
-from verl.data.rows import BadRow
+from verl.data.rows import BadRow, without_nulls
 from verl.errors import UserError
 from verl.platform.child_process import die_with_parent
 from verl.rollout import openenv, verifiers_server
@@ -76,7 +76,7 @@ def maker(spec: Mapping[str, Any]) -> Callable[[], Env | Awaitable[Env]]:
     """What makes the environment that {name, path, kwargs} describes. UserError for one that does not exist.
 
     It is async where `reset` is: what such a constructor opens belongs to the event loop."""
-    path, kwargs = str(spec["path"]), {k: v for k, v in (spec.get("kwargs") or {}).items() if v is not None}
+    path, kwargs = str(spec["path"]), dict(spec.get("kwargs") or {})
     if spec["name"] == "openenv":
         cls, kwargs = openenv.OpenEnv, {"url": path, **kwargs}
     else:
@@ -94,7 +94,7 @@ def maker(spec: Mapping[str, Any]) -> Callable[[], Env | Awaitable[Env]]:
 
 def check(spec: Mapping[str, Any], tokenizer: str) -> None:
     """UserError for an environment that cannot be used: its class, program, server. tokenizer: path or name."""
-    name, path = spec["name"], str(spec["path"])
+    name, path, kwargs = spec["name"], str(spec["path"]), dict(spec.get("kwargs") or {})
     if name == "openenv":
         openenv.check(path)
     elif name == "verifiers":
@@ -103,8 +103,12 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
         program = next(iter(shlex.split(path)), "")
         if shutil.which(program) is None:
             raise UserError(f"{_PATH_KEY}: the program {program!r} is not found")
+        if nulls := [key for key, value in kwargs.items() if value is None]:
+            raise UserError(
+                f"environment.kwargs.{nulls[0]}=null: the kwargs of a program are variables of its environment, which hold text"
+            )
     else:
-        made, kwargs = load_class(path, _PATH_KEY), dict(spec.get("kwargs") or {})
+        made = load_class(path, _PATH_KEY)
         try:
             inspect.signature(made).bind(**kwargs)
         except TypeError as error:
@@ -129,8 +133,9 @@ class EnvironmentAgent(AgentLoopBase):
 
     async def run(self, sampling_params: Any, **row: Any) -> list[AgentLoopOutput]:
         """See `AgentLoopBase.run`."""
-        own = {k: v for k, v in (row["columns"].get("environment") or {}).items() if v is not None}
-        spec = {**self._agent.environment, **own}
+        own = row["columns"].get("environment") or {}
+        # Parquet fills the keys of other rows with nulls; a null of the configuration is the user's.
+        spec = {**self._agent.environment, **without_nulls(own)}
         if not spec["name"] or not spec["path"]:
             raise UserError(
                 "environment_agent needs rollout.agent.environment.name and .path, or the column `environment`"
@@ -223,7 +228,7 @@ class EnvironmentAgent(AgentLoopBase):
                 "OPENAI_API_KEY": "session",
                 "VERL_ROW_FILE": str(file),
                 **({"VERL_ROW": data} if len(data) < _LONGEST_VARIABLE else {}),
-                **{n: str(value) for n, value in (spec.get("kwargs") or {}).items() if value is not None},
+                **{name: str(value) for name, value in (spec.get("kwargs") or {}).items()},
             }
             status, output = await _run_program(str(spec["path"]), variables)
         if status and not self.session.full:

@@ -49,7 +49,7 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
 
 
 def _first(spec: Mapping[str, Any], tokenizer: str) -> bytes:
-    environment = {name: value for name, value in (spec.get("kwargs") or {}).items() if value is not None}
+    environment = dict(spec.get("kwargs") or {})
     renderer = environment.pop("renderer", None)
     first = {"environment": environment, "renderer": renderer, "tokenizer": tokenizer}
     return json.dumps(first).encode() + b"\n"
