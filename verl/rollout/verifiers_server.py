@@ -23,7 +23,8 @@ from verl.errors import UserError
 from verl.platform.child_process import LONGEST_MESSAGE
 from verl.rollout.agent_loop import EnvironmentFailed
 
-_PROGRAM = str(Path(__file__).with_name("verifiers_program.py"))
+# -P: the program's folder, whose `requests` and `openenv` are not the packages of these names, stays off its sys.path.
+_PROGRAM = ("-P", str(Path(__file__).with_name("verifiers_program.py")))
 START_SECONDS = 120.0
 ANSWER_SECONDS = 5.0
 
@@ -38,7 +39,7 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
         )
     try:
         done = subprocess.run(
-            [python, _PROGRAM], input=_first(spec, tokenizer), capture_output=True, timeout=START_SECONDS
+            [python, *_PROGRAM], input=_first(spec, tokenizer), capture_output=True, timeout=START_SECONDS
         )
     except subprocess.TimeoutExpired as error:
         raise UserError(f"the verifiers environment did not start within {START_SECONDS:g} s") from error
@@ -111,7 +112,7 @@ class VerifiersServer:
     async def _start(self) -> None:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            self._python, _PROGRAM, stdin=pipe, stdout=pipe, limit=LONGEST_MESSAGE, start_new_session=True
+            self._python, *_PROGRAM, stdin=pipe, stdout=pipe, limit=LONGEST_MESSAGE, start_new_session=True
         )
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(self._line)
