@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.chaos.fork_server import until
@@ -21,7 +23,7 @@ from tests.unit.test_agents import play
 from tests.unit.test_session import _QWEN
 from verl.config import load
 from verl.config.check import check
-from verl.rollout import verifiers_program, verifiers_server
+from verl.rollout import environments, verifiers_program, verifiers_server
 from verl.rollout.manager import RolloutError
 
 HERE = Path(__file__).parent
@@ -47,6 +49,31 @@ def test_a_text_game_of_gymnasium() -> None:
     (t,), _ = play(["west", "east"], row={"columns": own, **ENV})
     said = [m["content"] for m in t.fields["messages"]]
     assert (t.status, t.score, said[2]) == ("completed", 2.0, "you go west") and said[0].endswith("corridor")
+    words = ["agent.environment.name=gym", "agent.environment.path=gymnasium:make"]
+    assert "`Nope` doesn't exist" in problems([*words, "agent.environment.kwargs.id=Nope-v0"])
+    assert "gymnasium" not in problems([*words, "agent.environment.kwargs.id=Corridor-v0"])
+
+
+@pytest.mark.parametrize(
+    ("space", "arguments", "text", "action"),
+    [
+        ("Discrete", (4,), "I was at 7. Go 3", 3),
+        ("Discrete", (4,), "4", None),
+        ("Discrete", (4,), "1.5", None),
+        ("MultiDiscrete", ([2, 3],), "Not 5 but 1, 2.", [1, 2]),
+        ("MultiDiscrete", ([2, 3],), "1", None),
+        ("Box", (-1, 1, (2,)), "-0.5 .25e0", [-0.5, 0.25]),
+        ("Box", (-1, 1, (2,)), "2 0", None),
+    ],
+)
+def test_numbers_as_actions_of_gymnasium(space: str, arguments: tuple, text: str, action: Any) -> None:
+    spaces = pytest.importorskip("gymnasium", reason="the package gymnasium is not installed").spaces
+    acts: list = []
+    env = SimpleNamespace(action_space=getattr(spaces, space)(*arguments))
+    env.step = lambda act: (acts.append(np.asarray(act).tolist()), 0.0, True, False, {})
+    result = environments.GymEnv(env).step({"content": text})
+    assert result.invalid is (action is None) and acts == [action] * (action is not None)
+    assert not result.invalid or f"in {space}(" in result.messages[0]["content"]
 
 
 FAKE = """

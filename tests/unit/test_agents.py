@@ -240,6 +240,21 @@ def test_a_text_environment_of_gymnasium() -> None:
 
 
 @pytest.mark.parametrize(
+    ("texts", "status", "counts"),
+    [
+        (["Both up.", "Not 7, but 1 and 2.", "3 0", "2, 0"], "max_turns", {"calls": 4, "invalid": 2}),
+        (["1"], "invalid_calls", {"calls": 3, "invalid": 3}),
+    ],
+)
+def test_numbers_are_actions_of_gymnasium(texts: list[str], status: str, counts: dict) -> None:
+    (t,), _ = play(texts, "agent.environment.name=gym", f"agent.environment.path={USER}:Levers")
+    assert (t.status, t.extra["tool_counts"]) == (status, counts)
+    said = [m["content"] for m in t.fields["messages"][::2]]
+    assert said[0].endswith("[0 0]") and said[1].startswith("Error: no valid action; end with 2 integers in ")
+    assert status != "max_turns" or said[2] == "you [1 2]"
+
+
+@pytest.mark.parametrize(
     ("fail", "said"),
     [
         ("open", "no table"),

@@ -13,6 +13,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -41,6 +42,7 @@ from verl.rollout.tools.toolbox import load_class
 _PATH_KEY = "rollout.agent.environment.path"
 _KEPT_OUTPUT = 2**16  # bytes of what a program prints, from its end
 _LONGEST_VARIABLE = 2**17 - 16  # bytes: Linux starts no program with a longer `VERL_ROW=…`
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?", re.I)
 _POLL = 0.05  # seconds between two looks at whether a program has ended
 _EXIT_WAIT = 1.0  # seconds in which output may still come; a process that it started may hold its end open
 
@@ -48,24 +50,45 @@ _EXIT_WAIT = 1.0  # seconds in which output may still come; a process that it st
 class GymEnv:
     """An environment of gymnasium's interface: observations are messages of the user, turns are actions.
 
-    The members of a group begin alike: where `reset` takes a seed, it follows from the row's uid.
+    A space of numbers (Discrete, MultiDiscrete, MultiBinary, Box) takes the last numbers of a turn, any other one its text. The members
+    of a group begin alike: where `reset` takes a seed, it follows from the row's uid.
     """
 
     def __init__(self, env: Any):
         self._env = env
+        self._space: Any = getattr(env, "action_space", None)
+        self._reads_numbers = getattr(self._space, "shape", None) is not None
 
     def reset(self, row: Mapping[str, Any]) -> Observation:
         """The row's prompt, and the first observation at its end."""
         takes_seed = "seed" in inspect.signature(self._env.reset).parameters
         seen, _ = self._env.reset(seed=seed_of(row)) if takes_seed else self._env.reset()
-        return Observation(opening(row, seen))
+        return Observation(opening(row, "" if seen is None else str(seen)))  # an array or 0 is seen, too
 
     def step(self, message: Mapping[str, Any]) -> StepResult:
-        """The turn's text is the action."""
-        seen, reward, terminated, truncated, info = self._env.step(message["content"])
+        """Act as the turn says. One without a valid action is answered with what is expected."""
+        try:
+            action = self._numbers(message["content"]) if self._reads_numbers else message["content"]
+        except ValueError as error:
+            return StepResult([{"role": "user", "content": f"Error: {error}"}], invalid=True)
+        seen, reward, terminated, truncated, info = self._env.step(action)
         metrics = {k: v for k, v in info.items() if isinstance(v, int | float | str | bool)}
         said = [{"role": "user", "content": str(seen)}]
-        return StepResult(said, float(reward), bool(terminated or truncated), metrics, not terminated)
+        done, invalid = bool(terminated or truncated), False if self._reads_numbers else None
+        return StepResult(said, float(reward), done, metrics, not terminated, invalid)
+
+    def _numbers(self, text: str) -> Any:
+        """The action at the end of a text, a number or an array as its space has it. ValueError says what is expected."""
+        space = self._space
+        size, whole = int(np.prod(space.shape)), not np.issubdtype(space.dtype, np.floating)
+        with suppress(ValueError, OverflowError):
+            read: Any = int if whole else float
+            numbers = [read(number) for number in _NUMBER.findall(text)[-size:]]
+            action = np.array(numbers, space.dtype).reshape(space.shape)[()]
+            if space.contains(action):
+                return action
+        kind = "integer" if whole else "number"
+        raise ValueError(f"no valid action; end with {size} {kind}{'s' * (size != 1)} in {space}")
 
     def close(self) -> None:
         """Close the environment."""
@@ -113,6 +136,13 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
             inspect.signature(made).bind(**kwargs)
         except TypeError as error:
             raise UserError(f"environment.kwargs do not fit {path}: {error}") from error
+        if name == "gym":
+            try:
+                env = made(**kwargs)
+            except Exception as error:
+                raise UserError(f"{path} makes no environment: {type(error).__name__}: {error}") from error
+            with suppress(Exception):
+                env.close()
 
 
 @register("environment_agent")
@@ -172,13 +202,15 @@ class EnvironmentAgent(AgentLoopBase):
                 return None
             turns += 1
             following = self._unread(reply.calls) if tools else []
-            invalid = invalid + 1 if following and len(following) == len(reply.calls) else 0
-            if not invalid:
+            without_action = bool(following) and len(following) == len(reply.calls)
+            if not without_action:
                 step: StepResult = await self._ask(env.step, StepResult, message=reply.message)
                 self._earn(step)
                 if step.done:
                     return "max_turns" if step.truncated else "completed"
                 following += step.messages
+                without_action = bool(step.invalid)
+            invalid = invalid + 1 if without_action else 0
             if invalid >= INVALID_TURNS:
                 return "invalid_calls"
             if most is not None and turns >= most:
@@ -215,6 +247,8 @@ class EnvironmentAgent(AgentLoopBase):
         if self.session.turns:
             self.session.turns[-1]["reward"] = step.reward
         self._metrics |= step.metrics
+        if step.invalid is not None:
+            self._counts.update(calls=1, invalid=int(step.invalid))
 
     async def _command(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
         """Run a program until it ends. A last line of output that is JSON with `reward` says what it earned."""
