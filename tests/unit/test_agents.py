@@ -176,6 +176,9 @@ def test_an_interaction_answers_where_no_tool_is_called(
     assert t.status == "completed" and t.extra["reward_scores"]["turn_scores"] == [0.5, 1.0]
     assert [m["content"] for m in t.fields["messages"]] == ["3*4?", "12", "No.", "13"]
     assert caplog.text.count("it ends badly") == 1
+    batch, _ = play(["12"], *TOOLS, row=row, n=2)
+    assert [t.status for t in batch] == ["completed"] * 2
+    assert caplog.text.count("there is no multi_turn.interaction_config_path") == 1
     row["extra_info"]["interaction_kwargs"]["word"] = "hangs"
     with pytest.raises(RolloutError, match="environment_error: interaction: TimeoutError: no answer"):
         play(["12"], *words, "agent.tool_timeout=0.1", "agent.max_resamples=0", row=row)

@@ -220,6 +220,21 @@ def test_own_function_needs_neither_truth_nor_known_source(tmp_path: Path, token
     assert [RowRules.of(load(words)).needs_truth for words in ([alone], [alone, both])] == [False, True]
 
 
+@pytest.mark.parametrize("agent", [None, "environment_agent", "own_loop"])
+def test_rows_whose_loop_makes_the_prompt_need_none(
+    tmp_path: Path, tokenizer: Any, agent: str | None
+) -> None:
+    rows = [{"data_source": "a game", "extra_info": {"index": 1}, "agent_name": agent}, chat()]
+    rows = rows if agent else [{k: v for k, v in rows[0].items() if k != "agent_name"}]
+    words = () if agent else ("actor_rollout_ref.rollout.agent.environment.name=verifiers",)
+    data = open_rows(tmp_path, rows, tokenizer, *words, check_truth=check_truth)
+    prompt = data.prompt(0)
+    assert (prompt.messages, prompt.ids.tolist(), prompt.ground_truth) == ([], [], None)
+    assert data[0]["raw_prompt"] == [] and len(data) == len(rows)
+    with pytest.raises(DataError, match=r"no ground truth|no column 'prompt'"):
+        open_rows(tmp_path, [row | {"agent_name": None} for row in rows[:1]], tokenizer)
+
+
 # ------------------------------------------------------------------------------------------------------ length
 
 LONG = [chat("x" * size) for size in (5, 50, 3, 60, 70, 80, 90, 99)]

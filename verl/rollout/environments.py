@@ -181,6 +181,8 @@ class EnvironmentAgent(AgentLoopBase):
         try:
             start: Observation = await self._ask(env.reset, Observation, row=row["columns"] | own)
             said = row["raw_prompt"] if start.messages is None else start.messages
+            if not said:
+                raise EnvironmentFailed("reset: it gives no messages, and the row has no prompt")
             self._messages = [dict(message) for message in said]
             return await self._turns(env, start.tools)
         finally:
