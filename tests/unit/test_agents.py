@@ -281,7 +281,9 @@ def test_an_environment_that_fails_is_never_a_zero(fail: str, said: str) -> None
         play(["5"], *words, events=events)
     assert [fields["attempt"] for kind, fields in events if kind == "trajectory_failed"] == [0, 1, 2]
     if fail == "reset":  # before there is a token there is nothing to score
-        with pytest.raises(RolloutError, match=r"no trajectory of this step.*environment_error: reset"):
+        with pytest.raises(
+            RolloutError, match=rf"no trajectory of this step.*environment_error: {USER}:Guess: reset"
+        ):
             play(["5"], *words, "agent.on_status.environment_error=score")
 
 
@@ -342,6 +344,7 @@ for _ in range(2):
     message = post("/chat/completions", {"model": "policy", "messages": messages})["choices"][0]["message"]
     messages += [message, {"role": "user", "content": "Sure?"}]
 if len(sys.argv) > 1:
+    print("no licence", file=sys.stderr)
     sys.exit(int(sys.argv[1]))
 print("done")
 print(json.dumps({"reward": 0.5, "metrics": {"asked": 2}}))
@@ -349,7 +352,9 @@ print(json.dumps({"reward": 0.5, "metrics": {"asked": 2}}))
 
 
 @pytest.mark.parametrize(("status", "long"), [("", False), (" 3", False), ("", True)])
-def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str, long: bool) -> None:
+def test_a_program_acts_through_its_sessions_url(
+    tmp_path: Path, status: str, long: bool, capfd: pytest.CaptureFixture
+) -> None:
     program = tmp_path / "agent.py"
     program.write_text(PROGRAM)
     words = [
@@ -358,8 +363,9 @@ def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str, lo
         "agent.max_resamples=0",
     ]
     if status:
-        with pytest.raises(RolloutError, match="exit status 3"):
+        with pytest.raises(RolloutError, match=r"(?s)agent\.py 3: exit status 3.*no licence"):
             play(["12", "Yes."], *words)
+        assert "no licence" in capfd.readouterr().err
         (t,), _ = play(
             ["12", "Yes."], *words, max_lost_ratio=1.0
         )  # main_generation counts what is lost of all its prompts

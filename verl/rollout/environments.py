@@ -35,16 +35,15 @@ from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentF
 from verl.rollout.boundary import without_images
 from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
 from verl.rollout.event_loop import in_thread, users_code
+from verl.rollout.program_output import Output
 from verl.rollout.session import OutOfTokens, Recorded
 from verl.rollout.tools.parsers import INVALID_TURNS, ToolCall
 from verl.rollout.tools.toolbox import load_class
 
 _PATH_KEY = "rollout.agent.environment.path"
-_KEPT_OUTPUT = 2**16  # bytes of what a program prints, from its end
 _LONGEST_VARIABLE = 2**17 - 16  # bytes: Linux starts no program with a longer `VERL_ROW=…`
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?", re.I)
 _POLL = 0.05  # seconds between two looks at whether a program has ended
-_EXIT_WAIT = 1.0  # seconds in which output may still come; a process that it started may hold its end open
 
 
 class GymEnv:
@@ -157,6 +156,7 @@ class EnvironmentAgent(AgentLoopBase):
         self._earned: list[tuple[Recorded | None, int, float]] = []
         self._metrics: dict[str, Any] = {}
         self._messages: Messages = []
+        self._path = ""
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._played = False
@@ -170,6 +170,7 @@ class EnvironmentAgent(AgentLoopBase):
             raise UserError(
                 "environment_agent needs rollout.agent.environment.name and .path, or the column `environment`"
             )
+        self._path = spec["path"]
         play = {"command": self._command, "verifiers": self._verifiers}.get(spec["name"], self._play)
         status = await play(spec, row)
         return self.session.outputs(status=status, **self.known_so_far())
@@ -182,7 +183,9 @@ class EnvironmentAgent(AgentLoopBase):
             start: Observation = await self._ask(env.reset, Observation, row=row["columns"] | own)
             said = row["raw_prompt"] if start.messages is None else start.messages
             if not said:
-                raise EnvironmentFailed("reset: it gives no messages, and the row has no prompt")
+                raise EnvironmentFailed(
+                    f"{self._path}: reset: it gives no messages, and the row has no prompt"
+                )
             self._messages = [dict(message) for message in said]
             return await self._turns(env, start.tools)
         finally:
@@ -238,7 +241,9 @@ class EnvironmentAgent(AgentLoopBase):
             return found
         except Exception as error:
             what = str(error) or f"no answer within rollout.agent.tool_timeout={self._agent.tool_timeout} s"
-            raise EnvironmentFailed(f"{method.__name__}: {type(error).__name__}: {what}") from error
+            raise EnvironmentFailed(
+                f"{self._path}: {method.__name__}: {type(error).__name__}: {what}"
+            ) from error
         finally:
             self._seconds += self.loop.time() - started
 
@@ -266,11 +271,11 @@ class EnvironmentAgent(AgentLoopBase):
                 **({"VERL_ROW": data} if len(data) < _LONGEST_VARIABLE else {}),
                 **{name: str(value) for name, value in (spec.get("kwargs") or {}).items()},
             }
-            status, output = await _run_program(str(spec["path"]), variables)
+            status, output, last_lines = await _run_program(str(spec["path"]), variables)
         if status and not self.session.full:
-            raise EnvironmentFailed(f"{spec['path']}: exit status {status}")
+            raise EnvironmentFailed(f"{spec['path']}: exit status {status}{last_lines}")
         self._messages = self.session.messages or list(row["raw_prompt"])
-        self._read(output.decode(errors="replace"))
+        self._read(output)
         return "length" if self.session.full else None
 
     async def _verifiers(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
@@ -323,34 +328,27 @@ class EnvironmentAgent(AgentLoopBase):
         }
 
 
-async def _run_program(command: str, variables: Mapping[str, str]) -> tuple[int, bytes]:
-    """(exit status, end of its output) of a program, which ends with all that it started. EnvironmentFailed if it cannot be started."""
+async def _run_program(command: str, variables: Mapping[str, str]) -> tuple[int, str, str]:
+    """(exit status, end of its output, last lines of its stderr) of a program, which ends with all that it started. EnvironmentFailed
+    if it cannot be started."""
     try:
         process = await asyncio.create_subprocess_exec(
             *shlex.split(command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **variables},
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
     except OSError as error:
         raise EnvironmentFailed(f"{command} cannot be started: {error}") from error
-    output = bytearray()
-    reading = asyncio.ensure_future(_keep_end(process.stdout, output))
+    stdout, stderr = Output(process.stdout), Output(process.stderr, echo=True)
     try:
         while process.returncode is None:  # wait() would wait for all that hold its output open, too
             await asyncio.sleep(_POLL)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait([reading], timeout=_EXIT_WAIT)
-        reading.cancel()
-    return process.returncode, bytes(output)
-
-
-async def _keep_end(stream: Any, output: bytearray) -> None:
-    """Read to the end and keep the last bytes: a program may print more than memory holds."""
-    while part := await stream.read(_KEPT_OUTPUT):
-        output += part
-        del output[:-_KEPT_OUTPUT]
+        output, last_lines = await asyncio.gather(stdout.end(), stderr.last_lines())
+    return process.returncode, output, last_lines

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 from verl.errors import UserError
 from verl.platform.child_process import LONGEST_MESSAGE
 from verl.rollout.agent_loop import EnvironmentFailed
+from verl.rollout.program_output import Output
 
 # -P: the program's folder, whose `requests` and `openenv` are not the packages of these names, stays off its sys.path.
 _PROGRAM = ("-P", str(Path(__file__).with_name("verifiers_program.py")))
@@ -112,8 +113,15 @@ class VerifiersServer:
     async def _start(self) -> None:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            self._python, *_PROGRAM, stdin=pipe, stdout=pipe, limit=LONGEST_MESSAGE, start_new_session=True
+            self._python,
+            *_PROGRAM,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            limit=LONGEST_MESSAGE,
+            start_new_session=True,
         )
+        stderr = Output(process.stderr, echo=True)
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(self._line)
         answer = {"refused": "it ended"}
@@ -126,11 +134,12 @@ class VerifiersServer:
             if "ready" not in answer:
                 _kill(process)
         if "ready" not in answer:
-            raise EnvironmentFailed(f"the verifiers server did not start: {answer['refused']}")
+            why = answer["refused"] + await stderr.last_lines()
+            raise EnvironmentFailed(f"the verifiers server of {self._python} did not start: {why}")
         self._process = process
-        self._reader = asyncio.ensure_future(self._read(process))
+        self._reader = asyncio.ensure_future(self._read(process, stderr))
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, process: asyncio.subprocess.Process, stderr: Output) -> None:
         assert process.stdout is not None
         with suppress(ValueError):
             async for line in process.stdout:
@@ -140,10 +149,11 @@ class VerifiersServer:
                     waiting.set_result(answer)
         self._process = None
         _kill(process)
-        status = await process.wait()
+        status, last_lines = await process.wait(), await stderr.last_lines()
+        ended = f"the environment server of {self._python} ended with status {status}{last_lines}"
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_result({"error": f"the environment server ended with status {status}"})
+                waiting.set_result({"error": ended})
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
