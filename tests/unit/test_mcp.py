@@ -138,7 +138,7 @@ def test_a_server_over_http_that_ends_and_comes_back(tmp_path: Path) -> None:
         ({"a": {"command": sys.executable, "args": ["-c", "import nowhere"]}}, {},
          r"(?s)\(MCP server 'a'\).* gave no list of tools.*No module named 'nowhere'"),
         ({"a": STDIO}, {"tool_selected_list": ["add"]}, "tool_selected_list names 'add', which no server"),
-        ({"a": STDIO, "b": STDIO}, {}, "two tools are called 'calculate': in .*'a'.* and in .*'b'"),
+        ({"a": STDIO, "b": STDIO}, {}, "calculate.* collide: 2 tools are called 'calculate': in .*'a'.* and in .*'b'.*'die': in .*'a'.* and in .*'b'"),
         ({}, {"mcp_servers_config_path": None}, "type mcp needs mcp: {mcp_servers_config_path"),
     ],
 )  # fmt: skip

@@ -19,7 +19,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ from verl.rollout import openenv, verifiers_server
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, register
 from verl.rollout.boundary import without_images
 from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
-from verl.rollout.event_loop import in_thread, users_code
+from verl.rollout.event_loop import in_thread, thread_room, users_code
 from verl.rollout.program_output import Output
 from verl.rollout.session import OutOfTokens, Recorded
 from verl.rollout.tools.parsers import INVALID_TURNS, ToolCall
@@ -230,10 +230,9 @@ class EnvironmentAgent(AgentLoopBase):
 
     async def _ask(self, method: Callable[..., Any], gives: type, **arguments: Any) -> Any:
         """Call the environment within its deadline. EnvironmentFailed for whatever goes wrong there, an answer of another type too."""
-        started = self.loop.time()
+        started, apart = self.loop.time(), not inspect.iscoroutinefunction(method)
         try:
-            async with asyncio.timeout(self._agent.tool_timeout):
-                apart = not inspect.iscoroutinefunction(method)
+            async with thread_room() if apart else nullcontext(), asyncio.timeout(self._agent.tool_timeout):
                 found = await users_code(in_thread(method, **arguments) if apart else method(**arguments))
             if not isinstance(found, gives):
                 other = " (gymnasium's interface is environment.name=gym)" if isinstance(found, tuple) else ""
