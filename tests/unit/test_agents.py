@@ -17,6 +17,7 @@ from tests.tiny import tiny_tokenizer
 from tests.unit import agents_of_a_user
 from tests.unit.test_session import _QWEN, session_of
 from verl.config import load
+from verl.config.check import check
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.errors import UserError
 from verl.reward.runner import RewardRunner
@@ -468,6 +469,26 @@ def test_a_loop_of_the_public_system(tmp_path: Path) -> None:
     row = {"extra_info": {"image_data": [b"png"]}}
     with pytest.raises(RolloutError, match=r"generate takes no image_data.*session\.chat"):
         play(["12"], "agent.default_agent_loop=public_loop", row=row)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ("{name: a}", "must hold a list"),
+        ("- {_target_: tests.unit.agents_of_a_user.PublicLoop}", "it needs name"),
+    ],
+)
+@pytest.mark.parametrize("entry", ["ppo", "generation"])
+def test_a_file_of_loops_that_cannot_be_used_is_refused(
+    tmp_path: Path, text: str | None, message: str, entry: str
+) -> None:
+    if text is not None:
+        (tmp_path / "loops.yaml").write_text(text)
+    key = f"{'actor_rollout_ref.' * (entry == 'ppo')}rollout.agent.agent_loop_config_path"
+    found = map(str, check(load([f"{key}={tmp_path / 'loops.yaml'}"], entry=entry)).problems)
+    (problem,) = [text for text in found if key in text]
+    assert message in problem
 
 
 def test_a_users_own_test_of_a_loop_brings_its_server_manager() -> None:
