@@ -52,6 +52,8 @@ class Guess:
             raise RuntimeError("no game")
         tool = {"type": "function", "function": {"name": "calculate", "parameters": {}}}
         tools = [tool] if self.fail == "call" else None
+        if self.fail == "silent":
+            return Observation(None, tools)
         return Observation([{"role": "user", "content": f"Guess {row['uid']}"}], tools)
 
     async def step(self, message):

@@ -92,7 +92,7 @@ def play(
         )  # fmt: skip
         messages = [{"role": "user", "content": "3*4?"}]
         ids = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        prompt = Prompt("0:0@0", ids, messages, **(row or {}))
+        prompt = Prompt("0:0@0", **{"ids": ids, "messages": messages, **(row or {})})
         try:
             batch = await manager.take([prompt])
             await manager.scored(batch)
@@ -199,6 +199,15 @@ def test_an_environment_gives_the_reward(rewards: str) -> None:
         scores = t.extra["token_scores"]
         ends = np.flatnonzero(t.response_ids == 258)[[0, -1]]
         assert scores.shape == (t.length,) and scores[ends].tolist() == [0.25, 0.5] and scores.sum() == 0.75
+
+
+def test_an_environment_makes_the_prompt_that_a_row_lacks() -> None:
+    row = {"ids": np.zeros(0, np.int64), "messages": []}
+    (t,), _ = play(["5", "7"], *ENV, row=row)
+    assert t.status == "completed" and t.fields["messages"][0]["content"] == "Guess 0:0@0"
+    words = ["agent.environment.kwargs.fail=silent", "agent.max_resamples=0"]
+    with pytest.raises(RolloutError, match="reset gives no messages, and the row has no prompt"):
+        play(["5"], *ENV, *words, row=row)
 
 
 def test_nulls_of_the_configuration_reach_the_environment_and_those_of_parquet_do_not() -> None:

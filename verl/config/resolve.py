@@ -20,18 +20,14 @@ from verl.config.schema.entries import ROOTS
 
 _LIKE = 0.75
 """So similar is the name of a group to what is taken for a misspelling of it."""
-_AGENT = "rollout.agent."
-_USERS_CODE = [
-    *(f"{at}model.external_lib" for at in ("actor_rollout_ref.", "")),
-    *(
-        f"{at}{_AGENT}{key}"
-        for at in ("actor_rollout_ref.", "")
-        for key in ("agent_loop_config_path", "environment.path")
-    ),
+_OF_POLICY = ("model.external_lib", "rollout.agent.agent_loop_config_path", "rollout.agent.environment.path")
+_USERS_CODE = (
+    *_OF_POLICY,  # of main_generation
+    *(f"actor_rollout_ref.{key}" for key in _OF_POLICY),
     "data.custom_cls.path",
     "custom_reward_function.path",
     "reward_manager.module.path",
-]
+)
 """Keys that name code of the user's."""
 
 

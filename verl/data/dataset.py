@@ -415,8 +415,8 @@ class Scanner:
             try:
                 fields = self.fields(row, index)
                 scan.sources[index - start] = source = fields.facts["data_source"]
-                own = self.rules.loop_makes_prompt(fields.facts["agent_name"])
-                if self.check_truth is not None and not own:
+                scored = not self.rules.loop_makes_prompt(fields.facts["agent_name"])
+                if scored and self.check_truth is not None:
                     self.check_truth(source, fields.facts["ground_truth"])
                 messages, cells = self.dialogue(fields)
                 if not messages:

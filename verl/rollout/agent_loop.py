@@ -289,7 +289,7 @@ def load_listed(path: str | None) -> None:
         raise UserError(f"{path}: it must hold a list of {{name, _target_: module.Class}}")
     for entry in listed:
         try:
-            named = entry["name"]
+            loop_name = entry["name"]
             arguments = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
             module, _, name = entry["_target_"].rpartition(".")
             cls = getattr(importlib.import_module(module), name)
@@ -300,7 +300,7 @@ def load_listed(path: str | None) -> None:
                 f"{path}: the entry {entry!r} names no class that can be imported ({type(error).__name__}: {error}); "
                 "it needs name and _target_: module.Class"
             ) from error
-        _LOOPS[named], ARGUMENTS[named] = cls, arguments
+        _LOOPS[loop_name], ARGUMENTS[loop_name] = cls, arguments
 
 
 @register(SINGLE_TURN)

@@ -181,12 +181,10 @@ class EnvironmentAgent(AgentLoopBase):
         own = {name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")}
         try:
             start: Observation = await self._ask(env.reset, Observation, row=row["columns"] | own)
-            said = row["raw_prompt"] if start.messages is None else start.messages
-            if not said:
-                raise EnvironmentFailed(
-                    f"{self._path}: reset: it gives no messages, and the row has no prompt"
-                )
-            self._messages = [dict(message) for message in said]
+            opening_messages = row["raw_prompt"] if start.messages is None else start.messages
+            if not opening_messages:
+                raise EnvironmentFailed(f"{self._path}: reset gives no messages, and the row has no prompt")
+            self._messages = [dict(message) for message in opening_messages]
             return await self._turns(env, start.tools)
         finally:
             with suppress(Exception):

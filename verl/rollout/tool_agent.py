@@ -69,7 +69,7 @@ class ToolAgent(AgentLoopBase):
             return None
         if not self._turns.interaction_config_path:
             why = "rows name it in interaction_kwargs and there is no multi_turn.interaction_config_path: nobody answers"
-            warn_once(str(name), "unknown", why, of="interaction")
+            warn_once(str(name), "no file", why, of="interaction")
             return None
         found = load_interactions(self._turns.interaction_config_path)
         if name not in found:

@@ -147,11 +147,11 @@ class VerifiersServer:
                 waiting = self._waiting.get(answer["id"])
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
-        self._process = None
+        self._process, unanswered = None, list(self._waiting.values())
         _kill(process)
         status, last_lines = await process.wait(), await stderr.last_lines()
         ended = f"the environment server of {self._python} ended with status {status}{last_lines}"
-        for waiting in self._waiting.values():
+        for waiting in unanswered:
             if not waiting.done():
                 waiting.set_result({"error": ended})
 

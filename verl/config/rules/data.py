@@ -81,9 +81,8 @@ def _prompt_columns(c: Check, key: str, file: Any) -> set[str]:
     if "agent_name" in file.columns:
         names = {str(value) for value in file.values("agent_name") if value}
         c.agent_names |= names
-        if any(
-            map(rules.loop_makes_prompt, names)
-        ):  # whose data sources need no reward; the rows are checked by themselves
+        # Data sources of rows that score themselves need no reward. Each row is checked when the run reads it.
+        if any(map(rules.loop_makes_prompt, names)):
             return set()
     return sources
 

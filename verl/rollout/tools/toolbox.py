@@ -86,12 +86,12 @@ class Toolbox:
         for where, tool in named:
             self.by_name[tool.name] = tool
             places.setdefault(tool.name, []).append(where)
-        if several := {name: found for name, found in places.items() if len(found) > 1}:
-            told = [
-                f"{len(found)} tools are called {name!r}: in {' and in '.join(found)}"
-                for name, found in several.items()
+        if taken := {name: sources for name, sources in places.items() if len(sources) > 1}:
+            collisions = [
+                f"{len(sources)} tools are called {name!r}: in {' and in '.join(sources)}"
+                for name, sources in taken.items()
             ]
-            raise ToolError(f"the names {list(several)} collide: {'; '.join(told)}")
+            raise ToolError(f"the names {list(taken)} collide: {'; '.join(collisions)}")
         self.tools = list(self.by_name.values())
 
     def warn_of_unknown(self, kwargs: Mapping[str, Any]) -> None:
