@@ -20,6 +20,8 @@ from verl.data.dataset import PromptDataset, epoch_order
 from verl.data.files import DataError, open_file
 from verl.data.rows import RowRules, check_plain_truth
 from verl.reward.rules import check_truth
+from verl.reward.runner import RewardRunner
+from verl.trainer.run import check_reward
 
 HEAD, TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 EXTRA = 1 + len("user\n") + 2 + 1 + len("assistant\n")
@@ -231,6 +233,8 @@ def test_rows_whose_loop_makes_the_prompt_need_none(
     prompt = data.prompt(0)
     assert (prompt.messages, prompt.ids.tolist(), prompt.ground_truth) == ([], [], None)
     assert data[0]["raw_prompt"] == [] and len(data) == len(rows)
+    if not agent:  # the built-in reward is not tried on such rows: there is no loop to run it
+        check_reward(RewardRunner(data.config), data, loop=None)
     with pytest.raises(DataError, match=r"no ground truth|no column 'prompt'"):
         open_rows(tmp_path, [row | {"agent_name": None} for row in rows[:1]], tokenizer)
 
