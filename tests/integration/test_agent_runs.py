@@ -179,7 +179,7 @@ BAD = {
         "tool_config_path",
         "tools:\n  - class_name: verl.tools.base_tool.BaseTool\n    tool_schema: {{function: {{name: x, parameters: {{type: thing}}}}}}",
     ),
-    "two tools are called 'calculate'": (
+    "2 tools are called 'calculate'": (
         "tool_config_path",
         "tools:\n  - class_name: verl.tools.base_tool.BaseTool\n    tool_schema: {{function: {{name: calculate}}}}",
     ),

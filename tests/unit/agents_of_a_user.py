@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.interactions.base import BaseInteraction
@@ -51,6 +52,8 @@ class Guess:
             raise RuntimeError("no game")
         tool = {"type": "function", "function": {"name": "calculate", "parameters": {}}}
         tools = [tool] if self.fail == "call" else None
+        if self.fail == "silent":
+            return Observation(None, tools)
         return Observation([{"role": "user", "content": f"Guess {row['uid']}"}], tools)
 
     async def step(self, message):
@@ -91,6 +94,21 @@ class Room:
 
     def close(self):
         pass
+
+
+class Levers(Room):
+    """Two levers with three places each."""
+
+    def reset(self):
+        super().reset()
+        return np.zeros(2, int), {}
+
+    class action_space:
+        shape, dtype = (2,), np.int64
+
+        @staticmethod
+        def contains(action):
+            return action.shape == (2,) and action.dtype == np.int64 and all(0 <= n < 3 for n in action)
 
 
 class Nags(BaseInteraction):

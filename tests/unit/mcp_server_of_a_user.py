@@ -30,6 +30,7 @@ def pid() -> str:
 @server.tool()
 def die() -> str:
     """Ends the server."""
+    os.write(2, b"no licence\n")
     os._exit(3)
 
 

@@ -8,18 +8,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.chaos.fork_server import until
 from tests.ranks import free_port, listens
-from tests.tiny import tiny_tokenizer
+from tests.tiny import SPECIAL, tiny_tokenizer
 from tests.unit.test_agents import play
 from tests.unit.test_session import _QWEN
 from verl.config import load
 from verl.config.check import check
-from verl.rollout import verifiers_server
+from verl.rollout import environments, verifiers_program, verifiers_server
 from verl.rollout.manager import RolloutError
 
 HERE = Path(__file__).parent
@@ -45,6 +49,31 @@ def test_a_text_game_of_gymnasium() -> None:
     (t,), _ = play(["west", "east"], row={"columns": own, **ENV})
     said = [m["content"] for m in t.fields["messages"]]
     assert (t.status, t.score, said[2]) == ("completed", 2.0, "you go west") and said[0].endswith("corridor")
+    words = ["agent.environment.name=gym", "agent.environment.path=gymnasium:make"]
+    assert "`Nope` doesn't exist" in problems([*words, "agent.environment.kwargs.id=Nope-v0"])
+    assert "gymnasium" not in problems([*words, "agent.environment.kwargs.id=Corridor-v0"])
+
+
+@pytest.mark.parametrize(
+    ("space", "arguments", "text", "action"),
+    [
+        ("Discrete", (4,), "I was at 7. Go 3", 3),
+        ("Discrete", (4,), "4", None),
+        ("Discrete", (4,), "1.5", None),
+        ("MultiDiscrete", ([2, 3],), "Not 5 but 1, 2.", [1, 2]),
+        ("MultiDiscrete", ([2, 3],), "1", None),
+        ("Box", (-1, 1, (2,)), "-0.5 .25e0", [-0.5, 0.25]),
+        ("Box", (-1, 1, (2,)), "2 0", None),
+    ],
+)
+def test_numbers_as_actions_of_gymnasium(space: str, arguments: tuple, text: str, action: Any) -> None:
+    spaces = pytest.importorskip("gymnasium", reason="the package gymnasium is not installed").spaces
+    acts: list = []
+    env = SimpleNamespace(action_space=getattr(spaces, space)(*arguments))
+    env.step = lambda act: (acts.append(np.asarray(act).tolist()), 0.0, True, False, {})
+    result = environments.GymEnv(env).step({"content": text})
+    assert result.invalid is (action is None) and acts == [action] * (action is not None)
+    assert not result.invalid or f"in {space}(" in result.messages[0]["content"]
 
 
 FAKE = """
@@ -57,7 +86,7 @@ print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     message = json.loads(line)
     if message.get("task") == "die":
-        sys.exit(3)
+        sys.exit("no licence")
     if message.get("task") == "hang" and not os.path.exists(__file__ + ".hung"):
         open(__file__ + ".hung", "w").close()
         time.sleep(60)
@@ -96,7 +125,8 @@ def problems(words: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("task", "message"), [("", ""), ("raise", "TaskError: no game"), ("die", "ended with status 3")]
+    ("task", "message"),
+    [("", ""), ("raise", "TaskError: no game"), ("die", r"(?s)/python ended with status 1.*no licence")],
 )
 def test_the_server_of_an_environment_is_started_watched_and_started_again(
     tmp_path: Path, task: str, message: str
@@ -134,6 +164,55 @@ def test_an_environment_of_verifiers(tmp_path: Path, monkeypatch, fail: str, mes
     assert (t.status, t.score, t.fields["environment_metrics"]["turns"]) == ("completed", 2.0, 2.0)
     assert [m["content"] for m in t.fields["messages"]] == ["4*4?", "16", "Sure?", "Yes, 16."]
     assert len(t.segments) == 1
+
+
+QWEN3 = (
+    "{%- set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{{- '<|im_start|>system\n' + system + '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}"
+    "{{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}"
+    "{%- for tool in tools %}{{- '\n' + tool | tojson }}{% endfor %}"
+    "{{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}"
+    '{{- \'<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\' }}'
+    "{{- '\n</tool_call><|im_end|>\n' }}"
+) + _QWEN.replace("%THINK%", "").partition("{% endif %}")[2].replace("in messages", "in messages[1:]")
+
+
+@pytest.mark.skipif(not VERIFIERS, reason="VERL_VERIFIERS_PYTHON names no Python that has verifiers")
+@pytest.mark.parametrize(
+    ("architecture", "template", "renderer"),
+    [
+        ("qwen3_moe", QWEN3, "{'name': 'qwen3'}"),
+        ("qwen3", _QWEN.replace("%THINK%", ""), "None"),
+        ("llama", QWEN3, "None"),
+    ],
+)
+def test_the_renderer_of_an_architecture_whose_template_it_writes(
+    tmp_path: Path, architecture: str, template: str, renderer: str
+) -> None:
+    tags = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+    tiny_tokenizer(tmp_path, template=template, special=(*SPECIAL, *tags))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": architecture}))
+    code = f"import runpy; print(runpy.run_path({verifiers_program.__file__!r})['renderer_of']({str(tmp_path)!r}))"
+    said = subprocess.run([str(VERIFIERS), "-c", code], capture_output=True, text=True)
+    assert said.stdout.strip() == renderer, said.stderr
+
+
+def test_a_task_is_taken_of_a_taskset_that_never_ends() -> None:
+    episodes = object.__new__(verifiers_program.Episodes)
+    endless = (SimpleNamespace(data=SimpleNamespace(model_dump=lambda mode, n=n: {"n": n})) for n in count())
+    episodes.server = SimpleNamespace(env=SimpleNamespace(taskset=endless))
+    episodes._tasks, episodes._further = [], None
+    assert [episodes._task(index)["n"] for index in (4, 1, 6)] == [4, 1, 6] and len(episodes._tasks) == 7
+    with pytest.raises(ValueError, match=r"extra_info\.index, which is None"):
+        episodes._task(None)
+
+
+@pytest.mark.parametrize("name", ["requests", "openenv"])
+def test_an_environment_imports_the_packages_that_it_names(tmp_path: Path, monkeypatch, name: str) -> None:
+    (tmp_path / "verifiers.py").write_text(f"import {name}\n")
+    (tmp_path / f"{name}.py").write_text("raise RuntimeError('the package itself')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "RuntimeError: the package itself" in problems(server_words(sys.executable, taskset="a"))
 
 
 def call(name: str, **arguments: int | str) -> str:

@@ -14,9 +14,11 @@ from tests.tiny import tiny_tokenizer
 from tests.unit import agents_of_a_user
 from tests.unit.test_session import _QWEN
 from verl.config import load
+from verl.config.check import check
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.errors import UserError
 from verl.reward.runner import RewardRunner
-from verl.rollout import agent_loop
+from verl.rollout import agent_loop, environments, verifiers_server
 from verl.rollout.loop_processes import LoopEnded, LoopProcesses
 from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings
 from verl.trajectory import Batch, Prompt, Trajectory
@@ -87,7 +89,7 @@ def play(
         )  # fmt: skip
         messages = [{"role": "user", "content": "3*4?"}]
         ids = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        prompt = Prompt("0:0@0", ids, messages, **(row or {}))
+        prompt = Prompt("0:0@0", **{"ids": ids, "messages": messages, **(row or {})})
         try:
             batch = await manager.take([prompt])
             await manager.scored(batch)
@@ -172,6 +174,9 @@ def test_an_interaction_answers_where_no_tool_is_called(
     assert t.status == "completed" and t.extra["reward_scores"]["turn_scores"] == [0.5, 1.0]
     assert [m["content"] for m in t.fields["messages"]] == ["3*4?", "12", "No.", "13"]
     assert caplog.text.count("it ends badly") == 1
+    batch, _ = play(["12"], *TOOLS, row=row, n=2)
+    assert [t.status for t in batch] == ["completed"] * 2
+    assert caplog.text.count("there is no multi_turn.interaction_config_path") == 1
     row["extra_info"]["interaction_kwargs"]["word"] = "hangs"
     with pytest.raises(RolloutError, match="environment_error: interaction: TimeoutError: no answer"):
         play(["12"], *words, "agent.tool_timeout=0.1", "agent.max_resamples=0", row=row)
@@ -191,6 +196,27 @@ def test_an_environment_gives_the_reward(rewards: str) -> None:
         scores = t.extra["token_scores"]
         ends = np.flatnonzero(t.response_ids == 258)[[0, -1]]
         assert scores.shape == (t.length,) and scores[ends].tolist() == [0.25, 0.5] and scores.sum() == 0.75
+
+
+def test_an_environment_makes_the_prompt_that_a_row_lacks() -> None:
+    row = {"ids": np.zeros(0, np.int64), "messages": []}
+    (t,), _ = play(["5", "7"], *ENV, row=row)
+    assert t.status == "completed" and t.fields["messages"][0]["content"] == "Guess 0:0@0"
+    words = ["agent.environment.kwargs.fail=silent", "agent.max_resamples=0"]
+    with pytest.raises(RolloutError, match="reset gives no messages, and the row has no prompt"):
+        play(["5"], *ENV, *words, row=row)
+
+
+def test_nulls_of_the_configuration_reach_the_environment_and_those_of_parquet_do_not() -> None:
+    row = {"columns": {"environment": {"name": None, "kwargs": {"steps": None}}}}
+    (t,), _ = play(["5", "7"], *ENV, row=row)
+    assert t.status == "completed"
+    with pytest.raises(RolloutError, match="NoneType"):
+        play(["5"], *ENV, "agent.environment.kwargs.steps=null", "agent.max_resamples=0")
+    with pytest.raises(UserError, match=r"environment\.kwargs\.HOME=null"):
+        environments.check({"name": "command", "path": "env", "kwargs": {"HOME": None}}, "")
+    python = {"path": "python", "kwargs": {"a": None, "renderer": None}}
+    assert json.loads(verifiers_server._first(python, "t"))["environment"] == {"a": None}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +250,21 @@ def test_a_text_environment_of_gymnasium() -> None:
 
 
 @pytest.mark.parametrize(
+    ("texts", "status", "counts"),
+    [
+        (["Both up.", "Not 7, but 1 and 2.", "3 0", "2, 0"], "max_turns", {"calls": 4, "invalid": 2}),
+        (["1"], "invalid_calls", {"calls": 3, "invalid": 3}),
+    ],
+)
+def test_numbers_are_actions_of_gymnasium(texts: list[str], status: str, counts: dict) -> None:
+    (t,), _ = play(texts, "agent.environment.name=gym", f"agent.environment.path={USER}:Levers")
+    assert (t.status, t.extra["tool_counts"]) == (status, counts)
+    said = [m["content"] for m in t.fields["messages"][::2]]
+    assert said[0].endswith("[0 0]") and said[1].startswith("Error: no valid action; end with 2 integers in ")
+    assert status != "max_turns" or said[2] == "you [1 2]"
+
+
+@pytest.mark.parametrize(
     ("fail", "said"),
     [
         ("open", "no table"),
@@ -247,7 +288,9 @@ def test_an_environment_that_fails_is_never_a_zero(fail: str, said: str) -> None
         play(["5"], *words, events=events)
     assert [fields["attempt"] for kind, fields in events if kind == "trajectory_failed"] == [0, 1, 2]
     if fail == "reset":  # before there is a token there is nothing to score
-        with pytest.raises(RolloutError, match=r"no trajectory of this step.*environment_error: reset"):
+        with pytest.raises(
+            RolloutError, match=rf"no trajectory of this step.*environment_error: {USER}:Guess: reset"
+        ):
             play(["5"], *words, "agent.on_status.environment_error=score")
 
 
@@ -309,6 +352,7 @@ for _ in range(2):
         message = post("/chat/completions", {"model": "policy", "messages": messages})["choices"][0]["message"]
     messages += [message, {"role": "user", "content": "Sure?"}]
 if len(sys.argv) > 1:
+    print("no licence", file=sys.stderr)
     sys.exit(int(sys.argv[1]))
 print("done")
 print(json.dumps({"reward": 0.5, "metrics": {"asked": 2}}))
@@ -316,7 +360,9 @@ print(json.dumps({"reward": 0.5, "metrics": {"asked": 2}}))
 
 
 @pytest.mark.parametrize(("status", "long"), [("", False), (" 3", False), ("", True)])
-def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str, long: bool) -> None:
+def test_a_program_acts_through_its_sessions_url(
+    tmp_path: Path, status: str, long: bool, capfd: pytest.CaptureFixture
+) -> None:
     program = tmp_path / "agent.py"
     program.write_text(PROGRAM)
     words = [
@@ -325,8 +371,9 @@ def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str, lo
         "agent.max_resamples=0",
     ]
     if status:
-        with pytest.raises(RolloutError, match="exit status 3"):
+        with pytest.raises(RolloutError, match=r"(?s)agent\.py 3: exit status 3.*no licence"):
             play(["12", "Yes."], *words)
+        assert "no licence" in capfd.readouterr().err
         (t,), _ = play(
             ["12", "Yes."], *words, max_lost_ratio=1.0
         )  # main_generation counts what is lost of all its prompts
@@ -362,6 +409,26 @@ def test_a_loop_of_the_public_system(tmp_path: Path) -> None:
     row = {"extra_info": {"image_data": [b"png"]}}
     with pytest.raises(RolloutError, match=r"generate takes no image_data.*session\.chat"):
         play(["12"], "agent.default_agent_loop=public_loop", row=row)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ("{name: a}", "must hold a list"),
+        ("- {_target_: tests.unit.agents_of_a_user.PublicLoop}", "it needs name"),
+    ],
+)
+@pytest.mark.parametrize("entry", ["ppo", "generation"])
+def test_a_file_of_loops_that_cannot_be_used_is_refused(
+    tmp_path: Path, text: str | None, message: str, entry: str
+) -> None:
+    if text is not None:
+        (tmp_path / "loops.yaml").write_text(text)
+    key = f"{'actor_rollout_ref.' * (entry == 'ppo')}rollout.agent.agent_loop_config_path"
+    found = map(str, check(load([f"{key}={tmp_path / 'loops.yaml'}"], entry=entry)).problems)
+    (problem,) = [text for text in found if key in text]
+    assert message in problem
 
 
 def test_a_users_own_test_of_a_loop_brings_its_server_manager() -> None:

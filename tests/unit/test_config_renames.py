@@ -391,6 +391,46 @@ def test_value_synonyms():
     assert cfg.reward_model.reward_manager == "rate_limited" and cfg.trainer.logger == ["wandb"]
 
 
+OWN = "env_registry: {path: x.py, size: '${data.train_batch_size}'}\nfilter: {}\ndata: {train_batch_size: '${env_registry.n}'}\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{ARR}.model.external_lib=my.plugin",
+        f"{ARR}.rollout.agent.agent_loop_config_path=loops.yaml",
+        f"{ARR}.rollout.agent.environment.path=env.py:Env",
+        "data.custom_cls.path=${oc.env:HOME}/d.py",
+        "custom_reward_function.path=r.py",
+    ],
+)
+def test_keys_of_the_users_own_beside_the_groups(tmp_path, code):
+    (tmp_path / "mine.yaml").write_text(OWN)
+    words = [f"--config-path={tmp_path}", "--config-name=mine", "env_registry.n=48"]
+    cfg = load([*words, code])
+    assert cfg.to_dict()["env_registry"] == {"path": "x.py", "size": 48, "n": 48} and cfg.filter == {}
+    assert [n for n in cfg.notices if "of your own" in n] == [
+        "keys of your own, for your code in its config: env_registry, filter"
+    ]
+    with pytest.raises(ConfigError, match="env_registry"):
+        load(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainr.save_freq=1", "trainr.x=2"], "nearest: trainer; given"),
+        (["trainr.save_freq=1"], "nearest: trainer.save_freq"),
+        (["model.path=x"], "nearest: .*actor_rollout_ref.model.path"),
+        (["reward.nothing=1"], "reward.nothing"),
+        (["trainer.mine=1"], "trainer.mine"),
+    ],
+)
+def test_keys_that_resemble_ours_are_not_the_users(words, message):
+    with pytest.raises(ConfigError, match=message):
+        load([*words, "custom_reward_function.path=r.py"])
+
+
 def test_open_groups():
     """`data.*` with a class of one's own, any group with external_lib."""
     cfg = load(["data.my_key=3", "data.custom_cls.path=x.py"])

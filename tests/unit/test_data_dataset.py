@@ -20,6 +20,8 @@ from verl.data.dataset import PromptDataset, epoch_order
 from verl.data.files import DataError, open_file
 from verl.data.rows import RowRules, check_plain_truth
 from verl.reward.rules import check_truth
+from verl.reward.runner import RewardRunner
+from verl.trainer.run import check_reward
 
 HEAD, TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 EXTRA = 1 + len("user\n") + 2 + 1 + len("assistant\n")
@@ -218,6 +220,23 @@ def test_own_function_needs_neither_truth_nor_known_source(tmp_path: Path, token
     assert data.prompt(0).data_source == "mine" and data.prompt(0).ground_truth is None
     alone, both = "reward_model.enable=True", "reward_model.weights={function:1,model:1}"
     assert [RowRules.of(load(words)).needs_truth for words in ([alone], [alone, both])] == [False, True]
+
+
+@pytest.mark.parametrize("agent", [None, "environment_agent", "own_loop"])
+def test_rows_whose_loop_makes_the_prompt_need_none(
+    tmp_path: Path, tokenizer: Any, agent: str | None
+) -> None:
+    rows = [{"data_source": "a game", "extra_info": {"index": 1}, "agent_name": agent}, chat()]
+    rows = rows if agent else [{k: v for k, v in rows[0].items() if k != "agent_name"}]
+    words = () if agent else ("actor_rollout_ref.rollout.agent.environment.name=verifiers",)
+    data = open_rows(tmp_path, rows, tokenizer, *words, check_truth=check_truth)
+    prompt = data.prompt(0)
+    assert (prompt.messages, prompt.ids.tolist(), prompt.ground_truth) == ([], [], None)
+    assert data[0]["raw_prompt"] == [] and len(data) == len(rows)
+    if not agent:  # the built-in reward is not tried on such rows: there is no loop to run it
+        check_reward(RewardRunner(data.config), data, loop=None)
+    with pytest.raises(DataError, match=r"no ground truth|no column 'prompt'"):
+        open_rows(tmp_path, [row | {"agent_name": None} for row in rows[:1]], tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------------ length

@@ -63,7 +63,9 @@ def test_a_dialogue_with_the_tools_of_a_program(tmp_path: Path) -> None:
     (t,), _ = play([call, "It is 12."], *words)
     assert (t.status, t.fields["messages"][2]["content"]) == ("completed", "12")
     events: list = []
-    with pytest.raises(RolloutError, match="MCP server 'calculator' is gone"):
+    with pytest.raises(
+        RolloutError, match=r"(?s)MCP server 'calculator' \(.*mcp_server_of_a_user.py\) is gone.*no licence"
+    ):
         play(['<tool_call>{"name": "die", "arguments": {}}</tool_call>'], *words, events=events)
     assert [fields["attempt"] for _, fields in events] == [0, 1]
 
@@ -133,9 +135,10 @@ def test_a_server_over_http_that_ends_and_comes_back(tmp_path: Path) -> None:
         ({"a": {"args": []}}, {}, "'a': it needs command .* or url"),
         ({"a": {"url": "http://x", "type": "sse"}}, {}, "older SSE transport"),
         (["a"], {}, "servers.json must hold"),
-        ({"a": {"command": sys.executable, "args": ["-c", "1"]}}, {}, r"\(MCP server 'a'\).* gave no list of tools"),
+        ({"a": {"command": sys.executable, "args": ["-c", "import nowhere"]}}, {},
+         r"(?s)\(MCP server 'a'\).* gave no list of tools.*No module named 'nowhere'"),
         ({"a": STDIO}, {"tool_selected_list": ["add"]}, "tool_selected_list names 'add', which no server"),
-        ({"a": STDIO, "b": STDIO}, {}, "two tools are called 'calculate': in .*'a'.* and in .*'b'"),
+        ({"a": STDIO, "b": STDIO}, {}, "calculate.* collide: 2 tools are called 'calculate': in .*'a'.* and in .*'b'.*'die': in .*'a'.* and in .*'b'"),
         ({}, {"mcp_servers_config_path": None}, "type mcp needs mcp: {mcp_servers_config_path"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from verl.config import Map
 from verl.data.rows import BadRow, tools_of_row
+from verl.rollout import event_loop
 from verl.rollout.tools.base import BaseTool, ToolError, ToolResponse
 from verl.rollout.tools.function_tools import function_tool
 from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
@@ -350,6 +352,34 @@ def test_function_tools_and_calls_that_go_wrong(tmp_path: Path) -> None:
     assert dict(run.counts) == {"calls": 7, "invalid": 2, "errors": 2, "timeouts": 1}
 
 
+def test_functions_share_threads_and_one_that_hangs_gives_its_room_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_loop, "MOST_THREADS", 2)
+    most, running, end = [], set(), threading.Event()
+
+    def work(hang: bool) -> str:
+        """Works.
+
+        Args:
+            hang: For ever.
+        """
+        running.add(threading.get_ident())
+        most.append(len(running))
+        end.wait(60 if hang else 0.1)
+        running.discard(threading.get_ident())
+        return "done"
+
+    run = run_of(Toolbox([("here", function_tool(work).function_tool)]), timeout=0.5)
+
+    async def go(*hang: bool) -> list[str]:
+        return await asyncio.gather(*(run.call(ToolCall("work", {"hang": h})) for h in hang))
+
+    assert asyncio.run(go(*[False] * 12)) == ["done"] * 12 and max(most) == 2
+    assert asyncio.run(go(True, True, False))[2] == "done" and run.counts["timeouts"] == 2
+    end.set()
+
+
 @pytest.mark.parametrize(
     ("side", "text"),
     [("left", "(truncated)...6789"), ("right", "0123...(truncated)"), ("middle", "01...(truncated)...89")],
@@ -365,7 +395,8 @@ def test_tools_that_cannot_be_used_are_refused_with_what_to_change(tmp_path: Pat
         "no module": "tools:\n  - class_name: nowhere.tools.Class",
         "no JSON schema.*'numeral'": entry(tmp_path, kind="numeral"),
         "lifetime is 'ever'": entry(tmp_path, "ever"),
-        "entry 0 and in .*entry 1": entry(tmp_path) + entry(tmp_path).partition("tools:")[2],
+        "3 tools are called .*entry 0 and in .*entry 1 and in .*entry 2": "tools:"
+        + entry(tmp_path).partition("tools:")[2] * 3,
         "list `tools:`": "tool: []",
         "MCP": "tools:\n  - {config: {type: mcp}}",
         "config is no key.*known: tools": "tools: []\nconfig: {}",

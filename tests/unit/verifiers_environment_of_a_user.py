@@ -1,5 +1,6 @@
 """A version 1 environment of `verifiers`: two turns on a product, played by a harness in the server's own process."""
 
+import itertools
 import os
 
 import httpx
@@ -26,8 +27,10 @@ class ProductTask(vf.Task[ProductData]):
 
 
 class ProductTaskset(vf.Taskset[ProductTask, vf.TasksetConfig]):
+    INFINITE = True
+
     def load(self):
-        for a in range(3, 6):
+        for a in itertools.count(3):
             yield ProductTask(ProductData(prompt=f"{a}*4?", answer=str(a * 4)), self.config.task)
 
 

@@ -20,7 +20,7 @@ from verl.config.layout import Sizes
 from verl.config.names import built_in
 from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
-from verl.config.schema.base import Root, put, select
+from verl.config.schema.base import Map, Root, put, select
 from verl.config.schema.distillation import ONLY_TEACHER
 from verl.errors import UserError
 from verl.plugins import VARIABLE as PLUG_INS
@@ -88,13 +88,15 @@ def _interpolate(resolver: Resolver) -> None:
             broken[path] = error
     for path, value in resolver.interpolated.items():
         place = locate(type(resolver.root), path)
-        assert place is not None
         try:
             if path in broken:
                 raise broken[path]
             found = OmegaConf.select(tree, path, throw_on_missing=True)
             plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-            resolver.set_leaf(place, path, Value.given(plain), value.text)
+            if place is None:  # a key of the user's own
+                resolver.store(path, Map.of(plain))
+            else:
+                resolver.set_leaf(place, path, Value.given(plain), value.text)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             resolver.refuse(path, f"{value.text!r} cannot be resolved: {reason}")

@@ -361,6 +361,12 @@ def lookup(table: Mapping[str, Row], path: str) -> Row | None:
     return next((row for glob, row in table.items() if compiled(glob).match(path)), None)
 
 
+def first_parts(entry: str) -> set[str]:
+    """The first parts of the paths that an entry point knows beside its schema: old names, and what is accepted or refused."""
+    globs = " ".join([*RENAMES[entry], *ACCEPTED, *REFUSED, *NO_EFFECT])
+    return set(re.findall(r"(?:^|[{ ])(\w+)\.", globs))
+
+
 def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0.5) -> str:
     """Text that names the options most similar to `name`, whatever its case; "" if none is like it."""
     lowered = {option.lower(): option for option in reversed(list(options))}

@@ -18,6 +18,18 @@ from verl.config.problems import Problem
 from verl.config.schema.base import Group, Map, Root, select
 from verl.config.schema.entries import ROOTS
 
+_LIKE = 0.75
+"""So similar is the name of a group to what is taken for a misspelling of it."""
+_OF_POLICY = ("model.external_lib", "rollout.agent.agent_loop_config_path", "rollout.agent.environment.path")
+_USERS_CODE = (
+    *_OF_POLICY,  # of main_generation
+    *(f"actor_rollout_ref.{key}" for key in _OF_POLICY),
+    "data.custom_cls.path",
+    "custom_reward_function.path",
+    "reward_manager.module.path",
+)
+"""Keys that name code of the user's."""
+
 
 class Resolver:
     """Collects assignments on one configuration tree, with problems and notices.
@@ -167,7 +179,7 @@ class Resolver:
     def _assign_unnamed(self, name: str, value: Value, op: str, source: str) -> None:
         """A path the schema does not have: without effect, refused, inside an open group, or unknown."""
         open_here = self._takes_any_key(name)
-        if isinstance(value.data, dict) and not open_here:
+        if isinstance(value.data, dict) and not open_here and (value.data or "." in name):
             self._assign_parts(name, value, op, source, name)
         elif self._refused(name, value):
             self.written[name] = (name, value.data)
@@ -255,24 +267,43 @@ class Resolver:
         models = [select(self.root, path) for path in ("actor_rollout_ref.model", "model")]
         plugins = any(model is not None and model.external_lib for model in models)
         own_data = bool(select(self.root, "data.custom_cls.path"))
+        users_code = any(select(self.root, key) or key in self.interpolated for key in _USERS_CODE)
         unknown: dict[str, dict[str, str]] = {}
+        users: dict[str, None] = {}
         for name, value, source in self._unknown:
-            in_group = isinstance(select(self.root, name.split(".")[0]), Group)
+            first = name.split(".")[0]
+            in_group = isinstance(self.root.get(first), Group)
             if value is not None and ((plugins and in_group) or (own_data and name.startswith("data."))):
                 self._add(name, value)
+            elif value is not None and users_code and not in_group and not self._resembles_ours(name):
+                self._add(name, value)
+                users[first] = None
+                if "${" in str(value.data):
+                    self.interpolated[name], self.written[name] = value, (name, value.data)
             else:
                 unknown.setdefault(self._outermost(name), {})[name] = source if name in source else name
+        if users:
+            self.notice(f"keys of your own, for your code in its config: {', '.join(users)}")
         for name, source in self._to_give.items():
             self.refuse(name, f"??? stands for a value that has to be given; write {name}=… (from {source})")
         for group, found in unknown.items():
             if len(found) > 1:
-                self.refuse(group, f"no such group of keys; given in it: {', '.join(found)}")
+                near = "" if "." in group else names.nearest(group, fields_of(type(self.root)), cutoff=_LIKE)
+                self.refuse(group, f"no such group of keys{near}; given in it: {', '.join(found)}")
             else:
                 [(name, shown)] = found.items()
                 self.refuse(shown, self._nearest(name))
         for reason, keys in self._without_effect.items():
             if reason not in names.SILENT:
                 self.notice(f"no effect: {', '.join(keys)}: {reason}")
+
+    def _resembles_ours(self, name: str) -> bool:
+        """True if an unknown key outside the groups is likely meant for one of ours: its first part is like a group's name, or the
+        whole is how a key of ours ends."""
+        first, dot, _ = name.partition(".")
+        tails = dot and any(known.endswith(f".{name}") for known in leaves(type(self.root)))
+        groups = {*fields_of(type(self.root)), *names.first_parts(self.entry)}
+        return bool(tails or names.nearest(first, groups, cutoff=_LIKE))
 
     def _outermost(self, name: str) -> str:
         """The first group of an unknown path that does not exist, or the path."""

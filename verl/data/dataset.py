@@ -33,9 +33,9 @@ from verl.data.rows import (
     RowRules,
     RowTools,
     Video,
-    as_messages,
     check_columns,
     fields_of,
+    messages_of,
 )
 from verl.trajectory import Prompt
 
@@ -302,7 +302,7 @@ class PromptDataset(CheckedRows):
         file, number = self.source.locate(index)
         fields = self._scanner.fields(self.source.row(index), index)
         messages, cells = self._scanner.dialogue(fields)
-        text, media = self._scanner.text(fields, messages), None
+        text, media = self._scanner.text(fields, messages) if messages else "", None
         if cells:
             assert self.images is not None
             change = None
@@ -310,7 +310,7 @@ class PromptDataset(CheckedRows):
                 change = partial(self._augment, epoch=epoch, file=file, row=number)
             ids, media = self.images(text, cells, folder_of(self.paths[file]), change)
         else:
-            ids = self._scanner.renderer.ids(text)
+            ids = self._scanner.renderer.ids(text) if messages else np.zeros(0, np.int64)
         if len(ids) > self._limit:
             if media is not None or self.config.data.filter_overlong_prompts:
                 found = f"{len(ids)} tokens, it had {self.lengths[index]} before"
@@ -326,8 +326,7 @@ class PromptDataset(CheckedRows):
         """The columns of usable row `row` as a dict, with `raw_prompt` (messages), for samplers and plugins."""
         index = int(self._rows[row])
         columns = dict(self.source.row(index))
-        fields = self._scanner.fields(columns, index)
-        messages = as_messages(fields.cell, self.rules.prompt_key, images=self.rules.images)
+        messages = messages_of(self._scanner.fields(columns, index), self.rules)
         return columns | {"raw_prompt": messages, "index": row}
 
     # ------------------------------------------------------------------------------------------- reporting
@@ -391,7 +390,7 @@ class Scanner:
 
     def dialogue(self, fields: RowFields) -> tuple[list[dict[str, Any]], list[Any]]:
         """A row's messages with places for its images, and these in order. Raises BadRow."""
-        messages = as_messages(fields.cell, self.rules.prompt_key, images=self.rules.images)
+        messages = messages_of(fields, self.rules)
         return with_images(messages, fields.images) if self.rules.images else (messages, [])
 
     def text(self, fields: RowFields, messages: Sequence[dict[str, Any]]) -> str:
@@ -416,9 +415,13 @@ class Scanner:
             try:
                 fields = self.fields(row, index)
                 scan.sources[index - start] = source = fields.facts["data_source"]
-                if self.check_truth is not None:
+                scored = not self.rules.loop_makes_prompt(fields.facts["agent_name"])
+                if scored and self.check_truth is not None:
                     self.check_truth(source, fields.facts["ground_truth"])
                 messages, cells = self.dialogue(fields)
+                if not messages:
+                    scan.lengths[index - start] = 0
+                    continue
                 text = self.text(fields, messages)
                 if cells:
                     assert self.images is not None

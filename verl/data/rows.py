@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from verl.config.names import nearest
 from verl.config.schema.base import select
 from verl.config.weights import built_in_scores
 from verl.data.files import DataError, RowFile, UnreadableRow, notice
-from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt
+from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN, Prompt
 
 GSM8K = "openai/gsm8k"
 PLAIN = "plain"
@@ -75,6 +75,13 @@ def as_messages(cell: Any, column: str = "prompt", *, images: bool = False) -> l
     if not any(m.get("tool_calls") or str(m["content"]).strip() for m in messages):
         raise BadRow("prompt empty", f"the messages of column {column!r} have no content")
     return messages
+
+
+def messages_of(fields: RowFields, rules: RowRules) -> list[dict[str, Any]]:
+    """The messages of a row's prompt; none where its loop makes the prompt and the row has none. Raises BadRow."""
+    if not fields.cell and rules.loop_makes_prompt(fields.facts["agent_name"]):
+        return []
+    return as_messages(fields.cell, rules.prompt_key, images=rules.images)
 
 
 def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
@@ -241,7 +248,7 @@ def final_number(text: str) -> str | None:
 class RowRules:
     """The keys and demands of a run, picklable. `needs_truth`: rows are scored by a built-in function; `needs_source`: by
     one that their data_source selects; `images`: the model sees them, and the first of `media_keys` is their column, the
-    second that of videos."""
+    second that of videos; `loop`: of rows without `agent_name`."""
 
     prompt_key: str = "prompt"
     source_key: str = "data_source"
@@ -249,15 +256,21 @@ class RowRules:
     needs_truth: bool = True
     needs_source: bool = True
     images: bool = False
+    loop: str = SINGLE_TURN
+
+    def loop_makes_prompt(self, agent_name: str | None) -> bool:
+        """True for rows of an environment or of a loop of the user's, which may make the prompt and the score themselves."""
+        return (agent_name or self.loop) not in (SINGLE_TURN, TOOL_AGENT)
 
     @classmethod
     def of(cls, config: Any) -> RowRules:
         """The rules of a run's configuration."""
-        data = config.data
+        data, loop = config.data, select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
         environment = select(config, "actor_rollout_ref.rollout.agent.environment.name")
         media = (data.image_key, data.video_key, data.audio_key)
-        needs_truth = built_in_scores(config) and not environment
-        return cls(data.prompt_key, data.reward_fn_key, media, needs_truth=needs_truth)
+        rules = cls(data.prompt_key, data.reward_fn_key, media, loop=loop or SINGLE_TURN)
+        scored = built_in_scores(config) and not environment and not rules.loop_makes_prompt(None)
+        return replace(rules, needs_truth=scored)
 
 
 @dataclass(slots=True)
@@ -315,14 +328,16 @@ def is_plain(file: RowFile, rules: RowRules) -> bool:
 def check_columns(file: RowFile, rules: RowRules) -> bool:
     """True: plain format, False: chat format. Raises DataError for an absent column, naming the nearest."""
     columns = file.columns
-    file.need(rules.prompt_key, "data.prompt_key")
+    rows_tell = "agent_name" in columns  # which of them need a prompt and a ground truth
+    if not rows_tell and not rules.loop_makes_prompt(None):
+        file.need(rules.prompt_key, "data.prompt_key")
     if hidden := [name for name in columns if name in AGENT_LOOP_ARGUMENTS]:
         where = "an agent loop, whose own arguments have these names, finds them in `columns`"
         notice(f"{file.path}: columns {', '.join(hidden)}: {where}")
     if not is_plain(file, rules):
         if rules.needs_source:
             file.need(rules.source_key, "data.reward_fn_key")
-        if rules.needs_truth:
+        if rules.needs_truth and not rows_tell:
             file.need("reward_model", "")
         return False
     others = [name for name in columns if name != rules.prompt_key]
@@ -380,7 +395,7 @@ def plain_row(row: Mapping[str, Any], number: int, rules: RowRules) -> RowFields
     for name, value in ((rules.prompt_key, fields.cell), ("response", response)):
         _typed(name, value, str, "a string")
     truth, source = plain_truth(response)
-    if rules.needs_truth and truth is None:
+    if truth is None and rules.needs_truth and not rules.loop_makes_prompt(fields.facts["agent_name"]):
         raise BadRow("no ground truth", "column 'response' is empty")
     if source == GSM8K:
         fields.facts["columns"]["reward_kwargs"] = {"method": "flexible"}
@@ -398,7 +413,8 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
     if not isinstance(source, str) or not source:
         wanted = "a name is needed; data.reward_fn_key names its column"
         raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r:.60}, {wanted}")
-    fields.facts |= {"data_source": source, "ground_truth": _truth(row.get("reward_model"), rules)}
+    needed = rules.needs_truth and not rules.loop_makes_prompt(fields.facts["agent_name"])
+    fields.facts |= {"data_source": source, "ground_truth": _truth(row.get("reward_model"), needed)}
     fields.cell = fields.cell if raw is None else raw
     return fields
 
@@ -430,8 +446,8 @@ def _typed(name: str, value: Any, kind: type, word: str) -> Any:
     return value
 
 
-def _truth(reward_model: Any, rules: RowRules) -> Any:
-    if not rules.needs_truth:
+def _truth(reward_model: Any, needed: bool) -> Any:
+    if not needed:
         return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     if reward_model is None:
         raise BadRow("no ground truth", "reward_model is null, {style, ground_truth} is needed")

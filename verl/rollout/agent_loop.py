@@ -281,19 +281,26 @@ def load_listed(path: str | None) -> None:
         return
     import yaml
 
-    for entry in yaml.safe_load(Path(path).read_text(encoding="utf-8")) or ():
+    try:
+        listed = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or []
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(listed, list):
+        raise UserError(f"{path}: it must hold a list of {{name, _target_: module.Class}}")
+    for entry in listed:
         try:
+            loop_name = entry["name"]
             arguments = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
             module, _, name = entry["_target_"].rpartition(".")
             cls = getattr(importlib.import_module(module), name)
             if not issubclass(cls, AgentLoopBase):
                 raise TypeError("it is no AgentLoopBase")
-        except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # of the user's module, too
             raise UserError(
                 f"{path}: the entry {entry!r} names no class that can be imported ({type(error).__name__}: {error}); "
                 "it needs name and _target_: module.Class"
             ) from error
-        _LOOPS[entry["name"]], ARGUMENTS[entry["name"]] = cls, arguments
+        _LOOPS[loop_name], ARGUMENTS[loop_name] = cls, arguments
 
 
 @register(SINGLE_TURN)

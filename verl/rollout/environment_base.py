@@ -24,13 +24,15 @@ class Observation:
 @dataclass(slots=True)
 class StepResult:
     """What follows a turn: messages to the policy, the reward that the turn earned, whether it was the last. truncated: a limit of
-    the environment's own ended it (status max_turns)."""
+    the environment's own ended it (status max_turns). invalid: the turn held no action that the environment takes (counted as an invalid
+    call, three in a row end the trajectory); None: not told."""
 
     messages: Messages = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
     metrics: dict[str, Any] = field(default_factory=dict)
     truncated: bool = False
+    invalid: bool | None = None
 
     def __post_init__(self) -> None:
         _check(self.messages)

@@ -13,12 +13,13 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -26,46 +27,67 @@ from typing import Any, ClassVar
 import numpy as np
 
 from verl.config.weights import user_scores
-from verl.data.rows import BadRow
+from verl.data.rows import BadRow, without_nulls
 from verl.errors import UserError
 from verl.platform.child_process import die_with_parent
 from verl.rollout import openenv, verifiers_server
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, register
 from verl.rollout.boundary import without_images
 from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
-from verl.rollout.event_loop import in_thread, users_code
+from verl.rollout.event_loop import in_thread, thread_room, users_code
+from verl.rollout.program_output import Output
 from verl.rollout.session import OutOfTokens, Recorded
 from verl.rollout.tools.parsers import INVALID_TURNS, ToolCall
 from verl.rollout.tools.toolbox import load_class
 
 _PATH_KEY = "rollout.agent.environment.path"
-_KEPT_OUTPUT = 2**16  # bytes of what a program prints, from its end
 _LONGEST_VARIABLE = 2**17 - 16  # bytes: Linux starts no program with a longer `VERL_ROW=…`
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?", re.I)
 _POLL = 0.05  # seconds between two looks at whether a program has ended
-_EXIT_WAIT = 1.0  # seconds in which output may still come; a process that it started may hold its end open
 
 
 class GymEnv:
     """An environment of gymnasium's interface: observations are messages of the user, turns are actions.
 
-    The members of a group begin alike: where `reset` takes a seed, it follows from the row's uid.
+    A space of numbers (Discrete, MultiDiscrete, MultiBinary, Box) takes the last numbers of a turn, any other one its text. The members
+    of a group begin alike: where `reset` takes a seed, it follows from the row's uid.
     """
 
     def __init__(self, env: Any):
         self._env = env
+        self._space: Any = getattr(env, "action_space", None)
+        self._reads_numbers = getattr(self._space, "shape", None) is not None
 
     def reset(self, row: Mapping[str, Any]) -> Observation:
         """The row's prompt, and the first observation at its end."""
         takes_seed = "seed" in inspect.signature(self._env.reset).parameters
         seen, _ = self._env.reset(seed=seed_of(row)) if takes_seed else self._env.reset()
-        return Observation(opening(row, seen))
+        return Observation(opening(row, "" if seen is None else str(seen)))  # an array or 0 is seen, too
 
     def step(self, message: Mapping[str, Any]) -> StepResult:
-        """The turn's text is the action."""
-        seen, reward, terminated, truncated, info = self._env.step(message["content"])
+        """Act as the turn says. One without a valid action is answered with what is expected."""
+        try:
+            action = self._numbers(message["content"]) if self._reads_numbers else message["content"]
+        except ValueError as error:
+            return StepResult([{"role": "user", "content": f"Error: {error}"}], invalid=True)
+        seen, reward, terminated, truncated, info = self._env.step(action)
         metrics = {k: v for k, v in info.items() if isinstance(v, int | float | str | bool)}
         said = [{"role": "user", "content": str(seen)}]
-        return StepResult(said, float(reward), bool(terminated or truncated), metrics, not terminated)
+        done, invalid = bool(terminated or truncated), False if self._reads_numbers else None
+        return StepResult(said, float(reward), done, metrics, not terminated, invalid)
+
+    def _numbers(self, text: str) -> Any:
+        """The action at the end of a text, a number or an array as its space has it. ValueError says what is expected."""
+        space = self._space
+        size, whole = int(np.prod(space.shape)), not np.issubdtype(space.dtype, np.floating)
+        with suppress(ValueError, OverflowError):
+            read: Any = int if whole else float
+            numbers = [read(number) for number in _NUMBER.findall(text)[-size:]]
+            action = np.array(numbers, space.dtype).reshape(space.shape)[()]
+            if space.contains(action):
+                return action
+        kind = "integer" if whole else "number"
+        raise ValueError(f"no valid action; end with {size} {kind}{'s' * (size != 1)} in {space}")
 
     def close(self) -> None:
         """Close the environment."""
@@ -76,7 +98,7 @@ def maker(spec: Mapping[str, Any]) -> Callable[[], Env | Awaitable[Env]]:
     """What makes the environment that {name, path, kwargs} describes. UserError for one that does not exist.
 
     It is async where `reset` is: what such a constructor opens belongs to the event loop."""
-    path, kwargs = str(spec["path"]), {k: v for k, v in (spec.get("kwargs") or {}).items() if v is not None}
+    path, kwargs = str(spec["path"]), dict(spec.get("kwargs") or {})
     if spec["name"] == "openenv":
         cls, kwargs = openenv.OpenEnv, {"url": path, **kwargs}
     else:
@@ -94,7 +116,7 @@ def maker(spec: Mapping[str, Any]) -> Callable[[], Env | Awaitable[Env]]:
 
 def check(spec: Mapping[str, Any], tokenizer: str) -> None:
     """UserError for an environment that cannot be used: its class, program, server. tokenizer: path or name."""
-    name, path = spec["name"], str(spec["path"])
+    name, path, kwargs = spec["name"], str(spec["path"]), dict(spec.get("kwargs") or {})
     if name == "openenv":
         openenv.check(path)
     elif name == "verifiers":
@@ -103,12 +125,23 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
         program = next(iter(shlex.split(path)), "")
         if shutil.which(program) is None:
             raise UserError(f"{_PATH_KEY}: the program {program!r} is not found")
+        if nulls := [key for key, value in kwargs.items() if value is None]:
+            raise UserError(
+                f"environment.kwargs.{nulls[0]}=null: the kwargs of a program are variables of its environment, which hold text"
+            )
     else:
-        made, kwargs = load_class(path, _PATH_KEY), dict(spec.get("kwargs") or {})
+        made = load_class(path, _PATH_KEY)
         try:
             inspect.signature(made).bind(**kwargs)
         except TypeError as error:
             raise UserError(f"environment.kwargs do not fit {path}: {error}") from error
+        if name == "gym":
+            try:
+                env = made(**kwargs)
+            except Exception as error:
+                raise UserError(f"{path} makes no environment: {type(error).__name__}: {error}") from error
+            with suppress(Exception):
+                env.close()
 
 
 @register("environment_agent")
@@ -123,18 +156,21 @@ class EnvironmentAgent(AgentLoopBase):
         self._earned: list[tuple[Recorded | None, int, float]] = []
         self._metrics: dict[str, Any] = {}
         self._messages: Messages = []
+        self._path = ""
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._played = False
 
     async def run(self, sampling_params: Any, **row: Any) -> list[AgentLoopOutput]:
         """See `AgentLoopBase.run`."""
-        own = {k: v for k, v in (row["columns"].get("environment") or {}).items() if v is not None}
-        spec = {**self._agent.environment, **own}
+        own = row["columns"].get("environment") or {}
+        # Parquet fills the keys of other rows with nulls; a null of the configuration is the user's.
+        spec = {**self._agent.environment, **without_nulls(own)}
         if not spec["name"] or not spec["path"]:
             raise UserError(
                 "environment_agent needs rollout.agent.environment.name and .path, or the column `environment`"
             )
+        self._path = spec["path"]
         play = {"command": self._command, "verifiers": self._verifiers}.get(spec["name"], self._play)
         status = await play(spec, row)
         return self.session.outputs(status=status, **self.known_so_far())
@@ -145,8 +181,10 @@ class EnvironmentAgent(AgentLoopBase):
         own = {name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")}
         try:
             start: Observation = await self._ask(env.reset, Observation, row=row["columns"] | own)
-            said = row["raw_prompt"] if start.messages is None else start.messages
-            self._messages = [dict(message) for message in said]
+            opening_messages = row["raw_prompt"] if start.messages is None else start.messages
+            if not opening_messages:
+                raise EnvironmentFailed(f"{self._path}: reset gives no messages, and the row has no prompt")
+            self._messages = [dict(message) for message in opening_messages]
             return await self._turns(env, start.tools)
         finally:
             with suppress(Exception):
@@ -167,13 +205,15 @@ class EnvironmentAgent(AgentLoopBase):
                 return None
             turns += 1
             following = self._unread(reply.calls) if tools else []
-            invalid = invalid + 1 if following and len(following) == len(reply.calls) else 0
-            if not invalid:
+            without_action = bool(following) and len(following) == len(reply.calls)
+            if not without_action:
                 step: StepResult = await self._ask(env.step, StepResult, message=reply.message)
                 self._earn(step)
                 if step.done:
                     return "max_turns" if step.truncated else "completed"
                 following += step.messages
+                without_action = bool(step.invalid)
+            invalid = invalid + 1 if without_action else 0
             if invalid >= INVALID_TURNS:
                 return "invalid_calls"
             if most is not None and turns >= most:
@@ -188,10 +228,9 @@ class EnvironmentAgent(AgentLoopBase):
 
     async def _ask(self, method: Callable[..., Any], gives: type, **arguments: Any) -> Any:
         """Call the environment within its deadline. EnvironmentFailed for whatever goes wrong there, an answer of another type too."""
-        started = self.loop.time()
+        started, apart = self.loop.time(), not inspect.iscoroutinefunction(method)
         try:
-            async with asyncio.timeout(self._agent.tool_timeout):
-                apart = not inspect.iscoroutinefunction(method)
+            async with thread_room() if apart else nullcontext(), asyncio.timeout(self._agent.tool_timeout):
                 found = await users_code(in_thread(method, **arguments) if apart else method(**arguments))
             if not isinstance(found, gives):
                 other = " (gymnasium's interface is environment.name=gym)" if isinstance(found, tuple) else ""
@@ -199,7 +238,9 @@ class EnvironmentAgent(AgentLoopBase):
             return found
         except Exception as error:
             what = str(error) or f"no answer within rollout.agent.tool_timeout={self._agent.tool_timeout} s"
-            raise EnvironmentFailed(f"{method.__name__}: {type(error).__name__}: {what}") from error
+            raise EnvironmentFailed(
+                f"{self._path}: {method.__name__}: {type(error).__name__}: {what}"
+            ) from error
         finally:
             self._seconds += self.loop.time() - started
 
@@ -210,6 +251,8 @@ class EnvironmentAgent(AgentLoopBase):
         if self.session.turns:
             self.session.turns[-1]["reward"] = step.reward
         self._metrics |= step.metrics
+        if step.invalid is not None:
+            self._counts.update(calls=1, invalid=int(step.invalid))
 
     async def _command(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
         """Run a program until it ends. A last line of output that is JSON with `reward` says what it earned."""
@@ -223,13 +266,13 @@ class EnvironmentAgent(AgentLoopBase):
                 "OPENAI_API_KEY": "session",
                 "VERL_ROW_FILE": str(file),
                 **({"VERL_ROW": data} if len(data) < _LONGEST_VARIABLE else {}),
-                **{n: str(value) for n, value in (spec.get("kwargs") or {}).items() if value is not None},
+                **{name: str(value) for name, value in (spec.get("kwargs") or {}).items()},
             }
-            status, output = await _run_program(str(spec["path"]), variables)
+            status, output, last_lines = await _run_program(str(spec["path"]), variables)
         if status and not self.session.full:
-            raise EnvironmentFailed(f"{spec['path']}: exit status {status}")
+            raise EnvironmentFailed(f"{spec['path']}: exit status {status}{last_lines}")
         self._messages = self.session.messages or list(row["raw_prompt"])
-        self._read(output.decode(errors="replace"))
+        self._read(output)
         return "length" if self.session.full else None
 
     async def _verifiers(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
@@ -282,34 +325,27 @@ class EnvironmentAgent(AgentLoopBase):
         }
 
 
-async def _run_program(command: str, variables: Mapping[str, str]) -> tuple[int, bytes]:
-    """(exit status, end of its output) of a program, which ends with all that it started. EnvironmentFailed if it cannot be started."""
+async def _run_program(command: str, variables: Mapping[str, str]) -> tuple[int, str, str]:
+    """(exit status, end of its output, last lines of its stderr) of a program, which ends with all that it started. EnvironmentFailed
+    if it cannot be started."""
     try:
         process = await asyncio.create_subprocess_exec(
             *shlex.split(command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **variables},
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
     except OSError as error:
         raise EnvironmentFailed(f"{command} cannot be started: {error}") from error
-    output = bytearray()
-    reading = asyncio.ensure_future(_keep_end(process.stdout, output))
+    stdout, stderr = Output(process.stdout), Output(process.stderr, echo=True)
     try:
         while process.returncode is None:  # wait() would wait for all that hold its output open, too
             await asyncio.sleep(_POLL)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait([reading], timeout=_EXIT_WAIT)
-        reading.cancel()
-    return process.returncode, bytes(output)
-
-
-async def _keep_end(stream: Any, output: bytearray) -> None:
-    """Read to the end and keep the last bytes: a program may print more than memory holds."""
-    while part := await stream.read(_KEPT_OUTPUT):
-        output += part
-        del output[:-_KEPT_OUTPUT]
+        output, last_lines = await asyncio.gather(stdout.end(), stderr.last_lines())
+    return process.returncode, output, last_lines

@@ -10,6 +10,7 @@ import concurrent.futures
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
@@ -73,8 +74,18 @@ async def users_code(code: Awaitable[T]) -> T:
         raise RuntimeError(repr(raised)) from raised
 
 
+MOST_THREADS = 128
+_ROOMS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def thread_room() -> asyncio.Semaphore:
+    """What a caller of `in_thread` holds until it has its result, before its deadline begins: an event loop runs at most MOST_THREADS
+    such calls at once. One past its deadline gives its room to the next, whatever its thread goes on doing."""
+    return _ROOMS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS))
+
+
 async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """Call a function in a daemon thread of its own: a pool would fill with calls that never return."""
+    """Call a function in a daemon thread of its own: threads that are used again would all end up in calls that never return."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

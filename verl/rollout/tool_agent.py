@@ -17,7 +17,7 @@ from verl.rollout.session import OutOfTokens, Reply
 from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.interactions import Partner, load_interactions
 from verl.rollout.tools.parsers import INVALID_TURNS, OWN_PARSERS, PARSERS, ToolCall, parse
-from verl.rollout.tools.toolbox import Content, Toolbox, ToolRun
+from verl.rollout.tools.toolbox import Content, Toolbox, ToolRun, warn_once
 
 
 @register("tool_agent")
@@ -66,6 +66,10 @@ class ToolAgent(AgentLoopBase):
 
     def _partner(self, kwargs: Any) -> Partner | None:
         if not (name := (kwargs or {}).get("name")):
+            return None
+        if not self._turns.interaction_config_path:
+            why = "rows name it in interaction_kwargs and there is no multi_turn.interaction_config_path: nobody answers"
+            warn_once(str(name), "no file", why, of="interaction")
             return None
         found = load_interactions(self._turns.interaction_config_path)
         if name not in found:

@@ -10,14 +10,31 @@ Answers: {"ready": true} or {"refused": text}, {"id", "reward", …} or {"id", "
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 SHUTDOWN_SECONDS = 5.0
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "description": "Finds.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    },
+}
+_CALL = {"id": "call_0", "type": "function", "function": {"name": "find", "arguments": {"text": "a"}}}
+_DIALOGUE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello."},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "call_0", "name": "find", "content": "b"},
+]
 
 
 class Episodes:
@@ -29,11 +46,13 @@ class Episodes:
         from verifiers.v1.utils.loaders import resolve_env_config
 
         self._out, self._tokenizer = out, first["tokenizer"]
-        self._client_config, self._renderer = TrainClientConfig, first.get("renderer")
+        self._client_config = TrainClientConfig
+        self._renderer = first.get("renderer") or renderer_of(self._tokenizer)
         self.server = EnvServer(resolve_env_config(first["environment"]), address=f"ipc://{folder}/server")
         self._client = EnvClient(self.server.address)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._tasks: list[Any] = []
+        self._further: Iterator[Any] | None = None
 
     def say(self, message: dict[str, Any]) -> None:
         """One line to the run."""
@@ -75,10 +94,47 @@ class Episodes:
             return {"error": f"{failed[-1].type}: {failed[-1].message}" if failed else "the episode failed"}
         return _summary(traces)
 
-    def _task(self, index: int) -> dict[str, Any]:
-        if not self._tasks:
-            self._tasks = list(self.server.env.taskset)
+    def _task(self, index: Any) -> dict[str, Any]:
+        """The data of the task at a place. A taskset may be infinite: it is read up to the furthest place asked for."""
+        if not isinstance(index, int) or index < 0:
+            raise ValueError(
+                f"a row needs extra_info.task, or its place extra_info.index, which is {index!r}"
+            )
+        self._further = self._further or iter(self.server.env.taskset)
+        self._tasks += itertools.islice(self._further, max(0, index + 1 - len(self._tasks)))
+        if index >= len(self._tasks):
+            raise ValueError(f"extra_info.index is {index}, the taskset has {len(self._tasks)} tasks")
         return dict(self._tasks[index].data.model_dump(mode="json"))
+
+
+def renderer_of(tokenizer: str) -> dict[str, str] | None:
+    """The renderer that the architecture of a model's folder is named after, if it writes a dialogue with tools as the chat template
+    does. None: the package chooses by the tokenizer's name."""
+    from renderers import config_from_name, create_renderer
+    from renderers.base import MODEL_RENDERER_MAP, load_tokenizer
+
+    try:
+        with open(os.path.join(tokenizer, "config.json"), encoding="utf-8") as file:
+            architecture = _letters(json.load(file)["model_type"])
+    except (OSError, ValueError, KeyError):
+        return None
+    names = [name for name in set(MODEL_RENDERER_MAP.values()) if architecture.startswith(_letters(name))]
+    if tokenizer in MODEL_RENDERER_MAP or not names:
+        return None
+    name = max(names, key=len)
+    loaded = load_tokenizer(tokenizer)
+    try:
+        options = {"tools": [_TOOL], "add_generation_prompt": True}
+        written = create_renderer(loaded, config_from_name(name)).render_ids(_DIALOGUE, **options)
+        templated = loaded.apply_chat_template(_DIALOGUE, return_dict=False, **options)
+    except Exception as error:
+        print(f"the renderer {name} does not take {tokenizer}: {error!r}", file=sys.stderr)
+        return None
+    return {"name": name} if list(written) == list(templated) else None
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _summary(traces: list[Any]) -> dict[str, Any]:

@@ -22,8 +22,10 @@ from weakref import WeakKeyDictionary
 from verl.errors import UserError
 from verl.platform.child_process import LONGEST_MESSAGE
 from verl.rollout.agent_loop import EnvironmentFailed
+from verl.rollout.program_output import Output
 
-_PROGRAM = str(Path(__file__).with_name("verifiers_program.py"))
+# -P: the program's folder, whose `requests` and `openenv` are not the packages of these names, stays off its sys.path.
+_PROGRAM = ("-P", str(Path(__file__).with_name("verifiers_program.py")))
 START_SECONDS = 120.0
 ANSWER_SECONDS = 5.0
 
@@ -38,7 +40,7 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
         )
     try:
         done = subprocess.run(
-            [python, _PROGRAM], input=_first(spec, tokenizer), capture_output=True, timeout=START_SECONDS
+            [python, *_PROGRAM], input=_first(spec, tokenizer), capture_output=True, timeout=START_SECONDS
         )
     except subprocess.TimeoutExpired as error:
         raise UserError(f"the verifiers environment did not start within {START_SECONDS:g} s") from error
@@ -49,7 +51,7 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
 
 
 def _first(spec: Mapping[str, Any], tokenizer: str) -> bytes:
-    environment = {name: value for name, value in (spec.get("kwargs") or {}).items() if value is not None}
+    environment = dict(spec.get("kwargs") or {})
     renderer = environment.pop("renderer", None)
     first = {"environment": environment, "renderer": renderer, "tokenizer": tokenizer}
     return json.dumps(first).encode() + b"\n"
@@ -111,8 +113,15 @@ class VerifiersServer:
     async def _start(self) -> None:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            self._python, _PROGRAM, stdin=pipe, stdout=pipe, limit=LONGEST_MESSAGE, start_new_session=True
+            self._python,
+            *_PROGRAM,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            limit=LONGEST_MESSAGE,
+            start_new_session=True,
         )
+        stderr = Output(process.stderr, echo=True)
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(self._line)
         answer = {"refused": "it ended"}
@@ -125,11 +134,12 @@ class VerifiersServer:
             if "ready" not in answer:
                 _kill(process)
         if "ready" not in answer:
-            raise EnvironmentFailed(f"the verifiers server did not start: {answer['refused']}")
+            why = answer["refused"] + await stderr.last_lines()
+            raise EnvironmentFailed(f"the verifiers server of {self._python} did not start: {why}")
         self._process = process
-        self._reader = asyncio.ensure_future(self._read(process))
+        self._reader = asyncio.ensure_future(self._read(process, stderr))
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, process: asyncio.subprocess.Process, stderr: Output) -> None:
         assert process.stdout is not None
         with suppress(ValueError):
             async for line in process.stdout:
@@ -137,12 +147,13 @@ class VerifiersServer:
                 waiting = self._waiting.get(answer["id"])
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
-        self._process = None
+        self._process, unanswered = None, list(self._waiting.values())
         _kill(process)
-        status = await process.wait()
-        for waiting in self._waiting.values():
+        status, last_lines = await process.wait(), await stderr.last_lines()
+        ended = f"the environment server of {self._python} ended with status {status}{last_lines}"
+        for waiting in unanswered:
             if not waiting.done():
-                waiting.set_result({"error": f"the environment server ended with status {status}"})
+                waiting.set_result({"error": ended})
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -374,7 +374,11 @@ def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
     prompts = train.prompts(range(len(train)), most=rows)
     for prompt in prompts if rewards.model is not None else ():
         rewards.model.check(prompt)
-    if rewards.asks_function:
+    if (
+        rewards.settings.function.path is None
+    ):  # a rule of ours: rows whose loop scores them need not have what it wants
+        prompts = [prompt for prompt in prompts if not train.rules.loop_makes_prompt(prompt.agent_name)]
+    if rewards.asks_function and prompts:
         loop.run(precheck(rewards, prompts))
 
 

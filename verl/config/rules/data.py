@@ -79,7 +79,11 @@ def _prompt_columns(c: Check, key: str, file: Any) -> set[str]:
     for line in said.getvalue().splitlines():
         c.notice(line.removeprefix("[data] "), run_says=True)
     if "agent_name" in file.columns:
-        c.agent_names |= {str(value) for value in file.values("agent_name") if value}
+        names = {str(value) for value in file.values("agent_name") if value}
+        c.agent_names |= names
+        # Data sources of rows that score themselves need no reward. Each row is checked when the run reads it.
+        if any(map(rules.loop_makes_prompt, names)):
+            return set()
     return sources
 
 
@@ -215,7 +219,7 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
 def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
     """Raises BadRow for a row that the run will not use."""
     from verl.data.media import check_number, folder_of, open_image, with_images
-    from verl.data.rows import RowRules, Video, as_messages, cells_of, fields_of, is_plain
+    from verl.data.rows import RowRules, Video, cells_of, fields_of, is_plain, messages_of
     from verl.data.sft import dialogue
     from verl.reward.rules import check_truth
 
@@ -224,9 +228,9 @@ def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
         rules = replace(RowRules.of(c.cfg), images=seeing)
         plain = is_plain(file, rules)
         fields = fields_of(row, number, plain, rules)
-        if rules.needs_truth:
+        if rules.needs_truth and not rules.loop_makes_prompt(fields.facts["agent_name"]):
             check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=not plain)
-        messages, cells = as_messages(fields.cell, data.prompt_key, images=seeing), fields.images
+        messages, cells = messages_of(fields, rules), fields.images
     else:
         messages, cells = dialogue(row, data, images=seeing), cells_of(row.get(data.image_key))
     cells = with_images(messages, cells)[1] if seeing else []
@@ -244,6 +248,8 @@ def _enough_rows(c: Check) -> None:
 
 def _table(c: Check) -> None:
     """The file of prompts or of responses that generation and evaluation read."""
+    from verl.data.rows import RowRules
+
     if "://" in (c.cfg.select("data.output_path") or ""):
         c.refuse("data.output_path", "is not a local path; write to a disk of this machine and copy the file")
     elif c.cfg.entry == "generation" and (target := c.cfg.select("data.output_path")):
@@ -256,7 +262,9 @@ def _table(c: Check) -> None:
     for file in _opened(c, "data.path"):
         with c.refusing("data.path"):
             if c.cfg.entry == "generation":
-                _has_columns(c, file, "prompt_key")
+                rules = RowRules(loop=c.rollout.agent.default_agent_loop)
+                if "agent_name" not in file.columns and not rules.loop_makes_prompt(None):
+                    _has_columns(c, file, "prompt_key")
             else:
                 _responses_file(c, file)
 

@@ -160,13 +160,14 @@ def _plugins(c: Check) -> None:
     key = f"{c.rollout_key}.agent.default_agent_loop"
     if c.rollout is not None and c.was_set(key):
         loops[c.rollout.agent.default_agent_loop] = key
-    if not loops:
+    listed = None if c.rollout is None else c.rollout.agent.agent_loop_config_path
+    if not (loops or listed):
         return
     from verl.rollout import agent_loop
 
     try:
-        agent_loop.load_listed(c.rollout.agent.agent_loop_config_path)
-    except (UserError, OSError, ValueError) as error:
+        agent_loop.load_listed(listed)
+    except UserError as error:
         c.refuse(f"{c.rollout_key}.agent.agent_loop_config_path", str(error))
         return
     for name, where in loops.items():

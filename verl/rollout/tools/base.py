@@ -140,6 +140,7 @@ class Tool:
     name: str
     config: dict[str, Any]
     tool_schema: Any
+    runs_in_thread: bool = False
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Make an instance; kwargs: the row's `create_kwargs`."""

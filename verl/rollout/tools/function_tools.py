@@ -20,11 +20,12 @@ _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[FunctionTool]] = {}
 
 
 class FunctionTool(base.Tool):
-    """A function as a tool. What is not async runs in a thread of its own, so that one that hangs holds up nobody."""
+    """A function as a tool. What is not async runs in a thread (`thread_room`), so that one that hangs holds up nobody."""
 
     def __init__(self, function: Callable[..., Any], name: str, schema: Any):
         self.fn, self.config = function, {}
         self.is_async = inspect.iscoroutinefunction(function)
+        self.runs_in_thread = not self.is_async
         self.tool_schema = base.OpenAIFunctionToolSchema.model_validate(schema)
         self.name = self.tool_schema.function.name = name
 

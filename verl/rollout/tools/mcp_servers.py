@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from verl.rollout.agent_loop import EnvironmentFailed
+from verl.rollout.program_output import Output, piped
 from verl.rollout.tools.base import BaseTool, OpenAIFunctionToolSchema, ToolError, ToolResponse, check_schema
 
 START_SECONDS = 60.0
@@ -69,6 +70,7 @@ class McpServer:
         self._connection: asyncio.Task[Any] | None = None
         self._end = asyncio.Event()
         self._checks: set[asyncio.Task[bool]] = set()
+        self._stderr: Output | None = None
         self.offered: list[Any] | None = None
 
     async def tools(self) -> list[Any]:
@@ -96,7 +98,20 @@ class McpServer:
         except Exception as error:
             if await self._answers():
                 raise
-            raise EnvironmentFailed(f"MCP server {self.name!r} is gone: {reason(error)}") from error
+            gone = (
+                f"MCP server {self.name!r} ({self.target}) is gone: {reason(error)}{await self.last_lines()}"
+            )
+            raise EnvironmentFailed(gone) from error
+
+    @property
+    def target(self) -> str:
+        """Its URL or command."""
+        spec = self._spec
+        return str(spec.get("url") or " ".join(map(str, (spec["command"], *(spec.get("args") or ())))))
+
+    async def last_lines(self) -> str:
+        """See `Output.last_lines`; "" for a server over HTTP."""
+        return "" if self._stderr is None else await self._stderr.last_lines()
 
     async def _answers(self) -> bool:
         """True if the server still does. One that does not is ended."""
@@ -123,7 +138,8 @@ class McpServer:
 
     async def _connect(self, end: asyncio.Event) -> Any:
         ready = asyncio.get_running_loop().create_future()
-        holder = asyncio.ensure_future(_hold(self._spec, ready, end))
+        self._stderr, errlog = await piped()
+        holder = asyncio.ensure_future(_hold(self._spec, errlog, ready, end))
         try:
             async with asyncio.timeout(START_SECONDS):
                 return await ready
@@ -137,30 +153,36 @@ class McpServer:
             self._connection = None
 
 
-async def _hold(spec: Mapping[str, Any], ready: asyncio.Future[Any], end: asyncio.Event) -> None:
+async def _hold(
+    spec: Mapping[str, Any], errlog: TextIO, ready: asyncio.Future[Any], end: asyncio.Event
+) -> None:
     """Keep a connection open until `end`: what opens it has to close it, in the same task."""
     try:
         async with AsyncExitStack() as stack:
-            ready.set_result(await _open(spec, stack))
+            with errlog:  # the server has it, too
+                client = await _open(spec, errlog, stack)
+            ready.set_result(client)
             await end.wait()
     except Exception as error:
         if not ready.done():
             ready.set_exception(error)
 
 
-async def _open(spec: Mapping[str, Any], stack: AsyncExitStack) -> Any:
-    """A client, which `stack` closes."""
+async def _open(spec: Mapping[str, Any], errlog: TextIO, stack: AsyncExitStack) -> Any:
+    """A client, which `stack` closes. errlog: takes what a program writes to stderr."""
     from mcp import Client, StdioServerParameters
+    from mcp.client.stdio import stdio_client
 
     target: Any
     if "command" in spec:
         started = [str(word) for word in (spec["command"], *(spec.get("args") or ()))]
-        target = StdioServerParameters(
+        parameters = StdioServerParameters(
             command=sys.executable,
             args=["-c", _RUN_AND_DIE_WITH_PARENT, *started],
             env={name: str(value) for name, value in (spec.get("env") or {}).items()},
             cwd=spec.get("cwd"),
         )
+        target = stdio_client(parameters, errlog)
     else:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
@@ -261,7 +283,6 @@ def _server(name: str, spec: Mapping[str, Any], place: str) -> McpServer:
     """A server that has said what tools it has; asked once in a process."""
     server = _SERVERS.setdefault(json.dumps([name, spec], sort_keys=True), McpServer(name, spec))
     if server.offered is None:
-        target = spec.get("url") or " ".join(map(str, (spec["command"], *(spec.get("args") or ()))))
         try:
             asked = asyncio.run_coroutine_threadsafe(server.tools(), _loop())
             server.offered = asked.result(START_SECONDS + _ANSWER_SECONDS)
@@ -269,5 +290,7 @@ def _server(name: str, spec: Mapping[str, Any], place: str) -> McpServer:
             what = "does it end, or speak no MCP, when started by hand?"
             if "url" in spec:
                 what = "does nobody listen there?"
-            raise ToolError(f"{place}: {target} gave no list of tools ({reason(error)}): {what}") from error
+            last_lines = asyncio.run_coroutine_threadsafe(server.last_lines(), _loop()).result()
+            told = f"{place}: {server.target} gave no list of tools ({reason(error)}): {what}{last_lines}"
+            raise ToolError(told) from error
     return server

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from verl.data.files import DataError
 from verl.data.load_object import load_extern_object
 from verl.data.rows import BadRow
 from verl.rollout.agent_loop import EnvironmentFailed
-from verl.rollout.event_loop import users_code
+from verl.rollout.event_loop import thread_room, users_code
 from verl.rollout.tools.base import BaseTool, OpenAIFunctionToolSchema, Tool, ToolError, check_schema
 from verl.rollout.tools.function_tools import load_function_tools_from_path, normalize_function_tool_return
 from verl.rollout.tools.parsers import ToolCall
@@ -81,12 +82,16 @@ class Toolbox:
 
     def __init__(self, named: Sequence[tuple[str, Tool]]):
         self.by_name: dict[str, Tool] = {}
-        places: dict[str, str] = {}
+        places: dict[str, list[str]] = {}
         for where, tool in named:
-            if (name := tool.name) in places:
-                what = f"two tools are called {name!r}: in {places[name]} and in {where}"
-                raise ToolError(f"the names {[name]} collide: {what}")
-            self.by_name[name], places[name] = tool, where
+            self.by_name[tool.name] = tool
+            places.setdefault(tool.name, []).append(where)
+        if taken := {name: sources for name, sources in places.items() if len(sources) > 1}:
+            collisions = [
+                f"{len(sources)} tools are called {name!r}: in {' and in '.join(sources)}"
+                for name, sources in taken.items()
+            ]
+            raise ToolError(f"the names {list(taken)} collide: {'; '.join(collisions)}")
         self.tools = list(self.by_name.values())
 
     def warn_of_unknown(self, kwargs: Mapping[str, Any]) -> None:
@@ -199,9 +204,9 @@ class ToolRun:
             known = f"there is no tool {call.name!r}; the tools are {', '.join(self._tools) or 'none'}"
             return f"Error: {call.error or known}"
         timeout = self._deadline(tool)
-        deadline, own = asyncio.timeout(timeout), list[str]()
+        own, room = list[str](), thread_room() if tool.runs_in_thread else nullcontext()
         try:
-            async with deadline:
+            async with room, (deadline := asyncio.timeout(timeout)):
                 found = await users_code(self._execute(tool, call.arguments, own))
                 response, reward, metrics = normalize_function_tool_return(found)
                 if response.video:
