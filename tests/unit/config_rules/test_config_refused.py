@@ -284,7 +284,7 @@ def test_layouts_are_checked_as_the_ranks_do(base, tmp_path, monkeypatch, entry,
         argv = [*base, "trainer.n_gpus_per_node=4"]
     else:
         monkeypatch.setenv("WORLD_SIZE", "4")
-        rows = write_rows(tmp_path / "sft.parquet", messages=[[{"role": "user", "content": "1"}]] * 16)
+        rows = write_rows(tmp_path / "sft.parquet", messages=[[{"role": "assistant", "content": "1"}]] * 16)
         argv = [f"data.train_files={rows}", f"model.path={tmp_path / 'model'}", "data.train_batch_size=4"]
         argv += ["trainer.device=cpu"]
     found = problems(*argv, *(f"{keys[name]}={size}" for name, size in sizes.items()), entry=entry)

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,11 +192,17 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
     from verl.data.dataset import by_problem
     from verl.data.rows import BadRow
 
-    data, bad = c.cfg.data, []
+    data, seen = c.cfg.data, 0
+    bad: list[dict[str, Any]] = []
     if c.facts is None:
         return
-    rows = file.first(_LOOKED_AT)
-    for number, row in enumerate(rows):
+    allowed = data.max_bad_row_ratio * len(file)
+    for number, row in enumerate(_rows(file)):
+        # Goes on only as long as the rows so far have too large a share of bad ones for the whole file.
+        share = min(data.max_bad_row_ratio * number, number - 1)
+        if number >= _LOOKED_AT and not share < len(bad) <= allowed:
+            break
+        seen = number + 1
         try:
             _look_at_row(c, file, row, number)
         except BadRow as wrong:
@@ -203,20 +210,27 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
             bad.append(found)
     if not bad:
         return
-    told = f"{len(bad)} of the first {len(rows)} rows cannot be used: {'; '.join(by_problem(bad))}"
-    if len(bad) > data.max_bad_row_ratio * len(file):
-        most = f"data.max_bad_row_ratio={data.max_bad_row_ratio} allows {int(data.max_bad_row_ratio * len(file))}"
+    told = f"{len(bad)} of the first {seen} rows cannot be used: {'; '.join(by_problem(bad))}"
+    if len(bad) > allowed or len(bad) == len(file):
+        most = f"data.max_bad_row_ratio={data.max_bad_row_ratio} allows {int(allowed)}"
         advice = f"Repair the rows, or raise data.max_bad_row_ratio ({most})"
         c.refuse(key, f"{file.path}: {told}. {advice}", run_says=True)
     else:
         c.notice(f"{key}: {told}; they are left out", run_says=True)
 
 
+def _rows(file: Any) -> Iterator[dict[str, Any]]:
+    """All rows; for the first ones no more is read."""
+    yield from file.first(_LOOKED_AT)
+    for start in range(_LOOKED_AT, len(file), _LOOKED_AT):
+        yield from file.rows(start, min(start + _LOOKED_AT, len(file)))
+
+
 def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
     """Raises BadRow for a row that the run will not use."""
     from verl.data.media import check_number, folder_of, open_image, with_images
     from verl.data.rows import RowRules, Video, as_messages, cells_of, fields_of, is_plain
-    from verl.data.sft import dialogue
+    from verl.data.sft import dialogue, template_options
     from verl.reward.rules import check_truth
 
     data, seeing = c.cfg.data, c.facts is not None and c.facts.vision
@@ -229,6 +243,7 @@ def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
         messages, cells = as_messages(fields.cell, data.prompt_key, images=seeing), fields.images
     else:
         messages, cells = dialogue(row, data, images=seeing), cells_of(row.get(data.image_key))
+        template_options(row, data)
     cells = with_images(messages, cells)[1] if seeing else []
     check_number(cells, c.rollout.limit_images if c.ppo else None)
     for cell in cells if not data.allow_image_urls else ():
