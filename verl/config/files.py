@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def _built_in(name: str, folders: list[Path], entry: str) -> Iterator[Layer]:
 
 def _find(name: str, folders: list[Path]) -> Path | None:
     candidates = (folder / f"{name}{end}" for folder in folders for end in (".yaml", ".yml"))
-    return next((file for file in candidates if file.is_file()), None)
+    return next((file for file in candidates if os.path.isfile(file)), None)
 
 
 def load_yaml(file: Path) -> dict[str, Any]:
