@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,8 @@ def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
         source = io.BytesIO(source)
     elif not isinstance(source, Path):
         raise BadRow("wrong column type", f"an image is {type(cell).__name__}, not bytes, a path or a URI")
+    elif os.path.exists(source) and not os.path.isfile(source):  # a pipe or a device may never end
+        raise BadRow("image missing", f"{source}: not a regular file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, by name

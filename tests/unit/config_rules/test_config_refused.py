@@ -441,6 +441,18 @@ def test_an_override_of_a_part_of_a_configuration_leaves_the_rest(base, tmp_path
         assert f"{word[1:]}: the weights" in found and own in found, found
 
 
+def test_constants_of_a_template_are_not_computed(base, tmp_path):
+    import tracemalloc
+
+    template = "{% set x = 'x' * 100000000 %}{{ 'x' * 100000000 }}{{ 'x' | center(100000000) }}"
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    tracemalloc.start()
+    assert problems(*base) == []
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
+
+
 def test_the_models_own_template_is_compiled(base, tmp_path):
     (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}")
     only(problems(*base), "configuration", f"{ARR}.model.path=", "is no Jinja template")
