@@ -179,7 +179,7 @@ def test_model_directories(base, tmp_path, monkeypatch):
         "paddleocr_vl",
     ):
         write_model(tmp_path / kind, model_type=kind, vision_config={}, text_config=MODEL)
-        only(problems(*base, path(kind)), "machine", kind, "not seen to be right")
+        only(problems(*base, path(kind)), "configuration", kind, "not seen to be right")
     split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
     assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
     with monkeypatch.context() as patched:
@@ -283,11 +283,16 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
         patched.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or find(name))
         assert problems(*videos) == []
         told = problems(*videos, f"{ARR}.rollout.name=vllm")
-        assert any("not sampled by vllm" in problem and "rollout.name=native" in problem for problem in told)
+        assert any(
+            "configuration: " in problem
+            and "not sampled by vllm" in problem
+            and "rollout.name=native" in problem
+            for problem in told
+        )
     label = {"architectures": ["QForSequenceClassification"], "id2label": {"0": "x"}}
     scorer = write_model(tmp_path / "scorer", **label)
     scored = ["reward_model.enable=True", f"reward_model.model.path={scorer}"]
-    only(problems(*base, file, vision, *scored), "machine", "reads text")
+    only(problems(*base, file, vision, *scored), "configuration", "reads text")
     import pyarrow as pa
 
     none = pa.array([[]] * 16, pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})))

@@ -124,13 +124,18 @@ def _images(c: Check, key: str, file: Any) -> bool:
             "use a vision model, or data without that column",
         )
         return False
-    if c.cfg.data.video_key in filled and (why := _no_video(c, c.facts.name)):
-        c.lacks(key, f"{file.path}: rows with {c.cfg.data.video_key}: videos {why}")
-        return False
+    if c.cfg.data.video_key in filled:
+        videos = f"{file.path}: rows with {c.cfg.data.video_key}: videos"
+        if why := _no_video(c, c.facts.name):
+            c.refuse(key, f"{videos} {why}")
+            return False
+        if importlib.util.find_spec("torchvision") is None:
+            c.lacks(key, f"{videos} need {NO_TORCHVISION}")
+            return False
     _template(c)
     if c.ppo and scores_by_model(c.cfg) and not c.cfg.reward_model.images:
         why = f"reads text, and {file.path} has rows with {column}; score these with a function, or set"
-        c.lacks("reward_model.model.path", f"{why} reward_model.images=True for a model that sees them")
+        c.refuse("reward_model.model.path", f"{why} reward_model.images=True for a model that sees them")
     return True
 
 
@@ -148,14 +153,12 @@ def _in_messages(c: Check, file: Any) -> list[str]:
 
 
 def _no_video(c: Check, model: str) -> str:
-    """Why this run cannot have videos, "" if it can."""
+    """Why no run with this configuration can have videos, "" if one can."""
     if c.rollout is None:
         return "are not in this release outside of reinforcement learning; use rows without them"
     if model not in CAPABILITIES[c.rollout.name].videos:
         known = f"{c.rollout_key}.name=native with one of {', '.join(CAPABILITIES['native'].videos)}"
         return f"of {model} models are not sampled by {c.rollout.name} in this release; take {known}"
-    if importlib.util.find_spec("torchvision") is None:
-        return f"need {NO_TORCHVISION}"
     return ""
 
 
