@@ -71,6 +71,7 @@ class Resolver:
 
     def choose(self, package: str, choice: str, source: str) -> None:
         """`group@package=choice` and `model_engine=…`: the group's built-in variants."""
+        self._forget(source.partition("=")[0])
         choices, choice = names.GROUP_CHOICES.get(package, {}), choice.removesuffix(".yaml")
         targets = [package]
         if package == "model_engine":
@@ -120,6 +121,7 @@ class Resolver:
         if place.inside and (reason := lookup(NO_EFFECT, name)):
             self._has_no_effect(name, reason)
             return
+        self._forget(name)
         other, earlier = self.written.get(name, (spelled, value.data))
         if other != spelled and earlier != value.data:
             self.notice(f"{other}={earlier} and {spelled}={value.text} are one key; the later one counts")
@@ -160,6 +162,10 @@ class Resolver:
             node = inner
         node[last] = value
 
+    def _forget(self, name: str) -> None:
+        """Drop what was wrong with an earlier value of a key: the last one counts."""
+        self.problems = [problem for problem in self.problems if problem.key.partition("=")[0] != name]
+
     def _was_set(self, name: str) -> None:
         self._count += 1
         self.root._set[name] = self._count
@@ -167,6 +173,7 @@ class Resolver:
     def _assign_unnamed(self, name: str, value: Value, op: str, source: str) -> None:
         """A path the schema does not have: without effect, refused, inside an open group, or unknown."""
         open_here = self._takes_any_key(name)
+        self._forget(name)
         if isinstance(value.data, dict) and not open_here:
             self._assign_parts(name, value, op, source, name)
         elif self._refused(name, value):
@@ -216,6 +223,7 @@ class Resolver:
         """`~a.b`: back to the default; inside an open mapping, gone. `~a.b=1` only where it is 1, else a problem."""
         name = canonical(path, self.entry)
         place = locate(type(self.root), name)
+        self._forget(name)
         _, now = self.written.get(name, (name, select(self.root, name)))
         if value is not None and place is not None and place.field.group is None and now != value.data:
             self.refuse(source, f"{name} is {now}, not {value.text}; write ~{path}")
