@@ -138,6 +138,7 @@ class Resolver:
 
     def set_leaf(self, place: Place, name: str, value: Value, source: str) -> None:
         """Convert and store; a value that does not fit is a problem."""
+        (self.root._lists.add if isinstance(value.data, list) else self.root._lists.discard)(name)
         synonyms = None if place.inside else lookup(names.VALUE_SYNONYMS, name)
         meant = (synonyms or {}).get(str(value.data))
         if meant == "fsdp2":
