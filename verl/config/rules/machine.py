@@ -15,10 +15,13 @@ from verl.config.layout import OwnPool, own_pools
 from verl.config.names import LOGGERS
 from verl.config.rollout_engines import CAPABILITIES, RELEASED, VISION_MODELS
 from verl.config.rules.context import ACTOR, Check
+from verl.versions import unsupported
 
 
 def check(c: Check) -> None:
-    """Rules 17, 21 to 24, and what this release does on one machine only."""
+    """Rules 17, 21 to 24, versions, and what this release does on one machine only."""
+    for package, advice in unsupported().items():
+        c.lacks(package, advice)
     if c.trainer is not None and c.cfg.entry != "eval":
         _devices(c)
     if c.rollout is not None:
