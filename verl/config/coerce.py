@@ -135,8 +135,13 @@ def expand(path: str) -> str:
         raise GrammarError(f"the environment variable {missing[1]} in {path!r} is not set")
     if expanded.startswith("~") or "\0" in expanded:
         raise GrammarError(f"{path!r} names no file: there is no such user, or it has a zero byte")
-    encoded = expanded.encode(errors="replace")
+    check_length(expanded)
+    return expanded
+
+
+def check_length(path: str) -> None:
+    """Raises GrammarError for a path that Linux cannot hold."""
+    encoded = path.encode(errors="replace")
     if len(encoded) >= _PATH_BYTES or max(map(len, encoded.split(b"/"))) > _NAME_BYTES:
         most = f"a name has at most {_NAME_BYTES} bytes, a path fewer than {_PATH_BYTES}"
         raise GrammarError(f"'{path[:60]}…' names no file: {most}")
-    return expanded

@@ -156,7 +156,7 @@ def _damage(config: dict[str, Any]) -> list[str]:
     kind = config.get("model_type")
     if not (isinstance(kind, str) and kind) and not config.get("auto_map"):
         return [f"model_type is {_shown(kind)}, the name of an architecture is needed"]
-    declared, damage = _declared(str(kind)), {}
+    declared, damage = _declared("" if config.get("auto_map") else str(kind)), {}
     for part in (config, *(config.get(name) or {} for name in _MAPPINGS)):
         for name, value in part.items():
             kinds = declared.get(name, set())

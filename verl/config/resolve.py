@@ -56,6 +56,7 @@ class Resolver:
             self.refuse("", str(error))
             return
         key, value = override.key, override.value
+        self._forget(argument.partition("=")[0])
         if key.split("/")[0].split(".")[0] == "hydra":
             return
         place = locate(type(self.root), key)
@@ -71,7 +72,6 @@ class Resolver:
 
     def choose(self, package: str, choice: str, source: str) -> None:
         """`group@package=choice` and `model_engine=…`: the group's built-in variants."""
-        self._forget(source.partition("=")[0])
         choices, choice = names.GROUP_CHOICES.get(package, {}), choice.removesuffix(".yaml")
         targets = [package]
         if package == "model_engine":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import devices
-from verl.config.coerce import expand
+from verl.config.coerce import check_length
 from verl.config.fields import leaves
 from verl.config.grammar import GrammarError
 from verl.config.layout import own_pools
@@ -50,7 +50,8 @@ class Check:
     def refuse_file(self, key: str, folder: Any) -> None:
         """A folder that cannot be made is wrong: its name is too long, or it, or one that it is in, is a file."""
         try:
-            place = Path(expand(str(folder or "")))
+            place = Path(str(folder or "")).expanduser()
+            check_length(str(place))
         except GrammarError as error:
             self.refuse(key, str(error))
             return
