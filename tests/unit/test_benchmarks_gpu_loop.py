@@ -55,7 +55,8 @@ def test_flops_of_a_pass_are_those_that_torch_counts(tied: bool, head_dim: int) 
     # Norms have weights and no products; torch counts all pairs of the attention.
     norms = 2 * length * sum(p.numel() for p in model.parameters() if p.ndim == 1)
     expected = counter.get_total_flops() - whole + causal + norms
-    assert gpu_loop.pass_flops(work, repeated=True) == pytest.approx(expected)
+    # Some versions of transformers make the angles of positions by a product.
+    assert gpu_loop.pass_flops(work, repeated=True) == pytest.approx(expected, rel=2e-4)
 
 
 def test_decoding_reads_weights_once_a_pass_and_what_is_cached() -> None:

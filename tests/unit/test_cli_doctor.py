@@ -65,8 +65,8 @@ def test_sound_installation_is_fine(installed: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("name", "version", "text"),
     [
-        ("torch", "2.5.1", "needs >=2.11"),
-        ("transformers", "5.20.0", "needs <5.20,>=5.16"),
+        ("torch", "2.15.0", "needs >=2.11,<2.15"),
+        ("transformers", "5.24.0", "needs >=5.16,<5.24"),
         ("pyarrow", None, "missing"),
         ("antlr4-python3-runtime", "4.13.2", "omegaconf cannot parse"),
     ],

@@ -94,6 +94,8 @@ def test_interpolation_of_automatic_values_and_old_names(tmp_path):
         ("data: [1]\n", "group of keys"),
         ("data: {\n", "cannot be read as YAML"),
         ("- a\n", "expected a mapping"),
+        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]\n" for i in range(1, 9)), "aliases"),
+        ("a: &a [*a]\n", "aliases"),
         ("defaults: [nothing]\n", "no built-in one"),
         ("defaults: [mine]\n", "includes itself"),
         ("defaults: [{a: b, c: d}]\n", "neither a name nor"),

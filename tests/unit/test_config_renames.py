@@ -108,6 +108,22 @@ def test_old_names(row):
         )
 
 
+@pytest.mark.parametrize(
+    ("key", "refused", "taken"),
+    [
+        (f"{ARR}.rollout.over_sample_rate", "0.1", "0"),
+        ("trainer.seed", "x", "3"),
+        ("algorithm.kl_ctrl", "{type: 1, kl_coef: x}", "{kl_coef: 0.1}"),
+        ("model_engine", "nosuch", "dp"),
+        (f"{ARR}.actor.optim.lr_warmup_steps", "some", "null"),
+    ],
+)
+def test_the_last_value_of_a_key_counts_where_an_earlier_one_is_refused(key, refused, taken):
+    load([f"{key}={refused}", f"{key}={taken}"])
+    with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
+        load([f"{key}={taken}", f"{key}={refused}"])
+
+
 def test_the_later_spelling_of_the_manager_counts():
     cfg = load(["reward_model.reward_manager=prime", "reward_manager.name=dapo"])
     assert cfg.reward_model.reward_manager == "dapo"

@@ -88,7 +88,7 @@ def test_what_is_no_prompt(cell: Any, problem: str) -> None:
 
 
 def test_messages_keep_other_keys_and_drop_nulls() -> None:
-    calls = [{"function": {"arguments": {"city": "Paris", "expr": None}}}]
+    calls = [{"function": {"name": "f", "arguments": {"city": "Paris", "expr": None}}}]
     call = {"role": "assistant", "content": None, "tool_calls": calls, "name": None}
-    calls = [{"function": {"arguments": {"city": "Paris"}}}]
+    calls = [{"function": {"name": "f", "arguments": {"city": "Paris"}}}]
     assert as_messages([call]) == [{"role": "assistant", "content": "", "tool_calls": calls}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -289,6 +290,28 @@ def test_scan_in_processes(
         DataError, match=r"data\.custom_cls: .*other\.py: Own, given data_files, .*max_samples: "
     ):
         open_rows(tmp_path, rows, tokenizer, own.replace("own.py", "other.py"), name="x.parquet")
+
+
+@pytest.mark.parametrize("entry", ["ppo", "sft"])
+@pytest.mark.parametrize("single", [True, False])
+def test_a_class_of_ones_own_gets_a_path_or_a_list_as_it_was_written(
+    tmp_path: Path, tokenizer: Any, entry: str, single: bool
+) -> None:
+    from verl.trainer import run, sft_setup
+
+    path = save(tmp_path / "x.jsonl", [chat()])
+    base = "from verl.utils.dataset.rl_dataset import RLHFDataset\n"
+    (tmp_path / "own.py").write_text(f"{base}class Own(RLHFDataset): pass\n")
+    (tmp_path / "base.yaml").write_text(f"data: {{train_files: {[path] if single else path}}}")
+    written = path if single else f"[{path}]"
+    words = [f"data.{kind}_files={written}" for kind in ("train", "val")]
+    own = f"data.custom_cls={{path:{tmp_path}/own.py,name:Own}}"
+    cfg = load([f"--config-path={tmp_path}", "--config-name=base", *words, own], entry)
+    assert cfg.data.train_files == [path]
+    opened = (run if entry == "ppo" else sft_setup).open_data
+    for part in opened(cfg, tokenizer, SimpleNamespace(data_report=lambda *parts: None)):
+        dataset = part.source.dataset if entry == "ppo" else part
+        assert dataset.data_files == (path if single else [path])
 
 
 # ------------------------------------------------------------------------------------------------------- order

@@ -86,6 +86,7 @@ def test_remote_files_are_copied_once(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("gone.parquet", None, ["no such file", "there.parquet"]),
+        ("x" * 300 + ".parquet", None, ["no such file"]),
         ("empty.parquet", b"", ["empty"]),
         ("text.parquet", b"hello, this is no parquet file at all", ["not a parquet file", "starts with"]),
         ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\noid", ["git lfs pull"]),

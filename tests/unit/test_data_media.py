@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import pickle
 import re
 import threading
@@ -104,6 +105,8 @@ def test_any_mode_becomes_rgb_and_what_is_transparent_white(
         ("data:image/png;base64,$$$", "undecodable image"),
         ("data:image/png;base64,ä", "undecodable image"),
         ("~nobody-of-that-name/a.png", "image missing"),
+        ("pipe", "image missing"),
+        ("/dev/zero", "image missing"),
         (Image.new("1", (10_000, 10_000)), "image too large"),
         (picture((20_000, 10_000), "1"), "image too large"),
         (7, "wrong column type"),
@@ -111,6 +114,7 @@ def test_any_mode_becomes_rgb_and_what_is_transparent_white(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_cell_that_is_no_image_is_named(tmp_path: Path, cell: Any, problem: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(BadRow) as bad:
         open_image(cell, tmp_path)
     assert bad.value.problem == problem

@@ -20,6 +20,7 @@ from verl.errors import UserError
 from verl.models import flash_attention
 from verl.models.attention import AttentionOptions
 from verl.platform import cuda, platform_of
+from verl.versions import satisfies
 
 CUDA = "cuda:0"
 
@@ -185,6 +186,9 @@ def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
     assert asked["is_causal"] == (new == total) and (asked["mask"] is None) == (new == total)
 
 
+@pytest.mark.skipif(
+    satisfies(torch.__version__, "<2.12"), reason="torch 2.11 knows no shapes of this product"
+)
 def test_scores_on_a_device_are_float32(shapes_only: None) -> None:
     made: list[str] = []
 

@@ -31,7 +31,8 @@ def test_warmup_from_zero_and_from_the_first_share():
 
 def test_steps_win_over_the_ratio():
     assert rates(lr_warmup_steps=0, lr_warmup_steps_ratio=0.5)[:2] == [2.0, 2.0]
-    assert rates(lr_warmup_steps_ratio=0.25)[:3] == [0.0, 1.0, 2.0]
+    for steps in (-1, None):
+        assert rates(lr_warmup_steps=steps, lr_warmup_steps_ratio=0.25)[:3] == [0.0, 1.0, 2.0]
 
 
 def test_cosine_falls_to_the_floor_and_stays():

@@ -222,6 +222,33 @@ def test_cutting(tmp_path: Path) -> None:
     assert [r["problem"] for r in caught.value.records] == ["no trained token"] * 3
 
 
+def called(calls: Any, role: str = "assistant") -> list[dict[str, Any]]:
+    return [*turns("q"), {"role": role, "content": "a", "tool_calls": calls}, *turns("q", "a")[1:]]
+
+
+UNUSABLE_CALLS: list[Any] = [
+    *(
+        "f()",
+        3,
+        {"name": "f"},
+        ["f"],
+        [[]],
+        [{"function": "f"}],
+        [{"id": "1"}],
+        [{"name": ""}],
+        [{"name": 3}],
+    ),
+    *([{"function": {"name": "f", "arguments": text}}] for text in ("x=1", "[1]", [1], 3)),
+]
+
+
+@pytest.mark.parametrize("form", [dict, json.dumps])
+def test_usable_tool_calls(tmp_path: Path, form: Any) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": form({"x": 1})}}]
+    rows = [{"messages": called(calls)}, {"messages": called([])}]
+    assert len(dataset(tmp_path, rows)) == 2
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -230,7 +257,12 @@ def test_cutting(tmp_path: Path) -> None:
         ({"messages": "text"}, "prompt is not messages"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role"),
         ({"messages": turns("q", "a"), "images": ["x"]}, "media"),
-        ({"messages": turns("q", "a"), "tools": "{"}, "wrong column type"),
+        *(
+            ({"messages": turns("q", "a"), "tools": t}, "wrong column type")
+            for t in ("{", "[1]", [{"type": "x"}])
+        ),
+        *(({"messages": called(calls)}, "unusable tool call") for calls in UNUSABLE_CALLS),
+        ({"messages": called([{"name": "f"}], role="user")}, "unusable tool call"),
     ],
 )
 def test_bad_rows(tmp_path: Path, row: dict[str, Any], problem: str) -> None:

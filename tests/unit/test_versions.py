@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,26 @@ def test_holes(monkeypatch: pytest.MonkeyPatch, package: str, refused: str, take
         versions.refuse_holes(package)
     pretend(monkeypatch, **{package.replace("-", "_"): taken})
     versions.refuse_holes(package)
+
+
+@pytest.mark.parametrize(
+    ("package", "refused", "taken"),
+    [
+        ("torch", ["2.10.1", "2.15.0+cu130"], ["2.11.0", "2.14.1+cu130", "2.13.0+cpu"]),
+        ("transformers", ["5.15.9", "5.24.0"], ["5.16.0", "5.23.4"]),
+    ],
+)
+def test_no_run_starts_with_versions_that_were_not_tested(monkeypatch, package, refused, taken) -> None:
+    from verl.config import load
+    from verl.config.check import check
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert package + versions.SUPPORTED[package] in project["dependencies"]
+    for version in [*refused, *taken]:
+        pretend(monkeypatch, **{package: version})
+        found = [p for p in check(load([])).problems if p.key == f"{package} {version}"]
+        assert [p.kind for p in found] == ["machine"] * (version in refused)
+        assert all(f"pip install '{package}>=" in p.message for p in found)
 
 
 def test_a_package_that_is_not_there_has_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:

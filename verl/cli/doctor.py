@@ -17,7 +17,7 @@ from verl.errors import UserError
 from verl.platform import probe
 from verl.platform.host import cores
 from verl.reward.sandbox import local as sandbox
-from verl.versions import HOLES, satisfies
+from verl.versions import HOLES, SUPPORTED, satisfies
 from verl.workers import compare_nodes
 from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, count, gib, graded
 
@@ -68,8 +68,9 @@ def _base() -> Iterator[Finding]:
     if not needs:
         yield Finding("packages", "verl", "not installed: its needs are not known", WARN, "pip install -e .")
     for need in needs:
-        name, ranges = need.name, str(need.specifier)
-        version, install = probe.version(name), f"pip install '{need}'"
+        name, ranges = need.name, SUPPORTED.get(need.name, str(need.specifier))
+        wanted = str(need).replace(str(need.specifier), ranges)
+        version, install = probe.version(name), f"pip install '{wanted}'"
         if version is None:
             yield bad("packages", name, "missing", install)
         elif not satisfies(version, ranges):

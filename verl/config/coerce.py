@@ -15,6 +15,7 @@ from verl.config.schema.base import Map
 _TRUE = {"true", "yes", "on", "1", "y"}
 _FALSE = {"false", "no", "off", "0", "n"}
 _NUMBER = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|nan)", re.I)
+_NAME_BYTES, _PATH_BYTES = 255, 4096  # of Linux
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number"}
 
 
@@ -127,11 +128,20 @@ def _number(data: Any, kind: type) -> int | float | None:
 
 def expand(path: str) -> str:
     """`~` and `$VAR` in a local path. Raises GrammarError for a variable that is not set, and for no path at all."""
-    if "://" in path or "\n" in path or "{{" in path or "{%" in path:
+    if "://" in path.removeprefix("file://") or "\n" in path or "{{" in path or "{%" in path:
         return path
     expanded = os.path.expandvars(os.path.expanduser(path))
     if "$" in path and (missing := re.search(r"\$\{?([A-Za-z_]\w*)", expanded)):
         raise GrammarError(f"the environment variable {missing[1]} in {path!r} is not set")
     if expanded.startswith("~") or "\0" in expanded:
         raise GrammarError(f"{path!r} names no file: there is no such user, or it has a zero byte")
+    check_length(expanded)
     return expanded
+
+
+def check_length(path: str) -> None:
+    """Raises GrammarError for a path that Linux cannot hold."""
+    encoded = path.encode(errors="replace")
+    if len(encoded) >= _PATH_BYTES or max(map(len, encoded.split(b"/"))) > _NAME_BYTES:
+        most = f"a name has at most {_NAME_BYTES} bytes, a path fewer than {_PATH_BYTES}"
+        raise GrammarError(f"'{path[:60]}…' names no file: {most}")

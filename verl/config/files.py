@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ from typing import Any
 
 from verl.config.names import BUILT_IN
 from verl.config.problems import ConfigError, Problem
+
+_MOST_NODES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def _built_in(name: str, folders: list[Path], entry: str) -> Iterator[Layer]:
 
 def _find(name: str, folders: list[Path]) -> Path | None:
     candidates = (folder / f"{name}{end}" for folder in folders for end in (".yaml", ".yml"))
-    return next((file for file in candidates if file.is_file()), None)
+    return next((file for file in candidates if os.path.isfile(file)), None)
 
 
 def load_yaml(file: Path) -> dict[str, Any]:
@@ -97,12 +101,25 @@ def load_yaml(file: Path) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
+        if _expanded(yaml.compose(file.read_text(encoding="utf-8")), {}) > _MOST_NODES:
+            raise _error(f"{file}: aliases expand it to more than {_MOST_NODES} values; write fewer of them")
         tree = OmegaConf.to_container(OmegaConf.load(file))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise _error(f"{file}: cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
         raise _error(f"{file}: expected a mapping of keys, got {type(tree).__name__}")
     return {str(name): content for name, content in tree.items()}
+
+
+def _expanded(node: Any, sizes: dict[int, float]) -> float:
+    """Values below a node of YAML once every alias is replaced by what it names, infinitely many where that holds itself; `sizes`:
+    of the nodes that were counted."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf
+        inside = node.value if isinstance(getattr(node, "value", None), list) else ()
+        parts = (part for item in inside for part in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = 1 + sum(_expanded(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def dump_yaml(tree: dict[str, Any]) -> str:

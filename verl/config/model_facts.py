@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,16 @@ from verl.versions import package_folder
 ADAPTER_CONFIG = "adapter_config.json"
 VALUE_LAYERS = ("score", "classifier")  # as transformers names the layer to one number
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_MAPPINGS = ("auto_map", "text_config", "llm_config", "vision_config", "rope_scaling", "rope_parameters")
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+_KINDS = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "None": (type(None),)} | {
+    "list": (list,),
+    "tuple": (list,),
+    "dict": (dict,),
+}
 ADAPTER_FOLDER = "lora_adapter"
 """The adapter's folder inside `actor/` of a checkpoint."""
 
@@ -117,8 +128,10 @@ def look(path: str, overrides: dict[str, Any] | None = None, config_path: str | 
     if file is None:
         holds = f"the directory holds {_content(folder)}"
         raise ModelTrouble(f"{places[0]} does not exist ({holds}); name a model's directory")
-    changes = flat_overrides(overrides or {})
-    config = _changed(_json_object(file), changes)
+    changes, config = flat_overrides(overrides or {}), _json_object(file)
+    if damage := _damage(config):
+        raise ModelTrouble(f"{file} is damaged: {'; '.join(damage)}; copy the model again")
+    config = _changed(config, changes)
     text = config.get("text_config") or config.get("llm_config") or config
     if text is not config:
         text = _changed(text, {k: v for k, v in changes.items() if k in text})
@@ -133,6 +146,42 @@ def _json_object(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelTrouble(f"{file}: holds no JSON object")
     return found
+
+
+def _damage(config: dict[str, Any]) -> list[str]:
+    """Fields of a configuration with which the installed transformers builds no model."""
+    wrong = [name for name in _MAPPINGS if not isinstance(config.get(name), Mapping | None)]
+    if wrong:
+        return [f"{name} is {_shown(config[name])}, a mapping is needed" for name in wrong]
+    kind = config.get("model_type")
+    if not (isinstance(kind, str) and kind) and not config.get("auto_map"):
+        return [f"model_type is {_shown(kind)}, the name of an architecture is needed"]
+    declared, damage = _declared("" if config.get("auto_map") else str(kind)), {}
+    for part in (config, *(config.get(name) or {} for name in _MAPPINGS)):
+        for name, value in part.items():
+            kinds = declared.get(name, set())
+            if kinds and kinds <= _KINDS.keys() and not any(type(value) in _KINDS[k] for k in kinds):
+                damage[name] = f"{name} is {_shown(value)}, {' or '.join(sorted(kinds))} is needed"
+            elif name in _SIZES and type(value) is int and value < 1:
+                damage[name] = f"{name} is {value}, at least 1 is needed"
+    return list(damage.values())
+
+
+def _shown(value: Any) -> str:
+    return f"{json.dumps(value):.60}"
+
+
+def _declared(model_type: str) -> dict[str, set[str]]:
+    """The types of each field of an architecture's configurations, as transformers declares and demands them."""
+    declared = {name: {"float", "None"} for name in ("rope_theta", "factor")}
+    declared |= {name: {"str", "None"} for name in ("rope_type", "type")}
+    folder = _transformers(model_type)
+    for file in folder.glob("configuration_*.py") if folder else ():
+        for name, kinds in re.findall(
+            r"^    (\w+)(?<!_token_id): (.+?)(?: = .*)?$", file.read_text("utf-8"), re.MULTILINE
+        ):
+            declared.setdefault(name, set()).update(kind.partition("[")[0] for kind in kinds.split(" | "))
+    return declared
 
 
 def flat_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,9 +224,9 @@ def find(path: str) -> Path:
     if "://" in path:
         raise ModelTrouble(f"{path} is remote; it would be copied first", "machine", download=True)
     local = Path(path)
-    if local.is_dir():
+    if os.path.isdir(local):  # Path.is_dir raises for a name that is too long
         return local
-    if local.exists():
+    if os.path.exists(local):
         raise ModelTrouble(f"{path} is a file; name the directory that holds config.json")
     cached = _hub_folder(path)
     if cached is not None:

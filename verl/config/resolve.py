@@ -68,6 +68,7 @@ class Resolver:
             self.refuse("", str(error))
             return
         key, value = override.key, override.value
+        self._forget(argument.partition("=")[0])
         if key.split("/")[0].split(".")[0] == "hydra":
             return
         place = locate(type(self.root), key)
@@ -132,6 +133,7 @@ class Resolver:
         if place.inside and (reason := lookup(NO_EFFECT, name)):
             self._has_no_effect(name, reason)
             return
+        self._forget(name)
         other, earlier = self.written.get(name, (spelled, value.data))
         if other != spelled and earlier != value.data:
             self.notice(f"{other}={earlier} and {spelled}={value.text} are one key; the later one counts")
@@ -148,6 +150,7 @@ class Resolver:
 
     def set_leaf(self, place: Place, name: str, value: Value, source: str) -> None:
         """Convert and store; a value that does not fit is a problem."""
+        (self.root._lists.add if isinstance(value.data, list) else self.root._lists.discard)(name)
         synonyms = None if place.inside else lookup(names.VALUE_SYNONYMS, name)
         meant = (synonyms or {}).get(str(value.data))
         if meant == "fsdp2":
@@ -172,6 +175,10 @@ class Resolver:
             node = inner
         node[last] = value
 
+    def _forget(self, name: str) -> None:
+        """Drop what was wrong with an earlier value of a key: the last one counts."""
+        self.problems = [problem for problem in self.problems if problem.key.partition("=")[0] != name]
+
     def _was_set(self, name: str) -> None:
         self._count += 1
         self.root._set[name] = self._count
@@ -179,6 +186,7 @@ class Resolver:
     def _assign_unnamed(self, name: str, value: Value, op: str, source: str) -> None:
         """A path the schema does not have: without effect, refused, inside an open group, or unknown."""
         open_here = self._takes_any_key(name)
+        self._forget(name)
         if isinstance(value.data, dict) and not open_here and (value.data or "." in name):
             self._assign_parts(name, value, op, source, name)
         elif self._refused(name, value):
@@ -228,6 +236,7 @@ class Resolver:
         """`~a.b`: back to the default; inside an open mapping, gone. `~a.b=1` only where it is 1, else a problem."""
         name = canonical(path, self.entry)
         place = locate(type(self.root), name)
+        self._forget(name)
         _, now = self.written.get(name, (name, select(self.root, name)))
         if value is not None and place is not None and place.field.group is None and now != value.data:
             self.refuse(source, f"{name} is {now}, not {value.text}; write ~{path}")

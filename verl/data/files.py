@@ -74,14 +74,14 @@ def local_path(path: str, cache_dir: str | None = None, *, use_shm: bool = False
         local = _fetch(path, cache_dir)
     else:
         local = Path(os.path.expandvars(path.removeprefix("file://"))).expanduser()
-    if local.is_dir():
+    if os.path.isdir(local):
         files = sorted(p.name for p in local.iterdir() if p.suffix in _READERS)
         found = f"it holds {', '.join(files[:6])}" if files else "it holds no parquet, json or jsonl file"
         raise DataError(f"{path}: this is a directory, name the file itself ({found})")
-    if not local.parent.is_dir():
+    if not os.path.isdir(local.parent):
         what = f"no such file (the folder {local.parent} does not exist)"
         raise DataError(f"{path}: {what}; `verl prepare` makes data sets")
-    if not local.exists():
+    if not os.path.exists(local):  # Path.exists raises for a name that is too long
         raise DataError(f"{path}: no such file{files_beside(local, tuple(_READERS))}")
     shm = Path("/dev/shm")
     if use_shm and shm.is_dir() and shm not in local.parents:
@@ -160,7 +160,7 @@ def _said(error: Exception) -> str:
 
 def _cached(cache_dir: str | None, key: str, name: str) -> Path:
     cache = Path(os.path.expanduser(cache_dir or "~/.cache/verl/rlhf"))
-    return cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name}"
+    return cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name[-50:]}"
 
 
 def _fetch(url: str, cache_dir: str | None) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,8 @@ def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
         source = io.BytesIO(source)
     elif not isinstance(source, Path):
         raise BadRow("wrong column type", f"an image is {type(cell).__name__}, not bytes, a path or a URI")
+    elif os.path.exists(source) and not os.path.isfile(source):  # a pipe or a device may never end
+        raise BadRow("image missing", f"{source}: not a regular file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, by name
@@ -335,7 +338,10 @@ def load_processor(
     kwargs: of its image processor (`data.mm_processor_kwargs`). A tokenizer without a chat template gets the processor's.
     DataError where the model has none that works here.
     """
-    from transformers import AutoImageProcessor, PretrainedConfig, ProcessorMixin
+    from transformers import PretrainedConfig, ProcessorMixin
+
+    # Under its short name transformers 5.16 has it only where torchvision is.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
     if path is None:
@@ -350,7 +356,7 @@ def load_processor(
         images = AutoImageProcessor.from_pretrained(path, backend="pil", **trusted, **kwargs)
         own = processor_class_from_name(name) if name else None
     except (OSError, ValueError, TypeError, ImportError) as error:
-        why = str(error).splitlines()[0]
+        why = str(error).strip().partition("\n")[0]
         raise DataError(f"{path}: its image processor cannot be loaded: {why}") from error
     if own is None or not issubclass(own, ProcessorMixin) or not hasattr(images, "merge_size"):
         known = "Qwen2-VL, 2.5-VL and 3-VL are"

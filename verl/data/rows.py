@@ -6,6 +6,7 @@ by `media.py`, videos opened by `videos.py`; audio is not in this release. The f
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,7 +101,33 @@ def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
     if not isinstance(content, str | list):
         raise BadRow("prompt is not messages", f"{where}.content is {type(content).__name__}")
     kept = {key: value for key, value in item.items() if value is not None} | {"content": content}
-    return kept | {"tool_calls": without_nulls(kept["tool_calls"])} if "tool_calls" in kept else kept
+    return kept | {"tool_calls": _calls(kept, f"{where}.tool_calls")} if "tool_calls" in kept else kept
+
+
+def _calls(message: Mapping[str, Any], where: str) -> list[Any]:
+    """The tool calls of a message, which is an assistant's; the arguments of each are a mapping, or one as JSON text."""
+    calls = without_nulls(message["tool_calls"])
+    if not isinstance(calls, list) or (calls and message["role"] != "assistant"):
+        what = f"{type(calls).__name__} of a message with role {message['role']!r}"
+        raise BadRow("unusable tool call", f"{where} is a {what}, a list in an assistant's message is needed")
+    for number, call in enumerate(calls):
+        arguments = named_function(call, f"{where}[{number}]", "unusable tool call").get("arguments", {})
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise BadRow("unusable tool call", f"the arguments of {where}[{number}] are not a JSON object")
+    return calls
+
+
+def named_function(cell: Any, where: str, problem: str) -> Mapping[str, Any]:
+    """The `function` of a tool call or of a tool's schema, or the cell itself in the form without it. Raises BadRow of that problem
+    where it has no name."""
+    function = cell.get("function", cell) if isinstance(cell, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRow(problem, f"{where} is {cell!r:.60}, {{function: {{name, …}}}} or {{name, …}} is needed")
+    return function
 
 
 def without_nulls(value: Any) -> Any:

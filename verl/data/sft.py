@@ -13,7 +13,15 @@ import numpy as np
 from verl.data.dataset import SMALLER, CheckedRows, CheckProgress
 from verl.data.files import DataError, Paths, RowFile, RowFiles
 from verl.data.media import ImageProcessor, folder_of, with_images
-from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable, without_nulls
+from verl.data.rows import (
+    BadRow,
+    ChatRenderer,
+    as_messages,
+    cells_of,
+    check_readable,
+    named_function,
+    without_nulls,
+)
 from verl.data.sft_mask import Span, TurnFinder, token_mask
 from verl.trajectory import Media
 
@@ -79,16 +87,6 @@ class SFTDataset(CheckedRows):
 
     # -------------------------------------------------------------------------------------------- one row
 
-    def _options(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        options: dict[str, Any] = {}
-        thinking = row.get(self.config.enable_thinking_key)
-        thinking = self.config.enable_thinking_default if thinking is None else thinking
-        if thinking is not None:
-            options["enable_thinking"] = bool(thinking)
-        if tools := row.get(self.config.tools_key):
-            options["tools"] = _tools(tools)
-        return options
-
     def _render(self, row: Mapping[str, Any]) -> _Rendered:
         messages = dialogue(row, self.config, images=self._images is not None)
         images = cells_of(row.get(self.config.image_key))
@@ -98,9 +96,7 @@ class SFTDataset(CheckedRows):
             question, response = messages[0]["content"], messages[1]["content"]
             whole = question + response + (self.tokenizer.eos_token or "")
             return _Rendered(whole, [(len(question), len(question) + len(response))])
-        if not any(message["role"] == "assistant" for message in messages):
-            raise BadRow("no assistant turn", "there is nothing to learn in this row")
-        options = self._options(row)
+        options = template_options(row, self.config)
         text = self._renderer.text(messages, generation=False, **options)
         try:
             return _Rendered(text, self._finder.spans(messages, text, **options), images)
@@ -253,13 +249,28 @@ def dialogue(row: Mapping[str, Any], config: Any, *, images: bool) -> list[dict[
         if isinstance(cell, str):
             detail = f"column {key!r} is text, a list of messages is needed"
             raise BadRow("prompt is not messages", detail)
-        return as_messages(cell, key, images=images)
+        messages = as_messages(cell, key, images=images)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise BadRow("no assistant turn", "there is nothing to learn in this row")
+        return messages
     question = _reach(row, config.prompt_key, config.prompt_dict_keys)
     response = _reach(row, config.response_key, config.response_dict_keys)
     if not isinstance(response, str) or not response.strip():
         raise BadRow("answer missing", f"column {config.response_key!r} is {response!r:.60}")
     asked = as_messages(question, config.prompt_key, images=images)
     return [*asked, {"role": "assistant", "content": response}]
+
+
+def template_options(row: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """What the chat template gets of a row besides its messages: `enable_thinking`, `tools`. Raises BadRow."""
+    options: dict[str, Any] = {}
+    thinking = row.get(config.enable_thinking_key)
+    thinking = config.enable_thinking_default if thinking is None else thinking
+    if thinking is not None:
+        options["enable_thinking"] = bool(thinking)
+    if tools := row.get(config.tools_key):
+        options["tools"] = _tools(tools)
+    return options
 
 
 def _reach(row: Mapping[str, Any], column: str, keys: Sequence[str] | None) -> Any:
@@ -286,6 +297,9 @@ def _hint(columns: Sequence[str]) -> str:
 def _tools(cell: Any) -> list[Any]:
     try:
         tools = json.loads(cell) if isinstance(cell, str) else cell
-        return [json.loads(tool) if isinstance(tool, str) else without_nulls(tool) for tool in tools]
-    except (ValueError, TypeError) as error:
+        tools = [json.loads(tool) if isinstance(tool, str) else without_nulls(tool) for tool in tools]
+    except (ValueError, TypeError, RecursionError) as error:
         raise BadRow("wrong column type", f"tools are not a list of schemas: {error}") from error
+    for number, tool in enumerate(tools):
+        named_function(tool, f"tools[{number}]", "wrong column type")
+    return tools

@@ -8,6 +8,7 @@ positions differ, and `models/inputs.py` asks the model's own function for them.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ def _read(path: Path, rate: float, processor: Any) -> Opened:
     decoder = next((name for module, name in _DECODERS.items() if importlib.util.find_spec(module)), None)
     if decoder is None:
         raise BadRow("media", f"{path}: nothing here decodes videos: pip install av, or give its frames")
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
         raise BadRow("video missing", f"{path}: no such file (a path begins at the data file)")
     try:
         read: Any = load_video  # its annotations leave names of files out

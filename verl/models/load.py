@@ -286,8 +286,9 @@ def load_config(path: str | Path, model_cfg: Any = None) -> Any:
     trusted = bool(setting(model_cfg, "trust_remote_code", False))
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path={source}: the configuration cannot be read: {error}") from error
+    except Exception as error:  # of a damaged file each class has its own
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"model.path={source}: the configuration cannot be read: {why}") from error
     refused = overrides.apply(config, setting(model_cfg, "override_config", {}) or {})
     if refused:
         raise UserError("; ".join(f"model.override_config.{name}: {why}" for name, why in refused.items()))

@@ -41,7 +41,8 @@ def compute_score(
 @cache
 def _load(path: str) -> tuple[Any, Any, Any]:
     """(model, tokenizer, image processor) of a directory, the last for Pillow: torchvision is not needed."""
-    from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+    from transformers import AutoModel, AutoTokenizer
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     model = AutoModel.from_pretrained(path).eval()
     if not hasattr(model, "get_image_features") or not hasattr(model, "get_text_features"):

@@ -326,10 +326,12 @@ def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = No
     data = config.data
     tools = checked_tools(config.actor_rollout_ref.rollout, tokenizer, data.apply_chat_template_kwargs)
     options: dict[str, Any] = {"check_truth": check_truth, "tools": tools, "processor": processor}
-    train = PromptDataset(data.train_files, config, tokenizer, **options)
+    train = PromptDataset(config.as_written("data.train_files"), config, tokenizer, **options)
     validation = None
     if data.val_files:
-        validation = PromptDataset(data.val_files, config, tokenizer, split="val", **options)
+        validation = PromptDataset(
+            config.as_written("data.val_files"), config, tokenizer, split="val", **options
+        )
     tracking.data_report(train, validation)
     return train, validation
 

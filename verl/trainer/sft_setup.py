@@ -49,10 +49,12 @@ def open_data(
     data, kind = config.data, SFTDataset
     if data.custom_cls.path:
         kind = load_extern_object(data.custom_cls.path, str(data.custom_cls.name))
-    train = kind(data.train_files, tokenizer, data, processor, max_samples=data.train_max_samples)
+    files = config.as_written("data.train_files")
+    train = kind(files, tokenizer, data, processor, max_samples=data.train_max_samples)
     validation = None
     if data.val_files:
-        validation = kind(data.val_files, tokenizer, data, processor, max_samples=data.val_max_samples)
+        files = config.as_written("data.val_files")
+        validation = kind(files, tokenizer, data, processor, max_samples=data.val_max_samples)
         validation.split = "val"
     tracking.data_report(train, validation)
     return train, validation

@@ -124,6 +124,7 @@ def test_what_vllm_makes_of_it(named, tmp_path):
     [
         (f"{MODEL}.exclude_modules=[x]", "counts with LoRA only"),
         (f"{MODEL}.lora_alpha=32", "counts with LoRA only"),
+        (f"{MODEL}.lora_alpha=0", "counts with LoRA only"),
         (f"{MODEL}.target_modules=[q_proj]", "counts with LoRA only"),
         (f"{ARR}.actor.checkpoint.save_lora_only=True", "this run trains all weights"),
     ],

@@ -10,7 +10,11 @@ import pytest
 from tests.unit.config_rules.cases import ARR, MODEL, notices, only, problems, write_model, write_rows
 from verl.config import load
 from verl.config.check import check
+from verl.config.fields import leaves
+from verl.config.model_facts import ModelTrouble, look
 from verl.config.names import built_in
+from verl.config.problems import ConfigError
+from verl.config.schema.entries import ROOTS
 
 # ---- the machine ----
 
@@ -98,6 +102,58 @@ def test_models_in_the_hubs_cache(base, tmp_path):
     only(problems(*base, f"{ARR}.model.path=Org/Name"), "configuration", "the model's context is 100")
 
 
+@pytest.mark.parametrize("entry", ["ppo", "sft", "eval", "generation"])
+@pytest.mark.parametrize("name", ["y" * 300, "file:///tmp/" + "y" * 300, ("y" * 250 + "/") * 20])
+def test_names_that_are_too_long_are_refused_at_every_path(base, entry, name):
+    paths = [key for key, known in leaves(ROOTS[entry]).items() if known.is_path]
+    with pytest.raises(ConfigError) as refused:
+        load([f"{path}={name}" for path in paths], entry)
+    assert {p.key for p in refused.value.problems if "names no file" in p.message} >= {*paths}
+    only(
+        problems(*base, "trainer.project_name=" + "y" * 300),
+        "configuration",
+        "default_local_dir",
+        "at most 255",
+    )
+    with pytest.raises(ModelTrouble, match="no such directory"):
+        look("./" + "y" * 300)
+    with pytest.raises(ConfigError, match="no file"):
+        load([f"--config-name={name}"], entry)
+
+
+DAMAGED = [
+    ({"model_type": None}, "model_type is null"),
+    ({"model_type": []}, "model_type is []"),
+    ({"hidden_size": None}, "hidden_size is null, int is needed"),
+    ({"hidden_size": -4, "head_dim": "x"}, "hidden_size is -4, at least 1 is needed; head_dim is"),
+    ({"num_attention_heads": "4"}, 'num_attention_heads is "4"'),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, bool"),
+    ({"rms_norm_eps": []}, "rms_norm_eps is [], float"),
+    ({"layer_types": 3}, "layer_types is 3"),
+    ({"rope_scaling": "yarn"}, "a mapping is needed"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, 'factor is "4"'),
+    ({"text_config": 3}, "text_config is 3"),
+    ({"text_config": MODEL | {"hidden_size": None}}, "hidden_size is null"),
+    ({"auto_map": 3}, "auto_map is 3"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), DAMAGED)
+def test_damaged_model_configurations(base, tmp_path, changes, words):
+    write_model(tmp_path / "model", **changes)
+    only(problems(*base), "configuration", words)
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "deepseek_v3", "gemma3", "glm4v_moe", "qwen3_vl", "gpt_oss", "mamba2"]
+)
+def test_configurations_that_transformers_writes_are_not_damaged(tmp_path, kind):
+    from transformers import CONFIG_MAPPING
+
+    (tmp_path / "config.json").write_text(CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
+    assert look(str(tmp_path)).name == kind
+
+
 def test_model_directories(base, tmp_path, monkeypatch):
     def path(name):
         return f"{ARR}.model.path={tmp_path / name}"
@@ -123,7 +179,7 @@ def test_model_directories(base, tmp_path, monkeypatch):
         "paddleocr_vl",
     ):
         write_model(tmp_path / kind, model_type=kind, vision_config={}, text_config=MODEL)
-        only(problems(*base, path(kind)), "machine", kind, "not seen to be right")
+        only(problems(*base, path(kind)), "configuration", kind, "not seen to be right")
     split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
     assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
     with monkeypatch.context() as patched:
@@ -227,11 +283,16 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
         patched.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or find(name))
         assert problems(*videos) == []
         told = problems(*videos, f"{ARR}.rollout.name=vllm")
-        assert any("not sampled by vllm" in problem and "rollout.name=native" in problem for problem in told)
+        assert any(
+            "configuration: " in problem
+            and "not sampled by vllm" in problem
+            and "rollout.name=native" in problem
+            for problem in told
+        )
     label = {"architectures": ["QForSequenceClassification"], "id2label": {"0": "x"}}
     scorer = write_model(tmp_path / "scorer", **label)
     scored = ["reward_model.enable=True", f"reward_model.model.path={scorer}"]
-    only(problems(*base, file, vision, *scored), "machine", "reads text")
+    only(problems(*base, file, vision, *scored), "configuration", "reads text")
     import pyarrow as pa
 
     none = pa.array([[]] * 16, pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})))

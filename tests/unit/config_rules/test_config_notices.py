@@ -163,7 +163,7 @@ def test_the_plan(base):
 
 def test_supervised(tmp_path):
     argv = [f"model.path={write_model(tmp_path / 'model')}", "data.train_batch_size=4", "trainer.device=cpu"]
-    messages = [[{"role": "user", "content": "x"}]] * 16
+    messages = [[{"role": role, "content": "x"} for role in ("user", "assistant")]] * 16
     chat = f"data.train_files={write_rows(tmp_path / 'chat.parquet', messages=messages)}"
     assert problems(*argv, chat, entry="sft") == []
     columns = {"question": ["x"] * 16, "answer": ["y"] * 16}
@@ -179,6 +179,24 @@ def test_supervised(tmp_path):
     assert any("micro_batch_size_per_gpu=2: data.use_dynamic_bsz=True" in notice for notice in report.notices)
     liger = problems(*argv, chat, "model.use_liger=True", "model.tiled_mlp.enabled=True", entry="sft")
     assert sum("not in this release" in problem for problem in liger) == len(liger) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"messages": [[{"role": "user", "content": "x"}]] * 600}, "no assistant turn"),
+        (
+            {"messages": [[{"role": "assistant", "content": "x"}]] * 600, "tools": ["calculator"] * 600},
+            "tools",
+        ),
+    ],
+)
+@pytest.mark.parametrize("ratio", [0.5, 1])
+def test_supervised_files_without_a_usable_row(tmp_path, columns, problem, ratio):
+    rows = write_rows(tmp_path / "chat.parquet", 600, **columns)
+    argv = [f"data.train_files={rows}", f"model.path={write_model(tmp_path / 'model')}", "trainer.device=cpu"]
+    found = problems(*argv, f"data.max_bad_row_ratio={ratio}", entry="sft")
+    only(found, "configuration", f"{301 if ratio < 1 else 600} rows cannot be used", problem)
 
 
 def test_generation_and_evaluation(tmp_path):

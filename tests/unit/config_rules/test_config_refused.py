@@ -41,6 +41,7 @@ REFUSED = [
     ([f"{ARR}.model.tokenizer_path=/nowhere/tokenizer"], ["no such directory"]),
     ([f"{ARR}.model.external_lib=no_such_module"], ["no module no_such_module"]),
     ([f"{ARR}.model.custom_chat_template='{{% if %}}'"], ["is no Jinja template", "line 1"]),
+    ([f"{ARR}.rollout.name=sglang"], ["rollout.name=sglang: not in this release", "native or vllm"]),
     ([f"{ARR}.model.custom_chat_template='{{{{ m|nofilter }}}}'"], ["No filter named 'nofilter'"]),
     ([f"{ARR}.model.custom_chat_template=''"], ["neither Jinja text nor an existing file"]),
     (["trainer.default_local_dir=false"], ["name a folder"]),
@@ -59,7 +60,8 @@ REFUSED = [
     ([f"{ARR}.actor.use_kl_loss=True", f"{ARR}.actor.kl_loss_coef=inf"], ["at most 1000000000"]),
     ([f"{ARR}.actor.entropy_coeff=1e300"], ["at most 1000000000"]),
     ([f"{ARR}.actor.fsdp_config.fsdp_size=0"], ["at least 1", "or -1"]),
-    ([f"{ARR}.model.lora_alpha=-1"], ["at least 1"]),
+    ([f"{ARR}.model.lora_alpha=-1"], ["at least 0"]),
+    ([f"{ARR}.model.lora_alpha=0", f"{ARR}.model.lora_rank=4"], ["lora_alpha=0", "at least 1"]),
     (["algorithm.kl_ctrl.kl_coef=-1"], ["at least 0"]),
     ([f"{BUFFER}.penalty_factor=-1"], ["at least 0"]),
     (["+custom_reward_function.reward_kwargs.metod=flexible"], ["reward_kwargs.metod", "method"]),
@@ -284,7 +286,7 @@ def test_layouts_are_checked_as_the_ranks_do(base, tmp_path, monkeypatch, entry,
         argv = [*base, "trainer.n_gpus_per_node=4"]
     else:
         monkeypatch.setenv("WORLD_SIZE", "4")
-        rows = write_rows(tmp_path / "sft.parquet", messages=[[{"role": "user", "content": "1"}]] * 16)
+        rows = write_rows(tmp_path / "sft.parquet", messages=[[{"role": "assistant", "content": "1"}]] * 16)
         argv = [f"data.train_files={rows}", f"model.path={tmp_path / 'model'}", "data.train_batch_size=4"]
         argv += ["trainer.device=cpu"]
     found = problems(*argv, *(f"{keys[name]}={size}" for name, size in sizes.items()), entry=entry)
@@ -439,6 +441,18 @@ def test_an_override_of_a_part_of_a_configuration_leaves_the_rest(base, tmp_path
     found = "\n".join(problems(*base, f"{ARR}.model.path={folder}", *words))
     for word, own in zip(words, ("depth=2", "hidden_size=8"), strict=True):
         assert f"{word[1:]}: the weights" in found and own in found, found
+
+
+def test_constants_of_a_template_are_not_computed(base, tmp_path):
+    import tracemalloc
+
+    template = "{% set x = 'x' * 100000000 %}{{ 'x' * 100000000 }}{{ 'x' | center(100000000) }}"
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    tracemalloc.start()
+    assert problems(*base) == []
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
 
 
 def test_the_models_own_template_is_compiled(base, tmp_path):

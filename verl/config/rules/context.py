@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import devices
+from verl.config.coerce import check_length
 from verl.config.fields import leaves
+from verl.config.grammar import GrammarError
 from verl.config.layout import own_pools
 from verl.config.model_facts import ModelFacts, ModelTrouble, look
 from verl.config.problems import CheckReport, Kind, Problem
@@ -46,8 +48,13 @@ class Check:
         self._add(key, message, "configuration", run_says)
 
     def refuse_file(self, key: str, folder: Any) -> None:
-        """A folder that cannot be made is wrong: it, or one that it is in, is a file."""
-        place = Path(str(folder or "")).expanduser()
+        """A folder that cannot be made is wrong: its name is too long, or it, or one that it is in, is a file."""
+        try:
+            place = Path(str(folder or "")).expanduser()
+            check_length(str(place))
+        except GrammarError as error:
+            self.refuse(key, str(error))
+            return
         if file := next((one for one in (place, *place.parents) if one.is_file()), None):
             self.refuse(key, f"{file} is a file; name a folder")
 

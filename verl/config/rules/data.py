@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,13 +128,18 @@ def _images(c: Check, key: str, file: Any) -> bool:
             "use a vision model, or data without that column",
         )
         return False
-    if c.cfg.data.video_key in filled and (why := _no_video(c, c.facts.name)):
-        c.lacks(key, f"{file.path}: rows with {c.cfg.data.video_key}: videos {why}")
-        return False
+    if c.cfg.data.video_key in filled:
+        videos = f"{file.path}: rows with {c.cfg.data.video_key}: videos"
+        if why := _no_video(c, c.facts.name):
+            c.refuse(key, f"{videos} {why}")
+            return False
+        if importlib.util.find_spec("torchvision") is None:
+            c.lacks(key, f"{videos} need {NO_TORCHVISION}")
+            return False
     _template(c)
     if c.ppo and scores_by_model(c.cfg) and not c.cfg.reward_model.images:
         why = f"reads text, and {file.path} has rows with {column}; score these with a function, or set"
-        c.lacks("reward_model.model.path", f"{why} reward_model.images=True for a model that sees them")
+        c.refuse("reward_model.model.path", f"{why} reward_model.images=True for a model that sees them")
     return True
 
 
@@ -151,14 +157,12 @@ def _in_messages(c: Check, file: Any) -> list[str]:
 
 
 def _no_video(c: Check, model: str) -> str:
-    """Why this run cannot have videos, "" if it can."""
+    """Why no run with this configuration can have videos, "" if one can."""
     if c.rollout is None:
         return "are not in this release outside of reinforcement learning; use rows without them"
     if model not in CAPABILITIES[c.rollout.name].videos:
         known = f"{c.rollout_key}.name=native with one of {', '.join(CAPABILITIES['native'].videos)}"
         return f"of {model} models are not sampled by {c.rollout.name} in this release; take {known}"
-    if importlib.util.find_spec("torchvision") is None:
-        return f"need {NO_TORCHVISION}"
     return ""
 
 
@@ -195,11 +199,17 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
     from verl.data.dataset import by_problem
     from verl.data.rows import BadRow
 
-    data, bad = c.cfg.data, []
+    data, seen = c.cfg.data, 0
+    bad: list[dict[str, Any]] = []
     if c.facts is None:
         return
-    rows = file.first(_LOOKED_AT)
-    for number, row in enumerate(rows):
+    allowed = data.max_bad_row_ratio * len(file)
+    for number, row in enumerate(_rows(file)):
+        # Goes on only as long as the rows so far have too large a share of bad ones for the whole file.
+        share = min(data.max_bad_row_ratio * number, number - 1)
+        if number >= _LOOKED_AT and not share < len(bad) <= allowed:
+            break
+        seen = number + 1
         try:
             _look_at_row(c, file, row, number)
         except BadRow as wrong:
@@ -207,20 +217,27 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
             bad.append(found)
     if not bad:
         return
-    told = f"{len(bad)} of the first {len(rows)} rows cannot be used: {'; '.join(by_problem(bad))}"
-    if len(bad) > data.max_bad_row_ratio * len(file):
-        most = f"data.max_bad_row_ratio={data.max_bad_row_ratio} allows {int(data.max_bad_row_ratio * len(file))}"
+    told = f"{len(bad)} of the first {seen} rows cannot be used: {'; '.join(by_problem(bad))}"
+    if len(bad) > allowed or len(bad) == len(file):
+        most = f"data.max_bad_row_ratio={data.max_bad_row_ratio} allows {int(allowed)}"
         advice = f"Repair the rows, or raise data.max_bad_row_ratio ({most})"
         c.refuse(key, f"{file.path}: {told}. {advice}", run_says=True)
     else:
         c.notice(f"{key}: {told}; they are left out", run_says=True)
 
 
+def _rows(file: Any) -> Iterator[dict[str, Any]]:
+    """All rows; for the first ones no more is read."""
+    yield from file.first(_LOOKED_AT)
+    for start in range(_LOOKED_AT, len(file), _LOOKED_AT):
+        yield from file.rows(start, min(start + _LOOKED_AT, len(file)))
+
+
 def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
     """Raises BadRow for a row that the run will not use."""
     from verl.data.media import check_number, folder_of, open_image, with_images
     from verl.data.rows import RowRules, Video, cells_of, fields_of, is_plain, messages_of
-    from verl.data.sft import dialogue
+    from verl.data.sft import dialogue, template_options
     from verl.reward.rules import check_truth
 
     data, seeing = c.cfg.data, c.facts is not None and c.facts.vision
@@ -233,6 +250,7 @@ def _look_at_row(c: Check, file: Any, row: dict[str, Any], number: int) -> None:
         messages, cells = messages_of(fields, rules), fields.images
     else:
         messages, cells = dialogue(row, data, images=seeing), cells_of(row.get(data.image_key))
+        template_options(row, data)
     cells = with_images(messages, cells)[1] if seeing else []
     check_number(cells, c.rollout.limit_images if c.ppo else None)
     for cell in cells if not data.allow_image_urls else ():

@@ -48,6 +48,8 @@ def _rank(c: Check, key: str, facts: ModelFacts | None, parallel: str) -> int | 
         rank = _adapter(c, key, model, facts) or rank
     else:
         _patterns(c, key, model, facts)
+        if model.lora_alpha < 1:
+            c.refuse(f"{key}.lora_alpha", "is the adapter's scale, which has no effect at 0; set at least 1")
     if (c.cfg.select(f"{parallel}.tensor_parallel_size") or 1) > 1:
         c.refuse(f"{parallel}.tensor_parallel_size", "adapters are not cut so; with LoRA set it to 1")
     return rank

@@ -1,4 +1,5 @@
-"""What the machine must have: devices, engines, trackers, the model's weights. Most of it is "this machine lacks"."""
+"""What the machine must have: devices, engines, trackers, the model's weights. What it has not, "this machine lacks"; what this
+release has not is refused."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ from verl.config.layout import OwnPool, own_pools
 from verl.config.names import LOGGERS
 from verl.config.rollout_engines import CAPABILITIES, RELEASED, VISION_MODELS
 from verl.config.rules.context import ACTOR, Check
+from verl.versions import unsupported
 
 
 def check(c: Check) -> None:
-    """Devices, engines, models, trackers, resuming, and what this release does on one machine only."""
+    """Devices, engines, models, versions, trackers, resuming, and what this release does on one machine only."""
+    for package, advice in unsupported().items():
+        c.lacks(package, advice)
     if c.trainer is not None and c.cfg.entry != "eval":
         _devices(c)
     if c.rollout is not None:
@@ -103,8 +107,7 @@ def _open_files(c: Check, sizes: str) -> None:
 def _engine(c: Check) -> None:
     name, key = c.rollout.name, f"{c.rollout_key}.name"
     if name in CAPABILITIES and not CAPABILITIES[name].released:
-        where = "installed here, but" if _installed(name) else "not installed here, and"
-        c.lacks(f"{key}={name}", f"{where} not in this release; set {key}={' or '.join(RELEASED)}")
+        c.refuse(f"{key}={name}", f"not in this release; set {key}={' or '.join(RELEASED)}")
     elif name in _ARGUMENT_CHECKS:
         _ARGUMENT_CHECKS[name](c)
     elif c.rollout.engine_kwargs.vllm or c.rollout.engine_kwargs.sglang:
@@ -144,7 +147,7 @@ def _model(c: Check) -> None:
         why = f"the model ({facts.name}) is built by code shipped with it; set True to run its author's code"
         c.refuse(f"{c.model_key}.trust_remote_code", why)
     if facts.vision and (why := _no_vision(c, facts.name)):
-        c.lacks(at, f"vision models ({facts.name}) {why}")
+        c.refuse(at, f"vision models ({facts.name}) {why}")
 
 
 def _no_vision(c: Check, name: str) -> str:

@@ -108,12 +108,14 @@ def _tokenizer(c: Check) -> None:
 
 def _parsed(text: str) -> Any:
     """A chat template, None where it has a tag of transformers, or is several ones by name. UserError if it does not compile."""
-    from jinja2 import TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError, pass_context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if _TAG_OF_TRANSFORMERS.search(text) or text.startswith("[{"):
         return None
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    # Leaves constant expressions, which may have results of any size, to the rendering.
+    lazy: Any = {"optimized": False, "finalize": pass_context(lambda _, value: value)}
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"], **lazy)
     try:
         parsed = environment.parse(text)
         environment.compile(parsed)  # filters and tests that there are not

@@ -89,6 +89,7 @@ class Root(Group):
 
     entry: ClassVar[str] = ""
     _set: dict[str, int] = field(default_factory=dict)
+    _lists: set[str] = field(default_factory=set)
     _notices: list[str] = field(default_factory=list)
 
     def was_set(self, path: str) -> bool:
@@ -98,6 +99,12 @@ class Root(Group):
     def set_order(self, path: str) -> int:
         """When the key was last given: later is larger, -1 if never."""
         return self._set.get(path, -1)
+
+    def as_written(self, path: str) -> Any:
+        """The value of a key; of a list whose only item was not written as a list, that item."""
+        value = self.select(path)
+        single = isinstance(value, list) and len(value) == 1 and path not in self._lists
+        return value[0] if single else value
 
     @property
     def notices(self) -> list[str]:

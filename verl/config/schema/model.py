@@ -44,7 +44,7 @@ class ModelConfig(Group):
         use_liger: Liger kernels where they are installed.
         use_shm: Weights through shared memory at load.
         lora_rank: LoRA when above 0.
-        lora_alpha: LoRA scale.
+        lora_alpha: LoRA scale; with LoRA at least 1.
         lora_adapter_path: Adapter to continue from.
         target_modules: PEFT patterns of the modules that get an adapter.
         exclude_modules: PEFT patterns of modules left out; LoRA only (to freeze the vision tower:
@@ -67,7 +67,7 @@ class ModelConfig(Group):
     tiled_mlp: TiledMLPConfig = sub(TiledMLPConfig)
     use_shm: bool = False
     lora_rank: int = key(0, low=0)
-    lora_alpha: int = key(16, low=1)
+    lora_alpha: int = key(16, low=0)
     lora_adapter_path: FilePath | None = None
     target_modules: list[str] = items("all-linear")
     exclude_modules: list[str] | None = None

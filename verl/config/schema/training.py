@@ -133,7 +133,7 @@ class OptimConfig(Group):
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay.
         betas: Decay rates of the two moments.
-        lr_warmup_steps: Training steps of linear warm-up from 0; a value ≥ 0 wins over the ratio.
+        lr_warmup_steps: Training steps of linear warm-up from 0; a value ≥ 0 wins over the ratio, null is -1.
         lr_warmup_steps_ratio: Warm-up as a share of all training steps.
         lr_scheduler_type: Shape after the warm-up; one scheduler step per training step.
         min_lr_ratio: Floor of the schedule as a share of `lr`.
@@ -155,7 +155,7 @@ class OptimConfig(Group):
     lr: float = key(1e-6, low=0, high=10**4)
     weight_decay: float = key(0.01, low=0)
     betas: list[float] = items(0.9, 0.999, low=0, high=1)
-    lr_warmup_steps: int = -1
+    lr_warmup_steps: int | None = -1
     lr_warmup_steps_ratio: float = key(0.0, low=0, high=1)
     lr_scheduler_type: str = choice("constant", "constant", "cosine", "linear")
     min_lr_ratio: float = key(0.0, low=0, high=1)

@@ -70,7 +70,7 @@ def lr_factor(optim: OptimConfig, total: int) -> Callable[[int], float]:
     f + (1−f)·(1−x) (linear), x = (s−W)/(total−W).
     """
     warm, floor = optim.lr_warmup_steps, optim.min_lr_ratio
-    if warm < 0:
+    if warm is None or warm < 0:
         warm = int(optim.lr_warmup_steps_ratio * total)
 
     def factor(step: int) -> float:
