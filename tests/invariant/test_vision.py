@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from tests import ranks
 from tests.tiny import tiny_model, tiny_vision_model
 from tests.unit.engine_cases import assert_close, gradients, simple_loss
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.base import setting
 from verl.data.media import ImageProcessor, load_processor
 from verl.data.rows import ChatRenderer
@@ -25,7 +27,13 @@ from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.models.layers import product_weights
 from verl.models.load import load_model
 from verl.trajectory import VIDEO_SECONDS, Media, Prompt, Trajectory
+from verl.versions import satisfies
 from verl.weight_sync.sender import InProcessSync
+
+RANGES = CAPABILITIES["native"].image_transformers
+pytestmark = pytest.mark.skipif(
+    not satisfies(transformers.__version__, RANGES), reason=f"images need transformers {RANGES}"
+)
 
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 GLM = ("glm4v", "glm46v", "glm4v_moe")

@@ -24,6 +24,7 @@ class Capabilities:
     lora_ranks         ranks that it allocates memory for, ascending; empty: exactly the adapter's
     lora_experts, lora_head   it adds adapters of expert layers, of the output layer, itself; else it is sent merged weights
     images, videos     types of models whose images, and videos, it takes besides token ids
+    image_transformers versions of transformers whose models take images from it
     routes             it returns the experts that each token went to
     takes_arguments    `rollout.engine_kwargs.<name>` are arguments of its own
     packages           distributions that it may come in, besides those of every run
@@ -38,6 +39,7 @@ class Capabilities:
     lora_head: bool = True
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
+    image_transformers: str = ""
     routes: bool = False
     takes_arguments: bool = True
     packages: tuple[str, ...] = ()
@@ -56,6 +58,7 @@ CAPABILITIES = _ByName(
         tensor_parallel=False,
         images=VISION_MODELS,
         videos=QWEN_VISION,
+        image_transformers=">=5.18",
         routes=True,
         takes_arguments=False,
     ),

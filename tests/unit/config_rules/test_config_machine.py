@@ -262,6 +262,9 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
     only(problems(*base, inside), "configuration", "this model does not see")
     assert "no chat template" in str(problems(*base, inside, vision))
     (tmp_path / "vl" / "chat_template.jinja").write_text("x")
+    with monkeypatch.context() as patched:
+        patched.setattr("verl.config.rules.machine.version", lambda name: "5.17.0")
+        only(problems(*base, file, vision), "machine", "pip install 'transformers>=5.18'")
     assert problems(*base, file, vision) == []
     only(problems(*base, file, vision, "critic.enable=True"), "configuration", "no critic sees images")
     few = (*base, file, vision, f"{ARR}.rollout.limit_images=0")

@@ -15,7 +15,7 @@ from verl.config.layout import OwnPool, own_pools
 from verl.config.names import LOGGERS
 from verl.config.rollout_engines import CAPABILITIES, RELEASED, VISION_MODELS
 from verl.config.rules.context import ACTOR, Check
-from verl.versions import unsupported
+from verl.versions import satisfies, unsupported, version
 
 
 def check(c: Check) -> None:
@@ -148,6 +148,11 @@ def _model(c: Check) -> None:
         c.refuse(f"{c.model_key}.trust_remote_code", why)
     if facts.vision and (why := _no_vision(c, facts.name)):
         c.refuse(at, f"vision models ({facts.name}) {why}")
+    elif facts.vision and c.rollout is not None:
+        ranges, have = CAPABILITIES[c.rollout.name].image_transformers, version("transformers")
+        if have and not satisfies(have, ranges):
+            told = f"transformers {have} is installed; images need one that is {ranges} with {c.rollout.name}"
+            c.lacks(at, f"{told}: pip install 'transformers{ranges}'")
 
 
 def _no_vision(c: Check, name: str) -> str:
