@@ -161,7 +161,7 @@ def test_the_reward_example(answer, score) -> None:
 
 def test_the_reward_example_takes_its_option() -> None:
     function = load_function(str(EXAMPLES / "reward/custom_reward.py"), "compute_score")
-    assert calling_style(function, {"format_score": 0.2}, batch=False, positional=False) == "keyword"
+    assert calling_style(function, {"format_score": 0.2}, batch=False, positional=0) == 0
     assert function("x", "#### 1", "2", format_score=0.2)["score"] == pytest.approx(0.2)
 
 

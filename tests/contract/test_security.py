@@ -18,6 +18,9 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("eval", "verl/compat/paths.py"): (
         "what runpy asks a loader for: two lines of program, made of module names from our own table"
     ),
+    ("eval", "verl/data/load_object.py"): (
+        "imports a user's Python file, as importlib does, from the bytes that every process of a run uses"
+    ),
     ("unpickling", "verl/engine/training/optimizer_state.py"): (
         "an Unpickler that can name nothing but torch's own list-of-tensors classes; in place of torch's pickle.load"
     ),

@@ -71,15 +71,14 @@ class Declaration:
 
 class Registry:
     """Functions by name, and what each needs. `kind` is how errors call them, `decorator` the name of the user's decorator.
-    `declared_by_default`: what holds for functions that were put into the table without a registration."""
+    A declaration belongs to the function, whatever happens to the table."""
 
     def __init__(self, kind: str, decorator: str):
         self.kind = kind
         self.decorator = decorator
         self.functions: dict[str, Algorithm] = {}
         self._own: dict[str, Algorithm] = {}
-        self._declared: dict[str, Declaration] = {}
-        self.declared_by_default: dict[str, Declaration] = {}
+        self._declared: dict[Algorithm, Declaration] = {}
 
     def register(
         self,
@@ -102,7 +101,7 @@ class Registry:
                     f"{self.kind} {key!r} is already registered by {taken.__module__}.{taken.__qualname__}; "
                     f"choose another name for {function.__module__}.{function.__qualname__}"
                 )
-            self._declared[key] = Declaration(frozenset(needs), compares_groups, whole, tuple(keys))
+            self._declared[function] = Declaration(frozenset(needs), compares_groups, whole, tuple(keys))
             if function.__module__.startswith("verl."):
                 self._own[key] = function
             return function
@@ -126,7 +125,12 @@ class Registry:
     def declared(self, name: Name) -> Declaration:
         """What was said when the function was registered."""
         key = _key(name)
-        return self._declared.get(key) or self.declared_by_default.get(key, Declaration())
+        function = self.functions.get(key) or self._own.get(key)
+        return Declaration() if function is None else self._declared.get(function, Declaration())
+
+    def declare(self, function: Algorithm, declaration: Declaration) -> None:
+        """Say what holds for a function that is put into the table without a registration."""
+        self._declared.setdefault(function, declaration)
 
 
 def _key(name: Name) -> str:

@@ -130,9 +130,10 @@ class _Table(MutableMapping[str, Algorithm]):
 
     def __setitem__(self, name: str, function: Algorithm) -> None:
         of_estimators = self._registry is ESTIMATORS
-        self.functions[name] = _flat(function, estimators.flat_form if of_estimators else losses.flat_form)
+        flat = _flat(function, estimators.flat_form if of_estimators else losses.flat_form)
+        self.functions[name] = flat
         if of_estimators:
-            self._registry.declared_by_default[name] = estimators.declaration(function)
+            self._registry.declare(flat, estimators.declaration(function))
 
     def __delitem__(self, name: str) -> None:
         del self.functions[name]

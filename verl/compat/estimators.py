@@ -117,9 +117,10 @@ def declaration(function: Algorithm) -> Declaration:
 
 @cache
 def flat_form(function: Algorithm) -> Estimator:
-    """An estimator that a user registers, as a function of `EstimatorInputs`: one of a single argument as it is, any other with
-    the padded tensors that it names."""
-    if len(inspect.signature(function).parameters) == 1:
+    """An estimator that a user registers, as a function of `EstimatorInputs`: one of a single argument that names no column as it
+    is, any other with the padded tensors that it names."""
+    parameters = list(inspect.signature(function).parameters)
+    if len(parameters) == 1 and parameters[0] not in COLUMN_OF:
         return function
 
     def call(inputs: EstimatorInputs) -> Result:
