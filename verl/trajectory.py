@@ -205,6 +205,7 @@ class Segment:
     context_columns  the same of the context's tokens, [P, …], for columns that have them; shared like context_ids
     versions     weight versions that wrote tokens, oldest first, without repeats
     media        images in the context, None without
+    parent, shared  the context begins with the first `shared` tokens of the trajectory's segment of this number; None, 0 if of none
     uid, index   key of the group, number of the trajectory in it
     trajectory   the trajectory that it is part of, as long as that is in use; None on a worker, which gets segments alone
     """
@@ -217,12 +218,15 @@ class Segment:
         *,
         versions: tuple[int, ...] = (0,),
         media: Media | None = None,
+        parent: int | None = None,
+        shared: int = 0,
         uid: str = "",
         index: int = 0,
         **columns: np.ndarray | None,
     ):
         self.context_ids = context_ids
         self.versions, self.media = versions, media
+        self.parent, self.shared = parent, shared
         self.uid, self.index = uid, index
         self._trajectory: ReferenceType[Trajectory] | None = None
         self.columns: dict[str, np.ndarray] = {"response_ids": response_ids, "response_mask": response_mask}

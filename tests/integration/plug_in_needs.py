@@ -2,9 +2,8 @@
 
 import numpy as np
 import torch
-from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
-
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
 
 SEEN: dict[str, object] = {}
 

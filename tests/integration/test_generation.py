@@ -132,17 +132,17 @@ def test_what_cannot_be_done_is_said_in_one_message(tiny, tmp_path, more, status
 
 
 def test_lost_responses_are_null_and_too_many_end_the_run(tiny, tmp_path, capfd, monkeypatch) -> None:
-    from verl.rollout import agent_loop
+    from verl.rollout import loops
 
-    answer = agent_loop.SingleTurnAgent.run
+    answer = loops.SingleTurnAgent.run
     lose = {("0:2@0", 1)}
 
-    async def run(self: Any, sampling: Any, **row: Any) -> Any:
+    async def run(self: Any, row: Any, session: Any) -> Any:
         if (row["uid"], row["sample_index"]) in lose:
             raise RuntimeError("the tool is broken")
-        return await answer(self, sampling, **row)
+        return await answer(self, row, session)
 
-    monkeypatch.setattr(agent_loop.SingleTurnAgent, "run", run)
+    monkeypatch.setattr(loops.SingleTurnAgent, "run", run)
     many = tmp_path / "many.parquet"
     rows = [{"prompt": f"Say {i}"} for i in range(6)]
     pq.write_table(pa.Table.from_pylist(rows), many)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 from tests.integration.test_agent_runs import ROLLOUT, SEES, WORDS
 from tests.integration.test_vision_runs import VisionRun, drawn
 from tests.runs import records
 from tests.tiny import SPECIAL, VISION, tiny_tokenizer
 from verl.engine.rollout.base import SamplingParams
-from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.trainer.main_ppo import main
 
 

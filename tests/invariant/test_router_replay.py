@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from tests import ranks
 from tests.runs import TinyRun, main_ppo, records, weights
@@ -20,8 +21,7 @@ from verl.engine.rollout.native import NativeEngine
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.errors import UserError
 from verl.models.routing import Routing
-from verl.rollout import agent_loop
-from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.rollout import agent_loop, loops
 from verl.rollout.manager import RolloutManager, RolloutSettings
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Segment
@@ -126,7 +126,7 @@ def test_later_turns_bring_their_routes() -> None:
     try:
         rows = sampled(model := model_of(), loop="two_turns")
     finally:
-        agent_loop._LOOPS.pop("two_turns")
+        loops._LOOPS.pop("two_turns")
     engine = engine_of(model)
     assert all((row.columns["routed_experts"][:-1] >= 0).all() for row in rows)
     found = np.split(

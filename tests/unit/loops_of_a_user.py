@@ -5,7 +5,6 @@ import os
 import time
 
 import numpy as np
-
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 

@@ -22,6 +22,7 @@ from verl.reward.runner import RewardRunner
 from verl.rollout import agent_loop, environments, verifiers_server
 from verl.rollout.loop_processes import LoopEnded, LoopProcesses
 from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings
+from verl.rollout.record import Outcome
 from verl.trajectory import Batch, Prompt, Trajectory
 
 USER = agents_of_a_user.__name__
@@ -321,10 +322,13 @@ def test_what_tools_earned_is_known_of_a_trajectory_past_its_deadline() -> None:
 
 @pytest.mark.parametrize("policy", ["score", "mask", "drop", "resample"])
 def test_the_end_of_a_loop_process_is_no_loss_of_the_samplers(policy: str, monkeypatch: Any) -> None:
-    async def ends(self: Any, name: str, session: Any, sampling: Any, row: dict) -> list:
+    async def ends(self: Any, name: str, record: Any, sampling: Any, row: dict) -> Outcome:
         if row["sample_index"]:
             raise LoopEnded("out of memory")
-        return [agent_loop.AgentLoopOutput(row["prompt_ids"], [5, 258], [1, 1])]
+        record.add(
+            record.place(row["prompt_ids"]), Completion(np.array([5, 258]), np.zeros(2, np.float32), "stop")
+        )
+        return Outcome()
 
     monkeypatch.setattr(LoopProcesses, "run", ends)
     words = [*ENV, f"agent.on_status.environment_error={policy}", "agent.max_resamples=1"]

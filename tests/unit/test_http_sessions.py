@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from tests.scripted_record import written
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_session import _QWEN, CALL, TOOLS, script, session_of
 from verl.engine.rollout.base import Completion
@@ -93,7 +94,7 @@ def test_a_session_over_http() -> None:
         assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
         answer = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
         second = client.chat([*HI, choice["message"], answer], tools=TOOLS)
-        assert second["choices"][0]["message"]["content"] == "3." and len(client.session.segments()) == 1
+        assert second["choices"][0]["message"]["content"] == "3." and len(written(client.session)) == 1
         _, third = client.ask("/completions", {"prompt": "abc", "max_tokens": 2})
         assert third["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
@@ -102,7 +103,7 @@ def test_a_session_over_http() -> None:
         assert client.ask("/models")[1]["data"][0]["max_model_len"] == 4000
 
     session = serve(check, CALL + END, "3." + END, "ab", "a")
-    assert len(session.segments()) == 3
+    assert len(written(session)) == 3
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_a_stop_string_is_in_the_tokens_and_not_in_the_message() -> None:
         assert answer["choices"][0]["text"] == "a" and len(answer["choices"][0]["token_ids"]) == 2
 
     session = serve(check, "One. STOP", "Two." + END, "ab")
-    dialogue, _ = session.segments()
+    dialogue, _ = written(session)
     text = session.runner.tokenizer.decode(dialogue.tokens[dialogue.mask])
     assert text == f"One. STOPTwo.{END}"
 
@@ -203,7 +204,7 @@ def test_messages_without_content_and_in_parts(without: str) -> None:
         client.chat([*HI, message, answer], tools=TOOLS)
 
     session = serve(check, CALL + END, "Yes." + END)
-    (segment,) = session.segments()
+    (segment,) = written(session)
     assert None not in [value for message in session.messages for value in message.values()]
     text = session.runner.tokenizer.decode(segment.tokens)
     assert "<tool_response>\nIt is 3\n</tool_response>" in text and text.endswith(f"Yes.{END}")
@@ -326,4 +327,4 @@ def test_a_request_whose_client_is_gone_is_cancelled() -> None:
         assert client.ask("/completions", {"prompt": "abc"})[0] == 200
 
     session = serve(check, send=send)
-    assert len(session.segments()) == 1 and len(ended) == 2
+    assert len(written(session)) == 1 and len(ended) == 2

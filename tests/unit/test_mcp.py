@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verl.rollout.agent_loop import EnvironmentFailed
 
 from tests.chaos.fork_server import until
 from tests.ranks import free_port, listens
 from tests.unit.test_agents import play
-from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.manager import RolloutError
 from verl.rollout.tools import mcp_servers
 from verl.rollout.tools.base import ToolError

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.rollout import agent_loop
-from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.rollout import agent_loop, loops
 from verl.rollout.manager import RolloutManager, RolloutSettings
+from verl.rollout.record import Outcome
 from verl.trajectory import Batch, Prompt, Segment, Trajectory, segments_of
 
 
@@ -42,7 +43,7 @@ class TwoTurns(AgentLoopBase):
 def two_turns() -> Iterator[str]:
     agent_loop.register("two_turns")(TwoTurns)
     yield "two_turns"
-    agent_loop._LOOPS.pop("two_turns")
+    loops._LOOPS.pop("two_turns")
 
 
 def sample(engine, loop: str, n: int = 3, prompts: int = 1) -> Batch:
@@ -79,12 +80,38 @@ class Repeat(AgentLoopBase):
         return AgentLoopOutput(row["prompt_ids"], ids, np.ones(len(ids), bool))
 
 
+def test_segments_know_what_they_share(tmp_path) -> None:
+    """A branch begins with the prompt and three sampled tokens of the first segment, another call with nothing of it."""
+
+    class Branching(loops.AgentLoop):
+        async def run(self, row, session):
+            prompt = row["prompt_ids"]
+            first = await session.generate(prompt, {"max_tokens": 5})
+            await session.generate([*prompt, *first.token_ids[:3], 7], {"max_tokens": 2})
+            await session.generate([prompt[0] + 1], {"max_tokens": 2})
+            await session.generate([*prompt, *first.token_ids, 9], {"max_tokens": 2})
+            return Outcome()
+
+    loops.register("branching")(Branching)
+    try:
+        batch = sample(native(tmp_path), "branching", n=2)
+    finally:
+        loops._LOOPS.pop("branching")
+    for t in batch:
+        long, branch, other = t.segments
+        shared = len(t.prompt.ids) + 3
+        assert [(s.parent, s.shared) for s in t.segments] == [(None, 0), (0, shared), (None, 0)]
+        assert branch.context_ids[:-1].tolist() == [*t.prompt.ids, *long.response_ids[:3]]
+        assert long.response_mask.tolist() == [True] * 5 + [False] + [True] * 2 and other.length == 2
+        assert t.policy_tokens == 11 and (t.rollout_log_probs != 0).sum() == 11
+
+
 def test_no_two_calls_of_a_trajectory_repeat_random_draws(tmp_path) -> None:
     agent_loop.register("repeat")(Repeat)
     try:
         batch = sample(native(tmp_path), "repeat", n=8)
     finally:
-        agent_loop._LOOPS.pop("repeat")
+        loops._LOOPS.pop("repeat")
     same = [np.mean(t.response_ids[:12] == t.response_ids[12:]) for t in batch]
     assert np.mean(same) < 0.1, "the second call draws what the first drew"
 
@@ -149,7 +176,7 @@ def test_first_calls_that_begin_with_the_same_tokens_share_their_prefill() -> No
     try:
         batch = sample(engine, "prefixed")
     finally:
-        agent_loop._LOOPS.pop("prefixed")
+        loops._LOOPS.pop("prefixed")
     first, second, third = (group for name, group, *_ in engine.asked if name != "end")
     assert first == second != third and "0:0@0" not in (first, third)
     assert [t.segments[0].context_ids[0] for t in batch] == [9, 9, 10]

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.counting import instructions
+from tests.scripted_record import ScriptedRecord, written
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.rollout import agent_loop
+from verl.rollout import agent_loop, loops
 from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings, response_seed
 from verl.rollout.session import Session
@@ -287,12 +288,12 @@ def test_the_loop_of_one_turn_makes_no_list_of_its_tokens() -> None:
     async def send(ids, sampling, media):
         return Completion(np.arange(5), np.zeros(5, np.float32), "stop")
 
-    session = Session(send, SamplingParams(max_tokens=8), LoopRunner())
-    loop = agent_loop.SingleTurnAgent(server_manager=agent_loop.ServerManager(session))
-    output = asyncio.run(loop.run(session.sampling, prompt_ids=np.arange(2)))
-    for column in (output.response_ids, output.response_mask, output.response_logprobs):
+    session = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopRunner())
+    asyncio.run(loops.SingleTurnAgent(session).run({"prompt_ids": np.arange(2)}, session))
+    (segment,) = written(session)
+    for column in (segment.tokens, segment.mask, segment.log_probs):
         assert isinstance(column, np.ndarray) and len(column) == 5
-    assert output.response_mask.all()
+    assert segment.mask.all()
 
 
 def test_unknown_loops_are_named() -> None:

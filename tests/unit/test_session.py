@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from tests.scripted_record import ScriptedRecord, written
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.rollout.loop_runner import LoopRunner
@@ -204,7 +205,7 @@ def session_of(tokenizer: Any, send: Any, budget: int = 4000, **how: Any) -> Ses
     sampling = SamplingParams(max_tokens=budget)
     runner = LoopRunner(tokenizer)
     vars(runner).update(how)
-    return Session(send, sampling, runner)
+    return Session(ScriptedRecord(send), sampling, runner)
 
 
 def rendered(name: str, tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> str:
@@ -243,7 +244,7 @@ def test_the_tokens_of_a_dialogue_are_those_of_its_full_rendering(family: str) -
                 messages.append({"role": "user", "content": "And then?"})
 
     asyncio.run(talk())
-    (segment,) = session.segments()
+    (segment,) = written(session)
     whole = np.concatenate([segment.context, segment.tokens])
     expected = rendered(family, tokenizer, messages, tools)
     assert expected.startswith(tokenizer.decode(whole))
@@ -282,7 +283,7 @@ def test_the_results_of_several_calls_of_a_turn_are_those_of_a_full_rendering(fa
         return [*question, reply.message, *answers, last.message, {"role": "user", "content": "And?"}]
 
     expected = rendered(family, tokenizer, asyncio.run(talk()), TOOLS)
-    (segment,) = session.segments()
+    (segment,) = written(session)
     assert expected.startswith(tokenizer.decode(np.concatenate([segment.context, segment.tokens])))
 
 
@@ -302,7 +303,7 @@ def test_the_ids_of_calls_are_unique_in_a_session(family: str, expected: list[st
         for _ in range(3):
             reply = await session.chat(messages, TOOLS)
             messages += [reply.message, {"role": "tool", "content": "3", "tool_call_id": reply.calls[0].id}]
-        assert len(session.segments()) == 1
+        assert len(written(session)) == 1
         return [m["tool_calls"][0]["id"] for m in messages if "tool_calls" in m]
 
     assert asyncio.run(ids()) == asyncio.run(ids()) == expected
@@ -322,7 +323,7 @@ def test_a_turn_that_was_cut_is_closed_before_the_next(family: str) -> None:
         return [*following, (await session.chat(following)).message, {"role": "user", "content": "And?"}]
 
     messages = asyncio.run(talk())
-    (segment,) = session.segments()
+    (segment,) = written(session)
     closed = rendered(family, tokenizer, messages, None).replace(f"say{end}", f"say{history_end or end}")
     assert closed.startswith(tokenizer.decode(np.concatenate([segment.context, segment.tokens])))
 
@@ -346,7 +347,7 @@ def test_history_that_changes_opens_a_segment(change: str) -> None:
         await session.chat([*history, {"role": "user", "content": "More"}])
 
     asyncio.run(talk())
-    first, second = session.segments()
+    first, second = written(session)
     assert (
         tokenizer.decode(first.tokens) == "One.<|im_end|>"
         and tokenizer.decode(second.tokens) == "Two.<|im_end|>"
@@ -383,11 +384,9 @@ def test_a_repeated_request_replaces_the_answer_that_no_call_goes_on_from(asked,
         session.close()
 
     asyncio.run(talk())
-    texts = [
-        tokenizer.decode(s.tokens[s.mask]).replace("<|im_end|>", " ").strip() for s in session.segments()
-    ]
-    assert texts == expected and session.counts["repeated_requests"] == repeated
-    assert all((s.log_probs != 0).tolist() == s.mask.tolist() for s in session.segments())
+    texts = [tokenizer.decode(s.tokens[s.mask]).replace("<|im_end|>", " ").strip() for s in written(session)]
+    assert texts == expected and session.record.replaced == repeated
+    assert all((s.log_probs != 0).tolist() == s.mask.tolist() for s in written(session))
     again = [number for number in range(1, len(asked)) if asked[number] == asked[number - 1]]
     assert len(session.turns) == len(asked) - len(again)
     assert [rooms[number] for number in again] == [rooms[number - 1] for number in again]
@@ -406,8 +405,8 @@ def test_requests_that_are_repeated_at_once_and_answers_of_one_text() -> None:
         await session.chat([*first, reply.message, {"role": "user", "content": "More"}])
 
     asyncio.run(talk())  # of the two the later one is gone on from; each has its segment
-    texts = [tokenizer.decode(s.tokens[s.mask]) for s in session.segments()]
-    assert texts == ["1<|im_end|>", " 1<|im_end|>2"] and session.counts["repeated_requests"] == 1
+    texts = [tokenizer.decode(s.tokens[s.mask]) for s in written(session)]
+    assert texts == ["1<|im_end|>", " 1<|im_end|>2"] and session.record.replaced == 1
 
 
 @pytest.mark.parametrize("over_http", [True, False])
@@ -426,7 +425,7 @@ def test_a_repeated_request_replaces_no_answer_that_is_history(over_http: bool) 
         await session.chat(first)
 
     asyncio.run(talk())
-    assert len(session.segments()) == 2 + over_http and not session.counts["repeated_requests"]
+    assert len(written(session)) == 2 + over_http and not session.record.replaced
 
 
 @pytest.mark.parametrize(
@@ -444,7 +443,7 @@ def test_thinking_that_the_template_drops(thinks: bool, as_inference: bool, segm
         await session.chat([*first, reply.message, {"role": "user", "content": "More"}])
 
     asyncio.run(talk())
-    assert len(session.segments()) == segments
+    assert len(written(session)) == segments
     assert ("Hm" in tokenizer.decode(seen[1])) is (thinks and not as_inference)
 
 
@@ -469,7 +468,7 @@ def test_generate_records_what_goes_on_and_what_does_not() -> None:
     async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
         return Completion(np.array([len(ids), 9]), np.full(2, -1.0, np.float32), "stop")
 
-    session = Session(send, SamplingParams(max_tokens=8), LoopRunner())
+    session = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopRunner())
 
     async def go() -> None:
         await session.generate([1, 2])
@@ -479,7 +478,7 @@ def test_generate_records_what_goes_on_and_what_does_not() -> None:
             await session.generate([1], {"warmth": 1})
 
     asyncio.run(go())
-    first, second = session.segments()
+    first, second = written(session)
     assert first.tokens.tolist() == [2, 9, 5, 5, 9] and first.mask.tolist() == [True, True, False, True, True]
     assert second.context.tolist() == [1, 2] and second.tokens.tolist() == [2, 9]
 
@@ -499,4 +498,4 @@ def test_a_message_that_does_not_fit_ends_the_dialogue_before_it() -> None:
             await session.chat([{"role": "user", "content": "Hi"}], temperature=0.1)
 
     asyncio.run(talk())
-    assert len(seen) == 1 and session.segments()[0].mask.all()
+    assert len(seen) == 1 and written(session)[0].mask.all()

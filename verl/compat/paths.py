@@ -84,9 +84,10 @@ _TABLE = {
     "verl.trainer.ppo.rollout_corr_helper": "verl.compat.rollout_corr_helper",
     "verl.trainer.ppo.trainer_utils": "verl.compat.batches: compute_advantage",
     "verl.trainer.ppo.v1.utils": "verl.compat.batches",
-    "verl.experimental.agent_loop.agent_loop": "verl.rollout.agent_loop",
-    "verl.experimental.agent_loop": "verl.rollout.agent_loop: AgentLoopBase AgentLoopOutput AsyncLLMServerManager register",
-    "verl.experimental.agent_loop.single_turn_agent_loop": "verl.rollout.agent_loop: SingleTurnAgentLoop=SingleTurnAgent",
+    "verl.experimental.agent_loop.agent_loop": "verl.compat.agent_loop",
+    "verl.rollout.agent_loop": "verl.compat.agent_loop",
+    "verl.experimental.agent_loop": "verl.compat.agent_loop: AgentLoopBase AgentLoopOutput AsyncLLMServerManager register",
+    "verl.experimental.agent_loop.single_turn_agent_loop": "verl.compat.agent_loop: SingleTurnAgentLoop=SingleTurnAgent",
     "verl.experimental.agent_loop.tool_parser": "verl.rollout.tools.public_parsers",
     "verl.tools.base_tool": f"{_TOOLS_BASE}: BaseTool OpenAIFunctionToolSchema ToolResponse",
     "verl.tools.schemas": f"{_TOOLS_BASE}: {_SCHEMAS}",
@@ -114,7 +115,7 @@ _TABLE = {
     "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.data.plugins: AbstractDataGenerator",
     "verl.workers.config": "verl.config.public: ActorConfig CriticConfig PolicyLossConfig",
     "verl.workers.config.actor": "verl.config.public: ActorConfig PolicyLossConfig",
-    "verl.workers.rollout.replica": "verl.rollout.agent_loop: TokenOutput",
+    "verl.workers.rollout.replica": "verl.compat.agent_loop: TokenOutput",
     "verl.workers.reward_manager": _MANAGERS,
     "verl.workers.reward_manager.registry": "verl.reward.registry",
     "verl.experimental.reward_loop.reward_manager": _MANAGERS,
@@ -156,7 +157,7 @@ def _parents(path: str) -> list[str]:
 
 
 # Packages made for the import alone: every parent of a served or refused path that is not one of our own.
-OWN = {"verl", "verl.trainer", "verl.workers", "verl.models"}
+OWN = {"verl", "verl.trainer", "verl.workers", "verl.models", "verl.rollout"}
 PACKAGES = {parent for path in (*SERVED, *REFUSED) for parent in _parents(path)} - OWN
 
 

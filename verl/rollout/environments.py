@@ -31,12 +31,13 @@ from verl.data.rows import BadRow, without_nulls
 from verl.errors import UserError
 from verl.platform.child_process import die_with_parent
 from verl.rollout import openenv, verifiers_server
-from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, register
 from verl.rollout.boundary import without_images
 from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
 from verl.rollout.event_loop import in_thread, thread_room, users_code
+from verl.rollout.loops import AgentLoop, EnvironmentFailed, register
 from verl.rollout.program_output import Output
-from verl.rollout.session import OutOfTokens, Recorded
+from verl.rollout.record import Outcome, SegmentRecord
+from verl.rollout.session import OutOfTokens, Session
 from verl.rollout.tools.parsers import INVALID_TURNS, ToolCall
 from verl.rollout.tools.toolbox import load_class
 
@@ -145,7 +146,7 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
 
 
 @register("environment_agent")
-class EnvironmentAgent(AgentLoopBase):
+class EnvironmentAgent(AgentLoop):
     """Plays a row in its environment; the keys are `rollout.agent.environment` and `rollout.multi_turn`."""
 
     runs_users_code: ClassVar[bool] = True
@@ -153,7 +154,7 @@ class EnvironmentAgent(AgentLoopBase):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._agent = self.rollout_config.agent
-        self._earned: list[tuple[Recorded | None, int, float]] = []
+        self._earned: list[tuple[SegmentRecord | None, int, float]] = []
         self._metrics: dict[str, Any] = {}
         self._messages: Messages = []
         self._path = ""
@@ -161,8 +162,8 @@ class EnvironmentAgent(AgentLoopBase):
         self._seconds = 0.0
         self._played = False
 
-    async def run(self, sampling_params: Any, **row: Any) -> list[AgentLoopOutput]:
-        """See `AgentLoopBase.run`."""
+    async def run(self, row: dict[str, Any], session: Session) -> Outcome:
+        """See `AgentLoop.run`."""
         own = row["columns"].get("environment") or {}
         # Parquet fills the keys of other rows with nulls; a null of the configuration is the user's.
         spec = {**self._agent.environment, **without_nulls(own)}
@@ -173,7 +174,7 @@ class EnvironmentAgent(AgentLoopBase):
         self._path = spec["path"]
         play = {"command": self._command, "verifiers": self._verifiers}.get(spec["name"], self._play)
         status = await play(spec, row)
-        return self.session.outputs(status=status, **self.known_so_far())
+        return self._outcome(status)
 
     async def _play(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
         make, self._played = maker(spec), True
@@ -246,7 +247,7 @@ class EnvironmentAgent(AgentLoopBase):
 
     def _earn(self, step: StepResult) -> None:
         segment = self.session.latest
-        place = len(segment.tokens) - 1 if segment is not None else 0
+        place = segment.response_length - 1 if segment is not None else 0
         self._earned.append((segment, place, step.reward))
         if self.session.turns:
             self.session.turns[-1]["reward"] = step.reward
@@ -297,32 +298,33 @@ class EnvironmentAgent(AgentLoopBase):
             found = json.loads(lines[-1]) if lines else {}
             self._earn(StepResult(reward=float(found["reward"]), metrics=dict(found.get("metrics") or {})))
 
-    def known_so_far(self) -> dict[str, Any]:
-        """See `AgentLoopBase.known_so_far`."""
+    def so_far(self) -> Outcome:
+        """See `AgentLoop.so_far`."""
+        return self._outcome()
+
+    def _outcome(self, status: str | None = None) -> Outcome:
         total = sum(reward for _, _, reward in self._earned)
         metrics: dict[str, Any] = {"tool_calls": self._seconds, "step_reward": total}
         if self._counts:
             metrics["tool_counts"] = dict(self._counts)
         if self._agent.step_rewards == "tokens":
             segments = self.session.segments()
-            scores = {id(segment): np.zeros(len(segment.tokens)) for segment in segments}
+            scores = {id(segment): np.zeros(segment.response_length) for segment in segments}
             for segment, place, reward in self._earned:
-                if segment is not None:
+                if id(segment) in scores:  # the answer was not replaced
                     scores[id(segment)][place] += reward
             metrics["token_scores"] = np.concatenate([np.zeros(0), *scores.values()])
         scored = not user_scores(self.config) and (self._earned or self._played)
         # Of a program that was ended there is what its session saw.
         messages = self._messages or self.session.messages
-        return {
-            "num_turns": len(messages) if messages else 2,
-            "reward_score": total if scored else None,
-            "metrics": metrics,
-            "extra_fields": {
-                "messages": without_images(messages),
-                "environment_reward": total,
-                "environment_metrics": self._metrics,
-            },
+        fields = {
+            "messages": without_images(messages),
+            "environment_reward": total,
+            "environment_metrics": self._metrics,
         }
+        return Outcome(
+            status, total if scored else None, fields, metrics, num_turns=len(messages) if messages else 2
+        )
 
 
 async def _run_program(command: str, variables: Mapping[str, str]) -> tuple[int, str, str]:

@@ -1,9 +1,9 @@
 """User-written agent loops in processes of their own, so that one that computes or blocks delays neither sampling nor the driver.
 
-    driver: LoopProcesses.run ──run──────→ child: LoopRunner.run: loop.run(sampling, **row)
-            TrajectoryCalls   ←─generate──        session.generate
+    driver: LoopProcesses.run ──run──────→ child: LoopRunner.run: the loop, with a session on a copy of the record
+            TrajectoryRecord  ←─call──────        (segment, length of it, inserted ids)
                               ──completion→
-                              ←─outputs, or error─
+                              ←─outcome, or error─
 
 A process runs many trajectories at once, in one event loop. The first is started by the first trajectory, another while all are
 busy, up to a limit. A process that ends loses its trajectories: their environment failed (LoopEnded). One that answers nothing any
@@ -18,7 +18,7 @@ import itertools
 import math
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,9 +29,10 @@ from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 from verl.platform.child_process import ChildProcess, ParentChannel, encode
 from verl.platform.host import usable
-from verl.rollout import agent_loop
+from verl.rollout import loops
 from verl.rollout.loop_runner import LoopRunner
-from verl.rollout.requests import TrajectoryCalls
+from verl.rollout.record import Excerpt, Outcome, Place, Record, SegmentRecord
+from verl.rollout.requests import TrajectoryRecord
 from verl.trajectory import Media
 
 _EXIT_WAIT = 1.0  # seconds in which what a process sent before its end may still come
@@ -57,14 +58,25 @@ class LoopUnusable(UserError):
 class _Run:
     """One trajectory in a process."""
 
-    session: TrajectoryCalls
-    outputs: asyncio.Future[list[agent_loop.AgentLoopOutput]]
+    record: TrajectoryRecord
+    outcome: asyncio.Future[Outcome]
     media: dict[str, Media] = field(default_factory=dict)
-    calls: list[asyncio.Task[None]] = field(default_factory=list)
+    calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     def fail(self, error: Exception) -> None:
-        if not self.outputs.done():
-            self.outputs.set_exception(error)
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+    def place(self, message: Mapping[str, Any]) -> Place:
+        """Where a call's tokens go, by the numbers that the process's copy of the record has for segments, too."""
+        self.media |= {facts["key"]: Media(**facts) for facts in message["media"]}
+        segment, follows = (
+            None if number is None else self.record.segments[number]
+            for number in (message["segment"], message["follows"])
+        )
+        shown = tuple(self.media[key] for key in message["shown"])
+        inserted = np.asarray(message["inserted"], np.int64)
+        return Place(segment, message["length"], inserted, shown, message["replaces"], follows)
 
 
 class _LoopProcess(ChildProcess):
@@ -92,30 +104,31 @@ class LoopProcesses:
         self._processes: dict[_LoopProcess, asyncio.Task[None]] = {}
 
     async def run(
-        self, name: str, session: TrajectoryCalls, sampling: SamplingParams, row: dict[str, Any]
-    ) -> list[agent_loop.AgentLoopOutput]:
+        self, name: str, record: TrajectoryRecord, sampling: SamplingParams, row: dict[str, Any]
+    ) -> Outcome:
         """What the loop registered as `name` returns for a row (see `LoopRunner.run`).
 
         LoopFailed with what it raised, NotPlain for a value that cannot be sent, LoopUnusable if no process can run it.
         """
         number = next(self._numbers)
-        module = agent_loop.get(name).__module__
+        module = loops.get(name).__module__
         message = {"run": number, "module": module, "name": name, "sampling": asdict(sampling)}
+        message["row_images"] = record.row_images
         line = encode(message | {"row": row}, "the trajectory", arrays=True)
         process = self._least_busy()
-        run = process.running[number] = _Run(session, asyncio.get_running_loop().create_future())
+        run = process.running[number] = _Run(record, asyncio.get_running_loop().create_future())
         try:
             await process.started.wait()
-            if not run.outputs.done():
+            if not run.outcome.done():
                 process.writer.write(line)
-            return await run.outputs
+            return await run.outcome
         except asyncio.CancelledError:
             if process.started.is_set() and number in process.running:
                 process.writer.write(encode({"cancel": number}))
             raise
         finally:
             process.running.pop(number, None)
-            for call in run.calls:
+            for call in run.calls.values():
                 call.cancel()
 
     async def close(self) -> None:
@@ -177,25 +190,29 @@ class LoopProcesses:
         if run is None:  # cancelled meanwhile
             return
         if "call" in message:
-            run.calls.append(asyncio.ensure_future(self._generate(process, run, message)))
+            call = asyncio.ensure_future(self._call(process, run, message))
+            run.calls[message["call"]] = call
+        elif "drop" in message:
+            run.calls[message["drop"]].cancel()
         elif "error" in message:
             error = LoopFailed(message["error"])
             error.add_note(message["traceback"])
             run.fail(error)
-        elif not run.outputs.done():
-            run.outputs.set_result([agent_loop.AgentLoopOutput(**fields) for fields in message["outputs"]])
+        elif not run.outcome.done():
+            excerpts = message["outcome"].pop("excerpts")
+            listed = None if excerpts is None else [Excerpt(**excerpt) for excerpt in excerpts]
+            run.outcome.set_result(Outcome(**message["outcome"], excerpts=listed))
 
     @staticmethod
-    async def _generate(process: _LoopProcess, run: _Run, message: dict[str, Any]) -> None:
+    async def _call(process: _LoopProcess, run: _Run, message: dict[str, Any]) -> None:
         result: dict[str, Any] = {"call": message["call"]}
         try:
             sampling = SamplingParams(**message["sampling"])
-            ids = np.asarray(message["prompt_ids"], np.int64)
-            run.media |= {facts["key"]: Media(**facts) for facts in message["media"]}
-            seen = [run.media[key] for key in message["seen"]]
-            completion = await run.session.generate(ids, sampling, seen)
-            # Expert routes stay here, where `TrajectoryCalls.routes` finds them: they are larger than all the rest.
+            completion, _ = await run.record.call(run.place(message), sampling)
+            # Expert routes stay here, in the record: they are larger than all the rest.
             result["completion"] = asdict(replace(completion, routed_experts=None))
+        except asyncio.CancelledError:
+            result["error"] = "the call was given up"
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 run.fail(error)
@@ -225,11 +242,56 @@ def main(channel: ParentChannel) -> None:
     asyncio.run(child.serve())
 
 
+Pending = tuple["asyncio.Future[tuple[Completion, SegmentRecord]]", Record, Place]
+
+
+class _RemoteRecord(Record):
+    """A copy of a trajectory's record, whose calls the driver makes and records too. run: the message that began it."""
+
+    def __init__(
+        self,
+        run: Mapping[str, Any],
+        channel: ParentChannel,
+        pending: dict[int, Pending],
+        numbers: Iterator[int],
+    ):
+        super().__init__(run["row_images"])
+        self._number, self._channel, self._pending, self._numbers = run["run"], channel, pending, numbers
+        self._sent: set[str] = set()
+
+    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
+        """See `TrajectoryRecord.call`."""
+        self.begin(place)
+        number = next(self._numbers)
+        future: asyncio.Future[tuple[Completion, SegmentRecord]] = asyncio.get_running_loop().create_future()
+        self._pending[number] = (future, self, place)
+        new = [vars(media) for media in place.shown if media.key not in self._sent]
+        self._sent.update(media.key for media in place.shown)
+        message = {
+            "run": self._number,
+            "call": number,
+            "segment": None if place.segment is None else place.segment.number,
+            "length": place.length,
+            "inserted": place.inserted,
+            "replaces": place.replaces,
+            "follows": None if place.follows is None else place.follows.number,
+            "shown": [media.key for media in place.shown],
+            "media": new,
+            "sampling": asdict(sampling),
+        }
+        self._channel.send(message, arrays=True)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._channel.send({"run": self._number, "drop": number})
+            raise
+
+
 class _Child:
     def __init__(self, channel: ParentChannel, tokenizer: Any, config: Any):
         self._channel, self._runner = channel, LoopRunner(tokenizer, config)
         self._runs: dict[int, asyncio.Task[None]] = {}
-        self._calls: dict[int, asyncio.Future[Completion]] = {}
+        self._calls: dict[int, Pending] = {}
         self._numbers = itertools.count()
 
     async def serve(self) -> None:
@@ -251,31 +313,23 @@ class _Child:
                 task.cancel()
         elif "ping" in message:
             self._channel.send({"pong": True})
-        else:
+        elif message["call"] in self._calls:
             self._completed(message)
 
     async def _run(self, message: dict[str, Any]) -> None:
-        number, sent = message["run"], set[str]()
-
-        async def send(prompt_ids: Any, sampling: SamplingParams, media: Sequence[Media]) -> Completion:
-            call = next(self._numbers)
-            self._calls[call] = asyncio.get_running_loop().create_future()
-            request = {"run": number, "call": call, "prompt_ids": prompt_ids, "sampling": asdict(sampling)}
-            new = [vars(one) for one in media if one.key not in sent]
-            seen = [one.key for one in media]
-            sent.update(seen)
-            self._channel.send(request | {"seen": seen, "media": new}, arrays=True)
-            try:
-                return await self._calls[call]
-            finally:
-                del self._calls[call]
-
+        number = message["run"]
+        record = _RemoteRecord(message, self._channel, self._calls, self._numbers)
         try:
             importlib.import_module(message["module"])
             sampling = SamplingParams(**message["sampling"])
-            outputs = await self._runner.run(message["name"], send, sampling, message["row"])
-            found = [{name: getattr(output, name) for name in output.__slots__} for output in outputs]
-            self._channel.send({"run": number, "outputs": found}, arrays=True)
+            outcome = await self._runner.run(message["name"], record, sampling, message["row"])
+            fields = {name: getattr(outcome, name) for name in outcome.__slots__}
+            if outcome.excerpts is not None:
+                fields["excerpts"] = [
+                    {name: getattr(excerpt, name) for name in excerpt.__slots__}
+                    for excerpt in outcome.excerpts
+                ]
+            self._channel.send({"run": number, "outcome": fields}, arrays=True)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             self._channel.send({"run": number, "error": text, "traceback": traceback.format_exc()})
@@ -283,10 +337,13 @@ class _Child:
             del self._runs[number]
 
     def _completed(self, message: dict[str, Any]) -> None:
-        future = self._calls.get(message["call"])
-        if future is None or future.done():
-            return
+        future, record, place = self._calls.pop(message["call"])
         if "error" in message:
-            future.set_exception(RuntimeError(message["error"]))
-        else:
-            future.set_result(Completion(**message["completion"]))
+            if not future.done():
+                future.set_exception(RuntimeError(message["error"]))
+            return
+        # Recorded here and now, in the order in which the driver recorded its completions, so that segments have its numbers.
+        completion = Completion(**message["completion"])
+        segment = record.add(place, completion)
+        if not future.done():
+            future.set_result((completion, segment))

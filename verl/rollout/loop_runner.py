@@ -1,24 +1,23 @@
 """Runs agent loops in one process, the driver or one of their own: a session and a loop for each trajectory, its deadline, its end.
 
-LoopRunner.run ─→ Session ─→ send (TrajectoryCalls, or a message to the driver)
-              └→ the loop's run(sampling_params, **row) ─→ outputs with a status
+LoopRunner.run ─→ Session ─→ TrajectoryRecord, or a copy of it and a message to the driver
+              └→ the loop's run(row, session) ─→ Outcome
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-from verl.config.schema.base import Map, select
+from verl.config.schema.base import select
 from verl.engine.rollout.base import SamplingParams
-from verl.rollout import agent_loop
-from verl.rollout.agent_loop import AgentLoopOutput, EnvironmentFailed, ServerManager
+from verl.rollout import loops
 from verl.rollout.boundary import Boundaries
 from verl.rollout.event_loop import users_code
-from verl.rollout.session import Send, Session
-from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN
+from verl.rollout.record import Outcome
+from verl.rollout.session import CallingRecord, Session
+from verl.trajectory import SINGLE_TURN
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -32,7 +31,7 @@ class LoopRunner:
 
     def __init__(self, tokenizer: Any = None, config: Any = None):
         self.tokenizer, self.config = tokenizer, config
-        agent_loop.load_listed(self._key("agent.agent_loop_config_path"))
+        loops.load_listed(self._key("agent.agent_loop_config_path"))
         self._timeout = self._key("agent.trajectory_timeout")
         self.longest: int | None = self._key("max_model_len")
         self.tool_format: str = self._key("multi_turn.format", "hermes")
@@ -68,68 +67,44 @@ class LoopRunner:
         return Toolbox.load(*paths)
 
     async def run(
-        self, name: str, send: Send, sampling: SamplingParams, row: dict[str, Any]
-    ) -> list[AgentLoopOutput]:
-        """What the loop registered as `name` gives for a row: its keywords (see `AgentLoopBase.run`), `columns` among them, from
-        which the others follow.
+        self, name: str, record: CallingRecord, sampling: SamplingParams, row: dict[str, Any]
+    ) -> Outcome:
+        """What the loop registered as `name` gives for a row (see `AgentLoop.run`), whose tokens are in the record.
 
         A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that status. Raises
-        what the loop raises besides; TypeError if it returns anything but outputs.
+        what the loop raises besides; TypeError if it returns anything but an outcome.
         """
-        session = Session(send, sampling, self)
+        session = Session(record, sampling, self)
         session.begin(row["raw_prompt"], row["prompt_ids"])
-        params: Any = Map(asdict(sampling), logprobs=True) if agent_loop.is_users(name) else sampling
-        columns = {key: value for key, value in row["columns"].items() if key not in AGENT_LOOP_ARGUMENTS}
         deadline = asyncio.timeout(self._timeout)
-        loop: agent_loop.AgentLoopBase | None = None
+        loop: loops.AgentLoop | None = None
         try:
             async with deadline:
-                loop = self._loop(name, session)
-                running = loop.run(params, **columns | row)
-                outputs = await (running if name == SINGLE_TURN else users_code(running))
+                loop = loops.get(name).create(session, **loops.ARGUMENTS.get(name, {}))
+                running = loop.outcome(row)
+                outcome = await (running if name == SINGLE_TURN else users_code(running))
         except TimeoutError:
             if not deadline.expired():
                 raise
             why = f"the trajectory took longer than rollout.agent.trajectory_timeout={self._timeout} s"
-            outputs = _ended(session, loop, "timeout", why)
-        except EnvironmentFailed as error:
-            outputs = _ended(session, loop, "environment_error", str(error))
+            outcome = _ended(loop, "timeout", why)
+        except loops.EnvironmentFailed as error:
+            outcome = _ended(loop, "environment_error", str(error))
         finally:
             session.close()
-        found = outputs if isinstance(outputs, list) else [outputs]
-        for output in found:
-            if not isinstance(output, AgentLoopOutput):
-                raise TypeError(f"an agent loop returns AgentLoopOutput, not {type(output).__name__}")
-        if session.turns and found:
-            found[-1].metrics.setdefault("turns", session.turns)
-            found[-1].extra_fields.setdefault("messages", session.messages)
-        if found and (counts := +session.counts):
-            found[-1].metrics["session_counts"] = dict(counts)
-        return found
-
-    @cached_property
-    def _arguments(self) -> dict[str, Any]:
-        """What the constructors of all loops get."""
-        from verl.data.plugins import RLHFDataset
-
-        return {
-            "trainer_config": agent_loop.DictConfigWrap(self.config),
-            "tokenizer": self.tokenizer,
-            "processor": None,
-            "dataset_cls": RLHFDataset,
-            "data_config": agent_loop.DictConfigWrap(select(self.config, "data")),
-            "hf_model_type": None,
-        } | ({} if self.tools is None else {"tools": self.tools})
-
-    def _loop(self, name: str, session: Session) -> agent_loop.AgentLoopBase:
-        more = self._arguments | agent_loop.ARGUMENTS.get(name, {})
-        return agent_loop.get(name)(server_manager=ServerManager(session), **more)
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"an agent loop returns an Outcome, not {type(outcome).__name__}")
+        if session.turns:
+            outcome.metrics.setdefault("turns", session.turns)
+            outcome.fields.setdefault("messages", session.messages)
+        if counts := +session.counts:
+            outcome.metrics["session_counts"] = dict(counts)
+        return outcome
 
 
-def _ended(
-    session: Session, loop: agent_loop.AgentLoopBase | None, status: str, why: str
-) -> list[AgentLoopOutput]:
-    """What was written and earned until a trajectory was ended from outside."""
-    known = loop.known_so_far() if loop is not None else {}
-    fields = {**known.pop("extra_fields", {}), "failure": why}
-    return session.outputs(status=status, extra_fields=fields, **known)
+def _ended(loop: loops.AgentLoop | None, status: str, why: str) -> Outcome:
+    """The outcome of a trajectory that was ended from outside."""
+    outcome = loop.so_far() if loop is not None else Outcome()
+    outcome.status = status
+    outcome.fields["failure"] = why
+    return outcome

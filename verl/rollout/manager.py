@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from verl import interrupt
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, first_routes
-from verl.rollout import agent_loop
+from verl.engine.rollout.base import RolloutEngine, SamplingParams
+from verl.rollout import loops
 from verl.rollout.loop_processes import LoopEnded, LoopFailed, LoopProcesses
 from verl.rollout.loop_runner import LoopRunner
-from verl.rollout.requests import ResumableGeneration, TrajectoryCalls, common_prefix
+from verl.rollout.record import Outcome
+from verl.rollout.requests import ResumableGeneration, TrajectoryRecord
 from verl.trajectory import SINGLE_TURN, Batch, Prompt, Segment, Trajectory
 
 GREEDY = -1
@@ -318,7 +319,7 @@ class RolloutManager:
         settings = self.settings
         name = prompt.agent_name or settings.default_loop
         number = f"{index}r{attempt}" if attempt else index
-        calls = TrajectoryCalls(self.requests, prompt, number, prefix, more_follow=name != SINGLE_TURN)
+        record = TrajectoryRecord(self.requests, prompt, number, prefix, more_follow=name != SINGLE_TURN)
         params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, number))
         row = {
             "prompt_ids": prompt.ids,
@@ -331,12 +332,12 @@ class RolloutManager:
         }
         started = time.monotonic()
         try:
-            if self._open_processes is not None and agent_loop.runs_apart(name):
+            if self._open_processes is not None and loops.runs_apart(name):
                 self._processes = self._processes or self._open_processes()
-                outputs = await self._processes.run(name, calls, params, row)
+                outcome = await self._processes.run(name, record, params, row)
             else:
-                outputs = await self._runner.run(name, calls.generate, params, row)
-            segments = _segments(prompt, outputs, calls)
+                outcome = await self._runner.run(name, record, params, row)
+            segments = record.sequences(outcome.excerpts)
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise
@@ -345,14 +346,14 @@ class RolloutManager:
                 lost.status, lost.extra["agent_loop"] = "environment_error", name
             return lost
         finally:
-            calls.end()
+            record.end()
         seconds = time.monotonic() - started
-        trajectory = self._trajectory(prompt, index, outputs, segments, calls, seconds)
+        trajectory = self._trajectory(prompt, index, outcome, segments, record, seconds)
         if name != SINGLE_TURN:
             trajectory.extra["agent_loop"] = name
-        if calls.prefill[1]:
-            trajectory.extra["prefill"] = calls.prefill.tolist()
-        trajectory.extra["sampler_calls"] = len(calls.completions)
+        if record.prefill[1]:
+            trajectory.extra["prefill"] = record.prefill.tolist()
+        trajectory.extra["sampler_calls"] = record.calls
         return trajectory
 
     def _failed(self, kind: str, prompt: Prompt, error: str | None, **fields: Any) -> None:
@@ -383,49 +384,40 @@ class RolloutManager:
         self,
         prompt: Prompt,
         index: int,
-        outputs: Sequence[agent_loop.AgentLoopOutput],
+        outcome: Outcome,
         segments: Sequence[Segment],
-        calls: TrajectoryCalls,
+        record: TrajectoryRecord,
         seconds: float,
     ) -> Trajectory:
-        """Of an agent loop's outputs and their segments; reward, fields and metrics of later outputs win."""
-        completions = calls.completions
-        versions = tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,)
-        unrecorded = mask_unrecorded(segments, completions)
-        for segment, output in zip(segments, outputs, strict=True):
-            whole = np.concatenate((segment.context_ids, segment.response_ids))
-            segment.versions = versions if len(segments) == 1 else calls.versions(whole) or versions
-            _add_routes(segment, whole, output.routed_experts, calls)
+        """Of a loop's outcome and the segments that were recorded."""
+        versions = record.versions or (self.engine.version,)
+        for segment in segments:
+            segment.versions = versions if len(segments) == 1 else segment.versions or versions
         parts = [segment.response_ids for segment in segments]
         ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        metrics, fields, last = outcome.metrics, outcome.fields, record.last
         # The text that came with the response, if it is one completion as it was sampled, nothing cut or added.
-        as_sampled = len(completions) == 1 and np.array_equal(completions[0].token_ids, ids)
-        text = completions[0].text if as_sampled else None
-        rewards = [output.reward_score for output in outputs if output.reward_score is not None]
-        metrics: dict[str, Any] = {}
-        fields: dict[str, Any] = {}
-        for output in outputs:
-            metrics |= output.metrics
-            fields |= output.extra_fields
+        as_sampled = record.calls == 1 and last is not None and np.array_equal(last.token_ids, ids)
+        text = last.text if last is not None and as_sampled else None
         if numbers := _plain_values(metrics):
             fields.setdefault("agent_metrics", numbers)
-        if interruptions := sum(completion.parts - 1 for completion in completions):
-            metrics["interruptions"] = interruptions
-        if unrecorded:
-            metrics["unrecorded_tokens"] = unrecorded
+        if record.interruptions:
+            metrics["interruptions"] = record.interruptions
+        if record.replaced:
+            metrics.setdefault("session_counts", {})["repeated_requests"] = record.replaced
         return Trajectory(
             prompt,
             index,
             segments=segments,
-            status=outputs[-1].status,
-            finish_reason=completions[-1].finish_reason if completions else "stop",
+            status=outcome.status,
+            finish_reason=last.finish_reason if last is not None else "stop",
             text=self._decode(ids) if text is None else text,
-            num_turns=max(output.num_turns for output in outputs),
-            score=rewards[-1] if rewards else None,
+            num_turns=outcome.num_turns,
+            score=outcome.reward,
             fields=fields,
             timing={
                 "generate_sequences": seconds,
-                "num_preempted": float(sum(c.num_preempted for c in completions)),
+                "num_preempted": float(record.num_preempted),
                 **({"tool_calls": metrics["tool_calls"]} if "tool_calls" in metrics else {}),
             },
             extra=metrics,
@@ -452,78 +444,3 @@ def _plain_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers and texts of a loop's metrics, which a reward function in another process and a line of JSON can hold."""
     values = {k: v.item() if isinstance(v, np.generic) else v for k, v in metrics.items()}
     return {k: v for k, v in values.items() if isinstance(v, bool | int | float | str)}
-
-
-def _segments(
-    prompt: Prompt, outputs: Sequence[agent_loop.AgentLoopOutput], calls: TrajectoryCalls
-) -> list[Segment]:
-    """One for each output. ValueError for outputs that cannot be used."""
-    if not outputs:
-        raise ValueError(f"the agent loop returned no output ({prompt.uid})")
-    return [_segment(prompt, output, calls) for output in outputs]
-
-
-def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, calls: TrajectoryCalls) -> Segment:
-    """One output of an agent loop. A context that is the prompt is its array, so that it is computed once for a group.
-
-    ValueError for arrays of different lengths.
-    """
-    ids = np.asarray(output.response_ids, dtype=np.int64)
-    mask = np.asarray(output.response_mask, dtype=bool)
-    log_probs = None
-    if output.response_logprobs is not None:
-        log_probs = np.asarray(output.response_logprobs, dtype=np.float32)
-    for name, array in (("response_mask", mask), ("response_logprobs", log_probs)):
-        if array is not None and len(array) != len(ids):
-            raise ValueError(f"agent loop gave {len(ids)} response_ids, {len(array)} {name} ({prompt.uid})")
-    context = np.asarray(output.prompt_ids, dtype=np.int64)
-    if np.array_equal(context, prompt.ids):
-        context = prompt.ids
-    given = [images for images in output.multi_modal_data.values() if images is not None]
-    shown = sum(len(images) if isinstance(images, list | tuple) else 1 for images in given)
-    own = 0 if prompt.media is None else prompt.media.images  # these are there already
-    if shown not in (0, own):
-        raise ValueError(
-            f"agent loop gave multi_modal_data ({prompt.uid}): images are shown through session.chat, see docs/agents.md"
-        )
-    log_probs = None if log_probs is None else log_probs * mask
-    return Segment(context, ids, mask, media=calls.media_of(context, ids), rollout_log_probs=log_probs)
-
-
-def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completion]) -> int:
-    """Take the policy's mark off tokens that the sampler did not give; returns how many.
-
-    Tokens of the policy count as sampled where, in order, they are the beginning of a completion that is not used up yet.
-    """
-    if len(segments) == len(completions) == 1:
-        only = segments[0].columns
-        if only["response_mask"].all() and np.array_equal(only["response_ids"], completions[0].token_ids):
-            return 0
-    left, count = [c.token_ids for c in completions], 0
-    for segment in segments:
-        ids, mask = segment.columns["response_ids"], segment.columns["response_mask"].copy()
-        at = int(np.argmax(np.append(mask, True)))  # what others wrote is passed over
-        while at < len(ids):
-            run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]
-            sizes = [common_prefix(run, known) for known in left] or [0]
-            best = int(np.argmax(sizes))
-            if sizes[best]:
-                del left[best]
-            else:
-                count, mask[at] = count + 1, False
-            at += max(1, sizes[best])
-            at += int(np.argmax(np.append(mask[at:], True)))
-        segment.columns["response_mask"] = mask
-        if segment.rollout_log_probs is not None:
-            segment.rollout_log_probs = segment.rollout_log_probs * mask
-    return count
-
-
-def _add_routes(segment: Segment, ids: np.ndarray, given: Any, calls: TrajectoryCalls) -> None:
-    """Where a segment's tokens, int64 [P + L], went, as its loop or the trajectory's calls say."""
-    routes = calls.routes(ids) if given is None else first_routes([np.asarray(given, np.int16)], len(ids))
-    if routes is not None:
-        # Copies: the context's part is shared by a group, and must not keep the rest.
-        context, response = np.split(routes, [len(segment.context_ids)])
-        segment.put("routed_experts", response.copy())
-        segment.context_columns["routed_experts"] = context.copy()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion
-from verl.rollout.session import before_stop
+from verl.rollout.tools.parsers import before_stop
 from verl.rollout.tools.toolbox import warn_once
 
 MODEL = "policy"
@@ -72,7 +72,7 @@ async def _completion(session: Any, body: dict[str, Any]) -> Result:
     prompts, asked = _prompts(session, body.get("prompt")), _checked(session, body)
     count = body.get("logprobs")
     log_probs = count is not None and count is not False  # 0 asks for those of the sampled tokens
-    params = [session.fitting(ids, asked) for ids in prompts]
+    params = [session.fitting(session.place(ids), asked) for ids in prompts]
     completions = await asyncio.gather(*map(session.generate, prompts, params))
     sampled = []
     for number, (ids, done) in enumerate(zip(prompts, completions, strict=True)):
@@ -103,7 +103,7 @@ async def _tokens(session: Any, body: dict[str, Any]) -> Result:
         raise ValueError("stream is not supported here: ask without it")
     asked = _checked(session, body.get("sampling_params") or {})
     (ids,) = _prompts(session, body.get("token_ids"))
-    done = await session.generate(ids, session.fitting(ids, asked))
+    done = await session.generate(ids, session.fitting(session.place(ids), asked))
     pairs = zip(done.token_ids.tolist(), done.log_probs.tolist(), strict=True)
     log_probs = {"content": [{"token": f"token_id:{i}", "logprob": value} for i, value in pairs]}
     return _result("generate", body, [(len(ids), done, _choice(0, done, _reason(done), log_probs))])

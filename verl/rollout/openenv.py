@@ -14,9 +14,9 @@ from functools import cache
 from typing import Any
 
 from verl.errors import UserError
-from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.environment_base import Observation, StepResult, opening, seed_of
 from verl.rollout.event_loop import in_thread
+from verl.rollout.loops import EnvironmentFailed
 
 ACT = "act"
 _PAUSE = 0.2  # seconds between two attempts at a server that has no room for another session, or is being started again

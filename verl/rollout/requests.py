@@ -1,7 +1,7 @@
 """One trajectory's way to the sampler, and how its requests outlive a change of weights.
 
-Every call of a trajectory's session goes through its `TrajectoryCalls`, which numbers it and names the group whose prefill it
-shares. Below those of a run is one `ResumableGeneration`: `pause` ends every request with its partial output kept; once the weights are
+Every call of a trajectory's session goes through its `TrajectoryRecord`, which numbers it, names the group whose prefill it
+shares, and records what came back. Below those of a run is one `ResumableGeneration`: `pause` ends every request with its partial output kept; once the weights are
 replaced, `resume` lets each go on from prompt + partial output, with the same seed and the positions it had reached. The caller
 gets one completion that names every version that wrote a part of it.
 """
@@ -12,34 +12,22 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, first_routes
-from verl.trajectory import Media, Prompt
+from verl.rollout.record import NO_IDS, Excerpt, Place, Record, SegmentRecord, common_prefix
+from verl.trajectory import Media, Prompt, Segment
 
 Images = Sequence[Media]
 _ABORT_AGAIN_S = 1.0
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A call that came back. context int64 [P]; media: what stood in it."""
-
-    context: np.ndarray
-    media: Media | None
-    done: Completion
-
-    @property
-    def ids(self) -> np.ndarray:
-        """Context and response, int64 [P + L]."""
-        return np.concatenate((self.context, self.done.token_ids))
-
-
-class TrajectoryCalls:
-    """Numbers the calls of one trajectory, so that no two of them draw from the same random stream.
+class TrajectoryRecord(Record):
+    """The record of one trajectory on the driver, with its way to the sampler. Calls are numbered, so that no two of them draw from
+    the same random stream.
 
     The first calls of a group's trajectories share the prefill of the prompt; later ones go on from what the sampler holds of the
     trajectory. `prefill`: of later calls, how many tokens were prefilled, and how many the sampler had not seen.
@@ -51,8 +39,11 @@ class TrajectoryCalls:
     def __init__(
         self, requests: ResumableGeneration, prompt: Prompt, number: int | str, prefix: str, more_follow: bool
     ):
+        super().__init__(0 if prompt.media is None else prompt.media.images)
         self.prefill = np.zeros(2, np.int64)
-        self._calls: list[_Call] = []
+        self.num_preempted = self.interruptions = 0
+        self.last: Completion | None = None
+        self._versions: set[int] = set()
         self._several: dict[tuple[Media, ...], Media] = {}
         self._requests, self._prompt = requests, prompt
         self._group = f"{prefix}{prompt.uid}"
@@ -60,77 +51,140 @@ class TrajectoryCalls:
         self._session = self.id if more_follow else None
         self._asked = 0
 
-    async def generate(self, prompt_ids: Any, sampling: SamplingParams, media: Images = ()) -> Completion:
-        """Sample a continuation of `prompt_ids`, int64 [P]. Call k of a trajectory draws by (seed, k, position in the call). media: images
-        that came after the row's own."""
-        seen = self._seen(prompt_ids, media)
-        number, self._asked = self._asked, self._asked + 1
-        result = await self._requests.generate(
-            prompt_ids,
+    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
+        """Sample what follows a place; returns it with the segment that holds it. Call k of a trajectory draws by (seed, k, position
+        in the call)."""
+        self.begin(place)
+        ids, number = place.ids(), self._asked
+        self._asked += 1
+        segment = place.segment
+        media = segment.media if segment is not None and place.extends else self.media_of(ids, place.shown)
+        completion = await self._requests.generate(
+            ids,
             sampling if sampling.call == number else replace(sampling, call=number),
             request_id=f"{self.id}.{number}" if number else self.id,
-            group=None if number or media else self._group_of(prompt_ids),
+            group=None if number or place.shown else self._group_of(ids),
             session=self._session,
-            media=seen,
+            media=media,
         )
-        context = np.asarray(prompt_ids, np.int64)
-        if number:
-            # What an earlier call has computed: all of its own but the last token it sampled.
-            known = max((common_prefix(context, call.ids[:-1]) for call in self._calls), default=0)
-            self.prefill += result.prefilled, max(1, len(context) - known)
-        self._calls.append(_Call(context, seen, result))
-        return result
+        if number:  # an earlier call has computed all of its tokens but the last one it sampled
+            computed = min(place.length, segment.length - 1) if segment is not None else 0
+            self.prefill += completion.prefilled, max(1, place.total - computed)
+        self.last = completion
+        self._versions.update(completion.versions)
+        self.num_preempted += completion.num_preempted
+        self.interruptions += completion.parts - 1
+        holder = self.add(place, completion)
+        holder.media = media
+        return completion, holder
 
-    def _group_of(self, ids: Any) -> str:
+    def _group_of(self, ids: np.ndarray) -> str:
         """Whose prefill a first call shares: that of the trajectories of its group that begin with the same tokens."""
         if np.array_equal(ids, self._prompt.ids):
             return self._group
-        return (
-            f"{self._group}/{hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), digest_size=8).hexdigest()}"
-        )
+        return f"{self._group}/{hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()}"
 
-    @property
-    def completions(self) -> list[Completion]:
-        """What came back so far, in the order it did."""
-        return [call.done for call in self._calls]
-
-    def _seen(self, ids: Any, media: Images) -> Media | None:
-        """The row's images, unless these tokens hold none for them, and these as one; the same object for every call that sees the
-        same."""
-        own, others = self._prompt.media, sum(one.tokens for one in media)
-        absent = own is not None and own.inputs and np.count_nonzero(np.equal(ids, own.token)) == others
-        parts = tuple(one for one in (None if absent else own, *media) if one is not None)
+    def media_of(self, ids: np.ndarray, shown: Images = ()) -> Media | None:
+        """The row's images, unless these tokens hold none for them, and the shown ones as one; the same object for every context
+        that holds the same."""
+        row, others = self._prompt.media, sum(media.tokens for media in shown)
+        absent = row is not None and row.inputs and np.count_nonzero(np.equal(ids, row.token)) == others
+        parts = tuple(media for media in (None if absent else row, *shown) if media is not None)
         if len(parts) > 1 and parts not in self._several:
             self._several[parts] = Media.joined(parts)
         return self._several.get(parts, parts[0] if parts else None)
 
-    def media_of(self, context: np.ndarray, response: np.ndarray) -> Media | None:
-        """The images that stand in a segment's context, int64 [P], by the call that began its response, int64 [L]."""
-        for call in self._calls:
-            begun = response[: len(call.done.token_ids)]
-            if np.array_equal(call.context, context) and np.array_equal(call.done.token_ids, begun):
-                return call.media
-        return self._seen(context, ())
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions of the weights that answered, ascending."""
+        return tuple(sorted(self._versions))
 
     def end(self) -> None:
         """No more calls come."""
         if self._session is not None:
             self._requests.engine.end_session(self._session)
 
-    def versions(self, ids: np.ndarray) -> tuple[int, ...]:
-        """Versions of the weights that wrote tokens of a sequence, int64 [S], ascending."""
-        inside = [call for call in self._calls if np.array_equal(call.ids[: len(ids)], ids[: len(call.ids)])]
-        return tuple(sorted({version for call in inside for version in call.done.versions}))
+    def sequences(self, excerpts: Sequence[Excerpt] | None) -> list[Segment]:
+        """The segments of the trajectory: what was written, or what its loop made of it."""
+        if excerpts is not None:
+            return [self._excerpt(excerpt) for excerpt in excerpts]
+        written = self.written
+        segments = [self._segment(segment) for segment in written] or [self._excerpt(Excerpt(NO_IDS))]
+        for segment, recorded in zip(segments, written, strict=False):
+            segment.parent, segment.shared = _parent_among(written, recorded)
+        return segments
 
-    def routes(self, ids: np.ndarray) -> np.ndarray | None:
-        """The experts that the tokens of a sequence, int64 [S], went to, int16 [S, layers, k]: of each token those of the call
-        that computed it first, -1 where none did. None if no call recorded any."""
-        parts = []
-        for call in self._calls:
-            if (routes := call.done.routed_experts) is not None:
-                seen = call.ids[: min(len(routes), len(ids))]
-                parts += [routes] if np.array_equal(seen, ids[: len(seen)]) else []
-        return first_routes(parts, len(ids))
+    def _context(self, ids: np.ndarray) -> np.ndarray:
+        """A context that is the prompt is its array, so that it is computed once for a group."""
+        return self._prompt.ids if np.array_equal(ids, self._prompt.ids) else ids
+
+    def _segment(self, written: SegmentRecord) -> Segment:
+        ids, mask, log_probs = written.response()
+        context = (
+            written.context if written.start == len(written.context) else written.ids(written.start).copy()
+        )
+        segment = Segment(
+            self._context(context),
+            ids,
+            mask,
+            media=written.media,
+            versions=written.versions(),
+            rollout_log_probs=log_probs,
+        )
+        _put_routes(segment, written.routes(written.length))
+        return segment
+
+    def _excerpt(self, excerpt: Excerpt) -> Segment:
+        ids, marks, log_probs = [NO_IDS], [np.zeros(0, bool)], [np.zeros(0, np.float32)]
+        versions: set[int] = set()
+        for part in excerpt.parts:
+            if isinstance(part, tuple):
+                number, place, size = part
+                span = self.segments[number].spans[place]
+                assert span.log_probs is not None
+                ids.append(span.ids[:size])
+                log_probs.append(span.log_probs[:size])
+                versions.update(span.versions)
+            else:
+                ids.append(part)
+                log_probs.append(np.zeros(len(part), np.float32))
+            marks.append(np.full(len(ids[-1]), isinstance(part, tuple)))
+        context, response = self._context(excerpt.context), np.concatenate(ids)
+        whole = np.concatenate([context, response])
+        near = max(self.segments, key=lambda s: common_prefix(whole, s.ids()), default=None)
+        within = near is not None and np.array_equal(context, near.context)
+        segment = Segment(
+            context,
+            response,
+            np.concatenate(marks),
+            media=near.media if near is not None and within else self.media_of(context),
+            versions=tuple(sorted(versions)),
+            rollout_log_probs=np.concatenate(log_probs),
+        )
+        routes = [s.routes(common_prefix(whole, s.ids())) for s in self.segments]
+        recorded = [r for r in (excerpt.routes, *routes) if r is not None]
+        _put_routes(
+            segment, first_routes(recorded[:1] if excerpt.routes is not None else recorded, len(whole))
+        )
+        return segment
+
+
+def _parent_among(written: list[SegmentRecord], segment: SegmentRecord) -> tuple[int | None, int]:
+    """Number of the written segment with whose tokens this one begins, and how many; (None, 0) if there is none."""
+    parent, shared = segment.parent, segment.shared
+    while parent is not None and parent not in written:
+        shared = min(shared, parent.shared)
+        parent = parent.parent
+    return (None, 0) if parent is None else (written.index(parent), shared)
+
+
+def _put_routes(segment: Segment, routes: np.ndarray | None) -> None:
+    """Experts of the tokens of context and response, int16 [P + L, layers, k], as columns."""
+    if routes is not None:
+        # Copies: the context's part is shared by a group, and must not keep the rest.
+        context, response = np.split(routes, [len(segment.context_ids)])
+        segment.put("routed_experts", response.copy())
+        segment.context_columns["routed_experts"] = context.copy()
 
 
 class ResumableGeneration:
@@ -223,12 +277,6 @@ class ResumableGeneration:
             spans.append((self._busy_since, now))
             self._busy_since = now
         return spans
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common beginning of two arrays of ids."""
-    size = min(len(a), len(b))
-    return int(np.argmin(np.append(a[:size] == b[:size], False)))
 
 
 def _continued(prompt_ids: Sequence[int] | np.ndarray, parts: list[Completion]) -> np.ndarray:

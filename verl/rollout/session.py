@@ -1,9 +1,9 @@
 """A session: the only writer of a trajectory's tokens.
 
 `generate` samples a continuation of token ids, `chat` the next turn of a dialogue, `base_url` offers the same over HTTP to any
-program. Whatever is sampled is recorded: a call whose prompt goes on from tokens that are recorded adds to their segment (what was
-put in between is not the policy's), any other opens a new segment. A token sampled once stands in one segment once. A program that
-asks over HTTP may repeat a request after an error of its own: the new answer then replaces the one that no call went on from.
+program. Whatever is sampled is recorded (`verl.rollout.record`): a call whose prompt goes on from recorded tokens adds to their segment
+(tokens in between are not the policy's), any other opens a new segment. A token sampled once stands in one segment once. A program
+that asks over HTTP may repeat a request after an error of its own: the new answer then replaces the one that no call went on from.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.rollout.agent_loop import AgentLoopOutput
-from verl.rollout.boundary import Message, Rendered, images_of, without_images
+from verl.rollout.boundary import Message, images_of, without_images
+from verl.rollout.record import Outcome, Place, SegmentRecord
 from verl.rollout.requests import Images
-from verl.rollout.tools.parsers import OWN_PARSERS, ToolCall, parse
+from verl.rollout.tools.parsers import OWN_PARSERS, Stop, ToolCall, before_stop, parse
 from verl.trajectory import Media
 
 if TYPE_CHECKING:
     from verl.rollout.loop_runner import LoopRunner
 
-Given = SamplingParams | Mapping[str, Any] | None
-Stop = str | Sequence[str] | None
-Send = Callable[[Any, SamplingParams, Any], Awaitable[Completion]]
+Settings = SamplingParams | Mapping[str, Any] | None
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
 _OWN = ("max_tokens", "stop", "stop_token_ids")
@@ -38,56 +36,21 @@ _ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens
 _UNUSED = ("logprobs", "prompt_logprobs", "detokenize", "n")
 
 
+class CallingRecord(Protocol):
+    """A record that makes the calls whose tokens it holds: on the driver `TrajectoryRecord`, elsewhere through a message to it."""
+
+    @property
+    def written(self) -> list[SegmentRecord]: ...
+
+    def place(self, ids: np.ndarray, shown: tuple[Media, ...] = (), *, repeatable: bool = False) -> Place: ...
+
+    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]: ...
+
+
 class OutOfTokens(ValueError):
     """The next turn does not fit: data.max_response_length holds the tokens of all turns of a segment."""
 
     code = "context_length_exceeded"
-
-
-@dataclass(slots=True, eq=False)
-class Recorded:
-    """One segment. context int64 [P]; tokens int64, mask bool and log_probs float32, each [L]: what follows the context. media: the
-    images in the context, but for the row's own. answer: where the tokens of the last call begin; continued: a call goes on from
-    it in another segment."""
-
-    context: np.ndarray
-    media: tuple[Media, ...] = ()
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    answer: int = 0
-    continued: bool = False
-
-    def is_prefix_of(self, ids: np.ndarray) -> bool:
-        """True if `ids` begin with this segment."""
-        known = np.concatenate([self.context, self.tokens])
-        return np.array_equal(ids[: len(known)], known)
-
-    def add(self, ids: np.ndarray, log_probs: np.ndarray | None = None) -> None:
-        """Append ids: sampled ones with their log-probs, or those of others."""
-        sampled = np.full(len(ids), log_probs is not None)
-        values = np.zeros(len(ids), np.float32) if log_probs is None else log_probs
-        if log_probs is not None:
-            self.answer, self.continued = len(self.tokens), False
-        if not len(self.tokens):  # the arrays as they came: most segments have one call
-            self.tokens, self.mask, self.log_probs = ids, sampled, values
-        elif len(ids):
-            self.tokens = np.concatenate([self.tokens, ids])
-            self.mask = np.concatenate([self.mask, sampled])
-            self.log_probs = np.concatenate([self.log_probs, values])
-
-    def answers(self, ids: np.ndarray) -> bool:
-        """True if the last call was asked with these ids, and no call goes on from its answer."""
-        asked = np.concatenate([self.context, self.tokens[: self.answer]])
-        return not self.continued and np.array_equal(asked, ids)
-
-    def withdraw(self) -> Recorded:
-        """Take the answer of the last call off; returns it as a segment."""
-        at = self.answer
-        asked = np.concatenate([self.context, self.tokens[:at]])
-        answer = Recorded(asked, self.media, self.tokens[at:], self.mask[at:], self.log_probs[at:])
-        self.tokens, self.mask, self.log_probs = self.tokens[:at], self.mask[:at], self.log_probs[:at]
-        return answer
 
 
 @dataclass(slots=True)
@@ -103,59 +66,58 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class _Dialogue:
-    """A dialogue up to a turn of the model: its messages (see `_keys`), that turn, and its ids."""
+    """A dialogue up to a turn of the model: how many messages it has, that turn, and where its tokens end."""
 
-    messages: list[tuple[Any, ...]]
+    messages: int
     turn: Message
-    ids: np.ndarray
-    media: tuple[Media, ...]
+    segment: SegmentRecord
+    length: int
     last_id: int | None
 
 
 class Session:
-    """What an agent loop writes its tokens through. send: one request to the sampler; sampling: of the run, with the seed of this
-    trajectory; runner: what all sessions of a process share, for dialogues.
+    """What an agent loop writes its tokens through. record: of the trajectory, which makes the calls; sampling: of the run, with the
+    seed of this trajectory; runner: what all sessions of a process share, for dialogues.
 
     latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue up to the
     latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how long it took), and
-    what a loop notes of it (`reward`). counts: what the run logs of the session: `repeated_requests`, whose first answers are in no
-    segment.
+    what a loop notes of it (`reward`). counts: what the run logs of the session.
     """
 
-    def __init__(self, send: Send, sampling: SamplingParams, runner: LoopRunner):
-        self.sampling, self.runner = sampling, runner
-        self._send = send
-        self._segments: list[Recorded] = []
-        self._withdrawn: list[Recorded] = []
-        self._dialogues: list[_Dialogue] = []
+    def __init__(self, record: CallingRecord, sampling: SamplingParams, runner: LoopRunner):
+        self.sampling, self.runner, self.record = sampling, runner, record
+        self._dialogues: dict[int, _Dialogue] = {}
         self._opening: tuple[list[Message], list[Any], np.ndarray] | None = None
         self._call_ids: set[str] = set()
         self._url: str | None = None
-        self.latest: Recorded | None = None
+        self.latest: SegmentRecord | None = None
         self.full = False
         self.messages: list[dict[str, Any]] = []
         self.turns: list[dict[str, float]] = []
         self.counts: Counter[str] = Counter()
         self._began = time.monotonic()
 
-    async def generate(self, prompt_ids: Any, sampling: Given = None, media: Images = ()) -> Completion:
+    async def generate(self, prompt_ids: Any, sampling: Settings = None, media: Images = ()) -> Completion:
         """Sample a continuation of `prompt_ids`, int64 [P], with the run's settings or others. ValueError for an unknown one.
 
         media: the images that have tokens in `prompt_ids` behind those of the row's own images."""
-        ids, shown = np.asarray(prompt_ids, np.int64), tuple(media)
-        repeated = self._segment_answering(ids, shown)
-        answered = None if repeated is None else repeated.tokens
-        completion = await self._send(prompt_ids, self.params(sampling), media)
-        if repeated is not None and repeated.tokens is answered and not repeated.continued:
-            self._withdrawn.append(repeated.withdraw())
-        self._record(ids, shown, completion)
-        return completion
+        return (await self._call(self.place(prompt_ids, media), self.params(sampling)))[0]
 
-    def params(self, given: Given) -> SamplingParams:
+    def place(self, prompt_ids: Any, media: Images = ()) -> Place:
+        """Where a call with these ids goes. Over HTTP a program may ask again what it asked before."""
+        ids = np.asarray(prompt_ids, np.int64)
+        return self.record.place(ids, tuple(media), repeatable=self._url is not None)
+
+    async def _call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
+        completion, segment = await self.record.call(place, sampling)
+        self.latest = segment
+        return completion, segment
+
+    def params(self, settings: Settings) -> SamplingParams:
         """The run's settings with what a mapping changes of them."""
-        if given is None or isinstance(given, SamplingParams):
-            return given or self.sampling
-        named = {_ALIASES.get(name, name): value for name, value in given.items() if name not in _UNUSED}
+        if settings is None or isinstance(settings, SamplingParams):
+            return settings or self.sampling
+        named = {_ALIASES.get(name, name): value for name, value in settings.items() if name not in _UNUSED}
         if unknown := [name for name in named if name not in _FIELDS]:
             raise ValueError(f"sampling parameters {', '.join(unknown)}; known: {', '.join(sorted(_FIELDS))}")
         for name in ("stop", "stop_token_ids"):
@@ -181,43 +143,41 @@ class Session:
         if wrong := [name for name in sampling if name not in _OWN]:
             raise ValueError(f"session.chat takes {', '.join(_OWN)}; the run sets {', '.join(wrong)}")
         asked = time.monotonic()
-        said = [_normal(message) for message in messages]
-        ids, media = self._prompt(said, tools)
-        completion = await self.generate(ids, self.fitting(ids, sampling, media), media)
+        dialogue = [_normal(message) for message in messages]
+        hashes = _hashes(dialogue)
+        place = self._prompt(dialogue, hashes, tools)
+        completion, segment = await self._call(place, self.fitting(place, sampling))
         stop = sampling.get("stop") if self._url is not None else None
-        reply = await self._reply(len(ids), completion, tools, stop)
+        reply = await self._reply(place.total, completion, tools, stop)
         last = int(completion.token_ids[-1]) if len(completion.token_ids) else None
-        full = np.concatenate([ids, completion.token_ids])
-        if self.messages[:-1] == (before := without_images(said)) and self._url is not None:
+        if self.messages[:-1] == (before := without_images(dialogue)) and self._url is not None:
             del self.turns[-1:]  # the request is repeated
         self.messages = [*before, reply.message]
-        self._dialogues.append(_Dialogue(_keys([*said, reply.message]), reply.message, full, media, last))
+        after = hash((hashes[-1], _key(reply.message)))
+        self._dialogues[after] = _Dialogue(len(dialogue) + 1, reply.message, segment, segment.length, last)
         taken = {"at": asked - self._began, "seconds": time.monotonic() - asked}
         self.turns.append({name: round(value, 4) for name, value in taken.items()})
         return reply
 
-    def fitting(self, ids: np.ndarray, given: Mapping[str, Any], media: Images = ()) -> SamplingParams:
-        """The settings of a turn after `ids`, with a budget of what a segment may still have behind its context, and the longest
+    def fitting(self, place: Place, settings: Mapping[str, Any]) -> SamplingParams:
+        """The settings of a turn at a place, with a budget of what a segment may still have behind its context, and the longest
         sequence. OutOfTokens if that is nothing."""
-        segment, params = self._segment_of(ids, tuple(media)), self.params(given)
-        segment = segment or self._segment_answering(ids, tuple(media))
-        room = self.sampling.max_tokens - (len(ids) - len(segment.context) if segment else 0)
+        params, written = self.params(settings), place.segment if place.extends or place.replaces else None
+        room = self.sampling.max_tokens - (place.total - len(written.context) if written else 0)
         if self.runner.longest is not None:
-            room = min(room, self.runner.longest - len(ids))
+            room = min(room, self.runner.longest - place.total)
         if room < 1:
             self.full = True
-            raise OutOfTokens(f"the dialogue's {len(ids)} tokens leave no room for another turn")
+            raise OutOfTokens(f"the dialogue's {place.total} tokens leave no room for another turn")
         return replace(params, max_tokens=min(room, params.max_tokens))
 
-    def segments(self) -> list[Recorded]:
+    def segments(self) -> list[SegmentRecord]:
         """What was written so far."""
-        return list(self._segments)
+        return self.record.written
 
-    def outputs(self, **about: Any) -> list[AgentLoopOutput]:
-        """An output for each segment, an empty one if there is none; `about`: what is said of the trajectory, on the last of them."""
-        segments = self._segments or [Recorded(np.zeros(0, np.int64))]
-        *earlier, last = [AgentLoopOutput(s.context, s.tokens, s.mask, s.log_probs) for s in segments]
-        return [*earlier, replace(last, **about)]
+    def outputs(self, **outcome: Any) -> Outcome:
+        """What a loop returns whose trajectory is what this session wrote; `outcome`: fields of `Outcome`."""
+        return Outcome(**outcome)
 
     @property
     def base_url(self) -> str:
@@ -236,54 +196,31 @@ class Session:
             http_sessions.close_session(self._url)
             self._url = None
 
-    def _segment_of(self, ids: np.ndarray, media: tuple[Media, ...]) -> Recorded | None:
-        """The segment that ids go on from: images are in contexts alone."""
-        segments = reversed([*self._withdrawn, *self._segments])
-        return next((s for s in segments if s.media == media and s.is_prefix_of(ids)), None)
-
-    def _segment_answering(self, ids: np.ndarray, media: tuple[Media, ...]) -> Recorded | None:
-        """The segment whose last answer is replaced when these ids are asked again, which counts only over HTTP."""
-        segments = reversed(self._segments if self._url is not None else ())
-        return next((s for s in segments if s.media == media and s.answers(ids)), None)
-
-    def _include(self, segment: Recorded) -> None:
-        """Make a segment, a new one or one that was withdrawn, one of the trajectory's."""
-        if segment not in self._segments:
-            self._segments.append(segment)
-        self._withdrawn = [other for other in self._withdrawn if other is not segment]
-        self.counts["repeated_requests"] = len(self._withdrawn)
-
-    def _record(self, ids: np.ndarray, media: tuple[Media, ...], completion: Completion) -> None:
-        segment = self._segment_of(ids, media) or Recorded(ids, media)
-        self._include(segment)
-        segment.add(ids[len(segment.context) + len(segment.tokens) :])
-        segment.add(completion.token_ids, completion.log_probs)
-        self.latest = segment
-
-    def _earlier(self, messages: Sequence[Message]) -> _Dialogue | None:
-        """The longest dialogue of this session that the messages go on from."""
-        before = _keys(messages)[:-1]
-        found = [d for d in reversed(self._dialogues) if d.messages == before[: len(d.messages)]]
-        return max(found, key=lambda d: len(d.messages), default=None)
-
-    def _prompt(self, messages: Sequence[Message], tools: Any) -> Rendered:
-        """The ids to sample after, and the images in them but for the row's own."""
+    def _prompt(self, messages: Sequence[Message], hashes: list[int], tools: Any) -> Place:
+        """Where the dialogue's next turn goes: behind the longest dialogue of this session that the messages go on from, if there
+        is a boundary; else the whole dialogue is rendered."""
         boundaries = self.runner.boundaries
-        if (earlier := self._earlier(messages)) is not None:
-            if (segment := self._segment_of(earlier.ids, earlier.media)) is not None:
-                segment.continued = True
-                self._include(segment)
-            following = messages[len(earlier.messages) :]
+        earlier = next((self._dialogues[h] for h in reversed(hashes[:-1]) if h in self._dialogues), None)
+        followed = None
+        if earlier is not None:
+            followed = earlier.segment if earlier.length == earlier.segment.length else None
+            following = messages[earlier.messages :]
             between = boundaries.between(earlier.turn, following, tools, earlier.last_id)
             if between is not None:
-                ids = np.concatenate([earlier.ids, between[0]])
-                if not self.runner.as_inference or boundaries.keeps(ids, messages, tools):
-                    return ids, earlier.media + between[1]
+                place = replace(self._after(earlier, *between), follows=followed)
+                if not self.runner.as_inference or boundaries.keeps(place.ids(), messages, tools):
+                    return place
         if self._opening is not None:
             opening, offered, ids = self._opening
-            if offered == list(tools or ()) and _keys(opening) == _keys(messages):
-                return ids, ()
-        return boundaries.whole(messages, tools)
+            if offered == list(tools or ()) and _hashes(opening) == hashes:
+                return replace(self.place(ids), follows=followed)
+        return replace(self.place(*boundaries.whole(messages, tools)), follows=followed)
+
+    def _after(self, dialogue: _Dialogue, ids: np.ndarray, media: tuple[Media, ...]) -> Place:
+        """The place behind a dialogue's tokens and these. New images open a segment: images are in contexts alone."""
+        segment, shown = dialogue.segment, dialogue.segment.shown + media
+        place = Place(segment, dialogue.length, ids, shown)
+        return place if place.extends else self.place(place.ids(), shown)
 
     async def _reply(self, prompt_tokens: int, completion: Completion, tools: Any, stop: Stop) -> Reply:
         ids, tokenizer = completion.token_ids.tolist(), self.runner.tokenizer
@@ -317,25 +254,26 @@ class Session:
         return call_id
 
 
-def before_stop(text: str, completion: Completion, stop: Stop) -> str:
-    """The text of a completion up to the stop string that ended it."""
-    stops = (stop,) if isinstance(stop, str) else stop or ()
-    ends = [text.index(end) for end in stops if end in text and completion.finish_reason == "stop"]
-    return text[: min(ends, default=None)]
+def _hashes(messages: Sequence[Message]) -> list[int]:
+    """Of each message a hash of the dialogue up to it: the same for the same dialogue, whoever wrote it down."""
+    hashes, before = list[int](), 0
+    for message in messages:
+        before = hash((before, _key(message)))
+        hashes.append(before)
+    return hashes
 
 
-def _keys(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
-    """What makes two messages the same, whoever wrote them down: role, text, calls."""
-    return [
-        (
-            m["role"],
-            _text(m.get("content")),
-            m.get("tool_call_id"),
-            *(part["image"] for part in images_of(m)),
-            *((c["function"]["name"], c["function"].get("arguments")) for c in m.get("tool_calls") or ()),
-        )
-        for m in messages
-    ]
+def _key(message: Message) -> tuple[Any, ...]:
+    """What makes two messages the same: role, text, images, calls."""
+    images = (part["image"] for part in images_of(message))
+    calls = (call["function"] for call in message.get("tool_calls") or ())
+    return (
+        message["role"],
+        _text(message.get("content")),
+        message.get("tool_call_id"),
+        *(image if isinstance(image, str) else id(image) for image in images),
+        *((call["name"], json.dumps(call.get("arguments"), sort_keys=True, default=str)) for call in calls),
+    )
 
 
 def _text(content: Any) -> str:

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 from verl.data.rows import TOOL_AGENT, BadRow, ChatRenderer, RowTools, tools_of_row
 from verl.errors import UserError
-from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.rollout.boundary import Boundaries, without_images
-from verl.rollout.session import OutOfTokens, Reply
+from verl.rollout.loops import AgentLoop, register
+from verl.rollout.record import Outcome
+from verl.rollout.session import OutOfTokens, Reply, Session
 from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.interactions import Partner, load_interactions
 from verl.rollout.tools.parsers import INVALID_TURNS, OWN_PARSERS, PARSERS, ToolCall, parse
@@ -21,19 +22,19 @@ from verl.rollout.tools.toolbox import Content, Toolbox, ToolRun, warn_once
 
 
 @register("tool_agent")
-class ToolAgent(AgentLoopBase):
+class ToolAgent(AgentLoop):
     """Tools and an interaction around `session.chat`; the keys are `rollout.multi_turn` and `rollout.agent`."""
 
     runs_users_code: ClassVar[bool] = True
 
-    def __init__(self, *args: Any, tools: Toolbox | None = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.toolbox = tools or Toolbox([])
+    def __init__(self, session: Session, **arguments: Any):
+        super().__init__(session, **arguments)
+        self.toolbox = session.runner.tools or Toolbox([])
         self._turns = self.rollout_config.multi_turn
         self._agent = self.rollout_config.agent
 
-    async def run(self, sampling_params: Any, **row: Any) -> list[AgentLoopOutput]:
-        """See `AgentLoopBase.run`."""
+    async def run(self, row: dict[str, Any], session: Session) -> Outcome:
+        """See `AgentLoop.run`."""
         if not isinstance(row["raw_prompt"], list):
             raise UserError("tool_agent needs prompts that are messages")
         extra = row["extra_info"] or {}
@@ -58,11 +59,11 @@ class ToolAgent(AgentLoopBase):
             await self.tools.close()
             if self.partner is not None:
                 await self.partner.close()
-        return self.session.outputs(status=status, **self._about())
+        return self._outcome(status)
 
-    def known_so_far(self) -> dict[str, Any]:
-        """See `AgentLoopBase.known_so_far`: nothing before the first turn."""
-        return self._about() if self.session.turns else {}
+    def so_far(self) -> Outcome:
+        """See `AgentLoop.so_far`: nothing before the first turn."""
+        return self._outcome() if self.session.turns else Outcome()
 
     def _partner(self, kwargs: Any) -> Partner | None:
         if not (name := (kwargs or {}).get("name")):
@@ -137,17 +138,18 @@ class ToolAgent(AgentLoopBase):
             return "max_turns"
         return None
 
-    def _about(self) -> dict[str, Any]:
+    def _outcome(self, status: str | None = None) -> Outcome:
         rewards = {"tool_rewards": self.tools.rewards}
         if self.partner is not None:
             rewards["turn_scores"] = self.partner.rewards
         metrics = {"tool_calls": self.tools.seconds, "tool_counts": dict(self.tools.counts)}
         fields = {"messages": without_images(self.messages), "tool_metrics": self.tools.metrics}
-        return {
-            "num_turns": len(self.messages),
-            "metrics": metrics | {"reward_scores": rewards},
-            "extra_fields": rewards | fields,
-        }
+        return Outcome(
+            status,
+            fields=rewards | fields,
+            metrics=metrics | {"reward_scores": rewards},
+            num_turns=len(self.messages),
+        )
 
 
 def _tool_message(call: ToolCall, content: Content) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from verl.errors import UserError
 from verl.platform.child_process import LONGEST_MESSAGE
-from verl.rollout.agent_loop import EnvironmentFailed
+from verl.rollout.loops import EnvironmentFailed
 from verl.rollout.program_output import Output
 
 # -P: the program's folder, whose `requests` and `openenv` are not the packages of these names, stays off its sys.path.

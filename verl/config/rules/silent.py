@@ -158,23 +158,23 @@ def _plugins(c: Check) -> None:
     """Plug-in modules import, and register the agent loops that the run and its rows name."""
     if not c.plugins:
         return
-    loops = {} if c.rollout is None else dict.fromkeys(c.agent_names, "a row's agent_name")
+    named = {} if c.rollout is None else dict.fromkeys(c.agent_names, "a row's agent_name")
     key = f"{c.rollout_key}.agent.default_agent_loop"
     if c.rollout is not None and c.was_set(key):
-        loops[c.rollout.agent.default_agent_loop] = key
+        named[c.rollout.agent.default_agent_loop] = key
     listed = None if c.rollout is None else c.rollout.agent.agent_loop_config_path
-    if not (loops or listed):
+    if not (named or listed):
         return
-    from verl.rollout import agent_loop
+    from verl.rollout import loops
 
     try:
-        agent_loop.load_listed(listed)
+        loops.load_listed(listed)
     except UserError as error:
         c.refuse(f"{c.rollout_key}.agent.agent_loop_config_path", str(error))
         return
-    for name, where in loops.items():
+    for name, where in named.items():
         try:
-            agent_loop.get(name)
+            loops.get(name)
         except ValueError as error:
             c.refuse(where if where == key else f"{where} {name!r}", str(error))
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.event_loop import users_code
+from verl.rollout.loops import EnvironmentFailed
 from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.toolbox import load_yaml, made, told, warn_once
 

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-from verl.rollout.agent_loop import EnvironmentFailed
+from verl.rollout.loops import EnvironmentFailed
 from verl.rollout.program_output import Output, piped
 from verl.rollout.tools.base import BaseTool, OpenAIFunctionToolSchema, ToolError, ToolResponse, check_schema
 

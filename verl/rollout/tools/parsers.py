@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl.engine.rollout.base import Completion
+
 INVALID_TURNS = 3
 """A trajectory ends after so many turns in a row whose calls are all invalid."""
 
@@ -278,3 +280,13 @@ _WHOLE_CALLS["llama3_json"] = re.compile(r"(?:\A|<\|python_tag\|>)\s*\{(?:(?!<\|
 OWN_PARSERS: dict[str, type[Any]] = {}
 """Name → the class that a module of the user's registered under it (`public_parsers.ToolParser`); of a name of ours it takes the
 place."""
+
+
+Stop = str | Sequence[str] | None
+
+
+def before_stop(text: str, completion: Completion, stop: Stop) -> str:
+    """The text of a completion up to the stop string that ended it."""
+    stops = (stop,) if isinstance(stop, str) else stop or ()
+    ends = [text.index(end) for end in stops if end in text and completion.finish_reason == "stop"]
+    return text[: min(ends, default=None)]

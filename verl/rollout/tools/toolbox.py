@@ -17,8 +17,8 @@ from typing import Any
 from verl.data.files import DataError
 from verl.data.load_object import load_extern_object
 from verl.data.rows import BadRow
-from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.event_loop import thread_room, users_code
+from verl.rollout.loops import EnvironmentFailed
 from verl.rollout.tools.base import BaseTool, OpenAIFunctionToolSchema, Tool, ToolError, check_schema
 from verl.rollout.tools.function_tools import load_function_tools_from_path, normalize_function_tool_return
 from verl.rollout.tools.parsers import ToolCall

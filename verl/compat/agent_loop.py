@@ -1,37 +1,31 @@
-"""Agent loops: how one response comes about from a prompt. The only part that knows of turns and tools.
+"""Agent loops with the signatures of the public system: `run(sampling_params, **row)` returns arrays of ids, masks and log-probs.
 
-A loop writes tokens through its session (`verl.rollout.session`): `self.session.chat` for dialogues, `self.generate` for token ids.
-Sampled ids are kept as sampled and never re-tokenised. `single_turn_agent` asks once, `tool_agent` runs tools,
-`environment_agent` plays with an environment. The names of the public system (`server_manager`, `ct_…`) are there for loops
-written for it.
+The session has recorded every token that the sampler gave; what an output holds is looked for there (`outcome_of`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.config.schema.base import Map
+from verl.config.schema.base import Map, select
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 from verl.rollout.boundary import Boundaries
-from verl.trajectory import SINGLE_TURN
+from verl.rollout.loops import AgentLoop, EnvironmentFailed, get, register
+from verl.rollout.record import Excerpt, Outcome, Record, common_prefix
+from verl.trajectory import AGENT_LOOP_ARGUMENTS
 
 if TYPE_CHECKING:
     from verl.rollout.session import Session
 
-
-class EnvironmentFailed(RuntimeError):
-    """What the policy acts in failed: the trajectory has no score, never one of 0, and is sampled again."""
+__all__ = ["EnvironmentFailed", "Outcome", "get", "register"]
 
 
 @dataclass(slots=True)
@@ -116,8 +110,8 @@ class ServerManager:
 AsyncLLMServerManager = ServerManager  # by the public name
 
 
-class AgentLoopBase(ABC):
-    """Base of every loop; one instance serves one response.
+class AgentLoopBase(AgentLoop):
+    """Base of loops; one instance serves one response.
 
     `session` samples with this response's seed and group, `generate` is its method; `tokenizer` and `config` are the run's.
     The constructor has the public system's arguments: a subclass hands on what it gets.
@@ -154,15 +148,44 @@ class AgentLoopBase(ABC):
             return self.session.runner.boundaries
         return Boundaries(self.tokenizer, self.apply_chat_template_kwargs)
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop, for `run_in_executor`."""
-        return asyncio.get_running_loop()
+    @classmethod
+    def create(cls, session: Session, **arguments: Any) -> AgentLoopBase:
+        """With the keywords of the public system's constructor."""
+        from verl.data.plugins import RLHFDataset
+
+        runner = session.runner
+        keywords: dict[str, Any] = {
+            "trainer_config": DictConfigWrap(runner.config),
+            "server_manager": ServerManager(session),
+            "tokenizer": runner.tokenizer,
+            "processor": None,
+            "dataset_cls": RLHFDataset,
+            "data_config": DictConfigWrap(select(runner.config, "data")),
+            "hf_model_type": None,
+        } | ({} if runner.tools is None else {"tools": runner.tools})
+        return cls(**keywords | arguments)
+
+    async def outcome(self, row: dict[str, Any]) -> Outcome:
+        """Run with the row's columns as keywords; what was returned, as an outcome."""
+        sampling: Any = Map(asdict(self.session.sampling), logprobs=True)
+        columns = {key: value for key, value in row["columns"].items() if key not in AGENT_LOOP_ARGUMENTS}
+        returned: Any = await self.run(sampling, **columns | row)
+        if isinstance(returned, Outcome):
+            return returned
+        outputs = returned if isinstance(returned, list) else [returned]
+        record: Any = self.session.record
+        return outcome_of(record, outputs, record.row_images)
+
+    def so_far(self) -> Outcome:
+        """See `known_so_far`."""
+        known = self.known_so_far()
+        renamed = {"extra_fields": "fields", "reward_score": "reward"}
+        return Outcome(**{renamed.get(name, name): value for name, value in known.items()})
 
     @abstractmethod
-    async def run(
+    async def run(  # type: ignore[override]
         self, sampling_params: SamplingParams, **row: Any
-    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+    ) -> AgentLoopOutput | list[AgentLoopOutput] | Outcome:
         """Produce one response to the row, as one output or, where history was dropped or rewritten, a list of them, one for
         each token sequence that the model saw: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
         `sample_index`, then the row's other columns, as keywords; `columns` has all of those by name."""
@@ -228,86 +251,12 @@ class AgentLoopBase(ABC):
     process_multi_modal_info = process_vision_info
 
 
-_LOOPS: dict[str, type[AgentLoopBase]] = {}
-_ELSEWHERE = {"tool_agent": "verl.rollout.tool_agent", "environment_agent": "verl.rollout.environments"}
-
-
-def _source(cls: type[AgentLoopBase]) -> tuple[Any, str]:
-    """The file of its `run`, and its name."""
-    code = getattr(cls.run, "__code__", None)
-    return cls if code is None else code.co_filename, cls.__qualname__
-
-
-def register(name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
-    """Class decorator: make a loop known under a name. ValueError if another class has the name; the same class of the same file,
-    imported under another module name (by path, say), takes the earlier one's place."""
-
-    def add(cls: type[AgentLoopBase]) -> type[AgentLoopBase]:
-        taken = _LOOPS.get(name, cls)
-        if taken is not cls and _source(taken) != _source(cls):
-            raise ValueError(f"agent loop {name!r} is already registered by {taken.__qualname__}")
-        _LOOPS[name] = cls
-        return cls
-
-    return add
-
-
-def get(name: str) -> type[AgentLoopBase]:
-    """The loop registered under a name. ValueError naming the known ones."""
-    if name in _ELSEWHERE:
-        importlib.import_module(_ELSEWHERE[name])
-    if name not in _LOOPS:
-        raise ValueError(f"unknown agent loop {name!r}; known: {', '.join(sorted({*_LOOPS, *_ELSEWHERE}))}")
-    return _LOOPS[name]
-
-
-def is_users(name: str) -> bool:
-    """True if a module of the user's defines the loop, one that another process can import."""
-    return get(name).__module__.partition(".")[0] not in ("verl", "__main__")
-
-
-def runs_apart(name: str) -> bool:
-    """True if the loop runs code of the user's: it, or its tools or environment."""
-    return is_users(name) or getattr(get(name), "runs_users_code", False)
-
-
-ARGUMENTS: dict[str, dict[str, Any]] = {}
-"""Name → the further keywords of the constructor, of a loop that a file listed."""
-
-
-def load_listed(path: str | None) -> None:
-    """Register the loops of a YAML list of `{name, _target_: module.Class, …keywords}`. UserError for what it cannot use."""
-    if not path:
-        return
-    import yaml
-
-    try:
-        listed = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or []
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(listed, list):
-        raise UserError(f"{path}: it must hold a list of {{name, _target_: module.Class}}")
-    for entry in listed:
-        try:
-            loop_name = entry["name"]
-            arguments = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
-            module, _, name = entry["_target_"].rpartition(".")
-            cls = getattr(importlib.import_module(module), name)
-            if not issubclass(cls, AgentLoopBase):
-                raise TypeError("it is no AgentLoopBase")
-        except Exception as error:  # of the user's module, too
-            raise UserError(
-                f"{path}: the entry {entry!r} names no class that can be imported ({type(error).__name__}: {error}); "
-                "it needs name and _target_: module.Class"
-            ) from error
-        _LOOPS[loop_name], ARGUMENTS[loop_name] = cls, arguments
-
-
-@register(SINGLE_TURN)
 class SingleTurnAgent(AgentLoopBase):
-    """One prompt, one response."""
+    """One prompt, one response: the public system's loop of that name."""
 
-    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+    async def run(  # type: ignore[override]
+        self, sampling_params: SamplingParams, **row: Any
+    ) -> AgentLoopOutput:
         """Sample once and mark every token as the policy's."""
         completion: Completion = await self.generate(row["prompt_ids"], sampling_params)
         return AgentLoopOutput(
@@ -316,3 +265,108 @@ class SingleTurnAgent(AgentLoopBase):
             response_mask=np.ones(len(completion.token_ids), bool),
             response_logprobs=completion.log_probs,
         )
+
+
+# -- what an output is made of -----------------------------------------------------------------------------------------
+
+
+def outcome_of(record: Record, outputs: Sequence[AgentLoopOutput], row_images: int) -> Outcome:
+    """The outcome of outputs; reward, fields and metrics of later ones win.
+
+    Tokens of an output that the record does not have lose the policy's mark, counted in the metric `unrecorded_tokens`. TypeError for
+    anything but outputs, ValueError for arrays of different lengths and for images that the model did not see.
+    """
+    for output in outputs:
+        if not isinstance(output, AgentLoopOutput):
+            raise TypeError(f"an agent loop returns AgentLoopOutput, not {type(output).__name__}")
+    if not outputs:
+        raise ValueError("the agent loop returned no output")
+    outcome = Outcome(outputs[-1].status, num_turns=max(output.num_turns for output in outputs))
+    for output in outputs:
+        outcome.metrics |= output.metrics
+        outcome.fields |= output.extra_fields
+        if output.reward_score is not None:
+            outcome.reward = output.reward_score
+        images = [shown for shown in output.multi_modal_data.values() if shown is not None]
+        shown = sum(len(listed) if isinstance(listed, list | tuple) else 1 for listed in images)
+        if shown not in (0, row_images):
+            raise ValueError(
+                "agent loop gave multi_modal_data: images are shown through session.chat, see docs/agents.md"
+            )
+    sequences = [_arrays(output) for output in outputs]
+    if not _is_record(record, sequences):
+        spans = _sampled_spans(record)
+        outcome.excerpts, unrecorded = [], 0
+        for (context, ids, mask), output in zip(sequences, outputs, strict=True):
+            parts, unknown = _parts(ids, mask, spans)
+            routes = output.routed_experts
+            routes = None if routes is None else np.asarray(routes, np.int16)
+            outcome.excerpts.append(Excerpt(context, parts, routes))
+            unrecorded += unknown
+        if unrecorded:
+            outcome.metrics["unrecorded_tokens"] = unrecorded
+    return outcome
+
+
+def _arrays(output: AgentLoopOutput) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids of the context and of the response, int64, and its mask, bool."""
+    ids, mask = np.asarray(output.response_ids, np.int64), np.asarray(output.response_mask, bool)
+    lengths = {"response_mask": len(mask)}
+    if output.response_logprobs is not None:
+        lengths["response_logprobs"] = len(output.response_logprobs)
+    for name, length in lengths.items():
+        if length != len(ids):
+            raise ValueError(f"agent loop gave {len(ids)} response_ids, {length} {name}")
+    return np.asarray(output.prompt_ids, np.int64), ids, mask
+
+
+def _is_record(record: Record, sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> bool:
+    """True if these are the segments of the record, token by token."""
+    if len(sequences) != len(record.written):
+        return False
+    for (context, ids, mask), segment in zip(sequences, record.written, strict=True):
+        response, sampled, _ = segment.response()
+        pairs = ((context, segment.context), (ids, response), (mask, sampled))
+        if not all(np.array_equal(given, written) for given, written in pairs):
+            return False
+    return True
+
+
+def _sampled_spans(record: Record) -> list[tuple[int, int, np.ndarray]]:
+    """(number of the segment, number of the span, ids) of every completion, in the order in which they came."""
+    by_call = {
+        span.call: (segment.number, number, span.ids)
+        for segment in record.segments
+        for number, span in enumerate(segment.spans)
+        if span.sampled
+    }
+    return [by_call[call] for call in sorted(by_call)]
+
+
+def _parts(
+    ids: np.ndarray, mask: np.ndarray, spans: list[tuple[int, int, np.ndarray]]
+) -> tuple[list[tuple[int, int, int] | np.ndarray], int]:
+    """What an output is made of, and how many tokens it marks as the policy's that no call gave.
+
+    Tokens of the policy count as sampled where, in order, they are the beginning of a completion that is not used up yet; those that
+    are used are taken out of `spans`.
+    """
+    parts: list[tuple[int, int, int] | np.ndarray] = []
+    unknown = at = 0
+    while at < len(ids):
+        others = int(np.argmax(np.append(mask[at:], True)))
+        if others:
+            parts.append(ids[at : at + others])
+            at += others
+            continue
+        run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]
+        sizes = [common_prefix(run, completion) for _, _, completion in spans] or [0]
+        best = int(np.argmax(sizes))
+        if sizes[best]:
+            segment, number, _ = spans.pop(best)
+            parts.append((segment, number, sizes[best]))
+        else:
+            parts.append(ids[at : at + 1])
+            unknown += 1
+        at += max(1, sizes[best])
+    return parts, unknown

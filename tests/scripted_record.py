@@ -1,0 +1,33 @@
+"""A record whose calls a function of the test answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+from verl.engine.rollout.base import Completion, SamplingParams
+from verl.rollout.record import Place, Record, SegmentRecord
+from verl.rollout.session import Session
+
+
+class ScriptedRecord(Record):
+    """`send` gets the ids, the settings and the images of a call, and gives its completion."""
+
+    def __init__(self, send: Callable[[Any, SamplingParams, Any], Awaitable[Completion]]):
+        super().__init__()
+        self.send = send
+
+    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
+        self.begin(place)
+        completion = await self.send(place.ids(), sampling, place.shown)
+        return completion, self.add(place, completion)
+
+
+def written(session: Session) -> list[SimpleNamespace]:
+    """Context, tokens, mask and log-probs of each segment of a session."""
+    names = ("tokens", "mask", "log_probs")
+    return [
+        SimpleNamespace(context=segment.context, **dict(zip(names, segment.response(), strict=True)))
+        for segment in session.segments()
+    ]

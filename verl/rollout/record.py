@@ -1,0 +1,317 @@
+"""The one record of a trajectory's tokens: segments that grow by spans as completions arrive.
+
+    session ── place(ids) ─→ Place(segment, length, inserted) ── call ─→ completion ─→ Record.add: an inserted and a sampled span
+
+Mask, log-probs, versions, images and expert routes of every token are known from its span; nothing is compared afterwards to find
+out who wrote a token. The driver has the record that is trained on; a process that runs loops of users keeps a copy of the ids by
+the same steps, so that a call says where its tokens go (`Place`) instead of sending them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.engine.rollout.base import Completion
+from verl.trajectory import UNKNOWN_EXPERT, Media
+
+NO_IDS = np.zeros(0, np.int64)
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common beginning of two arrays of ids."""
+    size = min(len(a), len(b))
+    equal = a[:size] == b[:size]
+    return size if equal.all() else int(np.argmin(equal))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens start … end − 1 of a segment, written together.
+
+    log_probs  float32 [end − start] by the sampler; None for tokens that the loop inserted
+    call       number of the completion among those of the record; −1 for inserted tokens
+    versions   weight versions that wrote them
+    routes     int16 [tokens, layers, k] from token `routes_from` of the segment on, where the call recorded them
+    """
+
+    start: int
+    end: int
+    ids: np.ndarray
+    log_probs: np.ndarray | None = None
+    call: int = -1
+    versions: tuple[int, ...] = ()
+    routes: np.ndarray | None = None
+    routes_from: int = 0
+
+    @property
+    def sampled(self) -> bool:
+        """True for tokens of the policy."""
+        return self.log_probs is not None
+
+
+class SegmentRecord:
+    """A segment as far as it is written. Only `Record` adds to it.
+
+    number     of the segment in its record
+    context    int64 [P], what it was opened with
+    spans      what follows the context
+    shown      images in the context, but for the row's own; media: all of them as the sampler gets them
+    parent, shared  the context begins with the first `shared` tokens of another segment
+    continued  a call went on from its last span
+    withdrawn  its last answer was asked for again and replaced; it counts again when a call goes on from it
+    """
+
+    def __init__(
+        self,
+        number: int,
+        context: np.ndarray,
+        shown: tuple[Media, ...] = (),
+        parent: SegmentRecord | None = None,
+        shared: int = 0,
+    ):
+        self.number, self.context, self.shown = number, context, shown
+        self.parent, self.shared = parent, shared
+        self.media: Media | None = None
+        self.spans: list[Span] = []
+        self.length = len(context)
+        self.continued = self.withdrawn = False
+        self._buffer, self._copied = context, len(context)
+
+    @property
+    def start(self) -> int:
+        """Where the response begins: what stands in another segment already is context here."""
+        return max(len(self.context), self.shared)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens behind the context."""
+        return self.length - self.start
+
+    def append(self, ids: np.ndarray, **of_span: Any) -> None:
+        """Add a span of these ids."""
+        self.spans.append(Span(self.length, self.length + len(ids), ids, **of_span))
+        self.length += len(ids)
+
+    def ids(self, length: int | None = None) -> np.ndarray:
+        """The first `length` tokens (None: all), int64. A view that later tokens do not change; the work is that of new tokens."""
+        if self._copied < self.length:
+            if len(self._buffer) < self.length:
+                grown = np.empty(2 * self.length, np.int64)
+                grown[: self._copied] = self._buffer[: self._copied]
+                self._buffer = grown
+            for span in reversed(self.spans):
+                if span.end <= self._copied:
+                    break
+                self._buffer[span.start : span.end] = span.ids
+            self._copied = self.length
+        return self._buffer[: self.length if length is None else length]
+
+    def response(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids int64, mask bool and log-probs float32, each [L], of what follows the context."""
+        start, size = self.start, self.response_length
+        first = self.spans[0] if self.spans else None
+        if (
+            first is not None
+            and len(first.ids) == size
+            and first.log_probs is not None
+            and first.start == start
+        ):
+            return first.ids, np.ones(size, bool), first.log_probs  # most segments are one completion
+        mask, log_probs = np.zeros(size, bool), np.zeros(size, np.float32)
+        for span in self.spans:
+            if span.log_probs is not None and span.start >= start:
+                mask[span.start - start : span.end - start] = True
+                log_probs[span.start - start : span.end - start] = span.log_probs
+        return self.ids()[start:].copy(), mask, log_probs
+
+    def versions(self) -> tuple[int, ...]:
+        """Versions of the weights that wrote its tokens, ascending."""
+        return tuple(sorted({version for span in self.spans for version in span.versions}))
+
+    def routes(self, length: int) -> np.ndarray | None:
+        """Experts of the first `length` tokens, int16 [length, layers, k]: of each those of the call that computed it first,
+        UNKNOWN_EXPERT where none did. None if no call recorded any."""
+        lineage: list[tuple[SegmentRecord, int]] = [(self, length)]
+        while (parent := lineage[0][0].parent) is not None:
+            lineage.insert(0, (parent, min(lineage[0][0].shared, lineage[0][1])))
+        parts = [
+            (span.routes_from, span.routes[: max(0, end - span.routes_from)])
+            for segment, end in lineage
+            for span in segment.spans
+            if span.routes is not None
+        ]
+        if not parts:
+            return None
+        routes = np.full((length, *parts[0][1].shape[1:]), UNKNOWN_EXPERT, np.int16)
+        unknown = np.ones(length, bool)
+        for start, values in parts:
+            new = unknown[start : start + len(values)]
+            routes[start : start + len(values)][new] = values[new]
+            new[:] = False
+        return routes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the tokens of a call go: behind the first `length` tokens of a segment (None: of none), then `inserted`, int64.
+
+    shown: images that have tokens in the context, but for the row's own. replaces: the same was asked before, and the answer takes
+    the place of the one that nobody went on from. follows: the dialogue goes on from the end of this segment, whatever its tokens
+    go on from.
+    """
+
+    segment: SegmentRecord | None
+    length: int
+    inserted: np.ndarray
+    shown: tuple[Media, ...] = ()
+    replaces: bool = False
+    follows: SegmentRecord | None = None
+
+    @property
+    def extends(self) -> bool:
+        """True if the tokens go on from the end of the segment as it is now."""
+        return (
+            self.segment is not None
+            and self.segment.length == self.length
+            and self.segment.shown == self.shown
+        )
+
+    def ids(self) -> np.ndarray:
+        """What the call is asked with, int64 [P]."""
+        if self.segment is None:
+            return self.inserted
+        known = self.segment.ids(self.length)
+        return np.concatenate([known, self.inserted]) if len(self.inserted) else known
+
+    @property
+    def total(self) -> int:
+        """Number of those tokens."""
+        return self.length + len(self.inserted)
+
+
+@dataclass(slots=True)
+class Excerpt:
+    """A token sequence that a loop made of what its session recorded, where it does not hand over whole segments.
+
+    context  int64 [P]
+    parts    in order, sampled tokens as (number of the segment, number of the span, how many of its tokens), others as ids int64
+    routes   int16 [≤ P + L, layers, k] from the first token on, where the loop gives them
+    """
+
+    context: np.ndarray
+    parts: list[tuple[int, int, int] | np.ndarray] = field(default_factory=list)
+    routes: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a trajectory ended, as its loop says it; the tokens are in the record.
+
+    status    of `verl.trajectory.STATUSES`; None: as the sampler's finish reason says
+    reward    what it earned, where no reward function scores it
+    fields    kept, dumped, and shown to the reward function
+    metrics   seconds of `tool_calls`; `token_scores` and `step_reward` of environments; others are kept
+    excerpts  what it consists of, where that is not every segment of the record
+    """
+
+    status: str | None = None
+    reward: float | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    num_turns: int = 2
+    excerpts: list[Excerpt] | None = None
+
+
+class Record:
+    """The segments of one trajectory, by their numbers. calls: completions so far; row_images: images of the row's own."""
+
+    def __init__(self, row_images: int = 0) -> None:
+        self.segments: list[SegmentRecord] = []
+        self._order: list[SegmentRecord] = []
+        self.calls, self.row_images = 0, row_images
+
+    @property
+    def written(self) -> list[SegmentRecord]:
+        """The segments that make up the trajectory, in the order in which they were opened."""
+        return list(self._order)
+
+    @property
+    def replaced(self) -> int:
+        """Answers that were replaced when the same was asked again."""
+        return len(self.segments) - len(self._order)
+
+    def place(self, ids: np.ndarray, shown: tuple[Media, ...] = (), *, repeatable: bool = False) -> Place:
+        """Where a call with these ids, int64 [P], goes. repeatable: where it repeats a call, its answer replaces the earlier one."""
+        segments = [segment for segment in reversed(self.segments) if segment.shown == shown]
+        for segment in segments:
+            if segment.length <= len(ids) and np.array_equal(ids[: segment.length], segment.ids()):
+                return Place(segment, segment.length, ids[segment.length :], shown)
+        for segment in segments if repeatable else ():
+            start = segment.spans[-1].start
+            if not (segment.continued or segment.withdrawn) and np.array_equal(ids, segment.ids(start)):
+                return Place(segment, start, NO_IDS, shown, replaces=True)
+        shared, number = max(((common_prefix(ids, s.ids()), s.number) for s in segments), default=(0, 0))
+        return Place(self.segments[number] if shared else None, shared, ids[shared:], shown)
+
+    def begin(self, place: Place) -> None:
+        """A call is made: a segment that it goes on from counts, also where its answer was replaced."""
+        segment = place.segment
+        if segment is not None and segment.spans and place.length >= segment.spans[-1].end:
+            self._continue(segment)
+        if place.follows is not None:
+            self._continue(place.follows)
+
+    def _continue(self, segment: SegmentRecord) -> None:
+        segment.continued = True
+        if segment.withdrawn:
+            segment.withdrawn = False
+            self._order.append(segment)
+
+    def add(self, place: Place, completion: Completion) -> SegmentRecord:
+        """Record what came back of a call; returns the segment that holds it."""
+        segment = place.segment
+        if segment is None or not place.extends:
+            segment = self._replaced(place) or self._open(place)
+        elif len(place.inserted):
+            segment.append(place.inserted)
+        routes, first = completion.routed_experts, max(0, segment.spans[-1].start - 1) if segment.spans else 0
+        segment.append(
+            completion.token_ids,
+            log_probs=completion.log_probs,
+            call=self.calls,
+            versions=completion.versions if len(completion.token_ids) else (),
+            routes=None if routes is None else routes[first:].copy() if first else routes,
+            routes_from=first,
+        )
+        segment.continued = False
+        self.calls += 1
+        return segment
+
+    def _open(self, place: Place) -> SegmentRecord:
+        parent, shared = place.segment, place.length if place.segment else 0
+        segment = SegmentRecord(len(self.segments), place.ids(), place.shown, parent, shared)
+        self.segments.append(segment)
+        self._order.append(segment)
+        return segment
+
+    def _replaced(self, place: Place) -> SegmentRecord | None:
+        """The segment whose last answer is replaced, without it; None where a call went on from that answer meanwhile."""
+        earlier = place.segment
+        if earlier is None or not place.replaces or earlier.continued or earlier.withdrawn:
+            return None
+        if earlier.spans[-1].start != place.length:
+            return None
+        segment = SegmentRecord(
+            len(self.segments), earlier.context, earlier.shown, earlier.parent, earlier.shared
+        )
+        segment.media = earlier.media
+        for span in earlier.spans[:-1]:
+            segment.spans.append(span)
+            segment.length = span.end
+        earlier.withdrawn, earlier.parent, earlier.shared = True, segment, place.length
+        self.segments.append(segment)
+        self._order[self._order.index(earlier)] = segment
+        return segment
