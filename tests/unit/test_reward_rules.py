@@ -369,6 +369,7 @@ def test_a_list_of_one_answer_is_matched_by_that_answer() -> None:
         (lambda s: s.math_reward.compute_score(r"\boxed{72}", "72"), 1.0),
         (lambda s: s.math_batch.compute_score_batched(["", ""], [r"\boxed{1}", "1"], ["1", "1"], [{}, {}]), [1.0, 0.0]),
         (lambda s: s.math_dapo.normalize_final_answer("x = 1,234 dollars"), "1234"),
+        (lambda s: s.math_dapo.normalize_final_answer(r"$1{,}234{,}567$"), "1234567"),
         (lambda s: s.math_dapo.is_correct_minerva("Answer: 7\nAnswer: 8", r"\boxed{8}", gt_need_extract=True), (True, "8")),
         (lambda s: s.math_dapo.is_correct_minerva("8", "8"), (False, "[INVALID]")),
         (lambda s: s.math_dapo.is_correct_strict_box(r"\boxed{8}", "8"), (1, "8")),

@@ -23,7 +23,7 @@ _UNITS = re.compile(
     r"inch(?:es)?|feet|foot|ft|miles?|mph|met(?:er|re)s?|km|cm|mm|kg|grams?|gm|pounds?|hours?|minutes?|seconds?|"
     r"days?|weeks?|months?|years?|students?|people|ways|edges|meals|multiples)(?![a-z])"
 )
-_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))")
 _INLINE = re.compile(r"\$([^$]*)\$")
 
 
