@@ -83,9 +83,9 @@ MUTATIONS = [
     ),
     (
         "tokens the policy did not write",
-        "verl/rollout/manager.py",
-        "                count, mask[at] = count + 1, False",
-        "                count = count + 1",
+        "verl/compat/agent_loop.py",
+        "            parts.append(ids[at : at + 1])",
+        "            parts.append((0, 0, 1))",
         "tests/unit/test_agents.py tests/unit/test_rollout_session.py",
     ),
     (
