@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -280,6 +281,23 @@ def test_an_estimator_with_kwargs_receives_everything_there_is(estimator: Any) -
     assert {"index", "batch", "epsilon", "norm_adv_by_std_in_grpo", "response_mask"} <= seen.keys()
     assert "values" not in seen
     assert batch[2].loss_mask.all()
+
+
+def test_estimators_of_any_callable(estimator: Any) -> None:
+    def keywords(**kwargs):  # type: ignore[no-untyped-def]
+        return kwargs["token_level_rewards"], kwargs["token_level_rewards"]
+
+    @dataclass
+    class Scaled:  # not hashable
+        scale: float
+
+        def __call__(self, token_level_rewards, index):  # type: ignore[no-untyped-def]
+            return token_level_rewards * self.scale, token_level_rewards
+
+    for function, expected in ((keywords, 1.0), (Scaled(3.0), 3.0)):
+        batch = Batch([response("a", [1], 1.0), response("a", [1], 1.0)])
+        compute_advantages(batch, algorithm(adv_estimator=estimator(function)), rollout_n=2)
+        assert batch[0].advantages.tolist() == [expected]
 
 
 def test_what_an_estimator_lacks_or_gets_wrong_is_named(estimator: Any) -> None:

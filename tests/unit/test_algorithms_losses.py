@@ -332,6 +332,23 @@ def test_nothing_to_aggregate_is_zero(mode: str) -> None:
     assert (x.grad == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16])
+def test_masks_of_any_type_count_alike(dtype: torch.dtype) -> None:
+    terms, mask = torch.rand(2, 600), (torch.rand(2, 600) < 0.9).float()
+    for mode in MODES:
+        assert agg_loss(terms, mask.to(dtype), mode) == pytest.approx(
+            agg_loss(terms, mask, mode).item(), rel=1e-2
+        )
+    first, second = (
+        core_algos.compute_policy_loss_gspo(-terms, -terms.flip(1), terms, m)[0]
+        for m in (mask, mask.to(dtype))
+    )
+    assert second.item() == pytest.approx(first.item(), rel=1e-2)
+    assert agg_loss(terms, mask[:, :1].to(dtype), "token-sum") == pytest.approx(
+        agg_loss(terms, mask[:, :1].expand_as(terms), "token-sum").item()
+    )
+
+
 def test_dp_size_multiplies_and_needs_the_counts() -> None:
     x, m = torch.ones(2, 2), torch.ones(2, 2)
     assert agg_loss(x, m, "token-mean", dp_size=4, batch_num_tokens=16).item() == 1.0

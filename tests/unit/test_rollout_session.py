@@ -11,7 +11,7 @@ import pytest
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from tests.tiny import tiny_model
-from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop, loops
 from verl.rollout.manager import RolloutManager, RolloutSettings
 from verl.rollout.record import Outcome
@@ -104,6 +104,36 @@ def test_segments_know_what_they_share(tmp_path) -> None:
         assert branch.context_ids[:-1].tolist() == [*t.prompt.ids, *long.response_ids[:3]]
         assert long.response_mask.tolist() == [True] * 5 + [False] + [True] * 2 and other.length == 2
         assert t.policy_tokens == 11 and (t.rollout_log_probs != 0).sum() == 11
+
+
+def test_equal_answers_keep_their_own_log_probs() -> None:
+    """A second call gives the tokens of the first with other log-probs; the loop returns the second alone."""
+
+    class Verified(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            await self.generate(row["prompt_ids"], sampling_params)
+            done = await self.generate([7, 7], sampling_params)
+            return AgentLoopOutput([7, 7], done.token_ids, [1, 1], done.log_probs)
+
+    class Echoing(RolloutEngine):
+        version = 1
+
+        async def generate(self, prompt_ids, sampling, **options):
+            log_probs = np.full(2, -1.0 if len(prompt_ids) == 2 else -3.0, np.float32)
+            return Completion(np.array([5, 6]), log_probs, "stop", versions=(len(prompt_ids),))
+
+        def abort(self, request_ids=None): ...
+        def load_weights(self, weights, version): ...
+        def sleep(self): ...
+        def wake(self): ...
+
+    loops.register("verified")(Verified)
+    try:
+        (trajectory,) = sample(Echoing(), "verified", n=1)
+    finally:
+        loops._LOOPS.pop("verified")
+    (segment,) = trajectory.segments
+    assert segment.rollout_log_probs.tolist() == [-1, -1] and segment.response_mask.all()
 
 
 def test_no_two_calls_of_a_trajectory_repeat_random_draws(tmp_path) -> None:

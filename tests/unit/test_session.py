@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.scripted_record import ScriptedRecord, written
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.rollout.loop_runner import LoopRunner
+from verl.rollout.record import Place, Record
 from verl.rollout.session import OutOfTokens, Session
 
 TOOLS = [
@@ -481,6 +483,59 @@ def test_generate_records_what_goes_on_and_what_does_not() -> None:
     first, second = written(session)
     assert first.tokens.tolist() == [2, 9, 5, 5, 9] and first.mask.tolist() == [True, True, False, True, True]
     assert second.context.tolist() == [1, 2] and second.tokens.tolist() == [2, 9]
+
+
+def test_a_record_keeps_nothing_of_the_callers_arrays() -> None:
+    async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
+        return Completion(np.array([8, 9]), np.full(2, -1.0, np.float32), "stop")
+
+    session, buffer = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopRunner()), np.arange(9)
+
+    async def go() -> None:
+        await session.generate(buffer[:2])
+        buffer[2:4] = 8, 9
+        await session.generate(buffer[:6])
+        buffer[:] = -5
+
+    asyncio.run(go())
+    (segment,) = written(session)
+    assert segment.context.tolist() == [0, 1] and segment.tokens.tolist() == [8, 9, 4, 5, 8, 9]
+
+
+def test_images_are_the_same_where_they_are_equal_and_no_other_ones() -> None:
+    session = Session(ScriptedRecord(None), SamplingParams(max_tokens=8), LoopRunner())  # type: ignore[arg-type]
+
+    def key(image: Any) -> Any:
+        return session._key({"role": "user", "content": [{"type": "image", "image": image}]})
+
+    keys = [
+        key(Image.new("RGB", (1, 1), (number, 0, 0))) for number in range(50)
+    ]  # each freed before the next
+    assert len(set(keys)) == 50 and key(Image.new("RGB", (1, 1), (7, 0, 0))) == keys[7]
+
+
+def test_a_copy_of_a_record_follows_the_driver_where_calls_cross() -> None:
+    """The process goes on from an answer while the driver has replaced it already."""
+
+    def completion(*ids: int) -> Completion:
+        return Completion(np.array(ids), np.full(len(ids), -1.0, np.float32), "stop")
+
+    driver, copy = Record(), Record()
+    for record in (driver, copy):
+        record.add(record.place(np.array([1, 2])), completion(10))
+    again = [record.place(np.array([1, 2]), repeatable=True) for record in (driver, copy)]
+    further = [Place(record.segments[0], 3, np.array([5])) for record in (driver, copy)]
+    driver.begin(again[0])
+    copy.begin(again[1])
+    copy.begin(further[1])
+    replaced = driver.add(again[0], completion(11))
+    driver.begin(further[0])
+    copy.add(again[1], completion(11), again[0].segment.parent is replaced)
+    for record, place in zip((driver, copy), further, strict=True):
+        record.add(place, completion(12))
+    for record in (driver, copy):
+        assert [s.ids().tolist() for s in record.segments] == [[1, 2, 10, 5, 12], [1, 2, 11]]
+        assert [(s.number, s.start) for s in record.written] == [(1, 2), (0, 2)] and record.replaced == 0
 
 
 def test_a_message_that_does_not_fit_ends_the_dialogue_before_it() -> None:

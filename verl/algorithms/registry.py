@@ -78,7 +78,7 @@ class Registry:
         self.decorator = decorator
         self.functions: dict[str, Algorithm] = {}
         self._own: dict[str, Algorithm] = {}
-        self._declared: dict[Algorithm, Declaration] = {}
+        self._declared: dict[int, tuple[Algorithm, Declaration]] = {}
 
     def register(
         self,
@@ -98,11 +98,12 @@ class Registry:
             taken = self.functions.setdefault(key, function)
             if taken is not function:
                 raise ValueError(
-                    f"{self.kind} {key!r} is already registered by {taken.__module__}.{taken.__qualname__}; "
-                    f"choose another name for {function.__module__}.{function.__qualname__}"
+                    f"{self.kind} {key!r} is already registered by {_name_of(taken)}; "
+                    f"choose another name for {_name_of(function)}"
                 )
-            self._declared[function] = Declaration(frozenset(needs), compares_groups, whole, tuple(keys))
-            if function.__module__.startswith("verl."):
+            declaration = Declaration(frozenset(needs), compares_groups, whole, tuple(keys))
+            self._declared[id(function)] = (function, declaration)
+            if getattr(function, "__module__", "").startswith("verl."):
                 self._own[key] = function
             return function
 
@@ -126,11 +127,15 @@ class Registry:
         """What was said when the function was registered."""
         key = _key(name)
         function = self.functions.get(key) or self._own.get(key)
-        return Declaration() if function is None else self._declared.get(function, Declaration())
+        return self._declared.get(id(function), (function, Declaration()))[1]
 
     def declare(self, function: Algorithm, declaration: Declaration) -> None:
         """Say what holds for a function that is put into the table without a registration."""
-        self._declared.setdefault(function, declaration)
+        self._declared.setdefault(id(function), (function, declaration))
+
+
+def _name_of(function: Algorithm) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
 
 
 def _key(name: Name) -> str:

@@ -40,7 +40,9 @@ class Rows:
         return torch.from_numpy(np.repeat(np.arange(len(self)), self.lengths)).to(self.device)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum over each row, [b], of values [T]."""
+        """Sum over each row, [b], of values [T]; float32 of booleans and of 16 bits, which cannot count far."""
+        if values.dtype in (torch.bool, torch.float16, torch.bfloat16):
+            values = values.float()
         return values.new_zeros(len(self)).index_add(0, self.index, values)
 
     def means(self, values: Tensor, mask: Tensor) -> Tensor:

@@ -298,7 +298,7 @@ def outcome_of(record: Record, outputs: Sequence[AgentLoopOutput], row_images: i
         spans = _sampled_spans(record)
         outcome.excerpts, unrecorded = [], 0
         for (context, ids, mask), output in zip(sequences, outputs, strict=True):
-            parts, unknown = _parts(ids, mask, spans)
+            parts, unknown = _parts(record, context, ids, mask, spans)
             routes = output.routed_experts
             routes = None if routes is None else np.asarray(routes, np.int16)
             outcome.excerpts.append(Excerpt(context, parts, routes))
@@ -344,13 +344,23 @@ def _sampled_spans(record: Record) -> list[tuple[int, int, np.ndarray]]:
 
 
 def _parts(
-    ids: np.ndarray, mask: np.ndarray, spans: list[tuple[int, int, np.ndarray]]
+    record: Record,
+    context: np.ndarray,
+    ids: np.ndarray,
+    mask: np.ndarray,
+    spans: list[tuple[int, int, np.ndarray]],
 ) -> tuple[list[tuple[int, int, int] | np.ndarray], int]:
     """What an output is made of, and how many tokens it marks as the policy's that no call gave.
 
-    Tokens of the policy count as sampled where, in order, they are the beginning of a completion that is not used up yet; those that
-    are used are taken out of `spans`.
+    Tokens of the policy count as sampled where, in order, they are the beginning of a completion that is not used up yet, of equal
+    ones that which was asked for with the tokens before; those that are used are taken out of `spans`.
     """
+    whole = np.concatenate([context, ids])
+
+    def fits(place: int, span: tuple[int, int, np.ndarray]) -> bool:
+        segment = record.segments[span[0]]
+        return np.array_equal(whole[:place], segment.ids(segment.spans[span[1]].start))
+
     parts: list[tuple[int, int, int] | np.ndarray] = []
     unknown = at = 0
     while at < len(ids):
@@ -362,6 +372,9 @@ def _parts(
         run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]
         sizes = [common_prefix(run, completion) for _, _, completion in spans] or [0]
         best = int(np.argmax(sizes))
+        equal = [i for i, size in enumerate(sizes) if size == sizes[best] > 0]
+        if len(equal) > 1:
+            best = next((i for i in equal if fits(len(context) + at, spans[i])), best)
         if sizes[best]:
             segment, number, _ = spans.pop(best)
             parts.append((segment, number, sizes[best]))

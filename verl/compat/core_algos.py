@@ -37,13 +37,14 @@ __all__ = [
 # -- estimators --------------------------------------------------------------------------------------------------
 
 _REWARDS = ("token_level_rewards", "response_mask")
-_PADDED: dict[Algorithm, Callable[..., Any]] = {}
+_PADDED: dict[int, tuple[Algorithm, Callable[..., Any]]] = {}
 
 
 def _padded_estimator(
     estimator: Algorithm, *required: str, **optional: Any
 ) -> Callable[..., estimators.Tensors]:
-    _PADDED[estimator] = function = estimators.padded_form(estimator, *required, **optional)
+    function = estimators.padded_form(estimator, *required, **optional)
+    _PADDED[id(estimator)] = (estimator, function)
     return function
 
 
@@ -87,8 +88,9 @@ compute_optimal_token_baseline_advantage = _padded_estimator(
 
 
 def _padded_loss(loss: Algorithm) -> losses.PaddedLoss:
-    _PADDED[loss] = losses.padded_form(loss)
-    return _PADDED[loss]
+    function: losses.PaddedLoss = losses.padded_form(loss)
+    _PADDED[id(loss)] = (loss, function)
+    return function
 
 
 compute_policy_loss_vanilla = _padded_loss(policy_loss.vanilla)
@@ -110,13 +112,17 @@ compute_policy_loss_kl_cov = _padded_loss(covariance_loss.kl_cov)
 
 def _public(function: Algorithm) -> Algorithm:
     """What a user registered, or the public form of one of ours."""
-    public: Algorithm = getattr(function, "public", None) or _PADDED.get(function, function)
+    public: Algorithm = (
+        getattr(function, "public", None) or _PADDED.get(id(function), (function, function))[1]
+    )
     return public
 
 
 def _flat(function: Algorithm, flat_form: Callable[[Algorithm], Algorithm]) -> Algorithm:
     """What the core calls: the one of ours that has this public form, or the user's function behind `flat_form`."""
-    return next((flat for flat, public in _PADDED.items() if public is function), None) or flat_form(function)
+    return next((flat for flat, public in _PADDED.values() if public is function), None) or flat_form(
+        function
+    )
 
 
 class _Table(MutableMapping[str, Algorithm]):

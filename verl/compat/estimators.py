@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,24 @@ import torch
 
 from verl.algorithms.advantage import EPSILON, Arrays, Estimator, EstimatorInputs, Result
 from verl.algorithms.registry import Algorithm, Declaration
+from verl.compat.losses import once, takes_inputs
 from verl.config.schema.base import setting
 from verl.data_proto import DataProto
 from verl.trajectory import COLUMNS, Batch
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 COLUMN_OF = {column.public: name for name, column in COLUMNS.items() if column.public}
+_SETTINGS = {
+    "index",
+    "config",
+    "epsilon",
+    "norm_adv_by_std_in_grpo",
+    "gamma",
+    "lam",
+    "non_tensor_batch",
+    "batch",
+}
+_PUBLIC_NAMES = {*COLUMN_OF, *_SETTINGS, "reward_baselines"}
 _OFFERED_APART = {"response_ids", "token_rewards", "advantages", "returns"}
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -115,19 +127,19 @@ def declaration(function: Algorithm) -> Declaration:
     return Declaration(frozenset(columns), compares_groups="index" in inspect.signature(function).parameters)
 
 
-@cache
+@once
 def flat_form(function: Algorithm) -> Estimator:
     """An estimator that a user registers, as a function of `EstimatorInputs`: one of a single argument that names no column as it
     is, any other with the padded tensors that it names."""
-    parameters = list(inspect.signature(function).parameters)
-    if len(parameters) == 1 and parameters[0] not in COLUMN_OF:
+    if takes_inputs(function, _PUBLIC_NAMES):
         return function
 
     def call(inputs: EstimatorInputs) -> Result:
         assert inputs.batch is not None
         return _on_batch(function, inputs.batch, inputs.config, inputs.baselines)
 
-    call.__module__, call.__qualname__ = function.__module__, getattr(function, "__qualname__", "estimator")
+    call.__module__ = getattr(function, "__module__", __name__)
+    call.__qualname__ = getattr(function, "__qualname__", "estimator")
     call.public = function  # type: ignore[attr-defined]
     return call
 

@@ -6,9 +6,9 @@ a function of LossInputs ─ padded_form ─→ the public signature, for users 
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -36,7 +36,25 @@ def pad(rows: Rows, values: Tensor) -> Tensor:
     return out.index_copy(0, where, values).view(len(rows), rows.width, *values.shape[1:])
 
 
-@cache
+def takes_inputs(function: Callable[..., Any], public: Collection[str] = ()) -> bool:
+    """True for a function of one argument, whose name is not one of the public signature's."""
+    parameters = list(inspect.signature(function).parameters.values())
+    collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return len(parameters) == 1 and parameters[0].kind not in collecting and parameters[0].name not in public
+
+
+def once(form: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorator: the same result for the same function, which need not be hashable."""
+    results: dict[int, tuple[Any, Any]] = {}
+
+    @functools.wraps(form)
+    def call(function: Any) -> Any:
+        return results.setdefault(id(function), (function, form(function)))[1]
+
+    return call
+
+
+@once
 def padded_form(loss: FlatLoss) -> PaddedLoss:
     """A loss of `LossInputs` under the public signature; `response_mask` [b, L] is the loss mask."""
 
@@ -50,6 +68,7 @@ def padded_form(loss: FlatLoss) -> PaddedLoss:
         rollout_is_weights: Tensor | None = None,
     ) -> PolicyLoss:
         mask = response_mask.flatten()
+        mask = mask if mask.is_floating_point() else mask.to(log_prob.dtype)
         inputs = LossInputs(
             log_probs=log_prob.flatten(),
             old_log_probs=old_log_prob.flatten(),
@@ -68,10 +87,10 @@ def padded_form(loss: FlatLoss) -> PaddedLoss:
     return call
 
 
-@cache
+@once
 def flat_form(function: PaddedLoss) -> FlatLoss:
     """A loss that a user registers, as a function of `LossInputs`: one of a single argument as it is, any other with padded tensors."""
-    if len(inspect.signature(function).parameters) == 1:
+    if takes_inputs(function):
         return function
 
     def call(inputs: LossInputs) -> PolicyLoss:
@@ -86,7 +105,8 @@ def flat_form(function: PaddedLoss) -> FlatLoss:
             rollout_is_weights=None if weights is None else pad(inputs.rows, weights),
         )
 
-    call.__module__, call.__qualname__ = function.__module__, getattr(function, "__qualname__", "loss")
+    call.__module__ = getattr(function, "__module__", __name__)
+    call.__qualname__ = getattr(function, "__qualname__", "loss")
     call.public = function  # type: ignore[attr-defined]
     return call
 
@@ -103,7 +123,8 @@ def agg_loss(
 ) -> Tensor:
     """`verl.algorithms.tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor H is L."""
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, trajectory_tokens)
-    return aggregate(loss_mat.flatten(), loss_mask.flatten(), rows_of(loss_mat), loss_agg_mode, *counts)
+    terms, mask = torch.broadcast_tensors(torch.atleast_2d(loss_mat), torch.atleast_2d(loss_mask))
+    return aggregate(terms.flatten(), mask.flatten(), rows_of(terms), loss_agg_mode, *counts)
 
 
 def compute_value_loss(

@@ -20,6 +20,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,10 @@ class LoopProcesses:
         if run is None:  # cancelled meanwhile
             return
         if "call" in message:
-            call = asyncio.ensure_future(self._call(process, run, message))
+            place = run.place(message)
+            run.record.begin(place)  # now: in the order in which the process began its calls
+            call = asyncio.ensure_future(self._call(process, run, place, message))
+            call.add_done_callback(partial(self._give_up, process, message["call"]))
             run.calls[message["call"]] = call
         elif "drop" in message:
             run.calls[message["drop"]].cancel()
@@ -204,15 +208,20 @@ class LoopProcesses:
             run.outcome.set_result(Outcome(**message["outcome"], excerpts=listed))
 
     @staticmethod
-    async def _call(process: _LoopProcess, run: _Run, message: dict[str, Any]) -> None:
+    def _give_up(process: _LoopProcess, number: int, call: asyncio.Task[None]) -> None:
+        """Answer a call that was cancelled: the process waits for it."""
+        if call.cancelled() and not process.writer.is_closing():
+            process.writer.write(encode({"call": number, "error": "the call was given up"}))
+
+    @staticmethod
+    async def _call(process: _LoopProcess, run: _Run, place: Place, message: dict[str, Any]) -> None:
         result: dict[str, Any] = {"call": message["call"]}
         try:
             sampling = SamplingParams(**message["sampling"])
-            completion, _ = await run.record.call(run.place(message), sampling)
+            completion, segment = await run.record.call(place, sampling)
+            result["replaced"] = place.segment is not None and place.segment.parent is segment
             # Expert routes stay here, in the record: they are larger than all the rest.
             result["completion"] = asdict(replace(completion, routed_experts=None))
-        except asyncio.CancelledError:
-            result["error"] = "the call was given up"
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 run.fail(error)
@@ -344,6 +353,6 @@ class _Child:
             return
         # Recorded here and now, in the order in which the driver recorded its completions, so that segments have its numbers.
         completion = Completion(**message["completion"])
-        segment = record.add(place, completion)
+        segment = record.add(place, completion, message["replaced"])
         if not future.done():
             future.set_result((completion, segment))

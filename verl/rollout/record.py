@@ -9,6 +9,7 @@ the same steps, so that a call says where its tokens go (`Place`) instead of sen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,21 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     size = min(len(a), len(b))
     equal = a[:size] == b[:size]
     return size if equal.all() else int(np.argmin(equal))
+
+
+def merged_routes(parts: Sequence[tuple[int, np.ndarray]], length: int) -> np.ndarray | None:
+    """Of each of `length` tokens the experts by the first part, (first token, int16 [tokens, layers, k]), that knows them,
+    UNKNOWN_EXPERT where none does: int16 [length, layers, k]. None without parts."""
+    if not parts:
+        return None
+    routes = np.full((length, *parts[0][1].shape[1:]), UNKNOWN_EXPERT, np.int16)
+    unknown = np.ones(length, bool)
+    for start, values in parts:
+        values = values[: max(0, length - start)]
+        new = unknown[start : start + len(values)] & (values != UNKNOWN_EXPERT).any((1, 2))
+        routes[start : start + len(values)][new] = values[new]
+        unknown[start : start + len(values)][new] = False
+    return routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +159,7 @@ class SegmentRecord:
             for span in segment.spans
             if span.routes is not None
         ]
-        if not parts:
-            return None
-        routes = np.full((length, *parts[0][1].shape[1:]), UNKNOWN_EXPERT, np.int16)
-        unknown = np.ones(length, bool)
-        for start, values in parts:
-            new = unknown[start : start + len(values)]
-            routes[start : start + len(values)][new] = values[new]
-            new[:] = False
-        return routes
+        return merged_routes(parts, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +256,14 @@ class Record:
         segments = [segment for segment in reversed(self.segments) if segment.shown == shown]
         for segment in segments:
             if segment.length <= len(ids) and np.array_equal(ids[: segment.length], segment.ids()):
-                return Place(segment, segment.length, ids[segment.length :], shown)
+                return Place(segment, segment.length, ids[segment.length :].copy(), shown)
         for segment in segments if repeatable else ():
             start = segment.spans[-1].start
             if not (segment.continued or segment.withdrawn) and np.array_equal(ids, segment.ids(start)):
                 return Place(segment, start, NO_IDS, shown, replaces=True)
         shared, number = max(((common_prefix(ids, s.ids()), s.number) for s in segments), default=(0, 0))
-        return Place(self.segments[number] if shared else None, shared, ids[shared:], shown)
+        # Copies: a slice would keep the caller's whole array, and change with it.
+        return Place(self.segments[number] if shared else None, shared, ids[shared:].copy(), shown)
 
     def begin(self, place: Place) -> None:
         """A call is made: a segment that it goes on from counts, also where its answer was replaced."""
@@ -270,11 +279,15 @@ class Record:
             segment.withdrawn = False
             self._order.append(segment)
 
-    def add(self, place: Place, completion: Completion) -> SegmentRecord:
-        """Record what came back of a call; returns the segment that holds it."""
+    def add(self, place: Place, completion: Completion, replaced: bool | None = None) -> SegmentRecord:
+        """Record what came back of a call; returns the segment that holds it. replaced: whether it takes the place of an earlier
+        answer, as another record of the trajectory says; None: as this one finds."""
         segment = place.segment
         if segment is None or not place.extends:
-            segment = self._replaced(place) or self._open(place)
+            if self._may_replace(place) if replaced is None else replaced:
+                segment = self._replace(place)
+            else:
+                segment = self._open(place)
         elif len(place.inserted):
             segment.append(place.inserted)
         routes, first = completion.routed_experts, max(0, segment.spans[-1].start - 1) if segment.spans else 0
@@ -292,18 +305,25 @@ class Record:
 
     def _open(self, place: Place) -> SegmentRecord:
         parent, shared = place.segment, place.length if place.segment else 0
-        segment = SegmentRecord(len(self.segments), place.ids(), place.shown, parent, shared)
+        ids = place.ids()
+        if parent is not None and not len(place.inserted):
+            ids = ids.copy()  # not a view of the parent's buffer
+        segment = SegmentRecord(len(self.segments), ids, place.shown, parent, shared)
         self.segments.append(segment)
         self._order.append(segment)
         return segment
 
-    def _replaced(self, place: Place) -> SegmentRecord | None:
-        """The segment whose last answer is replaced, without it; None where a call went on from that answer meanwhile."""
+    def _may_replace(self, place: Place) -> bool:
+        """True if no call went on from the answer that the place asks for again."""
         earlier = place.segment
         if earlier is None or not place.replaces or earlier.continued or earlier.withdrawn:
-            return None
-        if earlier.spans[-1].start != place.length:
-            return None
+            return False
+        return earlier.spans[-1].start == place.length
+
+    def _replace(self, place: Place) -> SegmentRecord:
+        """The segment whose last answer is replaced, without it. The answer is withdrawn, unless a call went on from it."""
+        earlier = place.segment
+        assert earlier is not None
         segment = SegmentRecord(
             len(self.segments), earlier.context, earlier.shown, earlier.parent, earlier.shared
         )
@@ -314,4 +334,6 @@ class Record:
         earlier.withdrawn, earlier.parent, earlier.shared = True, segment, place.length
         self.segments.append(segment)
         self._order[self._order.index(earlier)] = segment
+        if earlier.continued:
+            self._continue(earlier)
         return segment

@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, first_routes
-from verl.rollout.record import NO_IDS, Excerpt, Place, Record, SegmentRecord, common_prefix
+from verl.rollout.record import (
+    NO_IDS,
+    Excerpt,
+    Place,
+    Record,
+    SegmentRecord,
+    common_prefix,
+    merged_routes,
+)
 from verl.trajectory import Media, Prompt, Segment
 
 Images = Sequence[Media]
@@ -152,7 +160,7 @@ class TrajectoryRecord(Record):
         context, response = self._context(excerpt.context), np.concatenate(ids)
         whole = np.concatenate([context, response])
         near = max(self.segments, key=lambda s: common_prefix(whole, s.ids()), default=None)
-        within = near is not None and np.array_equal(context, near.context)
+        within = near is not None and common_prefix(context, near.context) == len(near.context)
         segment = Segment(
             context,
             response,
@@ -162,10 +170,8 @@ class TrajectoryRecord(Record):
             rollout_log_probs=np.concatenate(log_probs),
         )
         routes = [s.routes(common_prefix(whole, s.ids())) for s in self.segments]
-        recorded = [r for r in (excerpt.routes, *routes) if r is not None]
-        _put_routes(
-            segment, first_routes(recorded[:1] if excerpt.routes is not None else recorded, len(whole))
-        )
+        parts = [excerpt.routes] if excerpt.routes is not None else [r for r in routes if r is not None]
+        _put_routes(segment, merged_routes([(0, part) for part in parts], len(whole)))
         return segment
 
 

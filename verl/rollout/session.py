@@ -89,6 +89,7 @@ class Session:
         self._dialogues: dict[int, _Dialogue] = {}
         self._opening: tuple[list[Message], list[Any], np.ndarray] | None = None
         self._call_ids: set[str] = set()
+        self._images: list[Any] = []
         self._url: str | None = None
         self.latest: SegmentRecord | None = None
         self.full = False
@@ -144,7 +145,7 @@ class Session:
             raise ValueError(f"session.chat takes {', '.join(_OWN)}; the run sets {', '.join(wrong)}")
         asked = time.monotonic()
         dialogue = [_normal(message) for message in messages]
-        hashes = _hashes(dialogue)
+        hashes = self._hashes(dialogue)
         place = self._prompt(dialogue, hashes, tools)
         completion, segment = await self._call(place, self.fitting(place, sampling))
         stop = sampling.get("stop") if self._url is not None else None
@@ -153,7 +154,7 @@ class Session:
         if self.messages[:-1] == (before := without_images(dialogue)) and self._url is not None:
             del self.turns[-1:]  # the request is repeated
         self.messages = [*before, reply.message]
-        after = hash((hashes[-1], _key(reply.message)))
+        after = hash((hashes[-1], self._key(reply.message)))
         self._dialogues[after] = _Dialogue(len(dialogue) + 1, reply.message, segment, segment.length, last)
         taken = {"at": asked - self._began, "seconds": time.monotonic() - asked}
         self.turns.append({name: round(value, 4) for name, value in taken.items()})
@@ -196,6 +197,38 @@ class Session:
             http_sessions.close_session(self._url)
             self._url = None
 
+    def _hashes(self, messages: Sequence[Message]) -> list[int]:
+        """Of each message a hash of the dialogue up to it: the same for the same dialogue, whoever wrote it down."""
+        hashes, before = list[int](), 0
+        for message in messages:
+            before = hash((before, self._key(message)))
+            hashes.append(before)
+        return hashes
+
+    def _key(self, message: Message) -> tuple[Any, ...]:
+        """What makes two messages the same: role, text, images, calls."""
+        calls = (call["function"] for call in message.get("tool_calls") or ())
+        return (
+            message["role"],
+            _text(message.get("content")),
+            message.get("tool_call_id"),
+            *(self._image_key(part["image"]) for part in images_of(message)),
+            *(
+                (call["name"], json.dumps(call.get("arguments"), sort_keys=True, default=str))
+                for call in calls
+            ),
+        )
+
+    def _image_key(self, image: Any) -> int | str:
+        """The same for equal images; the session holds on to them, so that no other one takes their place in memory."""
+        if isinstance(image, str):
+            return image
+        for number, earlier in enumerate(self._images):
+            if earlier is image or (type(earlier) is type(image) and np.all(earlier == image)):
+                return number
+        self._images.append(image)
+        return len(self._images) - 1
+
     def _prompt(self, messages: Sequence[Message], hashes: list[int], tools: Any) -> Place:
         """Where the dialogue's next turn goes: behind the longest dialogue of this session that the messages go on from, if there
         is a boundary; else the whole dialogue is rendered."""
@@ -212,7 +245,7 @@ class Session:
                     return place
         if self._opening is not None:
             opening, offered, ids = self._opening
-            if offered == list(tools or ()) and _hashes(opening) == hashes:
+            if offered == list(tools or ()) and self._hashes(opening) == hashes:
                 return replace(self.place(ids), follows=followed)
         return replace(self.place(*boundaries.whole(messages, tools)), follows=followed)
 
@@ -252,28 +285,6 @@ class Session:
             call_id, number = f"{stem}{number}", number + 1
         self._call_ids.add(call_id)
         return call_id
-
-
-def _hashes(messages: Sequence[Message]) -> list[int]:
-    """Of each message a hash of the dialogue up to it: the same for the same dialogue, whoever wrote it down."""
-    hashes, before = list[int](), 0
-    for message in messages:
-        before = hash((before, _key(message)))
-        hashes.append(before)
-    return hashes
-
-
-def _key(message: Message) -> tuple[Any, ...]:
-    """What makes two messages the same: role, text, images, calls."""
-    images = (part["image"] for part in images_of(message))
-    calls = (call["function"] for call in message.get("tool_calls") or ())
-    return (
-        message["role"],
-        _text(message.get("content")),
-        message.get("tool_call_id"),
-        *(image if isinstance(image, str) else id(image) for image in images),
-        *((call["name"], json.dumps(call.get("arguments"), sort_keys=True, default=str)) for call in calls),
-    )
 
 
 def _text(content: Any) -> str:
