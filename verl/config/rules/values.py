@@ -99,9 +99,9 @@ def _unread(c: Check) -> None:
         where += ["one device", "one process"] if CAPABILITIES[engine].in_place_weights else ["one device"]
     unread = {glob: reason for when in where for glob, reason in names.UNREAD.get(when, {}).items()}
     unread_keys: dict[str, list[str]] = {}
-    for path, known in c.keys.items():
+    for path, field in c.keys.items():
         value = c.cfg.select(path)
-        if not c.was_set(path) or value == known.default():
+        if not c.was_set(path) or value == field.default():
             continue
         if path.startswith(c.rollout_key) and not CAPABILITIES[engine].released:
             continue
