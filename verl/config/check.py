@@ -11,8 +11,8 @@ from verl.config.schema.base import Root
 def check(cfg: Root) -> CheckReport:
     """All problems and notices of a configuration, and its plan of batches.
 
-    Reads the model's config.json, the data files' schema, reward columns and first rows, /dev and the environment. Loads nothing,
-    fetches nothing.
+    Reads the model's config.json, the data files' schema, reward columns and first rows, /dev and the environment.
+    Loads nothing, fetches nothing.
     """
     c = Check(cfg)
     for rules in (values, algorithm, scoring, lora, sizes, machine, profiling, data, silent):

@@ -19,24 +19,24 @@ _NAME_BYTES, _PATH_BYTES = 255, 4096  # of Linux
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number"}
 
 
-def coerce(value: Value, known: Field) -> Any:
+def coerce(value: Value, field: Field) -> Any:
     """The value in the key's type. Raises GrammarError."""
     data = value.data
-    if data is None or (isinstance(data, str) and data in NULLS and known.nullable):
-        if known.nullable:
+    if data is None or (isinstance(data, str) and data in NULLS and field.nullable):
+        if field.nullable:
             return None
-        if known.is_map:
+        if field.is_map:
             return Map()
-        raise GrammarError(f"may not be null; expected {type_name(known)}")
-    if known.is_map:
+        raise GrammarError(f"may not be null; expected {type_name(field)}")
+    if field.is_map:
         return _mapping(value)
-    if typing.get_origin(known.type) is list:
-        item = typing.get_args(known.type)[0]
-        return [_scalar(v, item, known, str(v)) for v in _as_list(value)]
+    if typing.get_origin(field.type) is list:
+        item = typing.get_args(field.type)[0]
+        return [_scalar(v, item, field, str(v)) for v in _as_list(value)]
     _refuse_sweep(value)
-    if isinstance(known.type, tuple):
-        return _either(value, known)
-    return _scalar(data, known.type, known, data if isinstance(data, str) else value.text)
+    if isinstance(field.type, tuple):
+        return _either(value, field)
+    return _scalar(data, field.type, field, data if isinstance(data, str) else value.text)
 
 
 def free(value: Value) -> Any:
@@ -47,8 +47,8 @@ def free(value: Value) -> Any:
 
 def _refuse_sweep(value: Value) -> None:
     if value.sweep:
-        how = f"""quote it twice, "key='{value.text}'", or use brackets for a list (no sweeps here)"""
-        raise GrammarError(f"{value.text!r} has a comma; {how}")
+        advice = f"""quote it twice, "key='{value.text}'", or use brackets for a list (no sweeps here)"""
+        raise GrammarError(f"{value.text!r} has a comma; {advice}")
 
 
 def _as_list(value: Value) -> list[Any]:
@@ -77,30 +77,30 @@ def _mapping(value: Value) -> Map:
     return Map.of(data)
 
 
-def _either(value: Value, known: Field) -> Any:
-    for kind in known.type:
+def _either(value: Value, field: Field) -> Any:
+    for kind in field.type:
         if kind is float and "_" in value.text:
             continue
         try:
-            return _scalar(value.data, kind, known, value.text)
+            return _scalar(value.data, kind, field, value.text)
         except GrammarError:
             continue
-    raise GrammarError(f"expected {type_name(known)}, got {value.text!r}")
+    raise GrammarError(f"expected {type_name(field)}, got {value.text!r}")
 
 
-def _scalar(data: Any, kind: Any, known: Field, text: str) -> Any:
+def _scalar(data: Any, kind: Any, field: Field, text: str) -> Any:
     if isinstance(data, (list, tuple, dict)):
         shape = "a mapping" if isinstance(data, dict) else f"a list of {len(data)}"
-        raise GrammarError(f"expected {type_name(known)}, got {shape}")
+        raise GrammarError(f"expected {type_name(field)}, got {shape}")
     if kind in _KINDS:
-        found = _boolean(data) if kind is bool else _number(data, kind)
-        if found is None:
+        number = _boolean(data) if kind is bool else _number(data, kind)
+        if number is None:
             raise GrammarError(f"expected {_KINDS[kind]}, got {text!r}")
-        return found
+        return number
     if data is None:
-        raise GrammarError(f"expected {type_name(known)}, got null")
-    written = data if isinstance(data, str) else text
-    return expand(written) if hasattr(kind, "__metadata__") else written
+        raise GrammarError(f"expected {type_name(field)}, got null")
+    text_value = data if isinstance(data, str) else text
+    return expand(text_value) if hasattr(kind, "__metadata__") else text_value
 
 
 def _boolean(data: Any) -> bool | None:

@@ -36,22 +36,22 @@ def split_arguments(argv: Sequence[str]) -> argparse.Namespace:
     Raises ConfigError for an option that does not exist.
     """
     try:
-        found, rest = _parser().parse_known_args(argv)
+        namespace, remaining = _parser().parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError([Problem(error.argument_name or "", error.message)]) from None
-    found.overrides = [argument for argument in rest if not argument.startswith("-")]
-    unknown = [argument.partition("=")[0] for argument in rest if argument.startswith("-")]
+    namespace.overrides = [argument for argument in remaining if not argument.startswith("-")]
+    unknown = [argument.partition("=")[0] for argument in remaining if argument.startswith("-")]
     options = "--cfg, --check, --config-dir, --config-name, --config-path, --help; keys are set as key=value"
     problems = [Problem(option, f"no such option; options: {options}") for option in unknown]
-    if found.multirun:
+    if namespace.multirun:
         problems.append(Problem("--multirun", "sweeps are not supported; start one run per set of overrides"))
     if problems:
         raise ConfigError(problems)
-    return found
+    return namespace
 
 
 def load(argv: Sequence[str], entry: str = "ppo") -> Any:
-    """The configuration an argument list describes: Config, SFTConfig, EvalConfig or GenerationConfig, by the entry point.
+    """The configuration of an argument list: Config, SFTConfig, EvalConfig or GenerationConfig, by the entry point.
 
     Raises ConfigError with every problem of grammar, type and spelling.
     """
@@ -65,12 +65,12 @@ def build(arguments: argparse.Namespace, entry: str) -> Root:
     and not at the machine: `verl.config.check` does.
     """
     try:
-        folders = [Path(expand(given)) for given in (arguments.config_path, arguments.config_dir) if given]
+        folders = [Path(expand(path)) for path in (arguments.config_path, arguments.config_dir) if path]
     except GrammarError as error:
         raise ConfigError([Problem("--config-path", str(error))]) from None
     # `config` is the public system's own folder, whose files are built in here.
-    own = [folder for folder in folders if not folder.is_absolute() and folder.name == "config"]
-    if absent := [str(folder) for folder in folders if folder not in own and not folder.is_dir()]:
+    built_in = [folder for folder in folders if not folder.is_absolute() and folder.name == "config"]
+    if absent := [str(folder) for folder in folders if folder not in built_in and not folder.is_dir()]:
         raise ConfigError([Problem("--config-path", f"no such directory: {', '.join(absent)}")])
     resolver = Resolver(entry)
     for layer in read(arguments.config_name, folders or [Path()], entry):
@@ -126,13 +126,13 @@ def _checked(cfg: Root, options: argparse.Namespace) -> None:
 
 def _verdict(report: CheckReport) -> str:
     """What --check prints: the plan and the verdict."""
-    ours, theirs = len(report.of("configuration")), len(report.of("machine"))
+    problems, missing = len(report.of("configuration")), len(report.of("machine"))
     verdict = "check: ok"
-    if ours:
-        verdict = f"check: the configuration has {counted(ours, 'problem')}"
-    elif theirs:
-        verdict = f"check: the configuration is right; this machine lacks {counted(theirs, 'thing')}"
-    plan = ["plan:", *(f"  {line}" for line in report.plan)] if report.plan and not ours else []
+    if problems:
+        verdict = f"check: the configuration has {counted(problems, 'problem')}"
+    elif missing:
+        verdict = f"check: the configuration is right; this machine lacks {counted(missing, 'thing')}"
+    plan = ["plan:", *(f"  {line}" for line in report.plan)] if report.plan and not problems else []
     return "\n".join([*plan, verdict])
 
 

@@ -37,9 +37,9 @@ class Devices:
 
 def find() -> Devices:
     """Look at /dev and /proc, and at which devices the environment leaves visible."""
-    found = len(_nodes("nvidia")) or len(_proc_gpus()) or len(_amd_gpus())
+    gpus = len(_nodes("nvidia")) or len(_proc_gpus()) or len(_amd_gpus())
     # Windows lends its GPUs to Linux through one node, which does not say how many they are.
-    cuda = _visible("cuda", found or int(_DXG.exists()))
+    cuda = _visible("cuda", gpus or int(_DXG.exists()))
     npu = _visible("npu", len(_nodes("davinci")))
     return Devices(cuda, npu, torch_build() != "cpu")
 
@@ -54,19 +54,19 @@ def _proc_gpus() -> list[str]:
 
 def _amd_gpus() -> list[Path]:
     """Nodes of the kernel's compute driver that are no processors."""
-    found = []
+    nodes = []
     for node in _KFD.glob("*/gpu_id"):
         try:
-            found += [node] if int(node.read_text()) else []
+            nodes += [node] if int(node.read_text()) else []
         except (OSError, ValueError):
             continue
-    return found
+    return nodes
 
 
-def _visible(kind: str, found: int) -> int:
-    listed = os.environ.get(VISIBLE_DEVICES[kind])
-    names = [] if listed is None else [n for n in listed.split(",") if n.strip() not in ("", "-1")]
-    return found if listed is None else min(found, len(names))
+def _visible(kind: str, count: int) -> int:
+    visible = os.environ.get(VISIBLE_DEVICES[kind])
+    names = [] if visible is None else [n for n in visible.split(",") if n.strip() not in ("", "-1")]
+    return count if visible is None else min(count, len(names))
 
 
 def ranks(config: Any) -> int:

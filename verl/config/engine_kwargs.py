@@ -12,9 +12,9 @@ from verl.config.rollout_engines import float_name
 KEY = "rollout.engine_kwargs.vllm"
 
 _SAME = (
-    "data_parallel_size gpu_memory_utilization dtype max_model_len max_num_seqs max_num_batched_tokens seed enforce_eager "
-    "enable_chunked_prefill enable_prefix_caching cudagraph_capture_sizes load_format logprobs_mode quantization "
-    "scheduling_policy disable_log_stats skip_tokenizer_init"
+    "data_parallel_size gpu_memory_utilization dtype max_model_len max_num_seqs max_num_batched_tokens seed "
+    "enforce_eager enable_chunked_prefill enable_prefix_caching cudagraph_capture_sizes load_format logprobs_mode "
+    "quantization scheduling_policy disable_log_stats skip_tokenizer_init"
 )
 OURS: dict[str, str] = {
     "tensor_parallel_size": "tensor_model_parallel_size",
@@ -61,16 +61,16 @@ class Translated:
 
 
 def translate(
-    given: Mapping[str, Any], known: Collection[str], rollout: Mapping[str, Any], *, text_only: bool
+    arguments: Mapping[str, Any], accepted: Collection[str], rollout: Mapping[str, Any], *, text_only: bool
 ) -> Translated:
     """Turn engine_kwargs.vllm into arguments of the installed vLLM.
 
-    known: its argument names (empty: unknown, nothing is refused for its name). rollout: the values of `rollout.*` keys
-    by their name there; a key of OURS that differs from them is refused. text_only: the model sees no images.
+    accepted: its argument names (empty: unknown, nothing is refused for its name). rollout: the values of `rollout.*`
+    keys by name; an argument of OURS with another value is refused. text_only: the model sees no images.
     """
     out = Translated()
-    for name, value in given.items():
-        key, ours = f"{KEY}.{name}", OURS.get(name, "")
+    for name, value in arguments.items():
+        key, rollout_key = f"{KEY}.{name}", OURS.get(name, "")
         if value is None:
             continue
         if name in DROPPED:
@@ -79,11 +79,13 @@ def translate(
             out.notices.append(f"dropped for a model that sees no images: {key}")
         elif name in FIXED:
             out.problems.append((f"{key}={value}", f"{FIXED[name]}; remove this key"))
-        elif ours:
-            if ours in rollout and not _same(value, rollout[ours]):
-                message = f"rollout.{ours}={rollout[ours]} sets it; set rollout.{ours} instead"
+        elif rollout_key:
+            if rollout_key in rollout and not _same(value, rollout[rollout_key]):
+                message = (
+                    f"rollout.{rollout_key}={rollout[rollout_key]} sets it; set rollout.{rollout_key} instead"
+                )
                 out.problems.append((f"{key}={value}", message))
-        elif name in known or not known:
+        elif name in accepted or not accepted:
             out.arguments[name] = value
         elif name == "disable_mm_preprocessor_cache":
             if value:
@@ -93,7 +95,7 @@ def translate(
             out.arguments["cudagraph_capture_sizes"] = value if isinstance(value, list) else [value]
             out.notices.append(f"renamed: {key} is cudagraph_capture_sizes (rollout.cudagraph_capture_sizes)")
         else:
-            out.problems.append((key, f"the installed vLLM has no such argument{nearest(name, known)}"))
+            out.problems.append((key, f"the installed vLLM has no such argument{nearest(name, accepted)}"))
     return out
 
 

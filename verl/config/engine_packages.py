@@ -1,4 +1,4 @@
-"""What installed packages have, found without importing them: a sampling engine's version and arguments, the names in a module."""
+"""Facts of installed packages, without importing them: a sampling engine's version and arguments, a module's names."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def check_vllm() -> str:
 
 
 def check_vllm_images() -> None:
-    """EnginePackageError where vLLM could not serve a model that sees images: it reads such a model's processor, whose part for
-    videos imports torchvision."""
+    """EnginePackageError where vLLM could not serve a model that sees images.
+
+    vLLM loads such a model's processor, whose part for videos imports torchvision.
+    """
     if importlib.util.find_spec("torchvision") is None:
         raise EnginePackageError(f"vLLM reads images with {NO_TORCHVISION}, or set rollout.name=native")
 
@@ -76,14 +78,14 @@ def names_in(module: str) -> set[str] | None:
         for part in inner:
             spec = spec and PathFinder.find_spec(part, spec.submodule_search_locations or [])
         source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
-        found = bound_names(ast.parse(source))
+        names = bound_names(ast.parse(source))
     except (ImportError, ValueError, OSError, SyntaxError):
         return None
-    return None if {"*", "__getattr__"} & found else found
+    return None if {"*", "__getattr__"} & names else names
 
 
 def bound_names(tree: ast.Module) -> set[str]:
-    """Names that a module may bind, by a definition, an assignment or an import, nested ones too; "*" if it imports all of another."""
+    """Names that a module may bind by a definition, an assignment or an import, nested ones too; "*" for `import *`."""
     nodes = list(ast.walk(tree))
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return stored | {getattr(node, "asname", None) or getattr(node, "name", None) or "" for node in nodes}

@@ -46,7 +46,7 @@ class Field:
 
 
 class Limits(NamedTuple):
-    """The range of a number: inclusive `low` and `high`, exclusive `above`; `also` and, with `inf`, infinity lie in it too."""
+    """The range of a number: inclusive `low` and `high`, exclusive `above`, the value `also`, infinity if `inf`."""
 
     low: float
     high: float
@@ -61,10 +61,10 @@ class Limits(NamedTuple):
         return self.low <= number <= self.high and number > self.above
 
 
-def limits_of(known: Field, kind: type) -> Limits:
+def limits_of(field: Field, kind: type) -> Limits:
     """The range declared for a key, within that of any int (−1, which often means off, to 10^12) or float (±10^9)."""
     low, high = (-1, 10**12) if kind is int else (-(10**9), 10**9)
-    about = known.about
+    about = field.about
     above = about.get("above", -math.inf)
     low = about.get("low", min(low, about["high"]) if "high" in about else low)
     return Limits(low, about.get("high", high), above, about.get("also"), bool(about.get("inf")))
@@ -96,29 +96,29 @@ class Place(NamedTuple):
 
 def locate(cls: type[Group], path: str) -> Place | None:
     """What a dotted path leads to, or None if the schema has no such key."""
-    name, _, rest = path.partition(".")
-    known = fields_of(cls).get(name)
-    if known is None or (rest and known.group is None and not known.is_map):
+    name, _, remainder = path.partition(".")
+    field = fields_of(cls).get(name)
+    if field is None or (remainder and field.group is None and not field.is_map):
         return None
-    if rest and known.group is not None:
-        return locate(known.group, rest)
-    return Place(known, bool(rest))
+    if remainder and field.group is not None:
+        return locate(field.group, remainder)
+    return Place(field, bool(remainder))
 
 
 @functools.cache
 def leaves(cls: type[Group]) -> dict[str, Field]:
     """All keys of an entry point, or of a group, that are not groups, by dotted path."""
-    found: dict[str, Field] = {}
-    for name, known in fields_of(cls).items():
-        inner = {"": known} if known.group is None else leaves(known.group)
-        found |= {f"{name}.{path}".rstrip("."): field for path, field in inner.items()}
-    return found
+    keys: dict[str, Field] = {}
+    for name, field in fields_of(cls).items():
+        inner = {"": field} if field.group is None else leaves(field.group)
+        keys |= {f"{name}.{path}".rstrip("."): leaf for path, leaf in inner.items()}
+    return keys
 
 
-def type_name(known: Field) -> str:
+def type_name(field: Field) -> str:
     """The type as the documentation writes it."""
-    kinds = known.type if isinstance(known.type, tuple) else (known.type,)
-    return "|".join(_plain_name(kind) for kind in kinds) + ("?" if known.nullable else "")
+    kinds = field.type if isinstance(field.type, tuple) else (field.type,)
+    return "|".join(_plain_name(kind) for kind in kinds) + ("?" if field.nullable else "")
 
 
 def _plain_name(kind: Any) -> str:
@@ -132,25 +132,25 @@ def _plain_name(kind: Any) -> str:
 def for_elsewhere(config: Root) -> dict[str, Any]:
     """The configuration for processes that may start in another folder: plain nested data, as JSON has it.
 
-    A relative path of something that exists here is absolute in it. What does not exist stays as it is (the name of a model
-    on a hub, the text of a chat template), but for `global_profiler.save_path`, a folder that such a process makes.
+    A relative path that exists here becomes absolute. Another value stays as it is (the name of a model on a hub, the
+    text of a chat template), except `global_profiler.save_path`, a folder that such a process creates.
     """
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    for path, known in leaves(type(config)).items():
-        if known.is_path:
-            found, made = select(plain, path), path == "global_profiler.save_path"
-            many = isinstance(found, list)
-            put(plain, path, [_absolute(p, made) for p in found] if many else _absolute(found, made))
+    for path, field in leaves(type(config)).items():
+        if field.is_path:
+            value, created = select(plain, path), path == "global_profiler.save_path"
+            many = isinstance(value, list)
+            put(plain, path, [_absolute(p, created) for p in value] if many else _absolute(value, created))
     for teacher in select(plain, "distillation.teacher_models", {}).values():
-        teacher["model_path"] = _absolute(teacher.get("model_path"), made=False)
+        teacher["model_path"] = _absolute(teacher.get("model_path"), created=False)
     return plain
 
 
-def _absolute(value: str | None, made: bool) -> str | None:
+def _absolute(value: str | None, created: bool) -> str | None:
     if not value:
         return value
     try:
         path = Path(value).expanduser()
-        return str(path.absolute()) if made or path.exists() else value
+        return str(path.absolute()) if created or path.exists() else value
     except (OSError, ValueError):  # text that cannot be a file's name
         return value

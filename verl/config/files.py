@@ -27,7 +27,7 @@ class Layer:
 
 
 def read(name: str | None, folders: list[Path], entry: str) -> list[Layer]:
-    """The layers of a configuration (None: the entry point's own), in the order in which they count. Raises ConfigError."""
+    """The layers of a configuration (None: the entry point's own), later ones override. Raises ConfigError."""
     name = name or next(built_in for built_in, (program, _) in BUILT_IN.items() if program == entry)
     return list(_layers(name.removesuffix(".yaml").removesuffix(".yml"), folders, entry, ()))
 
@@ -78,15 +78,15 @@ def _default(
 
 
 def _built_in(name: str, folders: list[Path], entry: str) -> Iterator[Layer]:
-    known = BUILT_IN.get(name)
-    if known is None:
+    built_in = BUILT_IN.get(name)
+    if built_in is None:
         looked = ", ".join(str(f) for f in folders) or "no --config-path given"
         names = ", ".join(n for n, (e, _) in BUILT_IN.items() if e == entry)
         raise _error(f"--config-name={name}: no file {name}.yaml ({looked}) and no built-in one ({names})")
-    if known[0] != entry:
-        raise _error(f"--config-name={name} belongs to another program ({known[0]}); this one is {entry}")
-    if known[1]:
-        yield Layer("", known[1], name)
+    if built_in[0] != entry:
+        raise _error(f"--config-name={name} belongs to another program ({built_in[0]}); this one is {entry}")
+    if built_in[1]:
+        yield Layer("", built_in[1], name)
 
 
 def _find(name: str, folders: list[Path]) -> Path | None:
@@ -112,8 +112,10 @@ def load_yaml(file: Path) -> dict[str, Any]:
 
 
 def _expanded(node: Any, sizes: dict[int, float]) -> float:
-    """Values below a node of YAML once every alias is replaced by what it names, infinitely many where that holds itself; `sizes`:
-    of the nodes that were counted."""
+    """Number of values below a YAML node with every alias expanded; infinity for a node that contains itself.
+
+    `sizes` holds the numbers of the nodes counted so far, by id.
+    """
     if id(node) not in sizes:
         sizes[id(node)] = math.inf
         inside = node.value if isinstance(getattr(node, "value", None), list) else ()

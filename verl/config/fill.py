@@ -91,8 +91,8 @@ def _interpolate(resolver: Resolver) -> None:
         try:
             if path in broken:
                 raise broken[path]
-            found = OmegaConf.select(tree, path, throw_on_missing=True)
-            plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+            node = OmegaConf.select(tree, path, throw_on_missing=True)
+            plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
             if place is None:  # a key of the user's own
                 resolver.store(path, Map.of(plain))
             else:
@@ -105,8 +105,8 @@ def _interpolate(resolver: Resolver) -> None:
 def _environment(text: str, tree: Any) -> str:
     """`${HOME}` in a path means the environment, unless a key has that name."""
 
-    def replace(found: re.Match[str]) -> str:
-        return found[0] if found[1] in tree else os.environ.get(found[1], found[0])
+    def replace(match: re.Match[str]) -> str:
+        return match[0] if match[1] in tree else os.environ.get(match[1], match[0])
 
     return re.sub(r"\$\{(\w+)\}", replace, text)
 
@@ -128,9 +128,9 @@ def _micro_batches(resolver: Resolver) -> None:
         except GrammarError as error:
             resolver.refuse(old, str(error))
             continue
-        given = root.select(path)
-        if size is not None and root.was_set(path) and given not in (None, size):
-            resolver.refuse(f"{old}, {path}", f"both are set, to {size} and {given}; keep {path}")
+        current = root.select(path)
+        if size is not None and root.was_set(path) and current not in (None, size):
+            resolver.refuse(f"{old}, {path}", f"both are set, to {size} and {current}; keep {path}")
         elif size is not None:
             share = math.ceil(size / ranks)
             resolver.store(path, share)
@@ -144,41 +144,41 @@ def _devices(root: Root) -> None:
         return
     trainer.n_gpus_per_node = 1
     if root.entry in ("ppo", "generation") and trainer.device != "cpu":
-        found = machine.find()
-        kind = found.best if trainer.device == "auto" else trainer.device
-        trainer.n_gpus_per_node = max(1, found.count(kind)) if kind != "cpu" else 1
+        devices = machine.find()
+        kind = devices.best if trainer.device == "auto" else trainer.device
+        trainer.n_gpus_per_node = max(1, devices.count(kind)) if kind != "cpu" else 1
 
 
 def _follow(root: Root) -> None:
     """Null keys that follow another one get its value."""
-    for path, known in leaves(type(root)).items():
-        if "same_as" in known.about and select(root, path) is None:
-            put(root, path, copy.copy(_leaders(root, path, known)))
+    for path, field in leaves(type(root)).items():
+        if "same_as" in field.about and select(root, path) is None:
+            put(root, path, copy.copy(_leaders(root, path, field)))
 
 
 def _settle(root: Root) -> None:
     """A null `use_dynamic_bsz` means: by token budget only if no micro-batch size is given. `~` in default paths is
     expanded; what the user wrote was when it was read."""
-    for path, known in leaves(type(root)).items():
+    for path, field in leaves(type(root)).items():
         value = select(root, path)
         if value is None and path.endswith("use_dynamic_bsz"):
             group = select(root, path.rpartition(".")[0])
             put(root, path, not any(group[k] for k in group if k.endswith("micro_batch_size_per_gpu")))
-        elif value is not None and known.is_path:
+        elif value is not None and field.is_path:
             with contextlib.suppress(GrammarError):  # reported when the user's value was read
                 put(root, path, [expand(v) for v in value] if isinstance(value, list) else expand(value))
 
 
-def _leaders(root: Root, path: str, known: Field) -> Any:
+def _leaders(root: Root, path: str, field: Field) -> Any:
     """The value of the key that this one follows, which may follow another itself."""
-    target = known.about["same_as"]
+    target = field.about["same_as"]
     name = target.lstrip(".")
     up = len(target) - len(name)
     leader = ".".join([*path.split(".")[:-up], name]) if up else name
     value, next_one = select(root, leader), leaves(type(root)).get(leader)
     if value is None and next_one is not None and "same_as" in next_one.about:
         value = _leaders(root, leader, next_one)
-    return float(value) if known.type is float and isinstance(value, int) else value
+    return float(value) if field.type is float and isinstance(value, int) else value
 
 
 def _ppo(root: Any, say: Callable[[str], None]) -> None:
@@ -215,21 +215,24 @@ def _ppo(root: Any, say: Callable[[str], None]) -> None:
             trainer[name] += every - trainer[name] % every
             say(f"trainer.{name}={trainer[name]}: weights are pushed every {every} steps")
     key, longest = "max_num_batched_tokens", rollout.max_model_len
-    given = rollout.enable_chunked_prefill or root.was_set(f"actor_rollout_ref.rollout.{key}")
-    if rollout[key] < longest and not given:
+    chunked = rollout.enable_chunked_prefill or root.was_set(f"actor_rollout_ref.rollout.{key}")
+    if rollout[key] < longest and not chunked:
         rollout[key] = longest
         say(f"rollout.{key}={longest}: a prompt is not cut (enable_chunked_prefill=False)")
 
 
 def reader_of_values(root: Any) -> str:
-    """The key=name of the estimator or the loss that needs a critic's values, or "". A name that is none of ours is looked up in
-    the plug-in modules, which are imported for that; those that do not import are left to the check."""
+    """The key=name of the estimator or the loss that needs a critic's values, or "".
+
+    A name that is not built in is looked up in the plug-in modules, which are imported for that; the check reports
+    modules that fail to import.
+    """
     arr, name = root.actor_rollout_ref, root.algorithm.adv_estimator
     mode = arr.actor.policy_loss.loss_mode
     if name == "gae":
         return "algorithm.adv_estimator=gae"
-    ours = name in built_in("ESTIMATORS") and mode in built_in("LOSSES")
-    if ours or not (arr.model.external_lib or os.environ.get(PLUG_INS)):
+    is_built_in = name in built_in("ESTIMATORS") and mode in built_in("LOSSES")
+    if is_built_in or not (arr.model.external_lib or os.environ.get(PLUG_INS)):
         return ""
     import verl.algorithms.built_in  # noqa: F401  (it fills the registries)
     from verl.algorithms.registry import ESTIMATORS, LOSSES

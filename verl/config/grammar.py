@@ -49,20 +49,20 @@ class Override:
 
 def parse(argument: str) -> Override:
     """Parse one override. Raises GrammarError."""
-    found = _OVERRIDE.fullmatch(argument.strip())
-    if not found:
+    match = _OVERRIDE.fullmatch(argument.strip())
+    if not match:
         example = "trainer.total_epochs=2"
         raise GrammarError(f"{argument!r} is no override; write key=value, for example {example}")
-    if "" in found["key"].split("."):
+    if "" in match["key"].split("."):
         raise GrammarError(f"{argument!r}: there is no name before or after a dot; write group.key=value")
-    op, right = found["op"] or "", found["value"]
+    op, right = match["op"] or "", match["value"]
     if right is None and op != "~":
         raise GrammarError(f"{argument!r} has no value; write {argument}=value")
     try:
         value = None if right is None else parse_value(right)
     except GrammarError as error:
         raise GrammarError(f"{argument!r}: {error}") from None
-    return Override(op, found["key"], found["package"], value)
+    return Override(op, match["key"], match["package"], value)
 
 
 def parse_value(text: str) -> Value:

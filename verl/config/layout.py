@@ -1,5 +1,7 @@
-"""How ranks and samplers share devices, and which parallel sizes fit ranks and model: for `--check` before a start, and for
-those who start."""
+"""How ranks and samplers share devices, and which parallel sizes fit ranks and model.
+
+Both `--check` and the start of a run use it.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +69,11 @@ def rank_problems(sizes: Sizes, ranks: int) -> Iterator[tuple[str, str]]:
     """(key=value, what is wrong and what would be right) for sizes that do not divide the ranks."""
     wrong = f"does not divide the {ranks} ranks; use one of {divisors(ranks)}"
     alone = [(sizes.sequence_text, sizes.sequence), (sizes.tensor_text, sizes.tensor)]
-    found = [(text, wrong) for text, size in alone if ranks % size]
-    if not found and ranks % sizes.ranks_per_row:
+    problems = [(text, wrong) for text, size in alone if ranks % size]
+    if not problems and ranks % sizes.ranks_per_row:
         text = f"{sizes.sequence_text} × {sizes.tensor_text}"
-        found = [(text, f"= {sizes.ranks_per_row} does not divide the {ranks} ranks; lower one of them")]
-    yield from found
+        problems = [(text, f"= {sizes.ranks_per_row} does not divide the {ranks} ranks; lower one of them")]
+    yield from problems
     if sizes.shard <= 0:
         return
     shard_text = f"{sizes.role}{sizes.engine}fsdp_size={sizes.shard}"
@@ -79,8 +81,8 @@ def rank_problems(sizes: Sizes, ranks: int) -> Iterator[tuple[str, str]]:
     if ranks % sizes.shard:
         yield shard_text, wrong
     elif sizes.shard < parts and parts % sizes.shard:
-        rest = f"the {parts} ranks that remain beside {sizes.tensor_text}"
-        yield shard_text, f"does not divide {rest}; use one of {divisors(parts)}"
+        ranks_left = f"the {parts} ranks that remain beside {sizes.tensor_text}"
+        yield shard_text, f"does not divide {ranks_left}; use one of {divisors(parts)}"
 
 
 def model_problems(sizes: Sizes, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -88,23 +90,23 @@ def model_problems(sizes: Sizes, model: Mapping[str, Any]) -> Iterator[tuple[str
 
     `model`: `MODEL_KEYS` as far as they are known, and "experts", how many a layer has.
     """
-    known = {key: model[key] for key in _COUNTS if isinstance(model.get(key), int) and model[key]}
-    for key, count in known.items():
+    counts = {key: model[key] for key in _COUNTS if isinstance(model.get(key), int) and model[key]}
+    for key, count in counts.items():
         if count % sizes.tensor:
-            what = f"the model's {count} {_WORDS.get(key, key)}"
-            yield sizes.tensor_text, f"does not divide {what}; use one of {divisors(count)}"
+            quantity = f"the model's {count} {_WORDS.get(key, key)}"
+            yield sizes.tensor_text, f"does not divide {quantity}; use one of {divisors(count)}"
     if sizes.tensor > 1 and (model.get("experts") or 0) > 1:
         yield sizes.tensor_text, "the model has experts, which are not cut so; set 1"
     if sizes.sequence == 1:
         return
-    heads = known.get(_HEADS, 0)
-    left, rest = divmod(heads, sizes.tensor)
+    heads = counts.get(_HEADS, 0)
+    local_heads, remainder = divmod(heads, sizes.tensor)
     if heads % sizes.sequence:
         message = f"does not divide the model's {heads} attention heads; use one of {divisors(heads)}"
         yield sizes.sequence_text, message
-    elif rest == 0 and left % sizes.sequence:
-        message = f"does not divide the {left} attention heads that {sizes.tensor_text} leaves a rank"
-        yield sizes.sequence_text, f"{message}; use one of {divisors(left)}"
+    elif remainder == 0 and local_heads % sizes.sequence:
+        message = f"does not divide the {local_heads} attention heads that {sizes.tensor_text} leaves a rank"
+        yield sizes.sequence_text, f"{message}; use one of {divisors(local_heads)}"
     states = sorted(set(model.get("layer_types") or ()) - ATTENTION_LAYERS)
     if states:
         text = f"the model has layers ({', '.join(states)}) that carry a state along the row, which cannot be split"
@@ -141,11 +143,13 @@ class OwnPool:
 
 
 def own_pools(config: Any) -> dict[str, OwnPool]:
-    """The pools of what does not share the policy's devices: "critic", "teacher", "reward_model" or "judge". Samplers have theirs
-    in `rollout.nnodes`."""
+    """The device pools apart from the policy's: "critic", "teacher", "reward_model" or "judge".
+
+    The samplers' pool is `rollout.nnodes`.
+    """
     critic, taught, scoring_model = config.critic, config.distillation, config.reward_model
     scored_by = "reward_model" if scores_by_model(config) else "judge"
-    asked = {
+    roles = {
         "critic": (critic, "critic", critic.enable),
         "teacher": (taught, "distillation", taught.enabled),
         scored_by: (
@@ -156,7 +160,7 @@ def own_pools(config: Any) -> dict[str, OwnPool]:
     }
     return {
         name: OwnPool(keys, group.nnodes, group.n_gpus_per_node)
-        for name, (group, keys, on) in asked.items()
+        for name, (group, keys, on) in roles.items()
         if on and group.nnodes
     }
 

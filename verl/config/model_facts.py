@@ -1,4 +1,4 @@
-"""What the directory of a model, or of a peft adapter, says about it, read as JSON: no torch, no transformers, no network."""
+"""Facts of a model, or of a peft adapter, from the JSON in its directory: no torch, no transformers, no network."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ModelFacts:
         return "auto_map" in self.config and not _transformers(self.name)
 
     def weight_names(self) -> list[str]:
-        """Names of the tensors in the safetensors files, from the index or the file's header; empty if not to be had."""
+        """Names of the tensors in the safetensors files, from the index or the file's header; empty if unavailable."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -122,8 +122,8 @@ class ModelTrouble(UserError, ValueError):
 def look(path: str, overrides: dict[str, Any] | None = None, config_path: str | None = None) -> ModelFacts:
     """Facts of a model on disk: a directory, or an id in the hub's cache. Raises ModelTrouble."""
     folder = find(path)
-    given = find(config_path) if config_path and config_path != path else folder
-    places = (given / "config.json", folder / "huggingface" / "config.json")
+    config_folder = find(config_path) if config_path and config_path != path else folder
+    places = (config_folder / "config.json", folder / "huggingface" / "config.json")
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         holds = f"the directory holds {_content(folder)}"
@@ -140,12 +140,12 @@ def look(path: str, overrides: dict[str, Any] | None = None, config_path: str | 
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelTrouble(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ModelTrouble(f"{file}: holds no JSON object")
-    return found
+    return content
 
 
 def _damage(config: dict[str, Any]) -> list[str]:
@@ -184,11 +184,13 @@ def _declared(model_type: str) -> dict[str, set[str]]:
     return declared
 
 
-def flat_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
+def flat_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`override_config` with what its `model_config` holds, if that is a mapping, beside the rest."""
-    nested = given.get("model_config") or {}
+    nested = overrides.get("model_config") or {}
     inside = "model_config" if isinstance(nested, Mapping) else None
-    return {name: value for name, value in given.items() if name != inside} | (dict(nested) if inside else {})
+    return {name: value for name, value in overrides.items() if name != inside} | (
+        dict(nested) if inside else {}
+    )
 
 
 def _changed(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,9 +206,9 @@ def _changed(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return new
 
 
-def merged_positions(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merged_positions(parameters: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` with those given in their place; another kind of scaling keeps nothing of the old but theta."""
-    new = dict(given)
+    new = dict(overrides)
     if "type" in new:
         new.setdefault("rope_type", new.pop("type"))
     old = parameters.get("rope_type", parameters.get("type"))
@@ -263,13 +265,13 @@ def adapter_directory(path: str | Path) -> Path:
 
     UserError if there is none.
     """
-    given = Path(path).expanduser()
-    for place in (given, given / ADAPTER_FOLDER, given / "actor" / ADAPTER_FOLDER):
+    folder = Path(path).expanduser()
+    for place in (folder, folder / ADAPTER_FOLDER, folder / "actor" / ADAPTER_FOLDER):
         if (place / ADAPTER_CONFIG).is_file():
             return place
-    if not given.is_dir():
+    if not folder.is_dir():
         raise UserError(f"model.lora_adapter_path={path}: no such directory")
-    holds = f"no {ADAPTER_CONFIG} there (it holds {_content(given)})"
+    holds = f"no {ADAPTER_CONFIG} there (it holds {_content(folder)})"
     raise UserError(f"model.lora_adapter_path={path}: {holds}; name a peft adapter's directory")
 
 

@@ -1,7 +1,7 @@
 """Names beside the schema's own: old spellings, keys without effect, group choices, what this release does not have.
 
-A name may be a glob: `*.` in front is any prefix or none, `*` the rest of a word, `{a, b}` one of several; it covers the
-keys below it too.
+A name may be a glob: `*.` in front is any prefix or none, `*` the rest of a word, `{a, b}` one of several; it covers
+the keys below it too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ RENAMES: dict[str, dict[str, str]] = {
         "actor_rollout_ref.{actor, ref}.fsdp_config.{ulysses_sequence_parallel_size, ulysses_parallel_size}": (
             r"actor_rollout_ref.\1.ulysses_sequence_parallel_size"
         ),
-        "critic.model.{fsdp_config.ulysses_parallel_size, ulysses_sequence_parallel_size}": "critic.ulysses_sequence_parallel_size",
+        "critic.model.{fsdp_config.ulysses_parallel_size, ulysses_sequence_parallel_size}": (
+            "critic.ulysses_sequence_parallel_size"
+        ),
         "actor_rollout_ref.{actor, ref}.model_engine": r"actor_rollout_ref.\1.strategy",
         "actor_rollout_ref.actor.{use_remove_padding, use_fused_kernels}": r"actor_rollout_ref.model.\1",
         "actor_rollout_ref.{router_replay, actor.fsdp_config.router_replay, actor.megatron.router_replay, "
@@ -116,17 +118,17 @@ MEGATRON_MODULES = {
 
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
-    "{transfer_queue, *.model.mtp, *.router_replay.{record_file, replay_file}, *.qat, async_training.dynamic_schedule_*, "
-    "*.mindspeed, "
-    "actor_rollout_ref.partition, actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
+    "{transfer_queue, *.model.mtp, *.router_replay.{record_file, replay_file}, *.qat, "
+    "async_training.dynamic_schedule_*, *.mindspeed, "
+    "actor_rollout_ref.partition, actor_rollout_ref.rollout.disaggregation, "
+    "actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding}": (
         "sequences are packed without padding; results are the same"
     ),
     "trainer.master_{addr, port}": "ranks meet through Ray or torchrun; for many nodes start Ray on each",
     "{actor_rollout_ref.actor, critic}.sync_gradients": "gradients are always synchronised",
-    "{trainer.use_legacy_worker_impl, trainer.use_v1, reward_model.use_reward_loop, reward_model.launch_reward_fn_async}": (
-        "one implementation; rewards always overlap sampling"
-    ),
+    "{trainer.use_legacy_worker_impl, trainer.use_v1, reward_model.use_reward_loop, "
+    "reward_model.launch_reward_fn_async}": ("one implementation; rewards always overlap sampling"),
     "*.rollout.mode": "one asynchronous engine interface; `sync` gives the same responses",
     "{*.rollout.layered_summon, *.entropy_checkpointing, *.entropy_from_logits_with_chunking, "
     "*.entropy_from_logits_chunk_size, actor_rollout_ref.actor.calculate_entropy}": (
@@ -202,15 +204,16 @@ UNREAD: dict[str, dict[str, str]] = {
             "the critic is saved as the policy is: actor_rollout_ref.actor.checkpoint"
         ),
         "{*.megatron, *.use_torch_compile, *.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
-        "*.rollout.quantization_config_file, reward_model.rollout.multi_stage_wake_up, *.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
+        "*.rollout.quantization_config_file, reward_model.rollout.multi_stage_wake_up, "
+        "*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
         "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, "
         "data.dataloader_num_workers, data.num_workers, data.image_patch_size, "
         "trainer.esi_redundant_time}": "not in this release, the run is as without",
         "engine.optimizer_offload": "the model is never idle; engine.param_offload keeps it in host memory",
     },
     "one device": {
-        "{*.fsdp_config, engine}.{offload_policy, reshard_after_forward, forward_prefetch, mixed_precision.reduce_dtype, "
-        "mixed_precision.buffer_dtype, wrap_policy}": _ALONE,
+        "{*.fsdp_config, engine}.{offload_policy, reshard_after_forward, forward_prefetch, "
+        "mixed_precision.reduce_dtype, mixed_precision.buffer_dtype, wrap_policy}": _ALONE,
         "engine.param_offload": _ALONE,
     },
     "one process": {
@@ -230,7 +233,7 @@ _ROWS = "set it to 1: ulysses_sequence_parallel_size splits rows as well"
 
 
 class Absent(NamedTuple):
-    """Something that this release does not have: what it is, what to do instead, values (lower case) that leave it off."""
+    """A feature that this release lacks: its name, what to do instead, values (lower case) that leave it off."""
 
     what: str
     instead: str
@@ -286,7 +289,7 @@ FEATURES: dict[str, Absent] = {
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
-"""Keys of the schema whose values, when they are neither false, null nor empty, need what is not here; names may be globs."""
+"""Keys of the schema, or globs, whose values need a missing feature unless they are false, null or empty."""
 STRATEGIES = ("fsdp", "fsdp2")
 NO_STEP = {"torch.optim": {"LBFGS", "Muon", "Optimizer", "SparseAdam", "lr_scheduler", "swa_utils"}}
 """Names in a module of what wants a closure, matrices alone, a subclass, sparse gradients, or is no optimizer."""
@@ -349,10 +352,10 @@ def compiled(glob: str) -> re.Pattern[str]:
 
 
 def canonical(path: str, entry: str) -> str:
-    """The schema's spelling of a path (the path itself if it is no old name); a new name may be an old one of another row."""
+    """The schema's spelling of a path (the path itself if it is no old name); renames may chain."""
     for old, new in RENAMES[entry].items():
-        if found := compiled(old).match(path):
-            return canonical(found.expand(new) + path[found.end() :], entry)
+        if match := compiled(old).match(path):
+            return canonical(match.expand(new) + path[match.end() :], entry)
     return path
 
 
@@ -362,7 +365,7 @@ def lookup(table: Mapping[str, Row], path: str) -> Row | None:
 
 
 def first_parts(entry: str) -> set[str]:
-    """The first parts of the paths that an entry point knows beside its schema: old names, and what is accepted or refused."""
+    """First parts of the paths that an entry point knows beside its schema: old, accepted and refused names."""
     globs = " ".join([*RENAMES[entry], *ACCEPTED, *REFUSED, *NO_EFFECT])
     return set(re.findall(r"(?:^|[{ ])(\w+)\.", globs))
 
@@ -370,8 +373,8 @@ def first_parts(entry: str) -> set[str]:
 def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0.5) -> str:
     """Text that names the options most similar to `name`, whatever its case; "" if none is like it."""
     lowered = {option.lower(): option for option in reversed(list(options))}
-    found = difflib.get_close_matches(str(name).lower(), list(lowered), count, cutoff)
-    return f"; nearest: {', '.join(lowered[match] for match in found)}" if found else ""
+    matches = difflib.get_close_matches(str(name).lower(), list(lowered), count, cutoff)
+    return f"; nearest: {', '.join(lowered[match] for match in matches)}" if matches else ""
 
 
 @functools.cache
@@ -379,6 +382,6 @@ def built_in(registry: str) -> tuple[str, ...]:
     """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""
     folder = Path(__file__).parents[1] / "algorithms"
     pattern = re.compile(rf"^@{registry}\.register\((?:AdvantageEstimator\.|\")(\w+)", re.M)
-    found = [name for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())]
+    registered = [name for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())]
     # algorithm.rollout_correction chooses bypass_mode
-    return tuple(name.lower() for name in found if name != "bypass_mode")
+    return tuple(name.lower() for name in registered if name != "bypass_mode")

@@ -16,8 +16,8 @@ EXIT_OK, EXIT_CONFIGURATION, EXIT_MACHINE = 0, 2, 3
 class Problem:
     """One thing to change. `kind` is "configuration", or "machine" for what this machine lacks.
 
-    `key` names the key (or keys) it is about and may be empty; `message` says what is wrong and what to do. `left_to_run`: a run
-    deals with it itself: it fetches what this machine lacks, or finds the problem later and tells more of it.
+    `key` names the key (or keys) it is about and may be empty; `message` says what is wrong and what to do.
+    `left_to_run`: a run deals with it: it fetches what this machine lacks, or reports the problem later in more detail.
     """
 
     key: str
@@ -71,11 +71,11 @@ class CheckReport:
 def _text(problems: list[Problem]) -> str:
     lines = []
     for kind, head in (("configuration", "the configuration"), ("machine", "this machine lacks")):
-        if found := [f"  - {problem}" for problem in problems if problem.kind == kind]:
-            lines += [f"{head} ({counted(len(found), 'problem')}):", *found]
+        if of_kind := [f"  - {problem}" for problem in problems if problem.kind == kind]:
+            lines += [f"{head} ({counted(len(of_kind), 'problem')}):", *of_kind]
     return "\n".join(lines)
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """ "1 step", "2 steps"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -17,9 +17,9 @@ class ActorConfig(_ActorConfig):
     """The policy update, with keys that are set by the system here (`rollout_n`, …)."""
 
     def __init__(self, **keys: Any):
-        known = fields_of(_ActorConfig)
-        super().__init__(**{name: value for name, value in keys.items() if name in known})
-        self._extra.update({name: value for name, value in keys.items() if name not in known})
+        fields = fields_of(_ActorConfig)
+        super().__init__(**{name: value for name, value in keys.items() if name in fields})
+        self._extra.update({name: value for name, value in keys.items() if name not in fields})
 
 
 class RolloutCorrectionConfig(_RolloutCorrectionConfig):

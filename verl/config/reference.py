@@ -25,8 +25,8 @@ def _attributes(cls: type[Group]) -> dict[str, str]:
 
 def help_of(cls: type[Group], name: str) -> str:
     """The help of a key: what the class, or the nearest base, says of it."""
-    found = (_attributes(base).get(name, "") for base in cls.__mro__ if issubclass(base, Group))
-    return next(filter(None, found), "")
+    meanings = (_attributes(base).get(name, "") for base in cls.__mro__ if issubclass(base, Group))
+    return next(filter(None, meanings), "")
 
 
 def first_line(group: type[Group]) -> str:
@@ -34,14 +34,14 @@ def first_line(group: type[Group]) -> str:
     return (group.__doc__ or "").strip().splitlines()[0]
 
 
-def default_text(known: Field) -> str:
+def default_text(field: Field) -> str:
     """The default as one would write it."""
-    if "shown" in known.about:
-        return str(known.about["shown"])
-    if "same_as" in known.about:
-        target = str(known.about["same_as"])
+    if "shown" in field.about:
+        return str(field.about["shown"])
+    if "same_as" in field.about:
+        target = str(field.about["same_as"])
         return ("= rollout." if target.startswith("..") else "= ") + target.lstrip(".")
-    return "required" if known.about.get("required") else written(known.default()) or '""'
+    return "required" if field.about.get("required") else written(field.default()) or '""'
 
 
 def written(value: Any) -> str:
@@ -55,34 +55,34 @@ def written(value: Any) -> str:
     return str(value)
 
 
-def allowed(known: Field) -> str:
+def allowed(field: Field) -> str:
     """The values a key takes, beyond its type, in words; "" if its type says it all."""
-    about, said = known.about, []
+    about, parts = field.about, []
     if "options" in about:
-        many = "any of " if type_name(known).startswith("list") else ""
-        said.append(many + ", ".join(about["options"]))
+        many = "any of " if type_name(field).startswith("list") else ""
+        parts.append(many + ", ".join(about["options"]))
         if about.get("registry"):
-            said.append(f"one's own through {about['registry']}")
+            parts.append(f"one's own through {about['registry']}")
     low, high, above = (about.get(name) for name in ("low", "high", "above"))
     if low is not None and high is not None:
-        said.append(f"{low} to {high}")
+        parts.append(f"{low} to {high}")
     else:
         limits = (("> ", above), ("≥ ", low), ("≤ ", high))
-        said += [", ".join(f"{sign}{limit}" for sign, limit in limits if limit is not None)]
+        parts += [", ".join(f"{sign}{limit}" for sign, limit in limits if limit is not None)]
     if "also" in about:
-        said[-1] += f", or {about['also']}"
+        parts[-1] += f", or {about['also']}"
     if about.get("inf"):
-        said.append("inf = off")
-    return "; ".join(part for part in said if part)
+        parts.append("inf = off")
+    return "; ".join(part for part in parts if part)
 
 
-def block(path: str, known: Field) -> str:
+def block(path: str, field: Field) -> str:
     """One key in full: its type, default, allowed values and meaning, a line each."""
     rows = {
-        "type": type_name(known).removesuffix("?") + (", or null" if known.nullable else ""),
-        "default": default_text(known) + (" (ours)" if known.about.get("ours") else ""),
-        "values": allowed(known),
-        "meaning": help_of(known.owner, known.name),
+        "type": type_name(field).removesuffix("?") + (", or null" if field.nullable else ""),
+        "default": default_text(field) + (" (ours)" if field.about.get("ours") else ""),
+        "values": allowed(field),
+        "meaning": help_of(field.owner, field.name),
     }
     return "\n".join([path, *(f"  {name:<8} {text}" for name, text in rows.items() if text)])
 
@@ -91,24 +91,24 @@ def help_text(entry: str, key: str) -> str:
     """What --help prints: an overview, a group's keys, or a key in full. Raises ConfigError for an unknown key."""
     if not key:
         return _overview(entry)
-    known = leaves(ROOTS[entry])
+    keys = leaves(ROOTS[entry])
     name = names.canonical(key.split("=")[0].lstrip("+~"), entry)
-    if name in known:
+    if name in keys:
         renamed = f"{key} is now called {name}\n" if name != key else ""
-        return renamed + block(name, known[name])
-    if inside := [path for path in known if path.startswith(name + ".") or name == "all"]:
-        return "\n".join(_line(path, known[path]) for path in inside)
-    mapped = [path for path, field in known.items() if field.is_map and name.startswith(path + ".")]
-    if blocks := [path for path in known if path.endswith("." + name)] or mapped:
-        return "\n".join(block(path, known[path]) for path in blocks)
+        return renamed + block(name, keys[name])
+    if inside := [path for path in keys if path.startswith(name + ".") or name == "all"]:
+        return "\n".join(_line(path, keys[path]) for path in inside)
+    mapped = [path for path, field in keys.items() if field.is_map and name.startswith(path + ".")]
+    if blocks := [path for path in keys if path.endswith("." + name)] or mapped:
+        return "\n".join(block(path, keys[path]) for path in blocks)
     if reason := names.lookup(names.NO_EFFECT, name):
         return f"{name}: accepted, no effect: {reason}"
-    near = names.nearest(name, known, 3) or "; nearest: none"
+    near = names.nearest(name, keys, 3) or "; nearest: none"
     raise ConfigError([Problem(f"--help {key}", f"no such key{near}")])
 
 
-def _line(path: str, known: Field) -> str:
-    return f"{path} ({type_name(known)}, {default_text(known)}): {help_of(known.owner, known.name)}"
+def _line(path: str, field: Field) -> str:
+    return f"{path} ({type_name(field)}, {default_text(field)}): {help_of(field.owner, field.name)}"
 
 
 _OVERVIEW = """\
@@ -136,10 +136,10 @@ def _overview(entry: str) -> str:
 
 def _groups(cls: type[Group], path: str) -> list[tuple[str, type[Group]]]:
     """The groups of an entry point by path; the policy's are taken apart."""
-    found = []
-    for name, known in fields_of(cls).items():
-        if name == "actor_rollout_ref" and known.group is not None:
-            found += _groups(known.group, f"{name}.")
-        elif known.group is not None:
-            found.append((path + name, known.group))
-    return found
+    groups = []
+    for name, field in fields_of(cls).items():
+        if name == "actor_rollout_ref" and field.group is not None:
+            groups += _groups(field.group, f"{name}.")
+        elif field.group is not None:
+            groups.append((path + name, field.group))
+    return groups

@@ -73,8 +73,8 @@ class Resolver:
             return
         place = locate(type(self.root), key)
         is_group = place is not None and place.field.group is not None
-        named = is_group and value is not None and isinstance(value.data, str) and value.data not in NULLS
-        if override.package is not None or "/" in key or key == "model_engine" or named:
+        is_choice = is_group and value is not None and isinstance(value.data, str) and value.data not in NULLS
+        if override.package is not None or "/" in key or key == "model_engine" or is_choice:
             package = key.replace("/", ".") if override.package is None else override.package
             self.choose(package, str(value.data if value else ""), argument)
         elif override.op == "~":
@@ -295,22 +295,24 @@ class Resolver:
             self.notice(f"keys of your own, for your code in its config: {', '.join(users)}")
         for name, source in self._to_give.items():
             self.refuse(name, f"??? stands for a value that has to be given; write {name}=… (from {source})")
-        for group, found in unknown.items():
-            if len(found) > 1:
+        for group, unknown_keys in unknown.items():
+            if len(unknown_keys) > 1:
                 near = "" if "." in group else names.nearest(group, fields_of(type(self.root)), cutoff=_LIKE)
-                self.refuse(group, f"no such group of keys{near}; given in it: {', '.join(found)}")
+                self.refuse(group, f"no such group of keys{near}; given in it: {', '.join(unknown_keys)}")
             else:
-                [(name, shown)] = found.items()
+                [(name, shown)] = unknown_keys.items()
                 self.refuse(shown, self._nearest(name))
         for reason, keys in self._without_effect.items():
             if reason not in names.SILENT:
                 self.notice(f"no effect: {', '.join(keys)}: {reason}")
 
     def _resembles_ours(self, name: str) -> bool:
-        """True if an unknown key outside the groups is likely meant for one of ours: its first part is like a group's name, or the
-        whole is how a key of ours ends."""
+        """True if an unknown key outside the groups is likely a misspelled key of the schema.
+
+        Its first part resembles a group's name, or a key of the schema ends with it.
+        """
         first, dot, _ = name.partition(".")
-        tails = dot and any(known.endswith(f".{name}") for known in leaves(type(self.root)))
+        tails = dot and any(path.endswith(f".{name}") for path in leaves(type(self.root)))
         groups = {*fields_of(type(self.root)), *names.first_parts(self.entry)}
         return bool(tails or names.nearest(first, groups, cutoff=_LIKE))
 
@@ -321,15 +323,15 @@ class Resolver:
         return next((path for path in paths if select(self.root, path) is None), name)
 
     def _nearest(self, name: str) -> str:
-        known = list(leaves(type(self.root)))
+        keys = list(leaves(type(self.root)))
         parent, _, last = name.rpartition(".")
-        same = difflib.get_close_matches(name, [k for k in known if k.rpartition(".")[2] == last], 3, 0)
-        siblings = [k for k in known if k.rpartition(".")[0] == parent]
+        same = difflib.get_close_matches(name, [k for k in keys if k.rpartition(".")[2] == last], 3, 0)
+        siblings = [k for k in keys if k.rpartition(".")[0] == parent]
         near = difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.75)
-        if found := list(dict.fromkeys([*same, *near, *close]))[:3]:
-            return f"no key {name}; nearest: {', '.join(found)}"
-        group = parent if any(k.startswith(parent + ".") for k in known) else "all"
+        close = difflib.get_close_matches(name, keys, n=3, cutoff=0.75)
+        if nearest := list(dict.fromkeys([*same, *near, *close]))[:3]:
+            return f"no key {name}; nearest: {', '.join(nearest)}"
+        group = parent if any(k.startswith(parent + ".") for k in keys) else "all"
         return f"no key {name}, and none like it; --help {group} lists them (for your own code: ++{name}=…)"
 
 

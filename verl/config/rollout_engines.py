@@ -1,5 +1,7 @@
-"""What each rollout engine can do, as plain data: looked up by name instead of asking for a name; and the names of floating types,
-with what torch calls them. Imports no torch."""
+"""What each rollout engine can do, as data by engine name, and the names of floating types with torch's names.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ class Capabilities:
 
     dtypes             data types that it computes in
     released           this release has it
-    in_place_weights   in one process it samples from the trainer's own tensors: nothing is transferred, and nothing can be
-                       sampled while they are trained
+    in_place_weights   in one process it samples from the trainer's own tensors: nothing is transferred, and nothing can
+                       be sampled while they are trained
     tensor_parallel    one engine may span several devices, each with a part of every matrix
     lora_ranks         ranks that it allocates memory for, ascending; empty: exactly the adapter's
-    lora_experts, lora_head   it adds adapters of expert layers, of the output layer, itself; else it is sent merged weights
+    lora_experts, lora_head   it adds adapters of expert layers, of the output layer, itself; otherwise it gets merged
+                       weights
     images, videos     types of models whose images, and videos, it takes besides token ids
     image_transformers versions of transformers whose models take images from it
     routes             it returns the experts that each token went to
@@ -73,7 +76,7 @@ CAPABILITIES = _ByName(
     sglang=Capabilities(dtypes=("float32", "bfloat16", "float16"), released=False, packages=("sglang",)),
 )
 
-RELEASED = tuple(name for name, found in CAPABILITIES.items() if found.released)
+RELEASED = tuple(name for name, capabilities in CAPABILITIES.items() if capabilities.released)
 """Names of the engines of this release, the default first."""
 
 # Names of floating types in the configuration.
@@ -86,15 +89,15 @@ def float_name(name: object) -> str | None:
     return FLOATS.get(str(name).removeprefix("torch."))
 
 
-def sampler_dtype(engine: str, wanted: str | None, trainer: str) -> str:
+def sampler_dtype(engine: str, dtype: str | None, trainer: str) -> str:
     """rollout.dtype under torch's name, or the trainer's. UserError for one in which the engine does not compute."""
-    name = float_name(wanted or trainer)
+    name = float_name(dtype or trainer)
     if name is None or name not in CAPABILITIES[engine].dtypes:
-        raise UserError(f"actor_rollout_ref.rollout.dtype={wanted}: {not_sampled(engine)}")
+        raise UserError(f"actor_rollout_ref.rollout.dtype={dtype}: {not_sampled(engine)}")
     return name
 
 
 def not_sampled(engine: str) -> str:
     """What to say of a type that an engine does not have."""
-    known = " or ".join(CAPABILITIES[engine].dtypes)
-    return f"the {engine} engine computes in {known}; set one, or leave it null for the trainer's"
+    dtypes = " or ".join(CAPABILITIES[engine].dtypes)
+    return f"the {engine} engine computes in {dtypes}; set one, or leave it null for the trainer's"

@@ -9,17 +9,23 @@ SCORES = ("reward", "score", "seq_reward", "seq_final_reward")
 
 
 def weights_of(config: Any) -> dict[str, float]:
-    """What the score is the weighted sum of; empty: it is what the function returns. A reward model without a function of
-    the user's own is the score."""
-    own = config.reward_model
-    alone = own.enable and not _own_function(config)
-    return {name: float(weight) for name, weight in own.weights.items()} or ({MODEL: 1.0} if alone else {})
+    """The weights of the rewards that add up to the score; empty: the score is what the function returns.
+
+    A reward model without a function of the user's own is the score.
+    """
+    reward_model = config.reward_model
+    alone = reward_model.enable and not _own_function(config)
+    return {name: float(weight) for name, weight in reward_model.weights.items()} or (
+        {MODEL: 1.0} if alone else {}
+    )
 
 
 def scores_by_model(config: Any) -> bool:
     """True if a sequence classifier scores; an enabled model that does not is a judge, which a function asks."""
-    own = config.reward_model
-    return MODEL in own.weights if own.weights else bool(own.enable and not _own_function(config))
+    reward_model = config.reward_model
+    if reward_model.weights:
+        return MODEL in reward_model.weights
+    return bool(reward_model.enable and not _own_function(config))
 
 
 def built_in_scores(config: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Images of training rows changed by chance: turned, cropped, recoloured, or what a function of the user's makes of them.
+"""Random augmentation of the images of training rows: rotation, crop, colour jitter, or a user's function.
 
-What is drawn follows from the seed, the epoch, the row's file and number, and the image's place in the row, and from nothing
-else: a resumed run sees the same images, and an epoch others than the one before. What we do ourselves keeps an image's size,
-and with it the number of its tokens.
+The random draw depends only on the seed, the epoch, the row's file and number, and the image's position in the row: a
+resumed run sees the same images, and each epoch sees others. The built-in changes keep an image's size, and so the
+number of its tokens.
 """
 
 from __future__ import annotations
@@ -58,20 +58,22 @@ class Augmentation:
 
         name = f"data.augmentation.name={self._settings.name}"
         try:
-            made = self._own(image, rng)
+            changed = self._own(image, rng)
         except Exception as error:  # user code
             raise BadRow("augmentation failed", f"{name}: {type(error).__name__}: {error}") from error
-        if not isinstance(made, Image):
-            raise BadRow("augmentation failed", f"{name} returned {type(made).__name__}, not a Pillow image")
-        return made.convert("RGB")
+        if not isinstance(changed, Image):
+            raise BadRow(
+                "augmentation failed", f"{name} returned {type(changed).__name__}, not a Pillow image"
+            )
+        return changed.convert("RGB")
 
 
 def _cropped(image: Image, least: float, rng: np.random.Generator) -> Image:
     """A window of `least` to all of each side, at a place drawn, scaled (bicubic) to the size of the whole."""
     share = rng.uniform(least, 1.0)
     width, height = (max(1, round(share * side)) for side in image.size)
-    left, top = int(rng.integers(image.width - width + 1)), int(rng.integers(image.height - height + 1))
-    return image.resize(image.size, box=(left, top, left + width, top + height))
+    x, y = int(rng.integers(image.width - width + 1)), int(rng.integers(image.height - height + 1))
+    return image.resize(image.size, box=(x, y, x + width, y + height))
 
 
 def _recoloured(image: Image, strength: float, rng: np.random.Generator) -> Image:

@@ -1,9 +1,9 @@
 """The prompts of a run: rows of files, checked and measured once, turned into `Prompt`s when they are drawn.
 
-`CheckedRows` is what the data sets of prompts and of supervised rows share: rows that cannot be used are counted, reported
-and limited; the order of the others is a function of (seed, epoch). Prompts are measured in this process, with the
-tokenizer's own threads, or in several processes where the rows are many and data.filter_overlong_prompts_workers asks for
-them. The position in the order belongs to `stream.py`.
+`CheckedRows` is the base of the data sets of prompts and of supervised rows: rows that cannot be used are counted,
+reported and limited; the order of the others is a function of (seed, epoch). Prompts are measured in this process, with
+the tokenizer's own threads, or in several processes where the rows are many and data.filter_overlong_prompts_workers
+asks for them. The position in the order belongs to `stream.py`.
 """
 
 from __future__ import annotations
@@ -116,8 +116,10 @@ class CheckedRows:
                 )
 
     def leave_out(self, row: int, bad: BadRow, ratio: float) -> None:
-        """Usable row number `row` cannot be drawn: said once, and a bad row from now on. DataError where a file has more than this
-        share of them, or none is left."""
+        """Report once that usable row number `row` cannot be drawn, and count it as bad from now on.
+
+        DataError if more than `ratio` of a file's rows are bad, or no usable row is left.
+        """
         index = int(self._rows[row])
         if index not in self.bad:
             notice(f"{self.split}: left out {self.where(index)}: {bad}")
@@ -126,10 +128,10 @@ class CheckedRows:
         if self.bad.keys() >= set(self._rows.tolist()):
             raise DataError(f"{self.names}: no usable row is left; the last: {bad}", self.bad_rows)
 
-    def choose(self, rows: np.ndarray, wanted: int, *, shuffle: bool, seed: int) -> None:
-        """Use `wanted` of the rows (−1: all): the first, or with `shuffle` a draw. DataError if none is left."""
-        if 0 <= wanted < len(rows):
-            rows = np.sort(rows[epoch_order(len(rows), seed, SUBSET)[:wanted]]) if shuffle else rows[:wanted]
+    def choose(self, rows: np.ndarray, count: int, *, shuffle: bool, seed: int) -> None:
+        """Use `count` of the rows (−1: all): the first, or with `shuffle` a draw. DataError if none is left."""
+        if 0 <= count < len(rows):
+            rows = np.sort(rows[epoch_order(len(rows), seed, SUBSET)[:count]]) if shuffle else rows[:count]
         if len(rows) == 0:
             raise DataError(f"{self.names}: no usable row is left", self.bad_rows)
         self._rows = rows
@@ -137,8 +139,8 @@ class CheckedRows:
     def too_long(self, rows: np.ndarray, usable: int, key: str, limit: int, ways: str) -> DataError:
         """The error of rows that exceed the limit of `key`; `ways`: what to do besides raising it."""
         return DataError(
-            f"{len(rows)} of {usable} rows of {self.names} are longer than {key}={limit} tokens: {self.first_of(rows)}; "
-            f"{self.longest()}. Ways out: {key}={int(self.lengths.max())} (or more), {ways}",
+            f"{len(rows)} of {usable} rows of {self.names} are longer than {key}={limit} tokens: "
+            f"{self.first_of(rows)}; {self.longest()}. Ways out: {key}={int(self.lengths.max())} (or more), {ways}",
             self.bad_rows,
         )
 
@@ -191,10 +193,11 @@ def truncate(ids: np.ndarray, limit: int, mode: str) -> np.ndarray:
 class PromptDataset(CheckedRows):
     """The usable prompts of one split. `len()` counts them; `prompt(i, epoch)` gives number i.
 
-    files: path or list; config: the whole configuration; check_truth(data_source, ground_truth): raises BadRow where no built-in
-    function can give a full score (None: taken as they are). rules: what a row must have (None: as the configuration says). tools: what rows of
-    `tool_agent` are rendered with. processor: of a model that sees images (None: rows with images are bad). With data.custom_cls
-    the rows come from the user's class. Raises DataError where the data cannot be used; it carries the rows that explain it.
+    files: path or list; config: the whole configuration; check_truth(data_source, ground_truth): raises BadRow where no
+    built-in function can give a full score (None: no check). rules: what a row must have (None: as the configuration
+    says). tools: what rows of `tool_agent` are rendered with. processor: of a model that sees images (None: rows with
+    images are bad). With data.custom_cls the rows come from the user's class. Raises DataError where the data cannot be
+    used; it carries the rows that explain it.
     """
 
     def __init__(
@@ -248,8 +251,8 @@ class PromptDataset(CheckedRows):
         self.lengths, self.bad = scan.lengths, scan.bad
         if self.config.data.truncation != "error" and not self.config.data.filter_overlong_prompts:
             for row in (row for row in sorted(scan.media) if self.lengths[row] > self._limit):
-                found = f"{self.lengths[row]} tokens with its images, which are never cut"
-                detail = f"{found}; raise data.max_prompt_length={self._limit}, or {SMALLER}"
+                message = f"{self.lengths[row]} tokens with its images, which are never cut"
+                detail = f"{message}; raise data.max_prompt_length={self._limit}, or {SMALLER}"
                 self.bad[row], self.lengths[row] = ("prompt too long", detail), -1
 
     def _fitting(self) -> np.ndarray:
@@ -258,9 +261,9 @@ class PromptDataset(CheckedRows):
         good = np.flatnonzero(self.lengths >= 0)
         if data.filter_overlong_prompts and len(long):
             good = np.setdiff1d(good, long)
-            left = {self.source.locate(int(row))[0] for row in good}
+            files_with_rows = {self.source.locate(int(row))[0] for row in good}
             for number, path in enumerate(self.paths):
-                if number not in left:
+                if number not in files_with_rows:
                     limit = f"data.max_prompt_length={self._limit} ({self.longest()}); raise it"
                     text = f"{path}: no row is left: every prompt is longer than {limit}"
                     raise DataError(text, self.bad_rows)
@@ -276,8 +279,8 @@ class PromptDataset(CheckedRows):
     def prompt(self, row: int, epoch: int = 0) -> Prompt:
         """Usable row number `row` (0 ≤ row < len) as a Prompt with uid "{file}:{row in file}@{epoch}".
 
-        Raises BadRow, which names file and row, if it cannot be used after all: an image that ends early, a remote one that is
-        gone, a custom dataset that changed its mind.
+        Raises BadRow, which names file and row, if it cannot be used after all: a truncated image, a remote image that
+        is gone, a custom dataset whose row changed.
         """
         index = int(self._rows[row])
         try:
@@ -286,8 +289,10 @@ class PromptDataset(CheckedRows):
             raise BadRow(bad.problem, f"{self.where(index)}: {bad.detail}") from bad
 
     def prompts(self, rows: Iterable[int], most: int | None = None) -> list[Prompt]:
-        """The first `most` (None: all) of these usable rows that can be drawn. Those that cannot count as bad rows from now on:
-        said, and a DataError where a file has too many."""
+        """The first `most` (None: all) of these usable rows that can be drawn.
+
+        The others are reported and count as bad from now on. DataError where a file has too many.
+        """
         out: list[Prompt] = []
         for row in rows:
             if most is not None and len(out) >= most:
@@ -313,9 +318,11 @@ class PromptDataset(CheckedRows):
             ids = self._scanner.renderer.ids(text) if messages else np.zeros(0, np.int64)
         if len(ids) > self._limit:
             if media is not None or self.config.data.filter_overlong_prompts:
-                found = f"{len(ids)} tokens, it had {self.lengths[index]} before"
+                message = f"{len(ids)} tokens, it had {self.lengths[index]} before"
                 less = ", or augment less" if self._augment else ""
-                raise BadRow("prompt too long", f"{found}; raise data.max_prompt_length={self._limit}{less}")
+                raise BadRow(
+                    "prompt too long", f"{message}; raise data.max_prompt_length={self._limit}{less}"
+                )
             ids = truncate(ids, self._limit, self.config.data.truncation)
         if self.images is not None:
             self.images.counts["drawn"] += len(cells)
@@ -351,8 +358,8 @@ class PromptDataset(CheckedRows):
             which = f"{self.longest()}; first: {self.first_of(self._too_long, 3)}"
             lines.append(f"dropped {dropped} prompts ({share:.1%}) longer than {self._limit} tokens; {which}")
         if facts["cut"]:
-            how = f"{self._limit} tokens (data.truncation={self.config.data.truncation})"
-            lines.append(f"{facts['cut']} prompts are cut to {how}; {self.longest()}")
+            limit = f"{self._limit} tokens (data.truncation={self.config.data.truncation})"
+            lines.append(f"{facts['cut']} prompts are cut to {limit}; {self.longest()}")
         if frames := self._scanned.frames:
             used = f"of which the first frame is used (e.g. {self.where(frames[0])})"
             lines.append(f"animations in {len(frames)} of the rows, {used}")
@@ -365,8 +372,11 @@ class PromptDataset(CheckedRows):
 
 @dataclass
 class Scan:
-    """lengths int64 [rows], −1 for a bad row; bad: row → (problem, detail); sources: data_source of each row; media: rows with
-    images; frames: those with one of several frames."""
+    """The result of a scan.
+
+    lengths: int64 [rows], −1 for a bad row; bad: row → (problem, detail); sources: data_source of each row; media: rows
+    with images; frames: rows with an image of several frames.
+    """
 
     lengths: np.ndarray
     bad: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -377,8 +387,11 @@ class Scan:
 
 @dataclass
 class Scanner:
-    """Everything a process needs to scan rows of a source. `plain[f]`: has file f the plain format? `images`: None for a model
-    that sees none. `check_truth(data_source, ground_truth)` raises BadRow."""
+    """Everything a process needs to scan rows of a source.
+
+    `plain[f]`: whether file f has the plain format; `images`: None for a model that sees none;
+    `check_truth(data_source, ground_truth)` raises BadRow.
+    """
 
     source: Any
     plain: Sequence[bool]
@@ -451,11 +464,11 @@ class Scanner:
         """Tokens of the rendered texts; where images are seen, rows whose text has other image tokens become bad."""
         if self.images is None:
             return self.renderer.lengths(list(texts.values()))
-        found = self.renderer.batch_ids(list(texts.values()))
-        for index, ids in zip(texts, found, strict=True):
+        encoded = self.renderer.batch_ids(list(texts.values()))
+        for index, ids in zip(texts, encoded, strict=True):
             if stray := self.images.wrong_tokens(ids, extra.get(index, (0, 0))[0]):
                 scan.bad[index] = ("image tokens", stray)
-        return [len(ids) for ids in found]
+        return [len(ids) for ids in encoded]
 
 
 class CheckProgress:
@@ -491,12 +504,12 @@ def scan_all(scanner: Scanner, workers: int) -> Scan:
     stops = [min(start + CHUNK, total) for start in starts]
     parts, progress = [], CheckProgress(total)
     with ExitStack() as stack:
-        found: Iterable[Scan] = map(scanner.chunk, starts, stops)
+        scans: Iterable[Scan] = map(scanner.chunk, starts, stops)
         if workers > 1 and total >= WORTH_PROCESSES:
             spawn = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(workers, spawn, initializer=_own_scanner, initargs=(scanner,))
-            found = stack.enter_context(pool).map(_chunk, starts, stops)
-        for part, stop in zip(found, stops, strict=True):
+            scans = stack.enter_context(pool).map(_chunk, starts, stops)
+        for part, stop in zip(scans, stops, strict=True):
             parts.append(part)
             progress.at(stop)
     whole = Scan(np.concatenate([part.lengths for part in parts]))

@@ -76,11 +76,11 @@ def local_path(path: str, cache_dir: str | None = None, *, use_shm: bool = False
         local = Path(os.path.expandvars(path.removeprefix("file://"))).expanduser()
     if os.path.isdir(local):
         files = sorted(p.name for p in local.iterdir() if p.suffix in _READERS)
-        found = f"it holds {', '.join(files[:6])}" if files else "it holds no parquet, json or jsonl file"
-        raise DataError(f"{path}: this is a directory, name the file itself ({found})")
+        content = f"it holds {', '.join(files[:6])}" if files else "it holds no parquet, json or jsonl file"
+        raise DataError(f"{path}: this is a directory, name the file itself ({content})")
     if not os.path.isdir(local.parent):
-        what = f"no such file (the folder {local.parent} does not exist)"
-        raise DataError(f"{path}: {what}; `verl prepare` makes data sets")
+        problem = f"no such file (the folder {local.parent} does not exist)"
+        raise DataError(f"{path}: {problem}; `verl prepare` makes data sets")
     if not os.path.exists(local):  # Path.exists raises for a name that is too long
         raise DataError(f"{path}: no such file{files_beside(local, tuple(_READERS))}")
     shm = Path("/dev/shm")
@@ -97,8 +97,8 @@ def _private(shared: Path) -> Path:
     """This user's own folder in one that all users may write to. DataError if it belongs to another user."""
     folder = shared / f"verl-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         why = "others can write to it or it is not this user's own"
         raise DataError(f"{folder}: {why}; remove it, or leave use_shm off")
     return folder
@@ -112,7 +112,7 @@ def files_beside(path: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def contents(paths: Sequence[Any]) -> str:
-    """A digest of local files' bytes; of their sizes alone where they are more than a gigabyte, "" where one is no local file."""
+    """A digest of local files' bytes, of their sizes alone above a gigabyte; "" where one is no local file."""
     files = [Path(str(path)).expanduser() for path in paths]
     if not all(file.is_file() for file in files):
         return ""
@@ -142,15 +142,17 @@ def written_whole(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def naming(path: str, what: str) -> Iterator[None]:
-    """DataError that names the file and what failed for whatever a library raises over it: damaged bytes and services that
-    cannot be reached raise almost anything."""
+def naming(path: str, failure: str) -> Iterator[None]:
+    """Turn any exception of a library into a DataError that names the file and the failure.
+
+    Damaged bytes and unreachable services raise almost anything.
+    """
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{path}: {what}: {_said(error)}") from error
+        raise DataError(f"{path}: {failure}: {_said(error)}") from error
 
 
 def _said(error: Exception) -> str:
@@ -206,8 +208,8 @@ class RowFile(ABC):
         """DataError where there is no such column; `key` is the config key that names the column ("" if none)."""
         if name not in self.columns:
             fix = f"rename it, or set {key}=COLUMN" if key else "rename the column"
-            found = f"{nearest(name, self.columns)} (columns: {', '.join(self.columns)})"
-            raise DataError(f"{self.path}: there is no column {name!r}{found}; {fix}{hint}")
+            choices = f"{nearest(name, self.columns)} (columns: {', '.join(self.columns)})"
+            raise DataError(f"{self.path}: there is no column {name!r}{choices}; {fix}{hint}")
 
     def row(self, number: int) -> dict[str, Any]:
         """Row `number`."""
@@ -255,10 +257,10 @@ class ParquetFile(RowFile):
     def is_string(self, column: str) -> bool:
         import pyarrow.types as kind
 
-        found = self._schema.field(column).type
-        if kind.is_dictionary(found):
-            found = found.value_type
-        return bool(kind.is_string(found) or kind.is_large_string(found))
+        column_type = self._schema.field(column).type
+        if kind.is_dictionary(column_type):
+            column_type = column_type.value_type
+        return bool(kind.is_string(column_type) or kind.is_large_string(column_type))
 
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
         if not 0 <= start < stop <= len(self):
@@ -289,12 +291,12 @@ class ParquetFile(RowFile):
         """As of any file, from the statistics: nothing is read."""
         with naming(self.path, "its statistics cannot be read"):
             leaves = [(number, self._meta.schema.column(number)) for number in range(self._meta.num_columns)]
-            own = [number for number, leaf in leaves if leaf.path.split(".")[0] == column]
+            column_leaves = [number for number, leaf in leaves if leaf.path.split(".")[0] == column]
             # A column of nulls alone, also of empty lists that tell no type, has no statistics.
-            typed = [number for number in own if leaves[number][1].logical_type.type != "UNKNOWN"]
+            typed = [number for number in column_leaves if leaves[number][1].logical_type.type != "UNKNOWN"]
             groups = [self._meta.row_group(number) for number in range(self._meta.num_row_groups)]
-            known = [(c.num_values, c.statistics) for group in groups for c in map(group.column, typed)]
-            return any(s is None or s.null_count is None or count > s.null_count for count, s in known)
+            statistics = [(c.num_values, c.statistics) for group in groups for c in map(group.column, typed)]
+            return any(s is None or s.null_count is None or count > s.null_count for count, s in statistics)
 
     def _open(self) -> pa.Table:
         import pyarrow as pa
@@ -331,7 +333,7 @@ class ParquetFile(RowFile):
 
 
 def _python_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """The rows of a table, UnreadableRow for one with text that is not UTF-8, a time that Python cannot hold, and the like."""
+    """The rows of a table; UnreadableRow for one with text that is not UTF-8, a time out of range and the like."""
     try:
         rows: list[dict[str, Any]] = table.to_pylist()
         return rows
@@ -385,12 +387,12 @@ class JsonFile(RowFile):
         return self._strings.get(column, False)
 
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        return [self._row(kept) for kept in self._rows[start:stop]]
+        return [self._row(stored) for stored in self._rows[start:stop]]
 
-    def _row(self, kept: str | UnreadableRow) -> dict[str, Any]:
-        if isinstance(kept, UnreadableRow):
-            return kept
-        value = json.loads(kept)
+    def _row(self, stored: str | UnreadableRow) -> dict[str, Any]:
+        if isinstance(stored, UnreadableRow):
+            return stored
+        value = json.loads(stored)
         return {name: value.get(name) for name in self.columns}
 
 
@@ -410,7 +412,11 @@ def _kept(value: dict[str, Any]) -> str | UnreadableRow:
 def _nested_too_deep(value: dict[str, Any]) -> bool:
     level: list[Any] = [value]
     for _ in range(MOST_NESTED):
-        inside = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
+        inside = (
+            item
+            for container in level
+            for item in (container.values() if isinstance(container, dict) else container)
+        )
         level = [item for item in inside if isinstance(item, list | dict)]
         if not level:
             return False
@@ -426,8 +432,8 @@ def _looks_like(local: Path) -> str:
         b"<": "it looks like a web page",
         b"PAR1": "it begins as one: cut short or damaged",
     }
-    known = (text for start, text in kinds.items() if head.lstrip().startswith(start))
-    return next(known, f"it starts with {head[:8]!r}")
+    kinds_by_start = (text for start, text in kinds.items() if head.lstrip().startswith(start))
+    return next(kinds_by_start, f"it starts with {head[:8]!r}")
 
 
 _READERS: dict[str, Any] = {".parquet": ParquetFile} | dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonFile)
@@ -441,10 +447,10 @@ def open_file(path: str, cache_dir: str | None = None, *, use_shm: bool = False)
         raise DataError(f"{path}: unknown kind of file {suffix!r}; known: {', '.join(_READERS)}")
     if local.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty (0 bytes)")
-    found: RowFile = _READERS[suffix](path, local, cache_dir)
-    if len(found) == 0:
+    file: RowFile = _READERS[suffix](path, local, cache_dir)
+    if len(file) == 0:
         raise DataError(f"{path}: the file has no rows")
-    return found
+    return file
 
 
 # ------------------------------------------------------------------------------------------------ several files

@@ -94,15 +94,15 @@ def load_module(module_path: str) -> ModuleType:
     return module
 
 
-def _import(name: str, written: str) -> ModuleType:
+def _import(name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise DataError(f"{written}: no module {error.name!r} can be imported here") from error
+            raise DataError(f"{path}: no module {error.name!r} can be imported here") from error
         raise
     except SystemExit as error:
-        raise DataError(f"{written}: it calls sys.exit({error.code}) when it is imported") from error
+        raise DataError(f"{path}: it calls sys.exit({error.code}) when it is imported") from error
 
 
 def load_extern_object(module_path: str, object_name: str) -> Any:
@@ -110,6 +110,6 @@ def load_extern_object(module_path: str, object_name: str) -> Any:
     module = load_module(module_path)
     if not hasattr(module, object_name):
         public = [name for name in vars(module) if not name.startswith("_")]
-        found = f"{nearest(object_name, public)} (found: {', '.join(public[:20])})"
-        raise NoSuchName(f"{module_path}: it defines no {object_name!r}{found}")
+        choices = f"{nearest(object_name, public)} (found: {', '.join(public[:20])})"
+        raise NoSuchName(f"{module_path}: it defines no {object_name!r}{choices}")
     return getattr(module, object_name)

@@ -1,9 +1,9 @@
-"""Images and videos of a row: found in its columns, put in their places in the dialogue, decoded, and processed once for sampler and trainer.
+"""Images and videos of a row: placed in the dialogue, decoded, and processed once for sampler and trainer.
 
-    cell ─ open_image ─▶ header (size, number of tokens) ─ at the draw ─▶ RGB ─ the model's processor ─▶ ids, pixels, grid
+    cell ─ open_image ─▶ header (size, number of tokens) ─ at the draw ─▶ RGB ─ processor ─▶ ids, pixels, grid
 
-The processor is the model's own class around its image processor for Pillow and the run's tokenizer, and its video processor
-where torchvision is (docs/vision.md).
+The processor is the model's own class around its image processor for Pillow and the run's tokenizer, and its video
+processor where torchvision is installed (docs/vision.md).
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def folder_of(path: str) -> Path:
 def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
     """An image of the data, its header read and its pixels not. Raises BadRow.
 
-    cell: encoded bytes, {bytes, path} (bytes win), {image: …}, a path (relative to `folder`), a data URI, an http URL where
-    `urls` allows it, or a Pillow image.
+    cell: encoded bytes, {bytes, path} (bytes win), {image: …}, a path (relative to `folder`), a data URI, an http URL
+    where `urls` allows it, or a Pillow image.
     """
     from PIL import Image
 
     while isinstance(cell, Mapping):
-        held = [cell[key] for key in ("bytes", "image", "path", "url") if cell.get(key)]
-        if not held:
+        sources = [cell[key] for key in ("bytes", "image", "path", "url") if cell.get(key)]
+        if not sources:
             raise BadRow("image missing", "neither bytes nor a path; give one, or leave the image out")
-        cell = held[0]
+        cell = sources[0]
     if isinstance(cell, Image.Image):
         return _of_a_size(cell)
     source = _source(cell, folder, urls) if isinstance(cell, str) else cell
@@ -150,37 +150,37 @@ def decoded(image: Image) -> Image:
 
 
 def with_images(messages: Sequence[Message], cells: Sequence[Any]) -> tuple[list[Message], list[Any]]:
-    """Messages, of which those with images have parts as content, and the images in the order of the dialogue; [] where there
-    are neither cells nor parts. Raises BadRow where counts differ.
+    """The messages, with parts as content where they have images, and the images in dialogue order.
 
-    `<image>` in a text takes the next of `cells`, as a part of type image does that holds none itself; with a `Video` among them
-    so do `<video>` and videos. Where there is no place at all, they go before the text of the first user message.
+    `<image>` in a text takes the next of `cells`, and so does a part of type image without an image; the same holds for
+    `<video>` if `cells` has a `Video`. Without any placeholder they go before the text of the first user message. The
+    images are [] where there are neither cells nor parts. Raises BadRow where counts differ.
     """
     if not cells and all(isinstance(message["content"], str) for message in messages):
         return list(messages), []
     videos = [cell for cell in cells if isinstance(cell, Video)]
-    waiting = {"image": [cell for cell in cells if not isinstance(cell, Video)], "video": videos}
+    pending = {"image": [cell for cell in cells if not isinstance(cell, Video)], "video": videos}
     ordered, placed = [], [dict(message) for message in messages]
     for message in placed:
         message["content"] = _parts(message["content"], "(<image>|<video>)" if videos else "(<image>)")
     parts = [part for message in placed for part in _images(message)]
     if not parts and cells:
         first = next((message for message in placed if message["role"] == "user"), placed[0])
-        parts = [{"type": kind} for kind, left in waiting.items() for _ in left]
+        parts = [{"type": kind} for kind, unplaced in pending.items() for _ in unplaced]
         first["content"] = [*parts, *first["content"]]
     for message, before in zip(placed, messages, strict=True):
         if not _images(message):
             message["content"] = before["content"]
-    for kind, left in waiting.items():
-        wanted = sum(part["type"] == kind and part.get(kind) is None for part in parts)
-        if wanted != len(left):
-            found = f"the prompt has {wanted} places (<{kind}>) for {len(left)} {kind}s"
-            raise BadRow(f"{kind} count", f"{found}; write one for each {kind}")
+    for kind, unplaced in pending.items():
+        places = sum(part["type"] == kind and part.get(kind) is None for part in parts)
+        if places != len(unplaced):
+            mismatch = f"the prompt has {places} places (<{kind}>) for {len(unplaced)} {kind}s"
+            raise BadRow(f"{kind} count", f"{mismatch}; write one for each {kind}")
     for part in parts:
-        kind, own = part["type"], part.pop(part["type"], None)
-        if own is not None and kind == "video":
-            own = Video(own)
-        ordered.append(waiting[kind].pop(0) if own is None else own)
+        kind, source = part["type"], part.pop(part["type"], None)
+        if source is not None and kind == "video":
+            source = Video(source)
+        ordered.append(pending[kind].pop(0) if source is None else source)
     return placed, ordered
 
 
@@ -218,10 +218,10 @@ def _parts(content: str | list[dict[str, Any]], places: str) -> list[dict[str, A
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         kind = part["type"]
         if kind != "text":
-            own = next((part[key] for key in (kind, "bytes", "path", "url") if part.get(key)), None)
-            if kind == "video" and own is not None and part.get("fps"):
-                own = {"video": own, "fps": part["fps"]}
-            out.append({"type": kind} | ({} if own is None else {kind: own}))
+            source = next((part[key] for key in (kind, "bytes", "path", "url") if part.get(key)), None)
+            if kind == "video" and source is not None and part.get("fps"):
+                source = {"video": source, "fps": part["fps"]}
+            out.append({"type": kind} | ({} if source is None else {kind: source}))
             continue
         for number, text in enumerate(re.split(places, part["text"])):
             out += [{"type": text[1:-1]} if number % 2 else {"type": "text", "text": text}] * bool(text)
@@ -233,8 +233,11 @@ def _parts(content: str | list[dict[str, Any]], places: str) -> list[dict[str, A
 
 @dataclass
 class ImageProcessor:
-    """The processor of a vision-language model. `limit`: most images of a prompt; `counts`: images decoded, processed, and in the prompts that
-    were drawn since the start; `scored`: what scores the responses gets the images, too."""
+    """The processor of a vision-language model.
+
+    `limit`: most images of a prompt; `counts`: images decoded, processed, and in the prompts drawn since the start;
+    `scored`: what scores the responses gets the images, too.
+    """
 
     processor: Any
     urls: bool = False
@@ -259,7 +262,7 @@ class ImageProcessor:
         return [int(number) for number in numbers]
 
     def expanded(self, ids: np.ndarray, cells: Sequence[Any], folder: Path) -> np.ndarray:
-        """Of ids int64 [P] in which each image has one token: how often each is there in the prompt, int64 [P]. Raises BadRow."""
+        """Repeats int64 [P] of each of ids int64 [P], in which an image has one token, in the prompt. Raises BadRow."""
         is_image = np.isin(ids, self.processor.image_token_ids)
         counts = self.tokens(self.headers(cells, folder))
         if wrong := self.wrong_tokens(ids, len(counts)):
@@ -283,19 +286,19 @@ class ImageProcessor:
         images = images if change is None else change(images)
         options = {"return_tensors": "np", "add_special_tokens": False} | more
         try:
-            made = dict(self.processor(text=[text], images=images or None, **options))
+            outputs = dict(self.processor(text=[text], images=images or None, **options))
         except (ValueError, OverflowError, StopIteration) as error:
             raise BadRow("processing failed", f"{type(error).__name__}: {error}") from error
         self.counts["processed"] += len(cells)
-        ids = np.asarray(made.pop("input_ids")[0], np.int64)
+        ids = np.asarray(outputs.pop("input_ids")[0], np.int64)
         for name in ("attention_mask", "mm_token_type_ids"):
-            made.pop(name, None)
+            outputs.pop(name, None)
         if videos:
-            made = as_images(made, is_video)
+            outputs = as_images(outputs, is_video)
             ids[ids == self.processor.video_token_id] = self.processor.image_token_id
             firsts = (iter(images), iter(videos))
             images = [next(firsts[video]) for video in is_video]
-        inputs = {name: np.ascontiguousarray(value) for name, value in made.items()}
+        inputs = {name: np.ascontiguousarray(value) for name, value in outputs.items()}
         merge = int(self.processor.image_processor.merge_size)
         tokens = int(inputs["image_grid_thw"].prod(-1).sum()) // merge**2
         if wrong := self.wrong_tokens(ids, tokens):
@@ -309,11 +312,11 @@ class ImageProcessor:
 
         processor = getattr(self.processor, "video_processor", None)
         frame = partial(self._frame, folder)
-        own = [cell.cell for cell in cells if isinstance(cell, Video)]
-        found = [open_video(cell, folder, processor, frame) for cell in own]
-        if not found:
+        videos = [cell.cell for cell in cells if isinstance(cell, Video)]
+        opened = [open_video(cell, folder, processor, frame) for cell in videos]
+        if not opened:
             return [], {}
-        frames, facts = zip(*found, strict=True)
+        frames, facts = zip(*opened, strict=True)
         arguments = {"videos": list(frames), "video_metadata": list(facts), "do_sample_frames": False}
         return [fromarray(video[0]) for video in frames], arguments
 
@@ -322,21 +325,20 @@ class ImageProcessor:
 
     def wrong_tokens(self, ids: np.ndarray, expected: int) -> str:
         """What is wrong unless so many tokens of a prompt stand for images, "" for nothing."""
-        found = int(np.isin(ids, self.processor.image_token_ids).sum())
-        if found == expected:
+        count = int(np.isin(ids, self.processor.image_token_ids).sum())
+        if count == expected:
             return ""
         why = f"does the text hold {self.processor.image_token}, or the chat template no images?"
-        return f"{found} image tokens in the prompt where its images take {expected}: {why}"
+        return f"{count} image tokens in the prompt where its images take {expected}: {why}"
 
 
 def load_processor(
     path: str | None, tokenizer: Any, kwargs: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Any:
-    """The processor of a model directory or hub id, with its video processor where torchvision is; None for a model that sees no
-    images, or none.
+    """The processor of a model directory or hub id, with its video processor where torchvision is installed.
 
-    kwargs: of its image processor (`data.mm_processor_kwargs`). A tokenizer without a chat template gets the processor's.
-    DataError where the model has none that works here.
+    None for a model that sees no images, or for path None. kwargs: of its image processor (`data.mm_processor_kwargs`).
+    A tokenizer without a chat template gets the processor's. DataError where the model has none that works here.
     """
     from transformers import PretrainedConfig, ProcessorMixin
 
@@ -354,28 +356,35 @@ def load_processor(
     name = PROCESSOR_MAPPING_NAMES.get(kind)
     try:
         images = AutoImageProcessor.from_pretrained(path, backend="pil", **trusted, **kwargs)
-        own = processor_class_from_name(name) if name else None
+        processor_class = processor_class_from_name(name) if name else None
     except (OSError, ValueError, TypeError, ImportError) as error:
         why = str(error).strip().partition("\n")[0]
         raise DataError(f"{path}: its image processor cannot be loaded: {why}") from error
-    if own is None or not issubclass(own, ProcessorMixin) or not hasattr(images, "merge_size"):
-        known = "Qwen2-VL, 2.5-VL and 3-VL are"
-        raise DataError(f"{path}: images of {kind} models are not in this release ({known})")
-    named = images.valid_kwargs.__annotations__
-    if unknown := sorted(key for key in kwargs if key not in named and not hasattr(images, key)):
-        what = f"{', '.join(unknown)} is nothing that {type(images).__name__} takes"
-        raise DataError(f"data.mm_processor_kwargs: {what}")
+    if (
+        processor_class is None
+        or not issubclass(processor_class, ProcessorMixin)
+        or not hasattr(images, "merge_size")
+    ):
+        supported = "Qwen2-VL, 2.5-VL and 3-VL are"
+        raise DataError(f"{path}: images of {kind} models are not in this release ({supported})")
+    accepted = images.valid_kwargs.__annotations__
+    if unknown := sorted(key for key in kwargs if key not in accepted and not hasattr(images, key)):
+        problem = f"{', '.join(unknown)} is nothing that {type(images).__name__} takes"
+        raise DataError(f"data.mm_processor_kwargs: {problem}")
     if tokenizer.chat_template is None and (file := _file(path, "chat_template.json")) is not None:
         tokenizer.chat_template = json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
-    parts = dict.fromkeys(own.get_attributes()) | {"image_processor": images, "tokenizer": tokenizer}
+    parts = dict.fromkeys(processor_class.get_attributes()) | {
+        "image_processor": images,
+        "tokenizer": tokenizer,
+    }
     if "video_processor" in parts:
         parts["video_processor"] = _video_processor(path)
-    made = own.__new__(own)
+    processor = processor_class.__new__(processor_class)
     # A part that is left out is None, which the class would refuse; it stays the class itself, for other processes.
-    made.check_argument_for_proper_class = lambda *_: None
-    own.__init__(made, **parts)
-    del made.check_argument_for_proper_class
-    return made
+    processor.check_argument_for_proper_class = lambda *_: None
+    processor_class.__init__(processor, **parts)
+    del processor.check_argument_for_proper_class
+    return processor
 
 
 def _video_processor(path: str) -> Any:
@@ -401,6 +410,6 @@ def save_processor(path: str, directory: Path) -> None:
     import shutil
 
     for name in _PROCESSOR_FILES:
-        found = _file(path, name)
-        if found is not None and not (directory / name).exists():
-            shutil.copyfile(found, directory / name)
+        source = _file(path, name)
+        if source is not None and not (directory / name).exists():
+            shutil.copyfile(source, directory / name)

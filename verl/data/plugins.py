@@ -116,11 +116,11 @@ class CustomRows:
         path, name = data.custom_cls.path, data.custom_cls.name
         if not name:
             raise DataError(f"data.custom_cls.path={path} needs data.custom_cls.name=CLASS")
-        wanted = int(data.train_max_samples if split == "train" else data.val_max_samples)
+        max_samples = int(data.train_max_samples if split == "train" else data.val_max_samples)
         about = {"data_files": files, "tokenizer": tokenizer, "config": data, "processor": processor}
         kind = load_extern_object(path, name)
         try:
-            dataset = kind(**about, max_samples=wanted)
+            dataset = kind(**about, max_samples=max_samples)
         except (TypeError, AttributeError) as error:
             takes = f"{', '.join(about)} and max_samples"
             raise DataError(f"data.custom_cls: {path}: {name}, given {takes}: {error}") from error

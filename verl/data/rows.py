@@ -1,7 +1,7 @@
 """What a row means: the chat format and the plain format, checked; its messages, rendered and tokenised once.
 
-A row that cannot be used raises BadRow; a file whose columns cannot be used raises DataError. Images are put in their places
-by `media.py`, videos opened by `videos.py`; audio is not in this release. The formats: docs/data.md.
+A row that cannot be used raises BadRow; a file whose columns cannot be used raises DataError. `media.py` places images,
+`videos.py` opens videos; audio is not in this release. The formats: docs/data.md.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class BadRow(ValueError):
 def as_messages(cell: Any, column: str = "prompt", *, images: bool = False) -> list[dict[str, Any]]:
     """The cell as a list of {role, content, …}; a string is one user message. Raises BadRow.
 
-    Content is text; where `images` are allowed and it has parts of type image, it is a list of parts. Keys that are null (parquet gives every message the union of all keys) are left out, so that a
-    template's `is defined` means what its author thought.
+    Content is text; where `images` are allowed and it has parts of type image, it is a list of parts. Null keys
+    (parquet gives every message the union of all keys) are left out, so that a template's `is defined` works as meant.
     """
     if cell is None:
         raise BadRow("prompt missing", f"column {column!r} is null")
@@ -100,16 +100,20 @@ def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
             content = "".join(_part_text(part, f"{where}.content") for part in content)
     if not isinstance(content, str | list):
         raise BadRow("prompt is not messages", f"{where}.content is {type(content).__name__}")
-    kept = {key: value for key, value in item.items() if value is not None} | {"content": content}
-    return kept | {"tool_calls": _calls(kept, f"{where}.tool_calls")} if "tool_calls" in kept else kept
+    fields = {key: value for key, value in item.items() if value is not None} | {"content": content}
+    return (
+        fields | {"tool_calls": _calls(fields, f"{where}.tool_calls")} if "tool_calls" in fields else fields
+    )
 
 
 def _calls(message: Mapping[str, Any], where: str) -> list[Any]:
-    """The tool calls of a message, which is an assistant's; the arguments of each are a mapping, or one as JSON text."""
+    """The tool calls of an assistant's message; the arguments of each are a mapping, or one as JSON text."""
     calls = without_nulls(message["tool_calls"])
     if not isinstance(calls, list) or (calls and message["role"] != "assistant"):
-        what = f"{type(calls).__name__} of a message with role {message['role']!r}"
-        raise BadRow("unusable tool call", f"{where} is a {what}, a list in an assistant's message is needed")
+        problem = f"{type(calls).__name__} of a message with role {message['role']!r}"
+        raise BadRow(
+            "unusable tool call", f"{where} is a {problem}, a list in an assistant's message is needed"
+        )
     for number, call in enumerate(calls):
         arguments = named_function(call, f"{where}[{number}]", "unusable tool call").get("arguments", {})
         try:
@@ -122,8 +126,10 @@ def _calls(message: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def named_function(cell: Any, where: str, problem: str) -> Mapping[str, Any]:
-    """The `function` of a tool call or of a tool's schema, or the cell itself in the form without it. Raises BadRow of that problem
-    where it has no name."""
+    """The `function` of a tool call or of a tool's schema, or the cell itself in the form without it.
+
+    Raises BadRow of that problem where it has no name.
+    """
     function = cell.get("function", cell) if isinstance(cell, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRow(problem, f"{where} is {cell!r:.60}, {{function: {{name, …}}}} or {{name, …}} is needed")
@@ -227,18 +233,20 @@ class ChatRenderer:
         return [np.array(begin + list(ids), dtype=np.int64) for ids in encoded]
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each of many texts: `len` of `batch_ids`, in half the time where the tokenizer is transformers' own."""
+        """Tokens of each text: `len` of `batch_ids`, in half the time where the tokenizer is transformers' own."""
         from transformers import PreTrainedTokenizerFast
 
         # A tokenizer with an encoding of its own may add to what the library's does.
         plain = getattr(type(self.tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
         first = self.batch_ids(texts[:1] if plain else texts)  # sets the library's options
-        rest = texts[len(first) :]
-        if not rest:
+        remaining = texts[len(first) :]
+        if not remaining:
             return [len(ids) for ids in first]
-        found = self.tokenizer.backend_tokenizer.encode_batch_fast(list(rest), add_special_tokens=False)
+        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(
+            list(remaining), add_special_tokens=False
+        )
         begin = len(self.begin())
-        return [len(first[0]), *(begin + len(encoding) for encoding in found)]
+        return [len(first[0]), *(begin + len(encoding) for encoding in encodings)]
 
     def begin(self) -> list[int]:
         """The id put before a text: the begin token where no template writes it and the tokenizer would, else none."""
@@ -267,15 +275,18 @@ def text_of(tokenizer: Any, ids: np.ndarray) -> str:
 
 def final_number(text: str) -> str | None:
     """The number after the last `#### ` with commas, `$` and a trailing full stop removed, or None."""
-    found = _FINAL.findall(text)
-    return found[-1].replace(",", "").replace("$", "").rstrip(".") if found else None
+    numbers = _FINAL.findall(text)
+    return numbers[-1].replace(",", "").replace("$", "").rstrip(".") if numbers else None
 
 
 @dataclass(frozen=True)
 class RowRules:
-    """The keys and demands of a run, picklable. `needs_truth`: rows are scored by a built-in function; `needs_source`: by
-    one that their data_source selects; `images`: the model sees them, and the first of `media_keys` is their column, the
-    second that of videos; `loop`: of rows without `agent_name`."""
+    """The keys and demands of a run, picklable.
+
+    `needs_truth`: a built-in function scores the rows; `needs_source`: their data_source selects it; `images`: the
+    model sees them, and the first of `media_keys` is their column, the second that of videos; `loop`: of rows without
+    `agent_name`.
+    """
 
     prompt_key: str = "prompt"
     source_key: str = "data_source"
@@ -286,7 +297,7 @@ class RowRules:
     loop: str = SINGLE_TURN
 
     def loop_makes_prompt(self, agent_name: str | None) -> bool:
-        """True for rows of an environment or of a loop of the user's, which may make the prompt and the score themselves."""
+        """True for rows of an environment or of a user's loop, which may make the prompt and the score."""
         return (agent_name or self.loop) not in (SINGLE_TURN, TOOL_AGENT)
 
     @classmethod
@@ -302,9 +313,12 @@ class RowRules:
 
 @dataclass(slots=True)
 class RowFields:
-    """One usable row. `cell` is the prompt as it stands in the file; `facts` are the parts of a `Prompt` that follow from
-    the other columns, by name: data_source, ground_truth, extra_info, agent_name, and in `columns` everything else. `images`:
-    the cells of its images, then its videos."""
+    """One usable row.
+
+    `cell` is the prompt as it stands in the file; `facts` are the parts of a `Prompt` that follow from the other
+    columns, by name: data_source, ground_truth, extra_info, agent_name, and in `columns` everything else. `images`: the
+    cells of its images, then its videos.
+    """
 
     cell: Any
     facts: dict[str, Any]
@@ -317,7 +331,7 @@ class RowFields:
 
 @dataclass(frozen=True, slots=True)
 class RowTools:
-    """The tools that prompts are rendered with. schemas: name → OpenAI schema; every_row: also those without `agent_name`."""
+    """The tools that prompts are rendered with. schemas: name → OpenAI schema; every_row: also without `agent_name`."""
 
     schemas: Schemas
     every_row: bool
@@ -331,12 +345,17 @@ class RowTools:
 
 
 def tools_of_row(schemas: Schemas, extra: Mapping[str, Any], column: Any) -> list[dict[str, Any]]:
-    """The schemas that a row may use: those named in its column `tools` or in `tool_selection`, with `need_tools_kwargs` those that
-    `tools_kwargs` has something for, else all. BadRow for a name that is no tool."""
+    """The schemas that a row may use: those named in its column `tools` or in `tool_selection`.
+
+    Without these, `need_tools_kwargs` selects those for which `tools_kwargs` has a value; else all. BadRow for an
+    unknown tool.
+    """
     names = column if column is not None else extra.get("tool_selection")
     try:
         if names is None and extra.get("need_tools_kwargs"):
-            names = [name for name, given in (extra.get("tools_kwargs") or {}).items() if given is not None]
+            names = [
+                name for name, arguments in (extra.get("tools_kwargs") or {}).items() if arguments is not None
+            ]
         names = schemas if names is None else names
         names = [str(name if isinstance(name, str) else name["function"]["name"]) for name in names]
     except (AttributeError, KeyError, TypeError) as error:
@@ -367,11 +386,11 @@ def check_columns(file: RowFile, rules: RowRules) -> bool:
         if rules.needs_truth and not rows_tell:
             file.need("reward_model", "")
         return False
-    others = [name for name in columns if name != rules.prompt_key]
+    candidates = [name for name in columns if name != rules.prompt_key]
     for name in ("response", "reward"):
         if name in columns or not rules.needs_source:
             continue
-        if nearest(name, others, cutoff=0.6) or (name == "response" and rules.needs_truth):
+        if nearest(name, candidates, cutoff=0.6) or (name == "response" and rules.needs_truth):
             file.need(name, "")
         notice(f"{file.path}: plain format without a column {name!r}; taken as null")
     if "reward" in columns:
@@ -389,16 +408,20 @@ def plain_truth(response: Any) -> tuple[Any, str]:
 
 
 def check_plain_truth(path: str, responses: Iterable[Any], rows: int, rules: RowRules) -> None:
-    """Refuse a plain training file in which no row has a ground truth and only built-in functions score. responses: those of its
-    `rows` rows, or the different ones."""
+    """Refuse a plain training file in which no row has a ground truth and only built-in functions score.
+
+    responses: those of its `rows` rows, or the distinct ones.
+    """
     truths = [plain_truth(response) for response in responses]
     if not rules.needs_truth or any(source == GSM8K for _, source in truths):
         return
-    found = f"column 'response' of its {rows} rows holds no `#### number`, which a built-in function needs"
+    problem = f"column 'response' of its {rows} rows holds no `#### number`, which a built-in function needs"
     if all(truth is None for truth, _ in truths):
-        found = f"none of its {rows} rows has a ground truth: column 'response' is empty or null in every row"
+        problem = (
+            f"none of its {rows} rows has a ground truth: column 'response' is empty or null in every row"
+        )
     raise DataError(
-        f"{path}: {found}. Every reward would be 0. Ways out: `verl prepare gsm8k` or "
+        f"{path}: {problem}. Every reward would be 0. Ways out: `verl prepare gsm8k` or "
         "`python3 examples/data_preprocess/gsm8k.py --local_dataset_path DIR` (data with answers), or "
         "custom_reward_function.path=FILE.py (your own scoring)"
     )
@@ -438,16 +461,16 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
     if not source and not rules.needs_source:
         source = PLAIN
     if not isinstance(source, str) or not source:
-        wanted = "a name is needed; data.reward_fn_key names its column"
-        raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r:.60}, {wanted}")
+        advice = "a name is needed; data.reward_fn_key names its column"
+        raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r:.60}, {advice}")
     needed = rules.needs_truth and not rules.loop_makes_prompt(fields.facts["agent_name"])
     fields.facts |= {"data_source": source, "ground_truth": _truth(row.get("reward_model"), needed)}
     fields.cell = fields.cell if raw is None else raw
     return fields
 
 
-def _shared(row: Mapping[str, Any], rules: RowRules, *own: str) -> RowFields:
-    """What rows of both formats have; their `own` columns are not among the free ones. Raises BadRow."""
+def _shared(row: Mapping[str, Any], rules: RowRules, *format_keys: str) -> RowFields:
+    """The fields of both formats; `format_keys`, the columns of one, are not among the free ones. Raises BadRow."""
     images: list[Any] = []
     for number, key in enumerate(rules.media_keys):
         media = cells_of(row.get(key))
@@ -455,13 +478,13 @@ def _shared(row: Mapping[str, Any], rules: RowRules, *own: str) -> RowFields:
             kind = key if number else "images"
             raise BadRow("media", f"column {key!r} is not empty: {kind}, {_no_media(kind)}")
         images += map(Video, media) if number else media
-    taken = {rules.prompt_key, "extra_info", "agent_name", *own}
+    used = {rules.prompt_key, "extra_info", "agent_name", *format_keys}
     if images:
-        taken |= {*rules.media_keys[:2]}
+        used |= {*rules.media_keys[:2]}
     facts = {
         "extra_info": dict(_typed("extra_info", row.get("extra_info"), Mapping, "a struct") or {}),
         "agent_name": _typed("agent_name", row.get("agent_name"), str, "a string"),
-        "columns": {k: v for k, v in row.items() if k not in taken},
+        "columns": {k: v for k, v in row.items() if k not in used},
     }
     return RowFields(row.get(rules.prompt_key), facts, images)
 

@@ -50,9 +50,9 @@ class _Rendered(NamedTuple):
 class SFTDataset(CheckedRows):
     """Usable rows of a split; `dataset[i]` is an SFTRow, `order(...)` the rows of an epoch.
 
-    files: path or list; config: the `data` group of the SFT configuration; processor: of a model that sees images. Bad rows are
-    in `bad_rows`.
-    Raises DataError for files, columns or lengths that cannot be used; `dataset[i]` BadRow for an image that cannot be decoded.
+    files: path or list; config: the `data` group of the SFT configuration; processor: of a model that sees images. Bad
+    rows are in `bad_rows`. Raises DataError for files, columns or lengths that cannot be used; `dataset[i]` raises
+    BadRow for an image that cannot be decoded.
     """
 
     def __init__(
@@ -108,18 +108,18 @@ class SFTDataset(CheckedRows):
     def _encode(self, rendered: Sequence[_Rendered]) -> list[SFTRow]:
         if not rendered:
             return []
-        texts = [one.text for one in rendered]
-        found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        texts = [entry.text for entry in rendered]
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         begin = np.array(self._renderer.begin(), np.int64)
         before, out = np.zeros(len(begin), bool), []
-        for number, one in enumerate(rendered):
-            ids = np.array(found["input_ids"][number], np.int64)
-            mask = token_mask(ids, found["offset_mapping"][number], one.text, one.spans, self._special)
+        for number, entry in enumerate(rendered):
+            ids = np.array(encoded["input_ids"][number], np.int64)
+            mask = token_mask(ids, encoded["offset_mapping"][number], entry.text, entry.spans, self._special)
             out.append(SFTRow(np.concatenate([begin, ids]), np.concatenate([before, mask])))
         return out
 
     def _expanded(self, index: int, row: SFTRow, images: Sequence[Any]) -> SFTRow:
-        """The row with all tokens of its images, which stand before what is learned and are never cut. Raises BadRow."""
+        """The row with all tokens of its images, which precede what is learned and are never cut. Raises BadRow."""
         if self._images is None:
             return row
         repeats = self._images.expanded(row.ids, images, self._folder(index))
@@ -127,8 +127,8 @@ class SFTDataset(CheckedRows):
         if len(learned) and (repeats[learned[0] :] > 1).any():
             raise BadRow("image after an answer", "images must come before the first turn that is learned")
         if repeats.sum() > self._limit and len(images):
-            found = f"{repeats.sum()} tokens with its images, which are never cut"
-            raise BadRow("too long", f"{found}; raise data.max_length={self._limit}, or {SMALLER}")
+            message = f"{repeats.sum()} tokens with its images, which are never cut"
+            raise BadRow("too long", f"{message}; raise data.max_length={self._limit}, or {SMALLER}")
         return SFTRow(np.repeat(row.ids, repeats), np.repeat(row.mask, repeats))
 
     def _folder(self, index: int) -> Any:
@@ -146,8 +146,8 @@ class SFTDataset(CheckedRows):
 
     def _cut(self, row: SFTRow) -> SFTRow:
         if len(row.ids) > self._limit:
-            left = self.config.truncation == "left"
-            part = slice(-self._limit, None) if left else slice(self._limit)
+            cut_left = self.config.truncation == "left"
+            part = slice(-self._limit, None) if cut_left else slice(self._limit)
             row = SFTRow(row.ids[part], row.mask[part])
         if not row.mask[1:].any():
             raise BadRow("no trained token", f"{len(row.ids)} tokens are left, none of them to learn")
@@ -198,8 +198,8 @@ class SFTDataset(CheckedRows):
 
     def _row(self, index: int) -> SFTRow:
         if self._kept is not None:
-            kept = self._kept[index]
-            row = SFTRow(kept.ids.astype(np.int64), kept.mask)
+            stored = self._kept[index]
+            row = SFTRow(stored.ids.astype(np.int64), stored.mask)
         else:
             rendered = self._render(self.source.row(index))
             row = self._cut(self._expanded(index, self._encode([rendered])[0], rendered.images))
@@ -216,8 +216,8 @@ class SFTDataset(CheckedRows):
         sizes = f"{facts['tokens_mean']:.0f} tokens on average, at most {facts['tokens_max']}"
         lines = [f"{split}: {facts['used']} of {facts['rows']} rows from {self.names}; {sizes}"]
         if facts["cut"]:
-            how = f"{self._limit} tokens (data.truncation={self.config.truncation})"
-            lines.append(f"{split}: {facts['cut']} rows are cut to {how}")
+            limit = f"{self._limit} tokens (data.truncation={self.config.truncation})"
+            lines.append(f"{split}: {facts['cut']} rows are cut to {limit}")
         return lines + self.left_out()
 
 
@@ -237,7 +237,7 @@ def check_columns(file: RowFile, config: Any) -> None:
 
 
 def dialogue(row: Mapping[str, Any], config: Any, *, images: bool) -> list[dict[str, Any]]:
-    """The messages of a row, whose columns the `data` group `config` names; `images`: the model sees them. Raises BadRow."""
+    """The messages of a row by the `data` group `config`; `images`: the model sees them. Raises BadRow."""
     check_readable(row)
     unseen = {} if images else {config.image_key: "the model does not see images"}
     unseen |= {config.video_key: "videos are not in this release"}
@@ -257,8 +257,8 @@ def dialogue(row: Mapping[str, Any], config: Any, *, images: bool) -> list[dict[
     response = _reach(row, config.response_key, config.response_dict_keys)
     if not isinstance(response, str) or not response.strip():
         raise BadRow("answer missing", f"column {config.response_key!r} is {response!r:.60}")
-    asked = as_messages(question, config.prompt_key, images=images)
-    return [*asked, {"role": "assistant", "content": response}]
+    prompt = as_messages(question, config.prompt_key, images=images)
+    return [*prompt, {"role": "assistant", "content": response}]
 
 
 def template_options(row: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -277,8 +277,8 @@ def _reach(row: Mapping[str, Any], column: str, keys: Sequence[str] | None) -> A
     value: Any = row.get(column)
     for key in keys or ():
         if not isinstance(value, Mapping) or key not in value:
-            found = ", ".join(value) if isinstance(value, Mapping) else type(value).__name__
-            raise BadRow("wrong column type", f"column {column!r} has no {key!r} inside ({found})")
+            content = ", ".join(value) if isinstance(value, Mapping) else type(value).__name__
+            raise BadRow("wrong column type", f"column {column!r} has no {key!r} inside ({content})")
         value = value[key]
     return value
 

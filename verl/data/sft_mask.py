@@ -37,8 +37,8 @@ class TurnFinder:
         key = repr(sorted(options.items()))
         if key not in self._headers:
             bare = self.renderer.text([_PROBE], generation=False, **options)
-            asked = self.renderer.text([_PROBE], generation=True, **options)
-            header = asked[len(bare) :] if asked.startswith(bare) else ""
+            prompt = self.renderer.text([_PROBE], generation=True, **options)
+            header = prompt[len(bare) :] if prompt.startswith(bare) else ""
             role = header.split("<think>")[0]
             self._headers[key] = (header, role) if role and role != header else (header,)
         return self._headers[key]
@@ -67,9 +67,9 @@ class TurnFinder:
             for header in headers:
                 if text.startswith(header, len(base)):
                     return len(base) + len(header)
-        found = [(text.find(header, cursor), -len(header)) for header in headers if header]
-        found = [(place, size) for place, size in found if place >= 0]
-        return min(found)[0] - min(found)[1] if found else None
+        starts = [(text.find(header, cursor), -len(header)) for header in headers if header]
+        starts = [(place, size) for place, size in starts if place >= 0]
+        return min(starts)[0] - min(starts)[1] if starts else None
 
     def _end(self, upto: Messages, text: str, start: int, options: Mapping[str, Any]) -> int | None:
         if not upto[-1].get("tool_calls"):
@@ -90,7 +90,7 @@ class TurnFinder:
             once = twice = ""
         pieces = [twice[len(once) :], *self.headers()]
         ids = [tokenizer(piece, add_special_tokens=False)["input_ids"][:1] for piece in pieces if piece]
-        return {int(first) for found in ids for first in found} - {tokenizer.eos_token_id}
+        return {int(first) for first_ids in ids for first in first_ids} - {tokenizer.eos_token_id}
 
     def _rendered(self, before: Messages, options: Mapping[str, Any]) -> str | None:
         if not before:
@@ -130,9 +130,9 @@ def _content_end(text: str, start: int, message: Message) -> int | None:
     content = str(message["content"]).strip()
     answer = content.split("</think>")[-1].strip()
     for lead, visible in ((_BLANKS, content), (_THOUGHT, content), (_THOUGHT, answer), (_BLANKS, answer)):
-        found = lead.match(text, start)
-        if found is not None and text.startswith(visible, found.end()):
-            return found.end() + len(visible)
+        match = lead.match(text, start)
+        if match is not None and text.startswith(visible, match.end()):
+            return match.end() + len(visible)
     return None
 
 

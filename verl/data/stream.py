@@ -17,13 +17,13 @@ from verl.trajectory import Prompt
 
 
 class PromptStream:
-    """Draws prompts of a dataset (`PromptDataset`, or anything with its `len`, `order` and `prompt`), epoch after epoch.
+    """Draws prompts of a dataset (`PromptDataset`, or any with its `len`, `order` and `prompt`), epoch after epoch.
 
     A step takes `batch_size` prompts with `take()`. Rows that are left at the end of an epoch, fewer than
     asked for, are not used in that epoch, unless `take(n, cross=True)` (refills) lets a draw run on into the
     next one. A row that fails when it is drawn is skipped, replaced by the next in the order, and recorded
     in `skipped`; more than `max_bad_ratio` of the rows in one epoch are a DataError.
-    `sampler` is a custom sampler (its order replaces the seeded one); with an `update` it `learns` from the batches trained.
+    `sampler` is a custom sampler (its order replaces the seeded one); with an `update` it `learns` from batches.
     """
 
     def __init__(
@@ -92,8 +92,10 @@ class PromptStream:
         return out
 
     def _skip(self, row: int, bad: BadRow, in_a_row: int) -> None:
-        """Record a row that failed when it was drawn. DataError where too many of the epoch's did, or as many in a row as an epoch
-        has."""
+        """Record a row that failed when it was drawn.
+
+        DataError if too many of the epoch's rows failed, or as many in a row as an epoch has.
+        """
         record = {"row": row, "epoch": self.epoch, "problem": bad.problem, "detail": bad.detail}
         self.skipped.append(record)
         notice(f"prompt {row} of epoch {self.epoch} is skipped: {bad}")
@@ -104,7 +106,8 @@ class PromptStream:
         if failed > self._max_bad_ratio * rows:
             raise DataError(
                 f"{failed} of {rows} rows of epoch {self.epoch} failed when they were drawn, which "
-                f"data.max_bad_row_ratio={self._max_bad_ratio} does not allow; the last: {bad}. Repair the rows, or raise it"
+                f"data.max_bad_row_ratio={self._max_bad_ratio} does not allow; the last: {bad}. "
+                "Repair the rows, or raise it"
             )
 
     def _next_row(self) -> int:
@@ -179,8 +182,10 @@ class _Sampled:
         self._iterator = iter(self._sampler)
 
     def state(self) -> dict[str, Any]:
-        own = {"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {}
-        return {"drawn": list(self._drawn)} | own
+        sampler_state = (
+            {"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {}
+        )
+        return {"drawn": list(self._drawn)} | sampler_state
 
     def load(self, state: dict[str, Any]) -> None:
         drawn, self._drawn = list(state["drawn"]), []
@@ -218,6 +223,6 @@ def open_stream(dataset: Any, config: Any) -> PromptStream:
         max_bad_ratio=data.max_bad_row_ratio,
     )
     if stream.unused_per_epoch:
-        what = f"rows are left over at the end of each epoch (fewer than data.train_batch_size={size})"
-        notice(f"{stream.unused_per_epoch} of {stream.rows_per_epoch} {what} and not used in it")
+        leftover = f"rows are left over at the end of each epoch (fewer than data.train_batch_size={size})"
+        notice(f"{stream.unused_per_epoch} of {stream.rows_per_epoch} {leftover} and not used in it")
     return stream

@@ -59,7 +59,7 @@ def tokenizer_of(model: Any, named: str | None = None) -> Any:
 
 
 def save_tokenizer(tokenizer: Any, processor_of: str | None, directory: Path) -> None:
-    """Write what stands before a model to its checkpoint: the tokenizer, and the processor's files of the model that has one."""
+    """Write a model's tokenizer, and its processor's files where it has one, to a checkpoint."""
     from verl.data.media import save_processor
 
     tokenizer.save_pretrained(directory)
@@ -85,6 +85,6 @@ def template_text(template: str) -> str:
         return template
     path = Path(os.path.expandvars(template)).expanduser()
     if not path.is_file():
-        what = f"neither Jinja text nor an existing file (looked at {path})"
-        raise DataError(f"custom_chat_template: {template!r} is {what}")
+        problem = f"neither Jinja text nor an existing file (looked at {path})"
+        raise DataError(f"custom_chat_template: {template!r} is {problem}")
     return path.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Videos of a row: the frames of a cell, and what the model's own video processor, which imports torchvision, makes of them.
+"""Videos of a row: the frames of a cell, and the output of the model's video processor, which imports torchvision.
 
-A model's vision tower takes a video as it takes an image, with a grid of several rows of time, and puts what it gives in the place of
-the tokens, whichever these are. So a video travels as an image of that grid, with the seconds between its rows; only the
-positions differ, and `models/inputs.py` asks the model's own function for them.
+A model's vision tower takes a video like an image, with a grid of several rows of time, and its output replaces the
+placeholder tokens, whatever their ids. So a video is passed on as an image with that grid and the seconds between its
+rows; only the positions differ, and `models/inputs.py` gets them from the model's own function.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "decord": "decord", "cv2"
 def open_video(cell: Any, folder: Path, processor: Any, image: Callable[[Any], Any]) -> Opened:
     """Frames uint8 [T, H, W, 3] of a video of the data, and transformers' VideoMetadata of them. Raises BadRow.
 
-    cell: a path (relative to `folder`), of which frames are taken as `processor`, the model's own for videos, says; a list of
-    frames, each a cell of which `image` makes one; or {frames or path, fps}.
+    cell: a path (relative to `folder`), whose frames the model's video `processor` samples; a list of frames, each a
+    cell that `image` turns into one; or {frames or path, fps}.
     """
     from transformers.video_utils import VideoMetadata
 
@@ -69,12 +69,12 @@ def _read(path: Path, rate: float, processor: Any) -> Opened:
         raise BadRow("undecodable video", f"{path}: {repair} ({type(error).__name__}: {error})") from error
 
 
-def as_images(made: dict[str, Any], is_video: Sequence[bool]) -> dict[str, np.ndarray]:
+def as_images(outputs: dict[str, Any], is_video: Sequence[bool]) -> dict[str, np.ndarray]:
     """`Media.inputs` of what a processor made of images and videos, in the order of the dialogue."""
-    seconds = iter(made.get("second_per_grid_ts", [1.0] * len(is_video)))
+    seconds = iter(outputs.get("second_per_grid_ts", [1.0] * len(is_video)))
     parts = {
-        False: _parts(made, "pixel_values", "image_grid_thw"),
-        True: _parts(made, "pixel_values_videos", "video_grid_thw"),
+        False: _parts(outputs, "pixel_values", "image_grid_thw"),
+        True: _parts(outputs, "pixel_values_videos", "video_grid_thw"),
     }
     pixels, grids = zip(*(next(parts[video]) for video in is_video), strict=True)
     between = [float(next(seconds)) if video else 0.0 for video in is_video]
@@ -85,8 +85,8 @@ def as_images(made: dict[str, Any], is_video: Sequence[bool]) -> dict[str, np.nd
     }
 
 
-def _parts(made: dict[str, Any], pixels: str, grids: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _parts(outputs: dict[str, Any], pixels: str, grids: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Patches and grid of each."""
-    if grids in made:
-        grid = np.asarray(made[grids])
-        yield from zip(np.split(np.asarray(made[pixels]), grid.prod(-1).cumsum()[:-1]), grid, strict=True)
+    if grids in outputs:
+        grid = np.asarray(outputs[grids])
+        yield from zip(np.split(np.asarray(outputs[pixels]), grid.prod(-1).cumsum()[:-1]), grid, strict=True)

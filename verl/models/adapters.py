@@ -61,15 +61,15 @@ class PlainView:
         self.layers = adapted_layers(module)
         self._of: dict[str, list[Any]] = {}
         for path, layer in self.layers.items():
-            own = path.replace(_BASE, "") + "." + getattr(layer, "parameter_name", "weight")
-            self._of.setdefault(own, []).append(layer)
+            name = path.replace(_BASE, "") + "." + getattr(layer, "parameter_name", "weight")
+            self._of.setdefault(name, []).append(layer)
 
     def state(self) -> dict[str, torch.Tensor]:
         """`state_dict` without the adapters' tensors: weights as they were loaded."""
         state = self._module.state_dict()
         if not self.layers:
             return state
-        return {own: tensor for name, tensor in state.items() if (own := plain_name(name)) is not None}
+        return {plain: tensor for name, tensor in state.items() if (plain := plain_name(name)) is not None}
 
     def merged(self, name: str, tensor: torch.Tensor, whole: Gather = as_is) -> torch.Tensor:
         """The whole tensor of a name of `state`, with its adapter added: a new tensor then, otherwise the same."""

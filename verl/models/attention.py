@@ -90,8 +90,8 @@ def _attention(
         scaling = query.shape[-1] ** -0.5
     if is_causal is False:
         # a vision tower: patches of one image or window all see each other, and no cache holds them
-        seen = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
-        return seen.transpose(1, 2), None
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+        return out.transpose(1, 2), None
     options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
     return current().attend(module, query, key, value, options), None
 

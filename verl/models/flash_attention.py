@@ -44,8 +44,8 @@ class KernelCall:
 def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[KernelCall]:
     """The one or two calls that a pack needs. The responses of a prompt are one sequence of queries."""
     lengths = [s.end - s.start for s in segments]
-    own = _bounds(lengths, device)
-    parts = [KernelCall(own, own, max(lengths), max(lengths), True)]
+    segment_bounds = _bounds(lengths, device)
+    parts = [KernelCall(segment_bounds, segment_bounds, max(lengths), max(lengths), True)]
     members: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for s in segments:
         if s.prefix[1] > s.prefix[0]:
@@ -69,9 +69,12 @@ def _indices(ranges: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 Kernel = tuple[Callable[..., Any], Callable[..., Any]]
-"""forward(q [Sq, Hq, D], k and v [Sk, Hkv, D], part, scale) → (out [Sq, Hq, D], log-normaliser float32 [Hq, Sq], state);
-backward(gradient of out, q, k, v, out, log-normaliser, part, state, scale) → gradients of q, k, v for one part, given the
-output and normaliser of the whole."""
+"""The functions (forward, backward) of an attention kernel.
+
+forward(q [Sq, Hq, D], k and v [Sk, Hkv, D], part, scale) → (out [Sq, Hq, D], log-normaliser float32 [Hq, Sq], state);
+backward(gradient of out, q, k, v, out, log-normaliser, part, state, scale) → gradients of q, k, v for one part, given
+the output and normaliser of the whole.
+"""
 
 
 def fits(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
@@ -79,8 +82,8 @@ def fits(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
     to reach across the two calls."""
     width = query.shape[-1]
     plain = options.softcap is None and options.sinks is None
-    known = width == value.shape[-1] and width <= MAX_HEAD_WIDTH and width % _WIDTH_STEP == 0
-    return plain and known and query.dtype in (torch.bfloat16, torch.float16)
+    width_fits = width == value.shape[-1] and width <= MAX_HEAD_WIDTH and width % _WIDTH_STEP == 0
+    return plain and width_fits and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def attend(
@@ -98,8 +101,8 @@ def _take(x: Tensor, index: Tensor | None) -> Tensor:
 class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, parts, scale, kernel):  # type: ignore[no-untyped-def]
-        own, *shared = parts
-        out, lse, state = kernel[0](*(_take(x, None) for x in (q, k, v)), own, scale)
+        base, *shared = parts
+        out, lse, state = kernel[0](*(_take(x, None) for x in (q, k, v)), base, scale)
         states = [state]
         for part in shared:
             index = part.query_index
@@ -127,6 +130,6 @@ class _Merged(torch.autograd.Function):
             if qi is None:
                 totals = list(grads)
             else:
-                for total, index, one in zip(totals, (qi, ki, ki), grads, strict=True):
-                    total.index_add_(0, index, one)
+                for total, index, grad_part in zip(totals, (qi, ki, ki), grads, strict=True):
+                    total.index_add_(0, index, grad_part)
         return (*totals, None, None, None)

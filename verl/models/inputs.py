@@ -1,8 +1,8 @@
-"""The keyword arguments of a Hugging Face model's forward, made of packed tokens and images: the one place that builds them.
+"""The keyword arguments of a Hugging Face model's forward, built from packed tokens and images, and only here.
 
-A vision-language model rotates by three positions (time, height, width). Of a context with images or videos they are what its own
-`get_rope_index` says; a token after it is counted on from there by a constant. `mm_token_type_ids` are needed for that and for
-nothing else: a forward that is given its positions does not look at them.
+A vision-language model rotates by three positions (time, height, width). For a context with images or videos the
+model's `get_rope_index` computes them; a token after the context has its index plus a constant. `mm_token_type_ids` are
+needed only for that: a forward with given positions does not read them.
 """
 
 from __future__ import annotations
@@ -27,23 +27,27 @@ _SPECIAL = ("image_", "video_", "audio_", "vision_")
 def model_inputs(
     input_ids: torch.Tensor, positions: torch.Tensor, media: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Tokens int64 [S], positions int64 [S], or [3, S] where a model has one for time, height and width, and `VisionInputs.tensors`.
+    """Arguments for tokens int64 [S], positions int64 [S] or [3, S] (time, height, width), `VisionInputs.tensors`.
 
-    What the tokens see of each other is the attention plan's (`verl.models.attention.use`), so there is no mask; keys and
-    values are nobody's to keep.
+    The attention plan (`verl.models.attention.use`) decides which tokens see each other, so there is no mask; keys and
+    values are not cached.
     """
     more = media or {}
     return {"input_ids": input_ids[None], "position_ids": positions.unsqueeze(-2), "use_cache": False, **more}
 
 
 def special_token_ids(config: Any) -> list[int]:
-    """Tokens that stand for images and the like or mark where they begin and end: none of them is ever sampled, and a policy
-    gives them no probability. Empty for a text model."""
+    """Tokens that stand for images and the like or mark their begin and end; empty for a text model.
+
+    They are never sampled, and a policy gives them no probability.
+    """
     if not sees_images(config):
         return []
-    named = {key: value for key, value in config.to_dict().items() if key.endswith("_token_id")}
-    found = {value for key, value in named.items() if isinstance(value, int) and key.startswith(_SPECIAL)}
-    return sorted(found & set(range(config.get_text_config().vocab_size)))
+    token_ids = {key: value for key, value in config.to_dict().items() if key.endswith("_token_id")}
+    special = {
+        value for key, value in token_ids.items() if isinstance(value, int) and key.startswith(_SPECIAL)
+    }
+    return sorted(special & set(range(config.get_text_config().vocab_size)))
 
 
 def sees_images(config: Any) -> bool:
@@ -66,10 +70,10 @@ class ImageContext:
 
     def axes(self, first: int, count: int) -> np.ndarray:
         """Positions int64 [3, count] of the sequence's tokens from number `first` on."""
-        own = self.positions[:, first : first + count]
-        start = first + own.shape[1] + self.shift
-        rest = np.arange(start, start + count - own.shape[1])
-        return np.concatenate((own, np.broadcast_to(rest, (3, len(rest)))), axis=1)
+        recorded = self.positions[:, first : first + count]
+        start = first + recorded.shape[1] + self.shift
+        following = np.arange(start, start + count - recorded.shape[1])
+        return np.concatenate((recorded, np.broadcast_to(following, (3, len(following)))), axis=1)
 
 
 def text_axes(first: int, count: int) -> np.ndarray:
@@ -79,8 +83,11 @@ def text_axes(first: int, count: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class ImageFeatures:
-    """What a vision tower gives of images: for each of their tokens `pooled` [tokens, hidden], and the same for each layer of the
-    language model that takes more (`deep`). `kind`: the model's own class of it."""
+    """A vision tower's output for images.
+
+    `pooled` [tokens, hidden] for each image token; `deep`: the same for each layer of the language model that takes
+    more; `kind`: the model's class for it.
+    """
 
     pooled: torch.Tensor
     deep: list[torch.Tensor]
@@ -110,8 +117,8 @@ class ImageFeatures:
             return {}
         deep = [list(layer) for layer in zip(*(part.deep for part in parts), strict=True)]
         more = {"deepstack_features": deep} if deep else {}
-        found = parts[0].kind(pooler_output=[part.pooled for part in parts], **more)
-        return {"mm_encoder_outputs": {"image": found}}
+        features = parts[0].kind(pooler_output=[part.pooled for part in parts], **more)
+        return {"mm_encoder_outputs": {"image": features}}
 
 
 def takes_features(model: Any) -> bool:
@@ -120,12 +127,12 @@ def takes_features(model: Any) -> bool:
 
 
 class VisionInputs:
-    """What one vision-language model makes of contexts with images. UserError for one of a type that nobody has looked at."""
+    """The inputs of a vision-language model for contexts with images. UserError for an unsupported model type."""
 
     def __init__(self, model: Any):
         if model.config.model_type not in VISION_MODELS:
-            name, known = type(model).__name__, ", ".join(VISION_MODELS)
-            raise UserError(f"images of {name} are not in this release; choose a model of type {known}")
+            name, supported = type(model).__name__, ", ".join(VISION_MODELS)
+            raise UserError(f"images of {name} are not in this release; choose a model of type {supported}")
         self._base = model.base_model
         self.image_token = int(model.config.image_token_id)
         self._config = model.config
@@ -147,10 +154,10 @@ class VisionInputs:
 
     def context(self, ids: np.ndarray, media: Media) -> ImageContext:
         """Of a context int64 [P]; found once. ValueError if its image tokens are not those of its images."""
-        known = self._contexts.get(media)
-        if known is None or known.positions.shape[1] != len(ids):
-            known = self._contexts[media] = self._find(ids, media)
-        return known
+        context = self._contexts.get(media)
+        if context is None or context.positions.shape[1] != len(ids):
+            context = self._contexts[media] = self._find(ids, media)
+        return context
 
     def _find(self, ids: np.ndarray, media: Media) -> ImageContext:
         is_image, grid = ids == self.image_token, media.inputs["image_grid_thw"]
@@ -165,8 +172,8 @@ class VisionInputs:
             kinds[is_image] = np.repeat(1 + video.int().numpy(), grid.prod(-1) // self._merge**2)
             more |= {"video_grid_thw": grids[video], "second_per_grid_ts": seconds[video]}
         positions, _ = self._base.get_rope_index(tokens, torch.from_numpy(kinds)[None], **more)
-        # What follows is counted on from the last token, as in a forward over the whole sequence. The function's own second result
-        # counts from the largest position, which in a long video is that of its last frame.
+        # Later positions continue from the last token, as in a forward over the whole sequence. The function's second
+        # result counts from the largest position, which in a long video is that of its last frame.
         shift = int(positions[:, 0, -1].max()) + 1 - len(ids)
         before = np.concatenate(([0], np.cumsum(is_image)))
         return ImageContext(positions[:, 0].numpy(), shift, before)
@@ -175,5 +182,5 @@ class VisionInputs:
     def tensors(media: Sequence[Media], device: torch.device | str) -> dict[str, torch.Tensor]:
         """The arguments of a forward whose tokens hold these images, in their order; empty without."""
         names = [name for name in media[0].inputs if name != VIDEO_SECONDS] if media else ()
-        joined = {name: np.concatenate([one.inputs[name] for one in media]) for name in names}
+        joined = {name: np.concatenate([item.inputs[name] for item in media]) for name in names}
         return {name: torch.from_numpy(array).to(device) for name, array in joined.items()}

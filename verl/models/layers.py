@@ -61,7 +61,7 @@ class ModelCost:
 def expert_count(config: Any) -> int:
     """Experts of a layer by a model's configuration; 0 for a dense model."""
     text = config.get_text_config()
-    return next((found for name in _EXPERTS if isinstance(found := getattr(text, name, None), int)), 0)
+    return next((count for name in _EXPERTS if isinstance(count := getattr(text, name, None), int)), 0)
 
 
 def layer_configs(text: Any) -> list[Any]:
@@ -138,7 +138,7 @@ def model_cost(
 def product_weights(module: PreTrainedModel, config: Any) -> float:
     """Weights that one token is multiplied with: all matrices but the input embedding; of the experts those chosen.
 
-    A head that shares the embedding's weights is a product all the same; a vision tower's weights meet no token of the text.
+    A head that shares the embedding's weights counts; a vision tower's weights do not: no text token passes them.
     """
     sees = getattr(module.config, "vision_config", None) is not None
     tower = set(module.get_encoder(modality="image").parameters()) if sees else set()

@@ -1,4 +1,4 @@
-"""A causal language model of a directory, one that sees images too: loaded whole, or built without its weights; which ones cannot be used, and its layers.
+"""Load a causal language or vision-language model from a directory, whole or without weights; its limits and layers.
 
 A model without weights has parameters on the meta device and real buffers. Weights come in one sharded unit after the
 other, so no rank ever holds the whole model. Buffers that no checkpoint holds (rotary frequencies) are computed by the
@@ -114,8 +114,8 @@ def _kind(config: Any, head: str, path: str | Path) -> Any:
             return _headed(whole, modeling_layers.GenericForSequenceClassification)
         return auto.AutoModelForSequenceClassification
     config.num_labels = 1
-    if (found := auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(kind, None)) is not None:
-        return found
+    if (mapped := auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(kind, None)) is not None:
+        return mapped
     causal: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     if causal is None:
         raise UserError(f"model.path={path}: {kind.__name__} has no value head here; choose another model")
@@ -126,7 +126,7 @@ def _headed(kind: type, head: type) -> Any:
     """The class of an architecture under another head, where transformers has none. kind: its class for language."""
     from transformers import PreTrainedModel
 
-    base = next(each for each in kind.__mro__[1:] if issubclass(each, PreTrainedModel))
+    base = next(base_class for base_class in kind.__mro__[1:] if issubclass(base_class, PreTrainedModel))
     return type(kind.__name__.partition("For")[0] + head.__name__.removeprefix("Generic"), (head, base), {})
 
 
@@ -141,14 +141,14 @@ def _check_classifier(config: Any, path: str | Path) -> None:
 
 def value_layer(module: PreTrainedModel) -> torch.nn.Linear:
     """The linear layer to one number of a model with a value or score head."""
-    found: Any = getattr(module, "score", None) or getattr(module, "classifier", None)
-    return found
+    layer: Any = getattr(module, "score", None) or getattr(module, "classifier", None)
+    return layer
 
 
 def value_weights(module: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
     """Names and tensors of `value_layer`."""
-    own = {id(parameter) for parameter in value_layer(module).parameters()}
-    return [(name, p) for name, p in module.named_parameters() if id(p) in own]
+    ids = {id(parameter) for parameter in value_layer(module).parameters()}
+    return [(name, p) for name, p in module.named_parameters() if id(p) in ids]
 
 
 def build_model(path: str | Path, model_cfg: Any = None, *, head: str = "lm") -> PreTrainedModel:
@@ -206,14 +206,14 @@ def fill_buffers(module: PreTrainedModel) -> list[str]:
     for prefix, part in module.named_modules():
         above = owners.get(prefix.rpartition(".")[0], module)
         owner = owners[prefix] = part if isinstance(part, PreTrainedModel) else above
-        own = {name: b for name, b in part._buffers.items() if b is not None and b.is_meta}
-        if not own:
+        meta_buffers = {name: b for name, b in part._buffers.items() if b is not None and b.is_meta}
+        if not meta_buffers:
             continue
-        for name, buffer in own.items():
+        for name, buffer in meta_buffers.items():
             mark = torch.tensor(float("nan") if buffer.is_floating_point() else _UNSET)
             part._buffers[name] = mark.to(buffer.dtype).expand(buffer.shape).contiguous()
         owner._init_weights(part)
-        for name, buffer in own.items():
+        for name, buffer in meta_buffers.items():
             value: Any = part._buffers[name]
             unset = value.isnan() if value.is_floating_point() else value == _UNSET
             # Types too small for the mark say nothing.
@@ -233,10 +233,10 @@ def allow_training(module: PreTrainedModel, trainable: bool) -> None:
         return
     with torch.device("meta"):
         bare = type(module)(copy.deepcopy(module.config))
-    own = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     for name, parameter in bare.named_parameters():
-        if not parameter.requires_grad and name in own:
-            own[name].requires_grad_(False)
+        if not parameter.requires_grad and name in parameters:
+            parameters[name].requires_grad_(False)
 
 
 def freeze_vision_tower(module: PreTrainedModel) -> None:
@@ -324,12 +324,12 @@ def _differs(module: PreTrainedModel, config: Any) -> str:
 
 
 def end_token_ids(*sources: Any) -> list[int]:
-    """Every id that ends a response: of a generation config, a model's config and a tokenizer, any of which may be None."""
-    found: list[int] = []
+    """Every id that ends a response, from a generation config, a model's config and a tokenizer, or None."""
+    end_ids: list[int] = []
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        found += ids if isinstance(ids, list) else [ids] if ids is not None else []
-    return sorted(set(found))
+        end_ids += ids if isinstance(ids, list) else [ids] if ids is not None else []
+    return sorted(set(end_ids))
 
 
 def checkpoint_layers(module: PreTrainedModel) -> list[torch.nn.Module]:
@@ -349,5 +349,5 @@ def switch_off_dropout(layers: Iterable[torch.nn.Module]) -> None:
 
 def serving_dtype(path: str | Path | None, model_cfg: Any) -> str:
     """The data type that the source directory names for serving; bfloat16 where it names none."""
-    named = None if path is None else getattr(load_config(path, model_cfg), "dtype", None)
-    return "bfloat16" if named is None else str(named).removeprefix("torch.")
+    dtype = None if path is None else getattr(load_config(path, model_cfg), "dtype", None)
+    return "bfloat16" if dtype is None else str(dtype).removeprefix("torch.")

@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Experts that are [E, in, out] in published checkpoints and [E, out, in] in the model. transformers (5.19) turns them when it
-# reads and, looking at the shape alone, leaves them as they are when it writes, which vLLM cannot read.
+# Experts that are [E, in, out] in published checkpoints and [E, out, in] in the model. transformers (5.19) transposes
+# them when it reads but, judging by the shape alone, not when it writes, which vLLM cannot read.
 _TURNED = {"qwen3_vl_moe": (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")}
 
 
 def checkpoint_parts(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of these tensors of the model, by its own names: views or new tensors, not contiguous all.
+    """The checkpoint's tensors for these tensors of the model, by checkpoint name: views or new, maybe not contiguous.
 
-    Square experts stay as they are: transformers could not see that they were turned.
+    Square experts stay as they are: transformers cannot see that they were transposed.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    found = revert_weight_conversion(model, dict(tensors))
+    parts = revert_weight_conversion(model, dict(tensors))
     turned = _TURNED.get(model.config.model_type, ())
-    for name in [name for name in found if turned and name.endswith(turned) and name in tensors]:
-        tensor = found[name]
+    for name in [name for name in parts if turned and name.endswith(turned) and name in tensors]:
+        tensor = parts[name]
         if tensor.shape == tensors[name].shape and tensor.shape[1] != tensor.shape[2]:
-            found[name] = tensor.transpose(1, 2)
-    return found
+            parts[name] = tensor.transpose(1, 2)
+    return parts
 
 
 # Where the numbers of a view are in the tensor that it shows: size, stride, offset.
@@ -57,9 +57,9 @@ class CheckpointViews:
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, view of the model's tensor), tied names too."""
-        own = self._model.state_dict()
+        state = self._model.state_dict()
         for name, (source, (size, stride, offset)) in self._places.items():
-            tensor = own[source]
+            tensor = state[source]
             yield name, tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
     def missing(self, given: set[str]) -> list[str]:
@@ -80,19 +80,18 @@ def _parts(model: PreTrainedModel, source: str, tensor: torch.Tensor) -> Iterato
         yield next(iter(names)), (tuple(tensor.shape), tensor.stride(), 0)
         return
     numbers = torch.arange(tensor.numel()).view(tensor.shape)
-    for name, found in checkpoint_parts(model, {source: numbers}).items():
-        origin = (0,) * found.ndim
-        offset = int(found[origin]) if found.numel() else 0
+    for name, view in checkpoint_parts(model, {source: numbers}).items():
+        origin = (0,) * view.ndim
+        offset = int(view[origin]) if view.numel() else 0
         stride = tuple(
-            int(found[tuple(int(d == axis) for d in range(found.ndim))]) - offset
-            if found.shape[axis] > 1
-            else 0
-            for axis in range(found.ndim)
+            int(view[tuple(int(d == axis) for d in range(view.ndim))]) - offset if view.shape[axis] > 1 else 0
+            for axis in range(view.ndim)
         )
         if min(stride, default=0) < 0 or not torch.equal(
-            found, numbers.view(-1).as_strided(found.shape, stride, offset)
+            view, numbers.view(-1).as_strided(view.shape, stride, offset)
         ):
             raise ValueError(
-                f"{type(model).__name__}: {name} of the checkpoint is not a part of {source} that can be written in place"
+                f"{type(model).__name__}: {name} of the checkpoint is not a part of {source} that can be written "
+                "in place"
             )
-        yield name, (tuple(found.shape), stride, offset)
+        yield name, (tuple(view.shape), stride, offset)

@@ -24,21 +24,21 @@ _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def refused(folder: Path, overrides: Mapping[str, Any]) -> dict[str, str]:
-    """Why overrides cannot be applied to the configuration in a folder, by name; it takes transformers' import, and torch's.
+    """Why overrides cannot be applied to the configuration in a folder, by name; it imports transformers and torch.
 
-    Empty where that configuration itself cannot be read, as the model's loading will say.
+    Empty where that configuration itself cannot be read, which loading the model reports.
     """
     prepare_process()
     from transformers import AutoConfig
 
     try:
-        config, own = AutoConfig.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+        config, original = AutoConfig.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     except (OSError, ValueError):
         return {}
-    found = apply(config, overrides)
-    if not found and (why := _unbuildable(config)) and not _unbuildable(own):
-        found[", ".join(overrides)] = f"no model can be built so: {why}"
-    return found
+    problems = apply(config, overrides)
+    if not problems and (why := _unbuildable(config)) and not _unbuildable(original):
+        problems[", ".join(overrides)] = f"no model can be built so: {why}"
+    return problems
 
 
 def _unbuildable(config: Any) -> str:
@@ -58,8 +58,8 @@ def _unbuildable(config: Any) -> str:
 def apply(config: Any, overrides: Mapping[str, Any], within: str = "") -> dict[str, str]:
     """Set every override on the configuration, or on its text part; `model_config` may hold some of them.
 
-    Returns why those that were not set cannot be, by name: fields that there are not, values that cannot take effect. `within`
-    precedes the names of a part of a configuration.
+    Returns by name why overrides were not set: unknown fields, values that cannot take effect. `within` precedes the
+    names of a part of a configuration.
     """
     refused: dict[str, str] = {}
     for name, value in flat_overrides(overrides).items():
@@ -83,11 +83,11 @@ def apply(config: Any, overrides: Mapping[str, Any], within: str = "") -> dict[s
 def _holder(config: Any, name: str) -> Any:
     """The configuration that has the field: the model's own, else its text part's."""
     for candidate in (config, config.get_text_config()):
-        there = hasattr(candidate, name) and not callable(getattr(candidate, name))
-        if there or (name in _ROPE and hasattr(candidate, "rope_parameters")):
+        has_field = hasattr(candidate, name) and not callable(getattr(candidate, name))
+        if has_field or (name in _ROPE and hasattr(candidate, "rope_parameters")):
             return candidate
-    known = {*config.to_dict(), *config.get_text_config().to_dict()}
-    raise UserError(f"a {type(config).__name__} has no such field{nearest(name, known)}")
+    fields = {*config.to_dict(), *config.get_text_config().to_dict()}
+    raise UserError(f"a {type(config).__name__} has no such field{nearest(name, fields)}")
 
 
 def _set_rope(config: Any, name: str, value: Any) -> None:

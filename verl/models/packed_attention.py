@@ -123,12 +123,12 @@ class PackedPlan:
         """One segment in blocks of rows, no block with more than about TILE_SCORES scores."""
         out, start = [], s.start
         while start < s.end:
-            seen = s.prefix[1] - s.prefix[0] + start - s.start
+            visible_keys = s.prefix[1] - s.prefix[0] + start - s.start
             rows = 16
-            while rows < 512 and rows * 2 * (seen + rows * 2) * heads <= TILE_SCORES:
+            while rows < 512 and rows * 2 * (visible_keys + rows * 2) * heads <= TILE_SCORES:
                 rows *= 2
-            left = s.end - start
-            rows = left if left <= rows * 5 // 4 else rows
+            remaining = s.end - start
+            rows = remaining if remaining <= rows * 5 // 4 else rows
             out.append(Tile(start, start + rows, *s.prefix, s.start))
             start += rows
         return out
@@ -139,10 +139,10 @@ class PackedPlan:
         index = torch.cat([torch.arange(start, end, device=self.device) for start, end in spans])
         rows = torch.arange(tile.q0, tile.q1, device=self.device)
         same = (self._owner[rows, None] == self._owner[index]) & (rows[:, None] >= index)
-        seen = same | (self._prefix[rows, None] == self._owner[index])
+        visible = same | (self._prefix[rows, None] == self._owner[index])
         if window is not None:
-            seen &= self.positions[rows, None] - self.positions[index] < window
-        return torch.zeros(seen.shape, device=self.device).masked_fill_(~seen, float("-inf"))
+            visible &= self.positions[rows, None] - self.positions[index] < window
+        return torch.zeros(visible.shape, device=self.device).masked_fill_(~visible, float("-inf"))
 
     def triangle(self, rows: int) -> Tensor:
         """float32 [rows, rows]: 0 up to the diagonal, −inf above it."""
@@ -193,8 +193,8 @@ def _fold(x: Tensor, kv_heads: int) -> Tensor:
 
 def _keys(x: Tensor, tile: Tile) -> Tensor:
     """The tile's keys (or values) out of [Hkv, S, D]: [Hkv, keys, D]."""
-    own = x[:, tile.k0 : tile.q1]
-    return own if tile.p1 == tile.p0 else torch.cat((x[:, tile.p0 : tile.p1], own), 1)
+    segment = x[:, tile.k0 : tile.q1]
+    return segment if tile.p1 == tile.p0 else torch.cat((x[:, tile.p0 : tile.p1], segment), 1)
 
 
 def _product(a: Tensor, b: Tensor, alpha: float) -> Tensor:

@@ -24,12 +24,12 @@ def settle(model: torch.nn.Module, longest: int | None) -> None:
     for part in model.modules():
         kinds = getattr(part, "rope_type", None)
         # By the kind of layer, where layers differ; else one for all, whose names have no prefix.
-        each: dict[str, Any] = kinds if isinstance(kinds, dict) else {"": kinds}
-        varying = {layer: kind for layer, kind in each.items() if _varies(kind)}
+        by_layer: dict[str, Any] = kinds if isinstance(kinds, dict) else {"": kinds}
+        varying = {layer: kind for layer, kind in by_layer.items() if _varies(kind)}
         for layer, kind in varying.items():
             _fill(part, layer, kind, longest)
         if varying:
-            settled = each | dict.fromkeys(varying, "default")
+            settled = by_layer | dict.fromkeys(varying, "default")
             setattr(part, "rope_type", settled if isinstance(kinds, dict) else "default")  # noqa: B010
 
 

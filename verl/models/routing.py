@@ -3,8 +3,8 @@
     scores [S, experts] ── torch.topk ──▶ the router's own experts [S, k] ──┬─ recorded
                                           experts of an earlier pass ───────┴─▶ their scores, gathered with gradient
 
-Hugging Face's routers differ in their scores and weights, and agree on the one call that chooses. `Routing` stands in for it
-during a pass, so no architecture is patched: weights follow from the current scores, whatever an architecture makes of them.
+Hugging Face's routers differ in their scores and weights, but all choose by the same call. `Routing` intercepts it
+during a pass, so no architecture is patched: weights follow from the current scores, whatever the architecture.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Routing(TorchFunctionMode):
     given  int64 [S, layers, k]: experts of the pass's S tokens in each layer that has experts, or UNKNOWN_EXPERT
     passed layers with experts that came before the block
 
-    `changed`, float32 [S] where experts are given: 1 for a token for which some layer would have chosen others, 0 where all
-    agree, -1 where nothing is known.
+    `changed`, float32 [S] where experts are given: 1 for a token for which some layer would have chosen others, 0 where
+    all agree, -1 where nothing is known.
     """
 
     def __init__(self, model: torch.nn.Module, given: torch.Tensor | None = None, passed: int = 0):
@@ -44,21 +44,21 @@ class Routing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Calls `func`; of a choice among experts returns the one to use."""
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in _CHOICES or not args or args[0].shape[-1] != self._experts:
-            return found
+            return result
         if self._given is not None:
-            found = self._replaced(args[0], found.indices, self._given)
-        self._found.append(found.indices.detach())
-        return found
+            result = self._replaced(args[0], result.indices, self._given)
+        self._found.append(result.indices.detach())
+        return result
 
-    def _replaced(self, scores: torch.Tensor, own: torch.Tensor, given: torch.Tensor) -> Any:
+    def _replaced(self, scores: torch.Tensor, chosen: torch.Tensor, replayed: torch.Tensor) -> Any:
         layer = self._passed + len(self._found)
-        if layer >= given.shape[1] or own.numel() != given[:, layer].numel():
+        if layer >= replayed.shape[1] or chosen.numel() != replayed[:, layer].numel():
             raise UserError(self._misfit("the recorded routes are those of another model"))
-        wanted = given[:, layer].view(own.shape)
-        used = torch.where(wanted == UNKNOWN_EXPERT, own, wanted)
-        differs = (own.sort(-1).values != used.sort(-1).values).any(-1)
+        recorded = replayed[:, layer].view(chosen.shape)
+        used = torch.where(recorded == UNKNOWN_EXPERT, chosen, recorded)
+        differs = (chosen.sort(-1).values != used.sort(-1).values).any(-1)
         assert self.changed is not None
         self.changed.masked_fill_(differs.view(-1), 1.0)
         return torch.return_types.topk((scores.gather(-1, used), used))
@@ -68,13 +68,13 @@ class Routing(TorchFunctionMode):
         return Routing(self._model, self._given, self._passed + len(self._found))
 
     def recorded(self) -> torch.Tensor:
-        """The experts that were used, int64 [S, layers, k]. UserError for a model whose routers choose in another way."""
+        """The experts that were used, int64 [S, layers, k]. UserError for a model whose routers choose differently."""
         text: Any = self._model.config.get_text_config()  # type: ignore[operator, union-attr]
         if getattr(text, "topk_method", "") == "group_limited_greedy":
             raise UserError(self._misfit("it hides the scores of experts outside of the chosen groups"))
         if not self._found or (self._given is not None and len(self._found) != self._given.shape[1]):
             raise UserError(self._misfit(f"{len(self._found)} layers choose experts through torch.topk"))
-        return torch.stack([own.reshape(-1, own.shape[-1]) for own in self._found], 1)
+        return torch.stack([experts.reshape(-1, experts.shape[-1]) for experts in self._found], 1)
 
     def _misfit(self, why: str) -> str:
         return (

@@ -59,8 +59,8 @@ def _estimator(c: Check) -> None:
         c.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")
     groups = algorithm.filter_groups
     if n < 2 and (name == "grpo_passk" or groups.enable):
-        what = "grpo_passk" if name == "grpo_passk" else "filter_groups"
-        c.refuse(f"{ROLLOUT}.n", f"{what} compares responses to one prompt; set {ROLLOUT}.n=2 or more")
+        feature = "grpo_passk" if name == "grpo_passk" else "filter_groups"
+        c.refuse(f"{ROLLOUT}.n", f"{feature} compares responses to one prompt; set {ROLLOUT}.n=2 or more")
     elif n == 1 and name in GROUP_ESTIMATORS:
         c.notice(f"{ROLLOUT}.n=1 with {name}: a group of one has no baseline, the score is the advantage")
     if groups.enable and algorithm.use_kl_in_reward and groups.metric == "seq_final_reward":
@@ -81,9 +81,10 @@ def _same_tokens(c: Check, key: str) -> None:
     facts = c.look(key, path) if path and path != c.model.path else None
     if facts is None or c.facts is None:
         return
-    own, theirs = (one.text.get("vocab_size") for one in (facts, c.facts))
-    if own and theirs and own != theirs:
-        c.refuse(key, f"its vocabulary has {own} tokens, the policy's {theirs}; use one of the same family")
+    vocabulary, policy_vocabulary = (model.text.get("vocab_size") for model in (facts, c.facts))
+    if vocabulary and policy_vocabulary and vocabulary != policy_vocabulary:
+        sizes = f"its vocabulary has {vocabulary} tokens, the policy's {policy_vocabulary}"
+        c.refuse(key, f"{sizes}; use one of the same family")
 
 
 def _sampling(c: Check) -> None:
@@ -130,8 +131,8 @@ def _correction(c: Check) -> None:
     if weights or correction.rollout_rs:
         _thresholds(c, correction)
     if not correction.rollout_rs_in_baseline and correction.bypass_mode:
-        why = "with bypass_mode responses are rejected before each update, after the statistics are computed; leave it True"
-        c.refuse(f"{key}.rollout_rs_in_baseline=False", why)
+        why = "with bypass_mode responses are rejected before each update, after the statistics are computed"
+        c.refuse(f"{key}.rollout_rs_in_baseline=False", f"{why}; leave it True")
     elif not correction.rollout_rs_in_baseline and not correction.rollout_rs:
         c.notice(f"no effect: {key}.rollout_rs_in_baseline=False: without rollout_rs nothing is rejected")
     if reinforce and correction.bypass_mode and not weights:
@@ -180,8 +181,8 @@ def _staleness(c: Check) -> None:
     lag, correction = c.cfg.trainer.max_staleness, c.cfg.algorithm.rollout_correction
     every, steps = c.trainer.weight_sync_every, c.trainer.max_steps_per_version
     if every > 1 and not c.rollout.nnodes:
-        own = f"the sampler keeps older weights: give it devices of its own ({ROLLOUT}.nnodes=1), or set 1"
-        c.refuse("trainer.weight_sync_every", own)
+        advice = f"the sampler keeps older weights: give it devices of its own ({ROLLOUT}.nnodes=1), or set 1"
+        c.refuse("trainer.weight_sync_every", advice)
     if steps and not every <= steps <= every * (1 + lag):
         bounds = f"between weight_sync_every={every} and {every * (1 + lag)}, 1 + max_staleness times as many"
         c.refuse("trainer.max_steps_per_version", bounds)
@@ -192,17 +193,17 @@ def _staleness(c: Check) -> None:
             "trainer.max_staleness > 0 without algorithm.rollout_correction.rollout_is: stale responses are trained on "
             "uncorrected (rollout_is=token corrects)"
         )
-    key, own = f"trainer.max_staleness={lag}", f"{ROLLOUT}.nnodes"
+    key, nodes_key = f"trainer.max_staleness={lag}", f"{ROLLOUT}.nnodes"
     if c.rollout.nnodes > 0:
         return
     if c.world == 1 and not ray_address(c.cfg) and CAPABILITIES[c.rollout.name].in_place_weights:
         c.refuse(
             key,
             "sampler and trainer share one model here, so nothing can be sampled while it is trained. Give sampling "
-            f"devices of its own ({own}=1 {ROLLOUT}.n_gpus_per_node=1), or set trainer.max_staleness=0",
+            f"devices of its own ({nodes_key}=1 {ROLLOUT}.n_gpus_per_node=1), or set trainer.max_staleness=0",
         )
     else:
-        c.notice(f"{key} on shared devices: sampler and trainer compete; {own} gives sampling its own")
+        c.notice(f"{key} on shared devices: sampler and trainer compete; {nodes_key} gives sampling its own")
 
 
 def _images(c: Check) -> None:

@@ -44,7 +44,7 @@ class Check:
         return ", ".join(f"{s}={self.cfg.select(path)}" for s, path in zip(shown, paths, strict=True))
 
     def refuse(self, key: str, message: str, *, run_says: bool = False) -> None:
-        """The configuration is wrong. One key alone in `key` is shown with its value. `run_says`: the run finds it itself."""
+        """The configuration is wrong. A single key is shown with its value. `run_says`: the run finds it itself."""
         self._add(key, message, "configuration", run_says)
 
     def refuse_file(self, key: str, folder: Any) -> None:
@@ -55,7 +55,7 @@ class Check:
         except GrammarError as error:
             self.refuse(key, str(error))
             return
-        if file := next((one for one in (place, *place.parents) if one.is_file()), None):
+        if file := next((path for path in (place, *place.parents) if path.is_file()), None):
             self.refuse(key, f"{file} is a file; name a folder")
 
     def lacks(self, key: str, message: str, download: bool = False) -> None:
@@ -110,10 +110,10 @@ class Check:
             return True
         return False
 
-    def look(self, key: str, *what: Any) -> ModelFacts | None:
-        """The facts of a model that `key` names (arguments of `model_facts.look`); None, and reported, if they are not to be had."""
+    def look(self, key: str, *arguments: Any) -> ModelFacts | None:
+        """Facts of the model of `key` (arguments of `model_facts.look`); None, and reported, if unavailable."""
         try:
-            return look(*what)
+            return look(*arguments)
         except ModelTrouble as trouble:
             self._add(key, str(trouble), trouble.kind, trouble.download)
             return None

@@ -48,11 +48,11 @@ def check(c: Check) -> None:
 
 
 def _opened(c: Check, key: str) -> list[Any]:
-    """The data files of a key that are here; what is wrong with others is reported. Their rows are counted where all are here."""
+    """The data files of a key that can be opened; others are reported. Counts their rows if all can be opened."""
     from verl.data.files import DataError, is_remote, open_file
 
-    given, files = c.cfg.select(key) or [], []
-    paths = [given] if isinstance(given, str) else given
+    value, files = c.cfg.select(key) or [], []
+    paths = [value] if isinstance(value, str) else value
     for path in paths:
         if is_remote(path):
             c.notice(f"{key}={path}: remote, copied at the start; not looked at here")
@@ -71,13 +71,13 @@ def _prompt_columns(c: Check, key: str, file: Any) -> set[str]:
     """Check the columns of a file of prompts; returns the data sources found."""
     from verl.data.rows import RowRules, check_columns, check_plain_truth
 
-    rules, said, sources = RowRules.of(c.cfg), io.StringIO(), set()
-    with contextlib.redirect_stderr(said):
+    rules, warnings, sources = RowRules.of(c.cfg), io.StringIO(), set()
+    with contextlib.redirect_stderr(warnings):
         if not check_columns(file, rules):
             sources = {source for source in file.values(rules.source_key) if isinstance(source, str)}
         elif key == "data.train_files" and "response" in file.columns:
             check_plain_truth(file.path, file.values("response"), len(file), rules)
-    for line in said.getvalue().splitlines():
+    for line in warnings.getvalue().splitlines():
         c.notice(line.removeprefix("[data] "), run_says=True)
     if "agent_name" in file.columns:
         names = {str(value) for value in file.values("agent_name") if value}
@@ -114,10 +114,10 @@ def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> No
 
 def _images(c: Check, key: str, file: Any) -> bool:
     """Rows with images need a model that sees them; videos more. False if that refuses the file."""
-    named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
+    columns = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
     if c.facts is None:
         return True
-    filled = [k for k in named if file.filled(k)] or _in_messages(c, file)
+    filled = [k for k in columns if file.filled(k)] or _in_messages(c, file)
     if not filled:
         return True
     column = filled[0]
@@ -151,7 +151,7 @@ def _in_messages(c: Check, file: Any) -> list[str]:
     column = data.prompt_key if c.ppo else (data.prompt_key or data.messages_key)
     rows = file.first(_LOOKED_AT) if c.facts is not None and c.facts.vision else []
     messages = (message for row in rows for message in cells_of(row.get(column)) if isinstance(message, dict))
-    parts = (part for said in messages for part in cells_of(said.get("content")) if isinstance(part, dict))
+    parts = (part for entry in messages for part in cells_of(entry.get("content")) if isinstance(part, dict))
     kinds = {str(part.get("type")) for part in parts}
     return [key for kind, key in (("image", data.image_key), ("video", data.video_key)) if kind in kinds]
 
@@ -161,8 +161,8 @@ def _no_video(c: Check, model: str) -> str:
     if c.rollout is None:
         return "are not in this release outside of reinforcement learning; use rows without them"
     if model not in CAPABILITIES[c.rollout.name].videos:
-        known = f"{c.rollout_key}.name=native with one of {', '.join(CAPABILITIES['native'].videos)}"
-        return f"of {model} models are not sampled by {c.rollout.name} in this release; take {known}"
+        advice = f"{c.rollout_key}.name=native with one of {', '.join(CAPABILITIES['native'].videos)}"
+        return f"of {model} models are not sampled by {c.rollout.name} in this release; take {advice}"
     return ""
 
 
@@ -195,11 +195,11 @@ def _template(c: Check) -> None:
 
 
 def _first_rows(c: Check, key: str, file: Any) -> None:
-    """The first rows as the run will read them, with the places and headers of images: what is certain to refuse it is said."""
+    """Read the first rows as the run does, with the paths and headers of images, and report bad ones."""
     from verl.data.dataset import by_problem
     from verl.data.rows import BadRow
 
-    data, seen = c.cfg.data, 0
+    data, rows_read = c.cfg.data, 0
     bad: list[dict[str, Any]] = []
     if c.facts is None:
         return
@@ -209,21 +209,21 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
         share = min(data.max_bad_row_ratio * number, number - 1)
         if number >= _LOOKED_AT and not share < len(bad) <= allowed:
             break
-        seen = number + 1
+        rows_read = number + 1
         try:
             _look_at_row(c, file, row, number)
         except BadRow as wrong:
-            found = {"file": file.path, "row": number, "problem": wrong.problem, "detail": wrong.detail}
-            bad.append(found)
+            entry = {"file": file.path, "row": number, "problem": wrong.problem, "detail": wrong.detail}
+            bad.append(entry)
     if not bad:
         return
-    told = f"{len(bad)} of the first {seen} rows cannot be used: {'; '.join(by_problem(bad))}"
+    summary = f"{len(bad)} of the first {rows_read} rows cannot be used: {'; '.join(by_problem(bad))}"
     if len(bad) > allowed or len(bad) == len(file):
         most = f"data.max_bad_row_ratio={data.max_bad_row_ratio} allows {int(allowed)}"
         advice = f"Repair the rows, or raise data.max_bad_row_ratio ({most})"
-        c.refuse(key, f"{file.path}: {told}. {advice}", run_says=True)
+        c.refuse(key, f"{file.path}: {summary}. {advice}", run_says=True)
     else:
-        c.notice(f"{key}: {told}; they are left out", run_says=True)
+        c.notice(f"{key}: {summary}; they are left out", run_says=True)
 
 
 def _rows(file: Any) -> Iterator[dict[str, Any]]:
@@ -302,8 +302,8 @@ def _responses_file(c: Check, file: Any) -> None:
     scored = ("data_source_key", "reward_model_key")
     plain = is_plain(file, RowRules(data.prompt_key, data.data_source_key))
     if _has_columns(c, file, "response_key", *(() if plain else scored)) and not plain:
-        found = file.values(data.data_source_key)
-        _sources(c, {str(source) for source in found if source}, "data.data_source_key")
+        sources = file.values(data.data_source_key)
+        _sources(c, {str(source) for source in sources if source}, "data.data_source_key")
     _text_metrics(c, file)
 
 
@@ -316,8 +316,8 @@ def _text_metrics(c: Check, file: Any) -> None:
             c.lacks(f"metrics.text={name}", f"needs {package}, which is not installed: {install}")
     reference = c.cfg.metrics.reference
     if reference and reference.split(".")[0] not in file.columns:
-        known = f"{nearest(reference, file.columns)} (columns: {', '.join(file.columns)})"
-        c.refuse("metrics.reference", f"{file.path} has no such column{known}")
+        choices = f"{nearest(reference, file.columns)} (columns: {', '.join(file.columns)})"
+        c.refuse("metrics.reference", f"{file.path} has no such column{choices}")
 
 
 # ---- code of the user's own ----
@@ -358,11 +358,11 @@ def _object(c: Check, path_key: str, name_key: str) -> None:
         return
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     defined = {node.name: node for node in tree.body if isinstance(node, (*functions, ast.ClassDef))}
-    listed = ", ".join(defined) or "nothing"
+    names = ", ".join(defined) or "nothing"
     if not name:
-        c.refuse(name_key, f"is required with {path_key} (found there: {listed})")
+        c.refuse(name_key, f"is required with {path_key} (found there: {names})")
     elif not {name, "*"} & bound_names(tree):
-        c.refuse(name_key, f"{source} defines no such name{nearest(name, defined)} ({listed})")
+        c.refuse(name_key, f"{source} defines no such name{nearest(name, defined)} ({names})")
     elif name_key == "custom_reward_function.name" and isinstance(defined.get(name), functions):
         _takes(c, name_key, defined[name])
 
@@ -392,16 +392,16 @@ def _takes(c: Check, key: str, function: Any) -> None:
     """A reward function takes what the manager calls it with."""
     from verl.reward.load import MANY, OF_JUDGES, ONE
 
-    manager, given = c.cfg.select("reward_model.reward_manager"), function.args
-    positional = [*given.posonlyargs, *given.args]
+    manager, parameters = c.cfg.select("reward_model.reward_manager"), function.args
+    positional = [*parameters.posonlyargs, *parameters.args]
     by_position = manager == "prime" or (not c.ppo and manager != "batch")  # main_eval
-    if by_position and (given.vararg or len(positional) >= 3):
+    if by_position and (parameters.vararg or len(positional) >= 3):
         return
     called = MANY if manager == "batch" else ONE
-    names = [argument.arg for argument in (*positional, *given.kwonlyargs)]
-    missing = [] if given.kwarg else [name for name in called if name not in names]
-    known = {*called, *(c.cfg.select("custom_reward_function.reward_kwargs") or ())}
-    unset = {*names[: len(positional) - len(given.defaults)]} - known - {*OF_JUDGES}
+    names = [argument.arg for argument in (*positional, *parameters.kwonlyargs)]
+    missing = [] if parameters.kwarg else [name for name in called if name not in names]
+    supplied = {*called, *(c.cfg.select("custom_reward_function.reward_kwargs") or ())}
+    unset = {*names[: len(positional) - len(parameters.defaults)]} - supplied - {*OF_JUDGES}
     if missing or unset:
         message = f"is called with {', '.join(called)}; it takes {', '.join(names) or 'nothing'}"
         advice = "add {} or **kwargs" if missing else "give {} a default"

@@ -70,24 +70,25 @@ def _without(c: Check) -> None:
 
 def _adapter(c: Check, model_key: str, model: Any, facts: ModelFacts | None) -> int | None:
     """The rank of the adapter to go on with."""
-    key, given = f"{model_key}.lora_adapter_path", model.lora_adapter_path
+    key, path = f"{model_key}.lora_adapter_path", model.lora_adapter_path
     try:
-        found = model_facts.read_adapter_config(model_facts.adapter_directory(given))
+        adapter = model_facts.read_adapter_config(model_facts.adapter_directory(path))
     except UserError as error:
-        c.refuse(f"{key}={given}", str(error).removeprefix("model.lora_adapter_path=").strip())
+        c.refuse(f"{key}={path}", str(error).removeprefix("model.lora_adapter_path=").strip())
         return None
-    rank = found.get("r")
-    if found.get("peft_type") != "LORA" or not isinstance(rank, int):
-        c.refuse(f"{key}={given}", f"{model_facts.ADAPTER_CONFIG} there is not that of a LoRA adapter")
+    rank = adapter.get("r")
+    if adapter.get("peft_type") != "LORA" or not isinstance(rank, int):
+        c.refuse(f"{key}={path}", f"{model_facts.ADAPTER_CONFIG} there is not that of a LoRA adapter")
         return None
     if model.lora_rank > 0 and model.lora_rank != rank:
         c.refuse(f"{model_key}.lora_rank", f"the adapter has rank {rank}; set {rank}, or leave it out")
-    own = [f"{model_key}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
-    if ignored := [name for name in own if c.was_set(name)]:
+    keys = [f"{model_key}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
+    if ignored := [name for name in keys if c.was_set(name)]:
         c.notice(f"no effect: {', '.join(ignored)}: the adapter of lora_adapter_path has its own")
-    if model_key == "critic.model" and facts is not None and not _reaches_values(found, facts):
-        message = "the adapter has no part in the layer of values, which is new and would stay 0: nothing would be learned"
-        c.refuse(f"{key}={given}", f"{message}; use {model_key}.lora_rank for a new adapter")
+    if model_key == "critic.model" and facts is not None and not _reaches_values(adapter, facts):
+        message = "the adapter has no part in the layer of values, which is new and would stay 0"
+        advice = f"nothing would be learned; use {model_key}.lora_rank for a new adapter"
+        c.refuse(f"{key}={path}", f"{message}: {advice}")
     return rank
 
 
@@ -96,8 +97,8 @@ def _reaches_values(adapter: dict[str, Any], facts: ModelFacts) -> bool:
     targets, names = adapter.get("target_modules") or [], facts.weight_names()
     if isinstance(targets, str):
         targets = [name for name in VALUE_LAYERS if targets == ALL_LINEAR or re.fullmatch(targets, name)]
-    held = [name for name in names if _named(name.removesuffix(".weight"), VALUE_LAYERS)]
-    return bool(not names or held or set(VALUE_LAYERS) & set(targets))
+    value_weights = [name for name in names if _named(name.removesuffix(".weight"), VALUE_LAYERS)]
+    return bool(not names or value_weights or set(VALUE_LAYERS) & set(targets))
 
 
 def _patterns(c: Check, model_key: str, model: Any, facts: ModelFacts | None) -> None:
@@ -135,7 +136,7 @@ def _sampler(c: Check, rank: int) -> None:
     if c.cfg.entry == "generation" and not engine.in_place_weights:
         message = f"an adapter reaches {name} with a weight sync, and nothing is trained here; give it the merged model"
         c.refuse(c.at(f"{c.model_key}.lora_rank", f"{c.model_key}.lora_adapter_path"), message)
-    room = next((known for known in engine.lora_ranks if known >= rank), None)
+    room = next((supported for supported in engine.lora_ranks if supported >= rank), None)
     if not engine.lora_ranks:
         return
     if room is None:
@@ -154,8 +155,8 @@ def _reference(c: Check) -> None:
         return
     names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
     keys = [f"actor_rollout_ref.ref.log_prob_{name}" for name in names]
-    if given := [key for key in keys if c.was_set(key)]:
+    if ignored := [key for key in keys if c.was_set(key)]:
         c.notice(
-            f"no effect: {', '.join(given)}: with LoRA the reference is the policy's own base, computed as "
+            f"no effect: {', '.join(ignored)}: with LoRA the reference is the policy's own base, computed as "
             "actor_rollout_ref.rollout.log_prob_* says"
         )

@@ -1,5 +1,7 @@
-"""What the machine must have: devices, engines, trackers, the model's weights. What it has not, "this machine lacks"; what this
-release has not is refused."""
+"""What the machine must have: devices, engines, trackers, the model's weights.
+
+What the machine lacks is reported as such; what this release lacks is refused.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ def _installed(package: str) -> bool:
 
 
 def _devices(c: Check) -> None:
-    wanted, found = c.trainer.device, c.devices
+    device, devices = c.trainer.device, c.devices
     cluster = c.cfg.entry != "sft" and bool(ray_address(c.cfg))
-    kind = found.best if wanted == "auto" else wanted
-    here, sizes = found.count(kind), f"{c.at('trainer.nnodes')}, {c.at('trainer.n_gpus_per_node')}"
-    if kind == "cuda" and here and not found.cuda_build:
+    kind = devices.best if device == "auto" else device
+    here, sizes = devices.count(kind), f"{c.at('trainer.nnodes')}, {c.at('trainer.n_gpus_per_node')}"
+    if kind == "cuda" and here and not devices.cuda_build:
         c.lacks("trainer.device=cuda", "torch is built without CUDA here; install a CUDA build, or set cpu")
-    elif wanted in ("cuda", "npu") and not here and not cluster:
-        c.lacks("trainer.device", f"no {wanted} device is found here; set trainer.device=cpu or auto")
+    elif device in ("cuda", "npu") and not here and not cluster:
+        c.lacks("trainer.device", f"no {device} device is found here; set trainer.device=cpu or auto")
     if c.cfg.entry == "sft":
         _processes(c, sizes, kind, here)
         return
@@ -66,31 +68,31 @@ def _processes(c: Check, sizes: str, kind: str, here: int) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if kind != "cpu" and local > here > 0:
         c.lacks("torchrun", f"started {local} processes on a machine with {here} {kind}; start {here}")
-    nodes, each = c.trainer.nnodes, c.trainer.n_gpus_per_node
-    if nodes * each != c.world and (c.was_set("trainer.nnodes") or c.was_set("trainer.n_gpus_per_node")):
-        how = f"torchrun --nnodes={nodes} --nproc_per_node={each} starts as many"
-        c.notice(f"no effect: {sizes}: torchrun decides how many processes train, here {c.world}; {how}")
+    nodes, per_node = c.trainer.nnodes, c.trainer.n_gpus_per_node
+    if nodes * per_node != c.world and (c.was_set("trainer.nnodes") or c.was_set("trainer.n_gpus_per_node")):
+        command = f"torchrun --nnodes={nodes} --nproc_per_node={per_node} starts as many"
+        c.notice(f"no effect: {sizes}: torchrun decides how many processes train, here {c.world}; {command}")
 
 
 def _one_machine(c: Check, sizes: str, kind: str, here: int) -> None:
     """Without a cluster's address everything has to be on this machine."""
-    own = [*own_pools(c.cfg).values()] if c.ppo else []
+    pools = [*own_pools(c.cfg).values()] if c.ppo else []
     if c.rollout.nnodes:
-        own.insert(0, OwnPool(c.rollout_key, c.rollout.nnodes, c.rollout.n_gpus_per_node))
-    sizes = ", ".join([sizes, *map(str, own)])
-    wanted = c.world + sum(pool.devices for pool in own)
-    nodes = c.trainer.nnodes + sum(pool.nodes for pool in own)
-    if nodes > 1 + len(own):
+        pools.insert(0, OwnPool(c.rollout_key, c.rollout.nnodes, c.rollout.n_gpus_per_node))
+    sizes = ", ".join([sizes, *map(str, pools)])
+    needed = c.world + sum(pool.devices for pool in pools)
+    nodes = c.trainer.nnodes + sum(pool.nodes for pool in pools)
+    if nodes > 1 + len(pools):
         c.lacks(
             sizes,
-            f"{wanted} devices on {nodes} nodes need a Ray cluster, and here is {here} {kind}: start Ray on each node "
+            f"{needed} devices on {nodes} nodes need a Ray cluster, and here is {here} {kind}: start Ray on each node "
             "(examples/ray_start.sh) and set RAY_ADDRESS, or set trainer.nnodes=1",
         )
-    elif wanted > here > 0:
-        what = "cores, a rank needs one" if kind == "cpu" else f"{kind} device{'s' * (here != 1)}"
+    elif needed > here > 0:
+        noun = "cores, a rank needs one" if kind == "cpu" else f"{kind} device{'s' * (here != 1)}"
         c.lacks(
             sizes,
-            f"{wanted} devices asked for, found {here} {what}; lower trainer.n_gpus_per_node (1 needs no Ray), or set "
+            f"{needed} devices asked for, found {here} {noun}; lower trainer.n_gpus_per_node (1 needs no Ray), or set "
             "RAY_ADDRESS to a cluster that has them",
         )
 
@@ -117,10 +119,10 @@ def _engine(c: Check) -> None:
 def _vllm(c: Check) -> None:
     """Its version, and its arguments, both looked up without importing it."""
     key = c.rollout_key
-    known: frozenset[str] = frozenset()
+    accepted: frozenset[str] = frozenset()
     try:
         check_vllm()
-        known = vllm_arguments()
+        accepted = vllm_arguments()
         if c.facts is not None and c.facts.vision:
             check_vllm_images()
     except EnginePackageError as error:
@@ -128,7 +130,7 @@ def _vllm(c: Check) -> None:
     values = {name: c.rollout.get(name) for name in OURS.values()}
     values["tensor_model_parallel_size"] = values["tensor_model_parallel_size"] or 1
     text_only = c.facts is None or not c.facts.vision
-    translated = translate(c.rollout.engine_kwargs.vllm, known, values, text_only=text_only)
+    translated = translate(c.rollout.engine_kwargs.vllm, accepted, values, text_only=text_only)
     for where, message in translated.problems:
         c.refuse(where.replace("rollout.", f"{key}.", 1), message)
     for text in translated.notices:
@@ -151,8 +153,10 @@ def _model(c: Check) -> None:
     elif facts.vision and c.rollout is not None:
         ranges, have = CAPABILITIES[c.rollout.name].image_transformers, version("transformers")
         if have and not satisfies(have, ranges):
-            told = f"transformers {have} is installed; images need one that is {ranges} with {c.rollout.name}"
-            c.lacks(at, f"{told}: pip install 'transformers{ranges}'")
+            message = (
+                f"transformers {have} is installed; images need one that is {ranges} with {c.rollout.name}"
+            )
+            c.lacks(at, f"{message}: pip install 'transformers{ranges}'")
 
 
 def _no_vision(c: Check, name: str) -> str:
@@ -161,8 +165,8 @@ def _no_vision(c: Check, name: str) -> str:
     if (key := size.get(c.cfg.entry)) and (c.cfg.select(key) or 1) > 1:
         return f"are not split so in this release; set {key}=1"
     if name not in VISION_MODELS:
-        known = ", ".join(VISION_MODELS)
-        return f"are not in this release, where its images were not seen to be right; take one of {known}"
+        supported = ", ".join(VISION_MODELS)
+        return f"are not in this release, where its images were not seen to be right; take one of {supported}"
     if c.rollout is not None and name not in CAPABILITIES[c.rollout.name].images:
         return f"are not sampled by {c.rollout.name} in this release; set {c.rollout_key}.name=native"
     return ""

@@ -59,11 +59,11 @@ def check(c: Check) -> None:
 
 def check_options(tool: str, options: Mapping[str, Any]) -> str:
     """What is wrong with a tool's arguments, "" if nothing is."""
-    known = KNOWN.get(tool, tuple(options))
+    accepted = KNOWN.get(tool, tuple(options))
     key = f"profiler.tool_config.{tool}"
     for name in options:
-        if name not in known:
-            return f"{key}.{name} is not known: {', '.join(known)}"
+        if name not in accepted:
+            return f"{key}.{name} is not known: {', '.join(accepted)}"
     wrong = [name for name in options.get("contents") or [] if name not in CONTENTS]
     if wrong and tool == "torch":
         return f"{key}.contents: {wrong[0]} is not known: {', '.join(CONTENTS)}"

@@ -1,4 +1,4 @@
-"""Models beside the policy that judge responses: the reward model, and how several rewards add up; the teachers of distillation."""
+"""Models beside the policy that judge responses: the reward model, the sum of rewards, the teachers of distillation."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def check(c: Check) -> None:
 
 def _reward_model(c: Check) -> None:
     """The reward model, the weights of several rewards, and where a judge can be served."""
-    own, weights, path = c.cfg.reward_model, c.cfg.reward_model.weights, f"{_KEY}.model.path"
+    reward_model, weights, path = c.cfg.reward_model, c.cfg.reward_model.weights, f"{_KEY}.model.path"
     if wrong := [n for n, w in weights.items() if isinstance(w, bool) or not isinstance(w, (int, float))]:
         c.refuse(f"{_KEY}.weights", f"{', '.join(wrong)}: a weight is a number, {{function: 1, model: 0.5}}")
         return
     for at, number in beyond(weights, 10**9, f"{_KEY}.weights"):
         c.refuse(f"{at}={number}", "out of range; a weight is within ±10^9")
-    if "model" in weights and not own.enable:
+    if "model" in weights and not reward_model.enable:
         c.refuse(f"{_KEY}.weights", f"model needs {_KEY}.enable=True and {path}")
-    if not own.enable:
+    if not reward_model.enable:
         return
-    if not own.model.path:
+    if not reward_model.model.path:
         c.refuse(path, f"{_KEY}.enable=True needs it")
         return
     classifier, scores, problem = _classifier(c), scores_by_model(c.cfg), ""
@@ -49,8 +49,8 @@ def _reward_model(c: Check) -> None:
         problem = f"nothing asks this model; to ask it as a judge set {_JUDGE}"
     elif not scores and "judge" not in own_pools(c.cfg) and c.several:
         problem = (
-            f"beside several devices a judge has a pool of its own: set {_KEY}.enable_resource_pool=True, {_KEY}.nnodes and "
-            f"{_KEY}.n_gpus_per_node; or start a server and set reward_kwargs.reward_router_address"
+            f"beside several devices a judge has a pool of its own: set {_KEY}.enable_resource_pool=True, "
+            f"{_KEY}.nnodes and {_KEY}.n_gpus_per_node; or start a server and set reward_kwargs.reward_router_address"
         )
     if problem:
         c.refuse(path, problem)
@@ -63,8 +63,10 @@ def _classifier(c: Check) -> bool | None:
     if facts is None:
         return None
     config = facts.config
-    named = any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
-    return named and len(config.get("id2label") or (0, 1)) == 1
+    is_classifier = any(
+        "ForSequenceClassification" in str(name) for name in config.get("architectures") or ()
+    )
+    return is_classifier and len(config.get("id2label") or (0, 1)) == 1
 
 
 def _distillation(c: Check) -> None:
@@ -76,7 +78,7 @@ def _distillation(c: Check) -> None:
 
 
 def _teachers(c: Check) -> None:
-    keys, found = dict[str, str](), []
+    keys, teachers = dict[str, str](), []
     for name, teacher in c.cfg.distillation.teacher_models.items():
         at = f"{_TEACHERS}.{name}"
         if not isinstance(teacher, dict) or not isinstance(teacher.get("inference") or {}, dict):
@@ -87,9 +89,9 @@ def _teachers(c: Check) -> None:
         key = str(teacher.get("key") or name)
         if (other := keys.setdefault(key, name)) != name:
             c.refuse(f"{at}.key={key}", f"picks {_TEACHERS}.{other}, too; one key for each teacher")
-        found.append(teacher)
+        teachers.append(teacher)
         _model(c, at, teacher)
-    parallel = {str((t.get("inference") or {}).get("tensor_model_parallel_size") or 1) for t in found}
+    parallel = {str((t.get("inference") or {}).get("tensor_model_parallel_size") or 1) for t in teachers}
     if len(parallel) > 1 and own_pools(c.cfg):
         sizes = f"tensor_model_parallel_size of the teachers: {', '.join(sorted(parallel))}"
         c.refuse(_TEACHERS, f"{sizes}; they share devices, so make them equal")
@@ -98,15 +100,15 @@ def _teachers(c: Check) -> None:
 
 
 def _model(c: Check, at: str, teacher: Any) -> None:
-    """Its model is there, and its parallel size fits the ranks: those of the policy, whose rows it gets, or the teachers' own."""
+    """Its model exists; its parallel size fits the ranks: the policy's, whose rows it gets, or the teachers'."""
     inference, arr = teacher.get("inference") or {}, c.cfg.actor_rollout_ref
     size = inference.get("tensor_model_parallel_size") or 1
-    ours, split = Sizes.of(arr.actor).ranks_per_row, arr.ref.ulysses_sequence_parallel_size
-    message = f"a teacher's rows are the policy's, which {ours} of its devices share; set 1"
+    devices, split = Sizes.of(arr.actor).ranks_per_row, arr.ref.ulysses_sequence_parallel_size
+    message = f"a teacher's rows are the policy's, which {devices} of its devices share; set 1"
     if pool := own_pools(c.cfg).get("teacher"):
-        ours, split = pool.devices, 1
-        message = f"does not divide the teachers' {ours} devices ({pool})"
-    if not isinstance(size, int) or ours % (split * size):
+        devices, split = pool.devices, 1
+        message = f"does not divide the teachers' {devices} devices ({pool})"
+    if not isinstance(size, int) or devices % (split * size):
         c.refuse(f"{at}.inference.tensor_model_parallel_size={size}", message)
     unread = [f"inference.{key}" for key in inference if key != "tensor_model_parallel_size"]
     unread += ["num_replicas"] if teacher.get("num_replicas") else []

@@ -1,4 +1,4 @@
-"""What would be accepted and then do nothing, or something else than was meant, or fail when it is loaded: found before the run."""
+"""Settings that would have no effect, another effect than meant, or fail when they are loaded: found before the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TAG_OF_TRANSFORMERS = re.compile(r"{%-?\s*generation")
 
 
 def check(c: Check) -> None:
-    """Tools, environments, overrides against weights, tokenizers, templates, plug-ins, names of agent loops, folders, checkpoints."""
+    """Tools, environments, model overrides, tokenizers, templates, plug-ins, agent loops, folders, checkpoints."""
     if c.rollout is not None and c.model is not None:
         _agents(c)
     if c.model is not None:
@@ -59,22 +59,24 @@ def _overrides(c: Check, model_key: str, facts: ModelFacts | None) -> None:
     key, changes = f"{model_key}.override_config", flat_overrides(model.override_config)
     if facts is None or not changes:
         return
-    own = look(model.path, None, model.hf_config_path)
-    others = dict(_contradictions(changes, own.config, own.text)) if own.weight_names() else {}
-    for name, found in others.items():
-        c.refuse(f"{key}.{name}", f"the weights of {model.path} have {name}={found}; remove it")
-    if not own.remote_code:
+    unchanged = look(model.path, None, model.hf_config_path)
+    shapes = (
+        dict(_contradictions(changes, unchanged.config, unchanged.text)) if unchanged.weight_names() else {}
+    )
+    for name, size in shapes.items():
+        c.refuse(f"{key}.{name}", f"the weights of {model.path} have {name}={size}; remove it")
+    if not unchanged.remote_code:
         from verl.models import overrides
 
-        for name, why in overrides.refused(own.folder, changes).items():
-            if name not in others:
+        for name, why in overrides.refused(unchanged.folder, changes).items():
+            if name not in shapes:
                 c.refuse(f"{key}.{name}", why)
 
 
 def _contradictions(
     changes: Mapping[str, Any], config: Mapping[str, Any], text: Mapping[str, Any], within: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Overrides of shapes, those of parts of a configuration too, that differ from what the configuration says: name, and that."""
+    """Overrides of shapes that differ from the configuration, in its parts too: (name, the configuration's value)."""
     for name, value in changes.items():
         part = config.get(name)
         if isinstance(value, Mapping) and isinstance(part, Mapping):
@@ -100,14 +102,14 @@ def _tokenizer(c: Check) -> None:
     if template is not None:
         with c.refusing(key):
             _parsed(template_text(template))
-    elif own := chat_template(c):
+    elif text := chat_template(c):
         keys = ("data.tokenizer", f"{c.model_key}.tokenizer_path", f"{c.model_key}.path")
         with c.refusing(next(filter(c.was_set, keys), keys[-1])):
-            _parsed(own)
+            _parsed(text)
 
 
 def _parsed(text: str) -> Any:
-    """A chat template, None where it has a tag of transformers, or is several ones by name. UserError if it does not compile."""
+    """A parsed template; None with a tag of transformers or several templates. UserError if it does not compile."""
     from jinja2 import TemplateSyntaxError, pass_context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -127,14 +129,16 @@ def _parsed(text: str) -> Any:
 
 
 def _template_arguments(c: Check) -> None:
-    """Arguments that the system sets, or that the chat template does not read. A name close to one that it reads is taken for a
-    mistake."""
+    """Arguments that the system sets, or that the chat template does not read.
+
+    A name close to one that it reads is taken for a mistake.
+    """
     key = "data.apply_chat_template_kwargs"
-    text = chat_template(c) if (given := c.cfg.select(key)) else ""
-    if given:
+    text = chat_template(c) if (arguments := c.cfg.select(key)) else ""
+    if arguments:
         from verl.data.rows import RESERVED
 
-        for name in filter(RESERVED.__contains__, given):
+        for name in filter(RESERVED.__contains__, arguments):
             c.refuse(f"{key}.{name}", "is set by the system; remove it")
     if not text:
         return
@@ -144,8 +148,8 @@ def _template_arguments(c: Check) -> None:
         parsed = _parsed(text)
     except UserError:  # said where it is set, or when the tokenizer is loaded
         return
-    read = meta.find_undeclared_variables(parsed) if parsed is not None else given
-    for name in given:
+    read = meta.find_undeclared_variables(parsed) if parsed is not None else arguments
+    for name in arguments:
         if name in read or name in _ARGUMENTS_OF_TRANSFORMERS or name in RESERVED:
             continue
         if near := nearest(name, sorted(read), cutoff=0.8):
@@ -158,21 +162,21 @@ def _plugins(c: Check) -> None:
     """Plug-in modules import, and register the agent loops that the run and its rows name."""
     if not c.plugins:
         return
-    named = {} if c.rollout is None else dict.fromkeys(c.agent_names, "a row's agent_name")
+    sources = {} if c.rollout is None else dict.fromkeys(c.agent_names, "a row's agent_name")
     key = f"{c.rollout_key}.agent.default_agent_loop"
     if c.rollout is not None and c.was_set(key):
-        named[c.rollout.agent.default_agent_loop] = key
-    listed = None if c.rollout is None else c.rollout.agent.agent_loop_config_path
-    if not (named or listed):
+        sources[c.rollout.agent.default_agent_loop] = key
+    path = None if c.rollout is None else c.rollout.agent.agent_loop_config_path
+    if not (sources or path):
         return
     from verl.rollout import loops
 
     try:
-        loops.load_listed(listed)
+        loops.load_listed(path)
     except UserError as error:
         c.refuse(f"{c.rollout_key}.agent.agent_loop_config_path", str(error))
         return
-    for name, where in named.items():
+    for name, where in sources.items():
         try:
             loops.get(name)
         except ValueError as error:
@@ -193,10 +197,10 @@ def _agents(c: Check) -> None:
             tokenizer = c.cfg.select("data.tokenizer") or c.model.tokenizer_path or c.model.path
             environments.check(environment, tokenizer)
     files = ("tool_config_path", "function_tool_path", "interaction_config_path")
-    if given := [name for name in files if turns[name]]:
+    if configured := [name for name in files if turns[name]]:
         if {c.rollout.agent.default_agent_loop, *c.agent_names} <= _WITHOUT_TOOLS:
             why = "no row is of tool_agent (multi_turn.enable=True, or agent_name in a row)"
-            c.notice(f"no effect: {key}.multi_turn.{', '.join(given)}: {why}")
+            c.notice(f"no effect: {key}.multi_turn.{', '.join(configured)}: {why}")
         if c.plugins:
             with c.refusing(f"{key}.multi_turn"):
                 _tools(c)
@@ -220,10 +224,10 @@ def _folders(c: Check) -> None:
         c.refuse(key, "name a folder")
     c.refuse_file(key, c.trainer.get("default_local_dir"))
     for name in ("project_name", "experiment_name"):
-        given = c.trainer.get(name)
-        if given == "":
+        folder_name = c.trainer.get(name)
+        if folder_name == "":
             c.refuse(f"trainer.{name}", "is part of the run's folder; name something")
-        elif ".." in Path(str(given or "")).parts:
+        elif ".." in Path(str(folder_name or "")).parts:
             c.refuse(f"trainer.{name}", "is part of the run's folder and may not lead out of it; remove '..'")
     for role in ("actor_rollout_ref.actor.checkpoint", "checkpoint"):
         contents: Any = c.cfg.select(f"{role}.save_contents")
@@ -234,23 +238,25 @@ def _folders(c: Check) -> None:
 def _lengths(c: Check) -> None:
     size = c.facts.text.get("vocab_size") if c.facts is not None else None
     for key in (f"{c.rollout_key}.stop_token_ids", f"{c.rollout_key}.val_kwargs.stop_token_ids"):
-        given = c.cfg.select(key) if size and c.was_set(key) else None
-        if wrong := [token for token in given or () if token >= size]:
+        token_ids = c.cfg.select(key) if size and c.was_set(key) else None
+        if wrong := [token for token in token_ids or () if token >= size]:
             c.refuse(f"{key}={wrong[0]}", f"the model's vocabulary has {size} tokens")
-    own, of_data = f"{c.rollout_key}.response_length", "data.max_response_length"
-    if c.was_set(own) and c.cfg.select(own) != c.cfg.select(of_data):
-        c.notice(f"{c.at(own)} differs from {c.at(of_data)}: responses end at the smaller one")
+    own_key, of_data = f"{c.rollout_key}.response_length", "data.max_response_length"
+    if c.was_set(own_key) and c.cfg.select(own_key) != c.cfg.select(of_data):
+        c.notice(f"{c.at(own_key)} differs from {c.at(of_data)}: responses end at the smaller one")
 
 
 def _reward_arguments(c: Check) -> None:
-    """Arguments of the reward manager are open: a name close to one of ours is taken for a mistake; another goes to a manager
-    class of the user's own, and nowhere else."""
+    """Arguments of the reward manager are open: a name close to a built-in one is taken for a mistake.
+
+    Another name reaches only a manager class of the user's own.
+    """
     arguments = c.cfg.reward_model.reward_kwargs
-    known = [name for name in type(arguments).__dataclass_fields__ if not name.startswith("_")]
+    accepted = [name for name in type(arguments).__dataclass_fields__ if not name.startswith("_")]
     for name in arguments:
-        if name not in known and (near := nearest(name, known, cutoff=0.8)):
+        if name not in accepted and (near := nearest(name, accepted, cutoff=0.8)):
             c.refuse(f"reward_model.reward_kwargs.{name}", f"no such argument{near}")
-        elif name not in known and c.cfg.reward_manager.source != "importlib":
+        elif name not in accepted and c.cfg.reward_manager.source != "importlib":
             why = "no manager of ours takes it; those of a function are custom_reward_function.reward_kwargs"
             c.notice(f"no effect: reward_model.reward_kwargs.{name}: {why}")
     if not c.cfg.custom_reward_function.path:

@@ -139,31 +139,32 @@ def _policy_layout(c: Check) -> None:
     The reference gets the rows of the actor's layout: ranks that share its work must have the same ones.
     """
     actor, ref = c.cfg.actor_rollout_ref.actor, c.cfg.actor_rollout_ref.ref
-    ours, theirs = Sizes.of(actor, f"{ACTOR}."), Sizes.of(ref, f"{_REF}.")
-    _ranks(c, ours, own_model=True)
-    if ours.ranks_per_row % theirs.ranks_per_row:
+    actor_sizes, ref_sizes = Sizes.of(actor, f"{ACTOR}."), Sizes.of(ref, f"{_REF}.")
+    _ranks(c, actor_sizes, own_model=True)
+    of_actor, of_ref = actor_sizes.ranks_per_row, ref_sizes.ranks_per_row
+    if of_actor % of_ref:
         c.refuse(
             f"{_REF}.ulysses_sequence_parallel_size",
-            f"{theirs.ranks_per_row} devices share a sequence of the reference and {ours.ranks_per_row} one of the actor, which "
-            f"gets the same rows: {theirs.ranks_per_row} must divide {ours.ranks_per_row}; leave it as the actor's",
+            f"{of_ref} devices share a sequence of the reference and {of_actor} one of the actor, which gets the same "
+            f"rows: {of_ref} must divide {of_actor}; leave it as the actor's",
         )
-    wanted = (actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward) and not reference_is_base(c.cfg)
-    if wanted and (ref.model.path or Sizes.of(ref) != Sizes.of(actor)):
-        _ranks(c, theirs, own_model=not ref.model.path)
+    needs_reference = (actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward) and not reference_is_base(c.cfg)
+    if needs_reference and (ref.model.path or Sizes.of(ref) != Sizes.of(actor)):
+        _ranks(c, ref_sizes, own_model=not ref.model.path)
     if c.cfg.critic.enable:
-        _critic_layout(c, ours.ranks_per_row)
+        _critic_layout(c, of_actor)
 
 
 def _critic_layout(c: Check, together: int) -> None:
     """A critic on the policy's ranks has their rows, which as many of them share as share the actor's."""
-    own, pool = Sizes.of(c.cfg.critic, "critic.", "model.fsdp_config."), own_pools(c.cfg).get("critic")
-    if pool is None and own.ranks_per_row != together:
+    sizes, pool = Sizes.of(c.cfg.critic, "critic.", "model.fsdp_config."), own_pools(c.cfg).get("critic")
+    if pool is None and sizes.ranks_per_row != together:
         message = (
-            f"= {own.ranks_per_row} devices share a row of the critic and {together} one of the actor on the same devices; make "
-            "them equal, or give the critic devices of its own (critic.nnodes)"
+            f"= {sizes.ranks_per_row} devices share a row of the critic and {together} one of the actor on the same "
+            "devices; make them equal, or give the critic devices of its own (critic.nnodes)"
         )
-        c.refuse(f"{own.sequence_text} × {own.tensor_text}", message)
-    for key, message in rank_problems(own, pool.devices) if pool is not None else ():
+        c.refuse(f"{sizes.sequence_text} × {sizes.tensor_text}", message)
+    for key, message in rank_problems(sizes, pool.devices) if pool is not None else ():
         c.refuse(key, f"{message} (its ranks: {pool})")
 
 
@@ -194,7 +195,8 @@ def plan(c: Check) -> list[str]:
         _steps(c),
         f"each step: {size} prompts × {n} responses = {size * n} trajectories "
         f"(≤ {data.max_prompt_length} + {data.max_response_length} tokens)",
-        f"→ {counted(parts * epochs, 'update')} ({parts} mini-batches of {_each(size, parts, n)} responses × {counted(epochs, 'epoch')})",
+        f"→ {counted(parts * epochs, 'update')} ({parts} mini-batches of {_each(size, parts, n)} responses "
+        f"× {counted(epochs, 'epoch')})",
         f"→ micro-batches on each of {counted(ranks, 'rank')}: {_micro(actor, large, ranks)}",
     ]
     only = c.trainer.val_only
@@ -218,8 +220,8 @@ def _steps(c: Check) -> str:
         return f"{total} steps" + (f" over {rows} rows" if rows else "")
     if not rows:
         return f"{epochs} epochs"
-    each = f"{rows} rows, {counted(rows // size, 'step')} an epoch × {counted(epochs, 'epoch')}"
-    return f"{each} = {counted(rows // size * epochs, 'step')}"
+    epoch = f"{rows} rows, {counted(rows // size, 'step')} an epoch × {counted(epochs, 'epoch')}"
+    return f"{epoch} = {counted(rows // size * epochs, 'step')}"
 
 
 def _micro(actor: Any, responses: int, ranks: int) -> str:
@@ -236,8 +238,8 @@ def _other_plan(c: Check) -> list[str]:
     if c.cfg.entry == "sft":
         if c.trainer.val_only:
             return [f"validation: {c.rows_used('val') or 'all'} rows"]
-        each = f"{data.train_batch_size} sequences of at most {data.max_length} tokens"
-        return [_steps(c), f"each step: {each}"]
+        batch = f"{data.train_batch_size} sequences of at most {data.max_length} tokens"
+        return [_steps(c), f"each step: {batch}"]
     if c.cfg.entry == "generation":
         prompts = f"{c.rows.get('data.path', 'all')} prompts"
         return [f"{prompts} × {c.rollout.n} responses, {data.batch_size} at a time"]

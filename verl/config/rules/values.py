@@ -21,28 +21,28 @@ _MODEL = ": a Hugging Face id or a directory, for example Qwen/Qwen3-0.6B"
 
 def check(c: Check) -> None:
     """Bounds and names of every key, then the features that are not in this release."""
-    for path, known in c.keys.items():
+    for path, field in c.keys.items():
         value = c.cfg.select(path)
-        follows = "same_as" in known.about and not c.was_set(path)  # what it follows is looked at
-        if not value and known.about.get("required"):
+        follows = "same_as" in field.about and not c.was_set(path)  # what it follows is looked at
+        if not value and field.about.get("required"):
             c.refuse(path, f"is required{_MODEL if path.endswith('model.path') else ''}")
         elif value is not None and (not follows or path == f"{c.rollout_key}.dtype"):
-            _value(c, path, value, known)
-        if _outside(value, known):
-            put(c.cfg, path, _inside(known))
+            _value(c, path, value, field)
+        if _outside(value, field):
+            put(c.cfg, path, _inside(field))
     _unread(c)
     for path in filter(c.cfg.select, c.keys):
         if (absent := lookup(names.FEATURES, path)) and not _unused(c, path):
             c.refuse(c.at(path), f"not in this release ({absent.what}); {absent.instead}")
 
 
-def _value(c: Check, path: str, value: Any, known: Field) -> None:
+def _value(c: Check, path: str, value: Any, field: Field) -> None:
     """A value that the user or the schema gives."""
     for item in value if isinstance(value, list) else [value]:
-        if _outside(item, known):
-            c.refuse(f"{path}={item}", f"out of range; {_said(limits_of(known, type(item)))}")
-        if "options" in known.about:
-            _name(c, path, str(item), known)
+        if _outside(item, field):
+            c.refuse(f"{path}={item}", f"out of range; {_said(limits_of(field, type(item)))}")
+        if "options" in field.about:
+            _name(c, path, str(item), field)
     if path.endswith("dtype"):
         _dtype(c, path, value)
     if path.endswith(".betas") and (len(value) != 2 or max(value) == 1):
@@ -59,7 +59,7 @@ def _value(c: Check, path: str, value: Any, known: Field) -> None:
 
 
 def beyond(value: Any, most: float, at: str) -> Iterator[tuple[str, Any]]:
-    """Where in an open mapping or a list a number is not finite or its amount is above `most`; `at` is the path of the whole."""
+    """(path, number) in an open mapping or list at path `at` of each number that is not finite or exceeds ±`most`."""
     many = enumerate(value) if isinstance(value, list) else ()
     for name, item in value.items() if isinstance(value, Mapping) else many:
         yield from beyond(item, most, f"{at}.{name}")
@@ -69,11 +69,13 @@ def beyond(value: Any, most: float, at: str) -> Iterator[tuple[str, Any]]:
 
 def _optimizer(c: Check, path: str, name: str) -> None:
     """A name that its module binds, of a class that steps all weights by their gradients."""
-    given = c.was_set(path) or c.was_set(f"{path}_impl")
+    user_set = c.was_set(path) or c.was_set(f"{path}_impl")
     module = c.cfg.select(f"{path}_impl")
-    known = names_in(module) if given and not _unused(c, path) else None
-    if known is not None and name not in (known := known - names.NO_STEP.get(module, set())):
-        c.refuse(path, f"{path}_impl={module} has no optimizer of that name{nearest(name, known)}")
+    names_bound = names_in(module) if user_set and not _unused(c, path) else None
+    if names_bound is not None and name not in (
+        names_bound := names_bound - names.NO_STEP.get(module, set())
+    ):
+        c.refuse(path, f"{path}_impl={module} has no optimizer of that name{nearest(name, names_bound)}")
 
 
 def _unused(c: Check, path: str) -> bool:
@@ -96,10 +98,10 @@ def _unread(c: Check) -> None:
     if not (c.several or (c.ppo and ray_address(c.cfg))):
         where += ["one device", "one process"] if CAPABILITIES[engine].in_place_weights else ["one device"]
     unread = {glob: reason for when in where for glob, reason in names.UNREAD.get(when, {}).items()}
-    found: dict[str, list[str]] = {}
-    for path, known in c.keys.items():
+    unread_keys: dict[str, list[str]] = {}
+    for path, field in c.keys.items():
         value = c.cfg.select(path)
-        if not c.was_set(path) or value == known.default():
+        if not c.was_set(path) or value == field.default():
             continue
         if path.startswith(c.rollout_key) and not CAPABILITIES[engine].released:
             continue
@@ -108,8 +110,8 @@ def _unread(c: Check) -> None:
         if path.endswith(".checkpoint_engine.backend") and c.ppo and c.rollout.nnodes > 0:
             continue
         if reason := lookup(unread, path):
-            found.setdefault(reason, []).append(c.at(path))
-    for reason, keys in found.items():
+            unread_keys.setdefault(reason, []).append(c.at(path))
+    for reason, keys in unread_keys.items():
         c.notice(f"no effect: {', '.join(keys)}: {reason}")
 
 
@@ -119,24 +121,24 @@ def _said(limits: Limits) -> str:
     return least + most + (f", or {limits.also}" if limits.also is not None else "")
 
 
-def _outside(number: Any, known: Field) -> bool:
+def _outside(number: Any, field: Field) -> bool:
     if not isinstance(number, (int, float)) or isinstance(number, bool):
         return False
-    return not limits_of(known, type(number)).hold(number)
+    return not limits_of(field, type(number)).hold(number)
 
 
-def _inside(known: Field) -> Any:
+def _inside(field: Field) -> Any:
     """A number in the key's range, with which the other rules can go on."""
-    default = known.default()
-    if default is not None and not _outside(default, known):
+    default = field.default()
+    if default is not None and not _outside(default, field):
         return default
-    about = known.about
+    about = field.about
     return about["above"] + 1 if "above" in about else about.get("low", about.get("high", 1))
 
 
-def _name(c: Check, path: str, name: str, known: Field) -> None:
+def _name(c: Check, path: str, name: str, field: Field) -> None:
     """A name outside its list, or one of the list that this release does not have."""
-    options, foreign = known.about["options"], names.REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name)
+    options, foreign = field.about["options"], names.REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name)
     here: Any = names.STRATEGIES if path.endswith("strategy") else options
     if path in REGISTRIES:
         here = built_in(REGISTRIES[path])
@@ -154,8 +156,8 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
     elif foreign:
         c.refuse(f"{path}={name}", f"{foreign.what} is not in this release; closest: {foreign.instead}")
     else:
-        own = known.about.get("registry")
-        more = f"; register your own with {own}" if own else ""
+        decorator = field.about.get("registry")
+        more = f"; register your own with {decorator}" if decorator else ""
         c.refuse(f"{path}={name}", f"none of {', '.join(options)}{nearest(name, options)}{more}")
 
 
@@ -180,5 +182,5 @@ def _by_class(c: Check, name: str) -> None:
     """The run has a manager that a plug-in registers as it has a class of a module, `source=importlib`."""
     from verl.reward.registry import REWARD_MANAGER_REGISTRY
 
-    own, found = c.cfg.reward_manager, REWARD_MANAGER_REGISTRY[name]
-    own.source, own.name, own.module.path = "importlib", found.__name__, f"pkg://{found.__module__}"
+    manager, cls = c.cfg.reward_manager, REWARD_MANAGER_REGISTRY[name]
+    manager.source, manager.name, manager.module.path = "importlib", cls.__name__, f"pkg://{cls.__module__}"

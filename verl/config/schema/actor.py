@@ -75,8 +75,8 @@ class RouterReplayConfig(Group):
     """Which experts the tokens of a mixture-of-experts model go to in the update.
 
     Attributes:
-        mode: `disabled`: those that the router chooses; `R2`: those of the pass that gave the old log-probs; `R3`: those of
-            the sampler, with `rollout.enable_rollout_routing_replay`.
+        mode: `disabled`: those that the router chooses; `R2`: those of the pass that gave the old log-probs; `R3`:
+            those of the sampler, with `rollout.enable_rollout_routing_replay`.
     """
 
     mode: str = choice("disabled", "disabled", "R2", "R3")
@@ -90,8 +90,8 @@ class ActorConfig(TrainedRoleConfig):
         ppo_epochs: Passes over the step's batch.
         shuffle: Mini-batches in random order.
         use_dynamic_bsz: True: token budget even if a micro-batch size is given; null: budget only if none is.
-        ppo_max_token_len_per_gpu: Token budget of a micro-batch on one device, × sequence-parallel size; lowered to what
-            memory allows unless set.
+        ppo_max_token_len_per_gpu: Token budget of a micro-batch on one device, × sequence-parallel size; lowered to
+            what memory allows unless set.
         clip_ratio: ε of the clipped ratio.
         clip_ratio_low: ε below 1.
         clip_ratio_high: ε above 1.

@@ -143,8 +143,10 @@ def put(node: Any, path: str, value: Any) -> None:
 
 
 def setting(group: Any, path: str, default: Any = None) -> Any:
-    """`setting(actor, "optim.lr")`: the value at a path of names of whatever carries the configuration: typed groups, mappings, or
-    nothing at all. `default` where a name is missing or holds None."""
+    """`setting(actor, "optim.lr")`: the value at a dotted path of typed groups, mappings or None.
+
+    `default` where a name is missing or holds None.
+    """
     for name in path.split("."):
         if group is None:
             return default
@@ -153,8 +155,11 @@ def setting(group: Any, path: str, default: Any = None) -> Any:
 
 
 def key(default: Any = None, **about: Any) -> Any:
-    """A field with facts about it: `low`, `high` (inclusive), `above` (exclusive), `also` (one more value), `inf` (infinity means
-    off), `ours` (default differs)."""
+    """A field with facts about it.
+
+    `low`, `high` (inclusive), `above` (exclusive), `also` (one more value), `inf` (infinity means off), `ours` (default
+    differs).
+    """
     return field(default=default, metadata=about)
 
 

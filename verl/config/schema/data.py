@@ -49,7 +49,8 @@ class FilesConfig(Group):
     """Files of rows: which of them, their media, their order.
 
     Attributes:
-        train_files: One or several parquet, json or jsonl files; local, `hdfs://`, `s3://` (copied once to `cache_dir`).
+        train_files: One or several parquet, json or jsonl files; local, `hdfs://`, `s3://` (copied once to
+            `cache_dir`).
         val_files: The same for validation; null = no validation.
         image_key: Column of the images.
         video_key: Column of the videos.

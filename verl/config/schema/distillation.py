@@ -13,8 +13,8 @@ class DistillationLossConfig(Group):
     """What is minimised.
 
     Attributes:
-        loss_mode: The term per token, u = log π − log ν of the sampled token: names as `actor.kl_loss_type` without `+`;
-            `forward_kl_topk`: KL from teacher to policy over the teacher's most likely tokens.
+        loss_mode: The term per token, u = log π − log ν of the sampled token: names as `actor.kl_loss_type` without
+            `+`; `forward_kl_topk`: KL from teacher to policy over the teacher's most likely tokens.
         topk: How many tokens `forward_kl_topk` compares.
         use_policy_gradient: True: −term is the advantage in a policy loss; False: the term itself is minimised.
         use_task_rewards: Added to the actor's loss; False: distillation alone.
@@ -46,8 +46,8 @@ class DistillationConfig(Group):
 
     Attributes:
         enabled: Run the teachers' pass and pull the policy towards them.
-        teacher_models: By name `{key, model_path, num_replicas, inference}`. `key`: the value of `teacher_key` that picks the
-            teacher (null = its name). Of `inference` the tensor-parallel size is read.
+        teacher_models: By name `{key, model_path, num_replicas, inference}`. `key`: the value of `teacher_key` that
+            picks the teacher (null = its name). Of `inference` the tensor-parallel size is read.
         teacher_key: Column whose value picks a row's teacher where there are several.
         n_gpus_per_node: Devices of a pool of their own on each node.
         nnodes: Nodes of that pool; 0 = the teachers are on the policy's devices.

@@ -119,11 +119,11 @@ class RewardModelConfig(ScoringConfig):
         reward_manager: What is called for a response, or the name of a registered manager; `limited` = `rate_limited`.
         timeout: Seconds per response.
         max_error_ratio: Share of failed scores in a step that stops the run.
-        images: What scores gets the prompt's images: the judge and the reward model see them, another function has them as
-            data URIs in `extra_info.images`, and those that tools showed in `extra_info.shown_images`.
+        images: What scores gets the prompt's images: the judge and the reward model see them, another function has
+            them as data URIs in `extra_info.images`, and those that tools showed in `extra_info.shown_images`.
         enable: Score with a model: a sequence classifier, or a judge that `custom_reward_function` asks.
-        weights: The score is the sum of these rewards, each times its weight: `function` (the custom or the built-in one),
-            `model` (the sequence classifier), and keys that the function returns. Empty: one of the two alone.
+        weights: The score is the sum of these rewards, each times its weight: `function` (the custom or the built-in
+            one), `model` (the sequence classifier), and keys that the function returns. Empty: one of the two alone.
         enable_resource_pool: Devices of its own, for a sequence classifier.
         nnodes: Nodes of that pool.
         n_gpus_per_node: Devices per node of that pool.

@@ -87,8 +87,9 @@ class MultiTurnConfig(Group):
         tool_config_path: Tools YAML.
         function_tool_path: File of functions that are tools.
         interaction_config_path: Interactions YAML.
-        use_inference_chat_template: Each turn sees the dialogue as the template writes it (many drop earlier thinking), in a segment
-            of its own where that differs from the tokens so far; false: the tokens stay as they were sampled.
+        use_inference_chat_template: Each turn sees the dialogue as the template writes it (many drop earlier
+            thinking), in a segment of its own where that differs from the tokens so far; false: the tokens stay as
+            they were sampled.
         format: How the model writes tool calls.
     """
 
@@ -110,8 +111,8 @@ class EnvironmentConfig(Group):
 
     Attributes:
         name: Which adapter.
-        path: Class or factory (`file.py:Class`, `pkg.module:Class`), a program's command line, the Python that has `verifiers`, or an
-            OpenEnv server's URL, as the adapter needs.
+        path: Class or factory (`file.py:Class`, `pkg.module:Class`), a program's command line, the Python that has
+            `verifiers`, or an OpenEnv server's URL, as the adapter needs.
         kwargs: Handed over as they are.
     """
 
@@ -148,11 +149,13 @@ class AgentConfig(Group):
     """Agent loops.
 
     Attributes:
-        num_workers: At most this many processes for user-written agent loops, tools and environments; 0: they run in the driver.
-        default_agent_loop: Loop of rows without `agent_name`; not given: `environment_agent` with an environment, `tool_agent` with
-            `multi_turn.enable`.
+        num_workers: At most this many processes for user-written agent loops, tools and environments; 0: they run in
+            the driver.
+        default_agent_loop: Loop of rows without `agent_name`; not given: `environment_agent` with an environment,
+            `tool_agent` with `multi_turn.enable`.
         agent_loop_config_path: YAML list of `{name, _target_, …}`.
-        step_rewards: Rewards of an environment's turns: added to the score, or on the last token of the turn that earned them.
+        step_rewards: Rewards of an environment's turns: added to the score, or on the last token of the turn that
+            earned them.
         tool_timeout: Seconds of a tool call or a step of the environment; null = no limit.
         trajectory_timeout: Seconds of a trajectory; null = no limit.
         max_calls: Most tool calls of a trajectory.
@@ -220,8 +223,8 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         data_parallel_size: Copies of the model within an engine.
         expert_parallel_size: Devices the experts are split over.
         pipeline_model_parallel_size: Devices the layers are split over.
-        gpu_memory_utilization: Share of the device's memory for weights and cache (vllm), static share (sglang); native:
-            share of the memory that the trainer leaves, for the cache, on a CPU of half the machine's.
+        gpu_memory_utilization: Share of the device's memory for weights and cache (vllm), static share (sglang);
+            native: share of the memory that the trainer leaves, for the cache, on a CPU of half the machine's.
         max_num_batched_tokens: Tokens of one forward.
         max_num_seqs: Responses in flight.
         max_model_len: Longest sequence; null = prompt_length + response_length.
@@ -232,7 +235,8 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         free_cache_engine: Release weights and cache while training (colocated).
         load_format: `dummy` (weights come from the first sync), `auto`, `safetensors`.
         calculate_log_probs: Keep the sampler's log-probs.
-        enable_rollout_routing_replay: Keep the experts that the sampler's tokens went to, for `actor.router_replay.mode=R3`.
+        enable_rollout_routing_replay: Keep the experts that the sampler's tokens went to, for
+            `actor.router_replay.mode=R3`.
         logprobs_mode: Of the distribution sampled from, or before temperature and top-p.
         limit_images: Most images of a prompt; more are a bad row. null = any number (vLLM: its own 999).
         quantization: fp8 and the like, if the engine has it.

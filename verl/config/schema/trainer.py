@@ -17,8 +17,8 @@ class TrainerConfig(Group):
         project_name: First part of the run's name.
         experiment_name: Second part of the run's name.
         default_local_dir: Run folder.
-        default_hdfs_dir: URL (hdfs://, s3://, …) or directory to which checkpoints are copied after they are sealed, all
-            of them kept; a resume fetches the newest from there if it is not in the run folder.
+        default_hdfs_dir: URL (hdfs://, s3://, …) or directory to which checkpoints are copied after they are sealed,
+            all of them kept; a resume fetches the newest from there if it is not in the run folder.
         logger: Trackers: `console`, `wandb` (= `tracking`), `tensorboard`, `swanlab`, `mlflow`, `clearml`, `trackio`,
             `vemlp_wandb`, `file`.
         wandb_proxy: Proxy of wandb.
@@ -34,8 +34,8 @@ class TrainerConfig(Group):
         validation_data_dir: `{step}.jsonl` of validation responses go here.
         resume_mode: `auto` (newest complete checkpoint), `disable`, `resume_path`.
         resume_from_path: The checkpoint of `resume_mode=resume_path`: a run folder or a `global_step_N`.
-        del_local_ckpt_after_load: Delete the checkpoint of the run folder once it is loaded, if `default_hdfs_dir` has it
-            too.
+        del_local_ckpt_after_load: Delete the checkpoint of the run folder once it is loaded, if `default_hdfs_dir`
+            has it too.
         max_actor_ckpt_to_keep: Actor checkpoints kept; null = all.
         max_critic_ckpt_to_keep: Critic checkpoints kept; null = all.
         max_ckpt_to_keep: Both; checkpoints left in the folder by earlier runs count.
@@ -48,7 +48,8 @@ class TrainerConfig(Group):
         weight_sync_every: Steps between pushes of weights to the sampler; above 1 it needs devices of its own.
         max_steps_per_version: Steps whose groups may be begun under one weight version; null = all that `max_staleness`
             allows.
-        partial_rollout: Responses in flight go on with new weights; False: weights are pushed when all of them are back.
+        partial_rollout: Responses in flight go on with new weights; False: weights are pushed when all of them are
+            back.
         logprob_diff_limit: Stop when max |sampler − trainer| log-prob exceeds it.
         max_refused_steps: Non-finite updates in a row that stop the run.
         watchdog_timeout: Report who waits for what after this long without progress.

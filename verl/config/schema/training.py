@@ -47,7 +47,8 @@ class FSDPConfig(PlacementConfig):
     Attributes:
         offload_policy: FSDP2 CPU offload during the step.
         fsdp_size: Ranks per shard group; -1 = all; smaller = hybrid sharding.
-        tensor_parallel_size: Devices that share the products inside layers, where transformers has a plan for the model.
+        tensor_parallel_size: Devices that share the products inside layers, where transformers has a plan for the
+            model.
         reshard_after_forward: Free gathered weights after the forward pass.
         forward_prefetch: Gather the next layer's weights during the forward pass of this one.
         model_dtype: Precision of the master weights; anything but float32 is announced and has no effect.
@@ -141,7 +142,8 @@ class OptimConfig(Group):
         zero_indexed_step: False: the first warm-up step has lr/warmup, not 0.
         optimizer: Class name of the optimizer.
         optimizer_impl: Module the class is taken from.
-        override_optimizer_config: Extra arguments of the optimizer's constructor (Megatron: `optimizer_cpu_offload`, …).
+        override_optimizer_config: Extra arguments of the optimizer's constructor (Megatron: `optimizer_cpu_offload`,
+            …).
         total_training_steps: Length of the schedule in steps; filled from the trainer.
         lr_decay_steps: Megatron only: steps until the floor is reached.
         min_lr: Megatron only: floor as a learning rate.
@@ -214,7 +216,8 @@ class CheckpointConfig(Group):
     Attributes:
         save_contents: Parts written: `model`, `optimizer`, `extra`; `hf_model` has no effect (weights are Hugging Face
             already).
-        load_contents: Parts read on resume. Named by the user and less than everything: the run goes on without the rest.
+        load_contents: Parts read on resume. Named by the user and less than everything: the run goes on without the
+            rest.
         async_save: Sync, hash, seal and copy a written checkpoint beside the training; until then the one before is the
             newest.
         save_lora_only: Write the adapter only.

@@ -27,7 +27,7 @@ LATER = (
 def usage() -> str:
     """The names and what each makes."""
     lines = ["usage: verl prepare NAME [--local_save_dir DIR] [--local_dataset_path DIR] [--limit N] …", ""]
-    return "\n".join(lines + [f"  {name:<22}{what}" for name, what in NAMES.items()])
+    return "\n".join(lines + [f"  {name:<22}{description}" for name, description in NAMES.items()])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,9 @@
 """Synthetic arithmetic in the GSM8K format: small problems a tiny model can learn, made from a seed.
 
 Each problem is a chain of one to three operations, asked bare or as a short story; the answer works it out
-step by step, left to right, and ends in `#### n`. Levels: 1 three or four numbers up to 9, + and −; 2 two numbers up to 99, + and −; 3 (default) two to four numbers up to 99, + and −; 4 as 3, with one small product in some. Training
-and validation problems are disjoint as arithmetic: no chain of one is a chain of the other.
+step by step, left to right, and ends in `#### n`. Levels: 1 three or four numbers up to 9, + and −; 2 two numbers up
+to 99, + and −; 3 (default) two to four numbers up to 99, + and −; 4 as 3, with one small product in some. Training and
+validation problems are disjoint as arithmetic: no chain of one is a chain of the other.
 
 With a careless share there is a third file, warm_up.parquet: the training problems with worked answers of mixed
 quality, of which that share forgets one operation. A model warmed up on it has the format and the skill, and is
@@ -55,14 +56,14 @@ def value_steps(chain: Chain) -> tuple[int, list[str]]:
 
 def question(chain: Chain, rng: random.Random, *, stories: bool) -> str:
     """The problem in words: bare, or a story where the running total never falls below zero."""
-    first, rest = chain[0][1], chain[1:]
-    totals = [value_steps(chain[: k + 2])[0] for k in range(len(rest))]
-    tellable = all(o != "*" for o, _ in rest) and min(totals) >= 0
+    first, operations = chain[0][1], chain[1:]
+    totals = [value_steps(chain[: k + 2])[0] for k in range(len(operations))]
+    tellable = all(o != "*" for o, _ in operations) and min(totals) >= 0
     if not (stories and tellable and rng.random() < 0.3):
-        expression = " ".join([str(first), *(f"{o} {n}" for o, n in rest)])
+        expression = " ".join([str(first), *(f"{o} {n}" for o, n in operations)])
         return rng.choice(BARE).format(e=expression)
-    told = [rng.choice(GAINS if o == "+" else LOSSES).format(b=n) for o, n in rest]
-    return " ".join([rng.choice(STARTS).format(a=first), *told, ASKS])
+    sentences = [rng.choice(GAINS if o == "+" else LOSSES).format(b=n) for o, n in operations]
+    return " ".join([rng.choice(STARTS).format(a=first), *sentences, ASKS])
 
 
 def worked_answer(chain: Chain) -> str:
@@ -100,16 +101,16 @@ def make(
         chains.setdefault(draw_chain(rng, level))
         misses = 0 if len(chains) > before else misses + 1
         if misses > 2000:
-            found = f"level {level} has only about {len(chains)} different problems"
-            raise DataError(f"{found}; ask for fewer, or raise --level")
+            problem = f"level {level} has only about {len(chains)} different problems"
+            raise DataError(f"{problem}; ask for fewer, or raise --level")
     drawn = list(chains)
-    made = {}
+    splits = {}
     for name, part in (("train", drawn[test:]), ("test", drawn[:test])):
-        made[name] = [row(chain, rng, name, i, stories=stories) for i, chain in enumerate(part)]
+        splits[name] = [row(chain, rng, name, i, stories=stories) for i, chain in enumerate(part)]
     if careless > 0:
-        pairs = zip(made["train"], drawn[test:], strict=True)
-        made["warm_up"] = [mixed_quality(line, chain, careless, rng) for line, chain in pairs]
-    return made
+        pairs = zip(splits["train"], drawn[test:], strict=True)
+        splits["warm_up"] = [mixed_quality(line, chain, careless, rng) for line, chain in pairs]
+    return splits
 
 
 def mixed_quality(line: dict[str, Any], chain: Chain, careless: float, rng: random.Random) -> dict[str, Any]:
@@ -136,5 +137,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= args.careless <= 1:
         raise DataError(f"--careless {args.careless}: a share between 0 and 1")
     sizes = {"train": args.train, "test": args.test, "level": args.level, "seed": args.seed}
-    made = make(**sizes, stories=not args.no_stories, careless=args.careless)
-    return common.finish(made, args)
+    splits = make(**sizes, stories=not args.no_stories, careless=args.careless)
+    return common.finish(splits, args)

@@ -63,15 +63,15 @@ def find_split(root: str, split: str, *, config: str | None = None) -> list[Path
     """
     base = Path(os.path.expandvars(root)).expanduser()
     if not base.is_dir():
-        what = "a file, name the directory it is in" if base.is_file() else "no such directory"
-        raise DataError(f"{root}: {what} (--local_dataset_path)")
+        problem = "a file, name the directory it is in" if base.is_file() else "no such directory"
+        raise DataError(f"{root}: {problem} (--local_dataset_path)")
     folders = [base, base / "data"] + ([base / config, base / config / "data"] if config else [])
     for folder in folders:
         for suffix in RAW_SUFFIXES:
             exact = folder / f"{split}{suffix}"
-            found = [exact] if exact.is_file() else sorted(folder.glob(f"{split}-*{suffix}"))
-            if found:
-                return found
+            matches = [exact] if exact.is_file() else sorted(folder.glob(f"{split}-*{suffix}"))
+            if matches:
+                return matches
     present = sorted(str(p.relative_to(base)) for p in base.rglob("*.*") if p.suffix in RAW_SUFFIXES)
     raise DataError(
         f"{root}: no file of split {split!r} (looked for {split}.jsonl, {split}.parquet, {split}-*.parquet, also in "
@@ -106,11 +106,11 @@ def from_hub(repo: str, split: str, *, config: str | None = None) -> list[Path]:
     folder = config or "data"
     with naming(repo, "the hub could not be reached (--local_dataset_path DIR names raw data on disk)"):
         names = HfApi().list_repo_files(repo, repo_type="dataset")
-        wanted = [n for n in sorted(names) if fnmatch(n, f"{folder}/{split}-*.parquet")]
-        if not wanted:
-            found = ", ".join(names[:8])
-            raise DataError(f"{repo}: the hub holds no {folder}/{split}-*.parquet; found {found}")
-        return [Path(hf_hub_download(repo, name, repo_type="dataset")) for name in wanted]
+        matches = [n for n in sorted(names) if fnmatch(n, f"{folder}/{split}-*.parquet")]
+        if not matches:
+            listing = ", ".join(names[:8])
+            raise DataError(f"{repo}: the hub holds no {folder}/{split}-*.parquet; found {listing}")
+        return [Path(hf_hub_download(repo, name, repo_type="dataset")) for name in matches]
 
 
 def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -125,14 +125,18 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def finish(splits: Mapping[str, Sequence[dict[str, Any]]], args: argparse.Namespace) -> int:
-    """Write every split as {name}.parquet where the flags (`parsed`) say, copy it if asked, print rows, columns, longest prompt
-    and one row."""
+    """Write every split as {name}.parquet where the flags (`parsed`) say, and copy it if asked.
+
+    Prints rows, columns, longest prompt and one row.
+    """
     for name, rows in splits.items():
-        kept = rows[: args.limit]
+        limited = rows[: args.limit]
         path = args.directory / f"{name}.parquet"
-        write_parquet(kept, path)
-        longest = max(prompt_characters(row) for row in kept)
-        print(f"{path}: {len(kept)} rows; columns {', '.join(kept[0])}; longest prompt {longest} characters")
+        write_parquet(limited, path)
+        longest = max(prompt_characters(row) for row in limited)
+        print(
+            f"{path}: {len(limited)} rows; columns {', '.join(limited[0])}; longest prompt {longest} characters"
+        )
         if args.hdfs_dir:
             _copy(path, f"{args.hdfs_dir.rstrip('/')}/{path.name}")
     first = next(iter(splits.values()))[0]

@@ -14,40 +14,40 @@ from verl.data.prepare import common
 
 REPO = "hiyouga/geometry3k"
 INSTRUCTION = (
-    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The reasoning "
-    "process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+    "The reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
 )
 _DATA, _DIAGRAM = "data.json", "img_diagram.png"
 
 
 def row(problem: str, answer: str, images: list[dict[str, Any]], split: str, index: int) -> dict[str, Any]:
     """One row of the chat format. images: {bytes, path} for each `<image>` of the problem."""
-    text, known = f"{problem} {INSTRUCTION}", {"answer": answer, "question": problem}
-    return common.chat_row(REPO, text, answer, split, index, images=images, **known)
+    text, extra = f"{problem} {INSTRUCTION}", {"answer": answer, "question": problem}
+    return common.chat_row(REPO, text, answer, split, index, images=images, **extra)
 
 
 def rows(local: str | None, split: str) -> list[dict[str, Any]]:
     """All rows of a split: of the original folders, of a directory in the hub's layout, or of the hub."""
     folders = _folders(local) if local else []
     if folders:
-        found = [each for each in map(_original, folders) if each[0] == split]
-        return [row(*parts, split, index) for index, (_, *parts) in enumerate(found)]
+        problems = [item for item in map(_original, folders) if item[0] == split]
+        return [row(*parts, split, index) for index, (_, *parts) in enumerate(problems)]
     files = common.find_split(local, split) if local else common.from_hub(REPO, split)
     out = []
     for where, raw in common.raw_rows(files):
         problem, answer, images = (raw.get(name) for name in ("problem", "answer", "images"))
         if not isinstance(problem, str) or not isinstance(answer, str) or not images:
             raise DataError(f"{where}: images, problem and answer are needed; it has {', '.join(raw)}")
-        held = [_image(image, files[0].parent, where) for image in images]
-        out.append(row(problem, answer, held, split, len(out)))
+        cells = [_image(image, files[0].parent, where) for image in images]
+        out.append(row(problem, answer, cells, split, len(out)))
     return out
 
 
 def _folders(local: str) -> list[Path]:
     """The folders of single problems, in the order of their numbers."""
     base = Path(os.path.expandvars(local)).expanduser()
-    found = [file.parent for file in base.glob(f"**/{_DATA}")]
-    return sorted(found, key=lambda folder: (not folder.name.isdigit(), folder.name.zfill(8)))
+    folders = [file.parent for file in base.glob(f"**/{_DATA}")]
+    return sorted(folders, key=lambda folder: (not folder.name.isdigit(), folder.name.zfill(8)))
 
 
 def _original(folder: Path) -> tuple[str, str, str, list[dict[str, Any]]]:
@@ -65,20 +65,20 @@ def _original(folder: Path) -> tuple[str, str, str, list[dict[str, Any]]]:
 
 def _image(cell: Any, folder: Path, where: str) -> dict[str, Any]:
     """{bytes, path} of a cell that holds the bytes or names a file."""
-    known = dict(cell) if isinstance(cell, Mapping) else {"path": cell}
-    if not known.get("bytes"):
+    image = dict(cell) if isinstance(cell, Mapping) else {"path": cell}
+    if not image.get("bytes"):
         try:
-            known["bytes"] = (folder / str(known.get("path"))).read_bytes()
+            image["bytes"] = (folder / str(image.get("path"))).read_bytes()
         except OSError as error:
-            raise DataError(f"{where}: image {known.get('path')!r}: {error.strerror}") from error
-    return {"bytes": known["bytes"], "path": known.get("path")}
+            raise DataError(f"{where}: image {image.get('path')!r}: {error.strerror}") from error
+    return {"bytes": image["bytes"], "path": image.get("path")}
 
 
 def _splits(local: str | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     for split in ("train", "test"):
-        found = rows(local, split)
-        if found or split == "train":
-            yield split, found
+        split_rows = rows(local, split)
+        if split_rows or split == "train":
+            yield split, split_rows
         else:
             print(f"{local}: no problem of split {split!r}, so no {split}.parquet", file=sys.stderr)
 

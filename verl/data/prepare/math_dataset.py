@@ -15,10 +15,10 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 
 def boxed_answer(solution: str) -> str | None:
     r"""The content of the last box: `\boxed{…}`, `\fbox{…}`, or what follows `\boxed` without braces; or None."""
-    _, box, rest = solution.rpartition("\\boxed")
-    if not box or rest.lstrip().startswith("{"):
+    _, box, tail = solution.rpartition("\\boxed")
+    if not box or tail.lstrip().startswith("{"):
         return last_boxed(solution)
-    return rest.split("$")[0].strip() or None
+    return tail.split("$")[0].strip() or None
 
 
 def row(problem: str, solution: str, split: str, index: int, where: str) -> dict[str, Any]:
