@@ -72,9 +72,9 @@ class DataProto:
         """The view of a batch.
 
         `batch`: prompts [N, P] (padded on the left), responses [N, L] (on the right, L ≥ 1), input_ids, position_ids,
-        attention_mask [N, P + L] int64, response_mask float32, token_level_scores, and every column that all
-        rows carry, float32. `non_tensor_batch`: uid, data_source, reward_model, extra_info, raw_prompt,
-        __num_turns__, reward_scores (rewards of tools and turns, as rollout_reward_scores too), the row's other columns, what the
+        attention_mask [N, P + L] int64, response_mask float32, token_level_scores, and every column that all rows
+        carry, float32. `non_tensor_batch`: uid, data_source, reward_model, extra_info, raw_prompt, __num_turns__,
+        reward_scores (rewards of tools and turns, as rollout_reward_scores too), the row's other columns, what the
         agent loop returned in extra_fields (messages, tool_metrics, …), and what the reward function returned.
         """
         return cls(_tensors(rows), _objects_of(rows), rows.meta)
@@ -123,13 +123,13 @@ def _objects(values: Any) -> np.ndarray:
 def _tensors(rows: Batch) -> dict[str, torch.Tensor]:
     prompt_width = int(rows.prompt_lengths.max(initial=0))
     width = int(rows.lengths.max(initial=1))  # users index the last token of empty responses, too
-    seen = np.arange(prompt_width) >= prompt_width - rows.prompt_lengths[:, None]
-    prompts = np.zeros(seen.shape, np.int64)
-    prompts[seen] = np.concatenate([np.zeros(0, np.int64), *(t.prompt.ids for t in rows)])
+    prompt_mask = np.arange(prompt_width) >= prompt_width - rows.prompt_lengths[:, None]
+    prompts = np.zeros(prompt_mask.shape, np.int64)
+    prompts[prompt_mask] = np.concatenate([np.zeros(0, np.int64), *(t.prompt.ids for t in rows)])
     responses = rows.padded("response_ids", dtype=np.int64, width=width)
-    written = np.arange(width) < rows.lengths[:, None]
-    attention = np.concatenate([seen, written], axis=1).astype(np.int64)
-    found = {
+    response_mask = np.arange(width) < rows.lengths[:, None]
+    attention = np.concatenate([prompt_mask, response_mask], axis=1).astype(np.int64)
+    columns = {
         "prompts": prompts,
         "responses": responses,
         "input_ids": np.concatenate([prompts, responses], axis=1),
@@ -138,11 +138,11 @@ def _tensors(rows: Batch) -> dict[str, torch.Tensor]:
         "response_mask": rows.padded("response_mask", width=width),
     }
     if len(rows) and all(t.scored for t in rows):
-        found["token_level_scores"] = _scores_on_last(rows, width)
+        columns["token_level_scores"] = _scores_on_last(rows, width)
     for name, column in _COLUMNS.items():
         if len(rows) and rows.has(column):
-            found[name] = rows.padded(column, width=width)
-    return {name: torch.from_numpy(values) for name, values in found.items()}
+            columns[name] = rows.padded(column, width=width)
+    return {name: torch.from_numpy(values) for name, values in columns.items()}
 
 
 def _scores_on_last(rows: Batch, width: int) -> np.ndarray:

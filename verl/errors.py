@@ -11,5 +11,5 @@ class UserError(Exception):
 
 
 REFUSED_NAMES: list[str] = []
-"""Names of the public interface that code of the user's asked for in this process and that verl does not have, with what there is
-instead. Such code may catch the error and give a score of 0, so whoever called it looks here."""
+"""Public names that user code asked for in this process and that verl does not have, with their replacements. Such code
+may catch the error and return a score of 0, so its caller looks here."""

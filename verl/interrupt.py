@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM, and SIGHUP of a terminal that closes. An exception at an arbitrary moment would tear a checkpoint, a tensor
-library or a lock apart.
+"""Ctrl-C, SIGTERM, and SIGHUP of a terminal that closes. An exception at an arbitrary moment could corrupt a
+checkpoint, a tensor library or a lock.
 
-So while a run trains, the first signal is only noted and obeyed at the next safe point (a phase begins, a response has
-come back); a second one interrupts at once, and so does the first one outside of training. Before there is a run, while a
+So while a run trains, the first signal is only noted and obeyed at the next safe point (a phase begins, a response
+arrives); a second one interrupts at once, and so does the first one outside of training. Before there is a run, while a
 command imports and checks, nothing needs an orderly end.
 """
 
@@ -49,7 +49,7 @@ def ends_the_process() -> None:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Take over these signals in this block; the old handlers come back after it. Main thread only. From here on `_STRAY`
+    """Handle these signals in this block; the old handlers come back after it. Main thread only. From here on `_STRAY`
     signals do not end the process."""
     global _noted
     _noted = False

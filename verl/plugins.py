@@ -14,8 +14,8 @@ VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 
 def import_modules(external_lib: str | Sequence[str] | None) -> None:
     """Import `model.external_lib` and what VERL_USE_EXTERNAL_MODULES lists. UserError for one that does not import."""
-    named = external_lib or []
-    modules = [named] if isinstance(named, str) else list(named)
+    names = external_lib or []
+    modules = [names] if isinstance(names, str) else list(names)
     modules += [m for m in os.environ.get(VARIABLE, "").split(",") if m]
     for module in modules:
         try:
@@ -27,8 +27,8 @@ def import_modules(external_lib: str | Sequence[str] | None) -> None:
 def _problem(module: str, error: BaseException) -> str:
     import traceback
 
-    what = f"the plug-in module {module} (model.external_lib, {VARIABLE}) cannot be imported: "
+    prefix = f"the plug-in module {module} (model.external_lib, {VARIABLE}) cannot be imported: "
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-        return f"{what}no module {error.name} is found; install it, or put its folder on PYTHONPATH"
+        return f"{prefix}no module {error.name} is found; install it, or put its folder on PYTHONPATH"
     own_code = "".join(traceback.format_exception(error, limit=-3)).rstrip()
-    return f"{what}{type(error).__name__}: {error}\n{own_code}"
+    return f"{prefix}{type(error).__name__}: {error}\n{own_code}"

@@ -1,11 +1,11 @@
 """The data types that travel between the parts: Prompt, Trajectory, Segment, Batch. Plain numpy, no torch.
 
-    Prompt ─1:n─ Trajectory ─1:n─ Segment     a trajectory is one attempt at a prompt: the unit of scores and advantages
-                                              a segment is one token sequence that the model saw: the unit of forward passes
+    Prompt ─1:n─ Trajectory ─1:n─ Segment    a trajectory is one attempt at a prompt: the unit of scores and advantages
+                                             a segment is one token sequence for the model: the unit of forward passes
 
-Token-level columns are ragged: every segment owns one array per column, of its own response length L. `COLUMNS` is the one
-table of them; transport, padding, dumps and the plug-in view follow from it. A column read from a trajectory runs over the
-response tokens of all its segments, in order; one written to it is split among them.
+Token-level columns are ragged: every segment owns one array per column, of its own response length L. `COLUMNS` is the
+one table of them; transport, padding, dumps and the plug-in view follow from it. A column read from a trajectory runs
+over the response tokens of all its segments, in order; one written to it is split among them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ COLUMNS: dict[str, Column] = {
     "mini_batch_values": Column(source="update", public="mini_batch_values", updates=_ACTOR),
 }
 """Every token-level column. response_mask is True where the policy wrote the token; rollout_log_probs are those of the
-distribution sampled from, 0 where the mask is False; routed_experts are the experts that a token went to in each layer that has
-some, -1 where nobody knows (the last token of a response is never computed). All but the first two are absent (None) until their pass fills them."""
+distribution sampled from, 0 where the mask is False; routed_experts are a token's experts in each layer that has some,
+-1 where unknown (the last token of a response is never computed). All but the first two are absent (None) until their
+pass fills them."""
 
 UNKNOWN_EXPERT = -1
 """In `routed_experts`: nobody saw the token; it goes where its router sends it."""
@@ -75,7 +76,7 @@ SINGLE_TURN = "single_turn_agent"
 
 _ARGUMENTS = "self sampling_params prompt_ids raw_prompt uid sample_index columns"
 AGENT_LOOP_ARGUMENTS = tuple(_ARGUMENTS.split())
-"""Keywords of an agent loop's `run` that mean one thing in every run. A data column of that name is found in `columns`."""
+"""Keywords of an agent loop's `run` with one meaning in every run. A data column of that name is in `columns`."""
 
 
 STATUSES = (
@@ -96,11 +97,11 @@ VIDEO_SECONDS = "video_seconds"
 
 @dataclass(eq=False)
 class Media:
-    """What a context holds besides tokens: made once of a row by the model's processor, shared by reference by all that see it.
+    """What a context holds besides tokens: made once from a row by the model's processor, then shared by reference.
 
     inputs  arguments of the model's forward by name: pixel_values float32 [patches, numbers of one],
-            image_grid_thw int64 [images, 3], in the order of the context. A video is an image whose grid has several rows of
-            time; with one among them VIDEO_SECONDS float32 [images] has the seconds between such rows, 0 for an image
+            image_grid_thw int64 [images, 3], in the order of the context. A video is an image whose grid has several
+            rows of time; with a video VIDEO_SECONDS float32 [images] has the seconds between such rows, 0 for an image
     tokens  of the context that stand for images
     token   their id
     small   the images scaled down, as encoded files, for the report
@@ -124,14 +125,14 @@ class Media:
     @classmethod
     def joined(cls, parts: Sequence[Media], **known: Any) -> Media:
         """The images of several, one after the other."""
-        inputs = [one.inputs for one in parts]
-        if any(VIDEO_SECONDS in given for given in inputs):
-            inputs = [{VIDEO_SECONDS: np.zeros(one.images, np.float32)} | one.inputs for one in parts]
+        inputs = [part.inputs for part in parts]
+        if any(VIDEO_SECONDS in arrays for arrays in inputs):
+            inputs = [{VIDEO_SECONDS: np.zeros(part.images, np.float32)} | part.inputs for part in parts]
         return cls(
-            {name: np.concatenate([given[name] for given in inputs]) for name in inputs[0]},
-            sum(one.tokens for one in parts),
-            sum((one.small for one in parts), ()),
-            sum((one.files for one in parts), ()),
+            {name: np.concatenate([arrays[name] for arrays in inputs]) for name in inputs[0]},
+            sum(part.tokens for part in parts),
+            sum((part.small for part in parts), ()),
+            sum((part.files for part in parts), ()),
             parts=tuple(parts),
             **known,
         )
@@ -205,9 +206,10 @@ class Segment:
     context_columns  the same of the context's tokens, [P, …], for columns that have them; shared like context_ids
     versions     weight versions that wrote tokens, oldest first, without repeats
     media        images in the context, None without
-    parent, shared  the context begins with the first `shared` tokens of the trajectory's segment of this number; None, 0 if of none
+    parent, shared  the context begins with the first `shared` tokens of the trajectory's segment `parent`, a number;
+                 None, 0 if of none
     uid, index   key of the group, number of the trajectory in it
-    trajectory   the trajectory that it is part of, as long as that is in use; None on a worker, which gets segments alone
+    trajectory   the trajectory that it is part of, as long as that is in use; None on a worker: it gets only segments
     """
 
     def __init__(
@@ -270,7 +272,7 @@ class Segment:
 
 
 class Trajectory:
-    """One attempt at a prompt. Give `segments`, or the ids, mask and columns of a single one, whose context is the prompt.
+    """One attempt at a prompt. Give `segments`, or the ids, mask and columns of a single one in the prompt's context.
 
     finish_reason  how it ended: stop, length, abort, or lost (by the sampler: never scored, in no statistic)
     status         one of STATUSES: what the loop says, or else what follows from finish_reason
@@ -278,8 +280,8 @@ class Trajectory:
     score          float, or None while unscored or when scoring failed (then `score_error` says why)
     score_parts    what else the reward function returned
     fields         what the agent loop returned in extra_fields: dumped, and shown to the reward function
-    extra          notes of the parts that handled it: interruptions, token_scores, step_reward (added to the score), reward_scores,
-                   score_failure, agent_loop (where it is not the single turn), resamples, without_gradient
+    extra          notes of the parts that handled it: interruptions, token_scores, step_reward (added to the score),
+                   reward_scores, score_failure, agent_loop (unless it is the single turn), resamples, without_gradient
     baseline       the greedy response to the prompt, where the estimator compares with one (remax); never trained on
 
     Columns are attributes: those of all segments joined, None unless every segment has them.
@@ -446,10 +448,10 @@ class Batch:
 
     def groups(self) -> list[list[Trajectory]]:
         """Trajectories by group, in order. A uid that comes back later joins its first group."""
-        found: dict[str, list[Trajectory]] = {}
+        groups: dict[str, list[Trajectory]] = {}
         for t in self.trajectories:
-            found.setdefault(t.uid, []).append(t)
-        return list(found.values())
+            groups.setdefault(t.uid, []).append(t)
+        return list(groups.values())
 
     def has(self, column: str) -> bool:
         """True if every segment carries the token-level column."""
@@ -462,8 +464,8 @@ class Batch:
         values = [t.column(column) for t in self.trajectories]
         trailing = values[0].shape[1:] if values and values[0] is not None else ()
         out = np.zeros((len(self), size, *trailing), dtype=dtype)
-        for row, own, t in zip(out, values, self.trajectories, strict=True):
-            row[: t.length] = own
+        for row, values_of_row, t in zip(out, values, self.trajectories, strict=True):
+            row[: t.length] = values_of_row
         return out
 
     def fill(self, column: str, padded: np.ndarray) -> None:
@@ -474,8 +476,8 @@ class Batch:
 
 
 def segments_of(trajectories: Iterable[Trajectory]) -> list[Segment]:
-    """Segments of trajectories whose groups are adjacent. In a group first all first segments, then all second ones, …, and of
-    those at one place the ones with the same context are neighbours: it is computed once."""
+    """Segments of trajectories whose groups are adjacent. In a group first all first segments, then all second ones, …;
+    of those at one place the ones with the same context are adjacent: it is computed once."""
     out: list[Segment] = []
     for _, group in groupby(trajectories, key=lambda t: t.uid):
         for at_one_place in zip_longest(*(t.segments for t in group)):
@@ -487,10 +489,10 @@ def _by_context(segments: list[Segment]) -> list[Segment]:
     """These, those with the same context next to each other, in the order in which the contexts come."""
     if all(segment.context_ids is segments[0].context_ids for segment in segments):
         return segments
-    found: dict[tuple[bytes, int], list[Segment]] = {}
+    groups: dict[tuple[bytes, int], list[Segment]] = {}
     for segment in segments:
-        found.setdefault((segment.context_ids.tobytes(), id(segment.media)), []).append(segment)
-    return [segment for same in found.values() for segment in same]
+        groups.setdefault((segment.context_ids.tobytes(), id(segment.media)), []).append(segment)
+    return [segment for same in groups.values() for segment in same]
 
 
 Row = Trajectory | Segment

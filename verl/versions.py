@@ -1,4 +1,5 @@
-"""Installed packages, looked at without importing them: versions, ranges, builds, and refusing those with known security holes."""
+"""Installed packages, read without importing them: versions, ranges, builds; those with known security holes are
+refused."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ def torch_build() -> str | None:
         return None
     text = (folder / "version.py").read_text()
     for key, name in (("cuda", "cuda"), ("hip", "rocm")):
-        found = re.search(rf"^{key}(?:\s*:[^=]*)?\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        if found:
-            return f"{name} {found.group(1)}"
+        match = re.search(rf"^{key}(?:\s*:[^=]*)?\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        if match:
+            return f"{name} {match.group(1)}"
     return "cpu"
 
 
@@ -51,29 +52,29 @@ def unsupported() -> dict[str, str]:
     """What is installed outside of SUPPORTED, by "name version", with what to do."""
     installed = {name: version(name) for name in SUPPORTED}
     return {
-        f"{name} {found}": f"this release works with {SUPPORTED[name]}: pip install '{name}{SUPPORTED[name]}'"
-        for name, found in installed.items()
-        if found is not None and not satisfies(found, SUPPORTED[name])
+        f"{name} {present}": f"this release works with {SUPPORTED[name]}: pip install '{name}{SUPPORTED[name]}'"
+        for name, present in installed.items()
+        if present is not None and not satisfies(present, SUPPORTED[name])
     }
 
 
 def refuse_holes(*packages: str) -> None:
     """UserError if an installed one of these distributions has a known security hole. Engines call it as they start."""
     for name in packages:
-        found = version(name)
-        if found is not None and satisfies(found, HOLES[name]):
+        installed = version(name)
+        if installed is not None and satisfies(installed, HOLES[name]):
             raise UserError(
-                f"{name} {found} is installed, which has a known security hole and is refused: "
+                f"{name} {installed} is installed, which has a known security hole and is refused: "
                 f"pip install -U '{name}>={HOLES[name].removeprefix('<')}'"
             )
 
 
 def satisfies(version: str, ranges: str) -> bool:
-    """True if the version lies in e.g. ">=5.16,<5.24" or "==4.9.*"; pre-releases count as their release. ValueError for what
-    packaging cannot read."""
+    """True if the version lies in e.g. ">=5.16,<5.24" or "==4.9.*"; pre-releases count as their release. ValueError for
+    what packaging cannot read."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    found = Version(version)
-    build = f"+{found.local}" if found.local else ""
-    return SpecifierSet(ranges).contains(found.base_version + build)
+    parsed = Version(version)
+    build = f"+{parsed.local}" if parsed.local else ""
+    return SpecifierSet(ranges).contains(parsed.base_version + build)

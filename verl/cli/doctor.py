@@ -48,7 +48,7 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 QUICKSTART = {"bfloat16": 3400, "float32": 3900}
-"""Tokens a second of a step of `make quickstart` by the type of its products (a test compares with the committed figures)."""
+"""Tokens a second of a `make quickstart` step by the dtype of its products (a test compares the committed figures)."""
 MEASURED = "as measured with one thread of a busy AMD EPYC (benchmarks/results/quickstart.json)"
 
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
@@ -69,8 +69,8 @@ def _base() -> Iterator[Finding]:
         yield Finding("packages", "verl", "not installed: its needs are not known", WARN, "pip install -e .")
     for need in needs:
         name, ranges = need.name, SUPPORTED.get(need.name, str(need.specifier))
-        wanted = str(need).replace(str(need.specifier), ranges)
-        version, install = probe.version(name), f"pip install '{wanted}'"
+        requirement = str(need).replace(str(need.specifier), ranges)
+        version, install = probe.version(name), f"pip install '{requirement}'"
         if version is None:
             yield bad("packages", name, "missing", install)
         elif not satisfies(version, ranges):
@@ -231,13 +231,13 @@ print(json.dumps(out))
 
 def _bench() -> Iterator[Finding]:
     """Import torch and transformers in a process of their own and time matrix products on the CPU."""
-    said = "no result within 180 s"
+    problem = "no result within 180 s"
     try:
-        done = subprocess.run([sys.executable, "-c", _BENCH], capture_output=True, text=True, timeout=180)
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        got = json.loads(done.stdout.strip().splitlines()[-1])
+        process = subprocess.run([sys.executable, "-c", _BENCH], capture_output=True, text=True, timeout=180)
+        problem = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        got = json.loads(process.stdout.strip().splitlines()[-1])
     except (subprocess.TimeoutExpired, IndexError, ValueError):
-        yield bad("self-test", "torch", said, "see `python -c 'import torch, transformers'`")
+        yield bad("self-test", "torch", problem, "see `python -c 'import torch, transformers'`")
         return
     text = f"torch and transformers; {got['devices']} accelerators seen by torch"
     yield Finding("self-test", "import", text)
@@ -323,8 +323,8 @@ def main(argv: list[str]) -> int:
         findings = check(bench=args.bench)
         status, sentence = verdict(findings)
     if args.json:
-        found = {"ok": status == 0, "verdict": sentence, "findings": [asdict(f) for f in findings]}
-        print(json.dumps(found, indent=1))
+        result = {"ok": status == 0, "verdict": sentence, "findings": [asdict(f) for f in findings]}
+        print(json.dumps(result, indent=1))
     else:
         show(findings)
         print(f"\n{sentence}")

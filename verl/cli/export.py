@@ -28,9 +28,9 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     if why := layouts.foreign(run):
         raise UserError(why)
     if step is not None:
-        there = sorted(n for n in map(step_of, step_directories(run)) if n is not None)
-        if step not in there:
-            raise UserError(f"{run} has no global_step_{step}; it has {there or 'no checkpoint'}")
+        steps = sorted(n for n in map(step_of, step_directories(run)) if n is not None)
+        if step not in steps:
+            raise UserError(f"{run} has no global_step_{step}; it has {steps or 'no checkpoint'}")
         return open_checkpoint(run / f"global_step_{step}")
 
     def told(kind: str, **fields: Any) -> None:
@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
     print(f"{out}  (step {checkpoint.step})")
     if not (out / "config.json").is_file():
         print(
-            f"verl export: the checkpoint holds an adapter without the model (save_lora_only): load {out}/lora_adapter with "
-            "peft over the model it was trained on",
+            "verl export: the checkpoint holds an adapter without the model (save_lora_only): "
+            f"load {out}/lora_adapter with peft over the model it was trained on",
             file=sys.stderr,
         )
     return 0

@@ -14,11 +14,11 @@ def _reward(argv: list[str]) -> int:
         from verl.reward.check import main as run
 
         return run(argv[1:])
-    asked = argv[:1] in (["-h"], ["--help"])
-    if argv and not asked:
+    wants_help = argv[:1] in (["-h"], ["--help"])
+    if argv and not wants_help:
         print(f"verl reward: there is no {argv[0]!r}; the only one is check", file=sys.stderr)
     print("usage: verl reward check --data FILE [--reward FILE.py] …   (verl reward check --help)")
-    return 0 if asked else 2
+    return 0 if wants_help else 2
 
 
 def _plan(argv: list[str]) -> int:
@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str | Callable[[list[str]], int], str]] = {
 
 def usage() -> str:
     """The text of `verl --help`."""
-    rows = "\n".join(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items())
+    rows = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items())
     return (
         "usage: verl COMMAND …        verl COMMAND --help        verl --version\n\n"
         f"{rows}\n\n"

@@ -57,8 +57,8 @@ def build_page(run: Run, limits: PageLimits | None = None) -> str:
     data = escape_json(page_data(run, responses))
     style = _part("vendor/uPlot.min.css") + _part("style.css")
     script = "\n".join(_part(name) for name in SCRIPTS)
-    own = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
-    policy = f"default-src 'none'; {own}; img-src data:; base-uri 'none'; form-action 'none'"
+    sources = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
+    policy = f"default-src 'none'; {sources}; img-src data:; base-uri 'none'; form-action 'none'"
     title = html.escape(" · ".join(reversed(names(run))))
     slots = {"title": title, "policy": html.escape(policy), "style": style, "script": script, "data": data}
     # One pass over the template: text that was put in is never searched for slots again.
@@ -124,8 +124,8 @@ def escape_json(value: Any) -> str:
 def thin(metrics: Metrics) -> Record:
     """Columns for the page, at most `POINTS` points each and about `SERIES_BYTES` bytes in all.
 
-    `every` consecutive steps become one point: maximum, minimum or mean of what is there, by `names.rule`. The point's step is
-    the last.
+    `every` consecutive steps become one point: maximum, minimum or mean of what is there, by `names.rule`. The point's
+    step is the last.
     """
     count = len(metrics.steps)
     room = max(50, SERIES_BYTES // (8 * max(1, len(metrics.columns))))
@@ -159,8 +159,8 @@ def _marks(run: Run) -> list[Record]:
 
 
 def _event(event: Record) -> Record:
-    known = {"time", "step", "level", "message", "text", "event"}
-    rest = [(k, v) for k, v in event.items() if k not in known]
+    shown = {"time", "step", "level", "message", "text", "event"}
+    fields = [(k, v) for k, v in event.items() if k not in shown]
     message = event.get("message", event.get("text"))
     return {
         "time": number(event.get("time")),
@@ -168,7 +168,7 @@ def _event(event: Record) -> Record:
         "level": str(event.get("level") or ""),
         "kind": kind_of(event),
         "message": text_of(message, 2000),
-        "rest": {str(k): text_of(v, 2000) for k, v in rest[:20]},
+        "rest": {str(k): text_of(v, 2000) for k, v in fields[:20]},
     }
 
 

@@ -68,7 +68,7 @@ def json_lines(path: Path, unreadable: Counter[str], limit: int | None = None) -
     """
     if not path.is_file():
         return
-    done = 0
+    read_bytes = 0
     with path.open("rb") as file:
         for line in file:
             try:
@@ -79,8 +79,8 @@ def json_lines(path: Path, unreadable: Counter[str], limit: int | None = None) -
                 yield record
             elif line.strip():
                 unreadable[path.name] += 1
-            done += len(line)
-            if limit is not None and done >= limit:
+            read_bytes += len(line)
+            if limit is not None and read_bytes >= limit:
                 return
 
 
@@ -113,11 +113,11 @@ def _columns(rows: dict[int, Record]) -> Metrics:
     columns: dict[str, list[float | None]] = {}
     for at, step in enumerate(steps):
         for name, value in rows[step].items():
-            found = number(value) if name not in ("step", "time") else None
-            if found is not None:
+            figure = number(value) if name not in ("step", "time") else None
+            if figure is not None:
                 if name not in columns:
                     columns[name] = [None] * len(steps)
-                columns[name][at] = found
+                columns[name][at] = figure
     times = [number(rows[step].get("time")) for step in steps]
     return Metrics(steps, times, dict(sorted(columns.items())))
 
@@ -152,8 +152,8 @@ def read_mapping(path: Path, unreadable: Counter[str]) -> Record:
 
 def response_files(run_dir: Path) -> dict[int, Path]:
     """Files `trajectories/{step}.jsonl` by step, in order; other names are ignored."""
-    found = {int(p.stem): p for p in (run_dir / "trajectories").glob("*.jsonl") if p.stem.isdecimal()}
-    return dict(sorted(found.items()))
+    files = {int(p.stem): p for p in (run_dir / "trajectories").glob("*.jsonl") if p.stem.isdecimal()}
+    return dict(sorted(files.items()))
 
 
 def read_run(run_dir: Path) -> Run:

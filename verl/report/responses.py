@@ -71,13 +71,13 @@ def pack_responses(
     """Read and pack responses of some steps. `files`: path by step; unreadable lines are counted."""
     limits = limits or PageLimits()
     packer = _Packer(limits)
-    left = limits.read_bytes
+    budget = limits.read_bytes
     for step in spread(list(files), limits.steps):
-        if left <= 0 or packer.packed.bytes >= limits.page_bytes:
+        if budget <= 0 or packer.packed.bytes >= limits.page_bytes:
             break
         ends = step in (next(iter(files)), next(reversed(files)))
         most = limits.responses_ends if ends else limits.responses_between
-        left -= packer.add_step(step, files[step], most, left, unreadable)
+        budget -= packer.add_step(step, files[step], most, budget, unreadable)
     packed = packer.packed
     packed.steps_on_disk = len(files)
     packed.steps.sort()
@@ -99,23 +99,23 @@ class _Packer:
 
     def add_step(self, step: int, path: Path, most: int, read_limit: int, unreadable: Counter[str]) -> int:
         """Pack up to about `most` responses of one file, whole groups; returns the bytes read."""
-        taken, group = 0, None
+        packed_rows, group = 0, None
         try:
             size = path.stat().st_size
             for record in json_lines(path, unreadable, limit=read_limit):
                 uid = record.get("uid")
-                if taken >= most and uid != group:
-                    size = size * taken // (taken + 1)
+                if packed_rows >= most and uid != group:
+                    size = size * packed_rows // (packed_rows + 1)
                     break
                 if self.packed.bytes >= self.limits.page_bytes:
                     break
                 group = uid
-                taken += 1
+                packed_rows += 1
                 self._add(step, record)
         except OSError:
             unreadable[path.name] += 1
             return 0
-        if taken:
+        if packed_rows:
             self.packed.steps.append(step)
         return min(size, read_limit)
 
@@ -179,8 +179,8 @@ class _Packer:
             pairs = zip(mu, old, strict=True)
             out["q"] = _units([None if m is None or o is None else m - o for m, o in pairs], DIFF_UNIT)
         if advantages:
-            kept = [None if a is None else round(a, 4) for a in advantages]
-            out["w"] = kept[0] if all(a == kept[0] for a in kept) else kept
+            rounded = [None if a is None else round(a, 4) for a in advantages]
+            out["w"] = rounded[0] if all(a == rounded[0] for a in rounded) else rounded
         return out
 
     def _images(self, step: int, record: Record) -> Record:
@@ -193,8 +193,9 @@ class _Packer:
         return self._seen
 
     def _dialogue(self, record: Record) -> Record:
-        """`dl`: its messages, each with role, content, calls and, of the policy's turns, when they began, seconds, reward."""
-        messages, left = record.get("messages", []), list(record.get("turns", []))
+        """`dl`: its messages, each with role, content, calls and, for the policy's turns, start time, seconds,
+        reward."""
+        messages, turns = record.get("messages", []), list(record.get("turns", []))
         is_dialogue = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
         if not messages or not is_dialogue:
             return {}
@@ -208,21 +209,21 @@ class _Packer:
                 entry["im"] = images
             if message.get("name"):
                 entry["n"] = self._cut(message["name"])
-            if entry["r"] == "assistant" and left:
-                turn = left.pop()
+            if entry["r"] == "assistant" and turns:
+                turn = turns.pop()
                 entry["v"] = [turn.get(name) for name in ("at", "seconds", "reward")]
             packed.append(entry)
         return {"dl": packed[::-1]}
 
     def _shown(self, record: Record, messages: list[Record]) -> list[list[int]]:
-        """Of each message the images that it holds by number: those of tools and environments, in the order of their places."""
-        left = _uris(record.get("shown", []))
+        """The numbers of each message's images: those of tools and environments, in the order of their places."""
+        images = _uris(record.get("shown", []))
         out: list[list[int]] = []
         for message in messages:
-            said = "" if message.get("role") == "assistant" else message.get("content")
-            count = said.count(PLACEHOLDER) if isinstance(said, str) else 0
-            out.append(self._numbers_of(left[:count]))
-            del left[:count]
+            content = "" if message.get("role") == "assistant" else message.get("content")
+            count = content.count(PLACEHOLDER) if isinstance(content, str) else 0
+            out.append(self._numbers_of(images[:count]))
+            del images[:count]
         return out
 
     def _numbers_of(self, uris: list[str]) -> list[int]:

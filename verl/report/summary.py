@@ -37,12 +37,12 @@ FACTS = (
 
 def lookup(config: Record, path: str) -> Any:
     """Value at a dotted path, None where the path ends early."""
-    found: Any = config
+    value: Any = config
     for key in path.split("."):
-        if not isinstance(found, dict):
+        if not isinstance(value, dict):
             return None
-        found = found.get(key)
-    return found
+        value = value.get(key)
+    return value
 
 
 def flatten(config: Any, prefix: str = "") -> list[tuple[str, str]]:
@@ -66,17 +66,17 @@ def accuracy_name(metrics: Metrics) -> str | None:
     """The metric that stands for validation: the overall accuracy, else the only or first source's."""
     if "val/accuracy" in metrics.columns:
         return "val/accuracy"
-    found = [name for pattern in (ACCURACY, REWARD) for name in metrics.columns if pattern.match(name)]
-    return found[0] if found else "val/loss" if "val/loss" in metrics.columns else None
+    names = [name for pattern in (ACCURACY, REWARD) for name in metrics.columns if pattern.match(name)]
+    return names[0] if names else "val/loss" if "val/loss" in metrics.columns else None
 
 
 def validation_label(metrics: Metrics, name: str) -> str:
     """What the metric of `accuracy_name` is called: without any `acc`, the overall number is a mean reward."""
     if name == "val/loss":
         return "Validation loss"
-    accuracies = [known for known in metrics.columns if ACCURACY.match(known)]
-    rewards = [known for known in metrics.columns if REWARD.match(known)]
-    sources = {known.rsplit("/", 2)[0] for known in accuracies + rewards}
+    accuracies = [column for column in metrics.columns if ACCURACY.match(column)]
+    rewards = [column for column in metrics.columns if REWARD.match(column)]
+    sources = {column.rsplit("/", 2)[0] for column in accuracies + rewards}
     over = f", mean of {len(sources)} data sources" if name == "val/accuracy" and len(sources) > 1 else ""
     return f"Validation {'accuracy' if accuracies or not rewards else 'reward'}{over}"
 
@@ -92,9 +92,10 @@ def total_steps(run: Run) -> int | None:
 
 
 def status(run: Run) -> Record:
-    """`state` (waiting, running, finished, failed), the `word` to show for it, and `why` it failed. From the end event or the steps done.
+    """`state` (waiting, running, finished, failed), the `word` to show for it, and `why` it failed, from the end event
+    or the steps.
 
-    Whether a run without an end still lives is for the page to say: it knows the time when it is read.
+    The page decides whether a run without an end still lives: it knows the time when it is read.
     """
     lives = [e for e in run.events.marks if kind_of(e) in ("run_start", "resumed", "run_end")]
     if lives and kind_of(lives[-1]) == "run_end":
@@ -172,8 +173,8 @@ def _change(label: str, name: str, points: list[tuple[int, float]], window: int,
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """Key settings as (label, text); those the config lacks are left out."""
-    found = [(label, lookup(run.config, path)) for label, path in FACTS]
-    switched = [(label, ("off", "on")[v] if isinstance(v, bool) else v) for label, v in found]
+    values = [(label, lookup(run.config, path)) for label, path in FACTS]
+    switched = [(label, ("off", "on")[v] if isinstance(v, bool) else v) for label, v in values]
     return [(label, str(value)) for label, value in switched if value is not None]
 
 

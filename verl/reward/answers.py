@@ -1,4 +1,4 @@
-"""The final answer that a response gives, for majority votes: what the rule of its data source compares with the truth."""
+"""The final answer of a response, for majority votes: the text that the rule of its data source compares."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def final_answer(data_source: str, text: str, options: Mapping[str, Any]) -> str
 
 def predicted(score_parts: Mapping[str, Any]) -> str | None:
     """`pred` of what a reward function returned, None if there is none or it says that there was no answer."""
-    found = score_parts.get("pred")
-    return None if found is None or str(found) in _EMPTY else str(found)
+    answer = score_parts.get("pred")
+    return None if answer is None or str(answer) in _EMPTY else str(answer)
 
 
 _READERS: dict[str, Callable[[str, Mapping[str, Any]], str | None]] = {

@@ -213,8 +213,8 @@ def _judge(report: RewardReport, built_in: bool) -> None:
 
 def _failures(label: str, total: int, failed: Sequence[Trial]) -> str:
     first = failed[0]
-    told = _told(first.outcome)
-    return f"{len(failed)} of {total} calls on {label!r} failed; row {first.prompt.row}: {told}"
+    message = _told(first.outcome)
+    return f"{len(failed)} of {total} calls on {label!r} failed; row {first.prompt.row}: {message}"
 
 
 def _told(outcome: Outcome) -> str:
@@ -243,13 +243,14 @@ def _judge_scores(report: RewardReport, built_in: bool) -> None:
     of_worth = {trial.label for trial in right if trial.score > bars[trial.prompt.uid]}
     worthless = [repr(label) for label in _by_label(right) if label not in of_worth]
     if worthless and of_worth:
-        what = "right responses of this form earn no more than wrong ones on every row"
-        report.notes.append(f"{what}: {', '.join(worthless)}")
-    for label, found in _by_label(high).items():
-        trial = found[0]
+        problem = "right responses of this form earn no more than wrong ones on every row"
+        report.notes.append(f"{problem}: {', '.join(worthless)}")
+    for label, trials in _by_label(high).items():
+        trial = trials[0]
         report.problems.append(
-            f"a wrong response scores high on {len(found)} rows: {label!r} {short(trial.response)} earns {trial.score:g} "
-            f"on row {trial.prompt.row}, where the reference earns {best[trial.prompt.uid].score:g}"
+            f"a wrong response scores high on {len(trials)} rows: {label!r} {short(trial.response)} "
+            f"earns {trial.score:g} on row {trial.prompt.row}, "
+            f"where the reference earns {best[trial.prompt.uid].score:g}"
         )
 
 
@@ -261,7 +262,7 @@ def _is_low(score: float, bar: float, built_in: bool) -> bool:
 def _best_by_row(trials: Iterable[Trial]) -> dict[str, Trial]:
     """Of these trials of each row, by its uid, the one that earns most."""
     rows = _grouped(trials, lambda trial: trial.prompt.uid)
-    return {uid: max(found, key=lambda trial: trial.score) for uid, found in rows.items()}
+    return {uid: max(group, key=lambda trial: trial.score) for uid, group in rows.items()}
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -299,11 +300,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         kwargs = json.loads(args.kwargs)
         if not isinstance(kwargs, dict):
             raise UserError(f"--kwargs must be a JSON object, not {args.kwargs}")
-        asked = (args.data, args.reward, args.name, args.samples)
-        report = reward_check(*asked, timeout=args.timeout, reward_kwargs=kwargs)
+        arguments = (args.data, args.reward, args.name, args.samples)
+        report = reward_check(*arguments, timeout=args.timeout, reward_kwargs=kwargs)
     except (UserError, json.JSONDecodeError) as error:
-        what = f"--kwargs is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
-        print(f"verl reward check: {what}", file=sys.stderr)
+        problem = f"--kwargs is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+        print(f"verl reward check: {problem}", file=sys.stderr)
         return 2
     report.show()
     return 0 if report.ok else 1

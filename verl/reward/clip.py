@@ -1,4 +1,4 @@
-"""A reward by how close a response is to the prompt's image, as any CLIP model directory says (CLIPScore, arXiv 2104.08718).
+"""A reward for the similarity of a response and the prompt's image, by a CLIP model (CLIPScore, arXiv 2104.08718).
 
 reward_model.images=True
 custom_reward_function.path=pkg://verl.reward.clip
@@ -24,11 +24,11 @@ def compute_score(
     model: str,
     weight: float = 2.5,
 ) -> dict[str, Any]:
-    """`{score, clip_similarity}`: `weight` · max(0, cosine), and the cosine of the response and the prompt's image, which of
-    several images is their mean.
+    """`{score, clip_similarity}`: `weight` · max(0, cosine), and the cosine of the response and the prompt's image;
+    several images count as their mean.
 
-    `model` is a directory or hub id with a text and an image tower (CLIP, SigLIP). Text beyond its length is cut. ValueError
-    for a row without images.
+    `model` is a directory or hub id with a text and an image tower (CLIP, SigLIP). Text beyond its length is cut.
+    ValueError for a row without images.
     """
     images = (extra_info or {}).get("images")
     if not images:
@@ -64,8 +64,8 @@ def _image_features(path: str, uri: str) -> Any:
     from verl.data.media import decoded, open_image
 
     model, _, processor = _load(path)
-    made = processor(images=[decoded(open_image(uri, Path()))], return_tensors="pt")
-    return _unit(model.get_image_features, pixel_values=made["pixel_values"])
+    inputs = processor(images=[decoded(open_image(uri, Path()))], return_tensors="pt")
+    return _unit(model.get_image_features, pixel_values=inputs["pixel_values"])
 
 
 def _unit(features: Any, **inputs: Any) -> Any:
@@ -73,6 +73,6 @@ def _unit(features: Any, **inputs: Any) -> Any:
     import torch
 
     with torch.inference_mode():
-        found = features(**inputs)
-        vector = getattr(found, "pooler_output", found)[0]
+        output = features(**inputs)
+        vector = getattr(output, "pooler_output", output)[0]
         return vector / vector.norm()

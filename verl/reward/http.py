@@ -33,8 +33,8 @@ def post_json(
 ) -> Any:
     """The JSON that `url` answers to `body`. ServiceFailed says why there is none.
 
-    `timeout` in seconds is the limit of one try, from the connection to the last byte. `problem` says what is wrong with an
-    answer, None if it can be used. Refusals (status 4xx) are not tried again.
+    `timeout` in seconds limits one try, from the connection to the last byte. `problem` returns what is wrong with
+    an answer, None if it is usable. Refusals (status 4xx) are not tried again.
     """
     if not url.startswith(("http://", "https://")):
         raise ServiceFailed(f"{url!r} is no http:// or https:// address")
@@ -60,10 +60,10 @@ def _once(request: urllib.request.Request, timeout: float) -> Any:
             text = _read(response, deadline)
     except urllib.error.HTTPError as error:
         with error:
-            said = f"status {error.code}: {error.read(_SHOWN).decode('utf-8', 'replace')}"
+            answer = f"status {error.code}: {error.read(_SHOWN).decode('utf-8', 'replace')}"
         if error.code < 500 and error.code not in _WORTH_ANOTHER_TRY:
-            raise ServiceFailed(f"{request.full_url} refuses: {said}") from None
-        raise _Unusable(said) from None
+            raise ServiceFailed(f"{request.full_url} refuses: {answer}") from None
+        raise _Unusable(answer) from None
     try:
         return json.loads(text)
     except ValueError:

@@ -68,10 +68,10 @@ async def compute_score(
     """`{score, judgement}`: the judge's verdict, and what it wrote.
 
     `reward_router_address` is the endpoint's base URL. `template` (or the file `template_path`) holds `{question}` (the
-    row's `extra_info.question`, else its prompt), `{response}` and `{ground_truth}`. The verdict is the first group of the
-    last match of `pattern` in what the judge wrote: a number from `low` to `high`, which becomes 0 to 1, or one of
-    `labels`, which gives the score. At most `max_concurrent` requests at a time in each scoring process, each try for at
-    most `request_seconds`; the key of the endpoint is taken from the environment.
+    row's `extra_info.question`, else its prompt), `{response}` and `{ground_truth}`. The verdict is the first group of
+    the last match of `pattern` in the judge's answer: a number from `low` to `high`, which becomes 0 to 1, or one of
+    `labels`, which gives the score. Each scoring process sends at most `max_concurrent` requests at a time; each try
+    takes at most `request_seconds`. The endpoint's key is taken from the environment.
 
     Raises JudgeFailed for an answer without a verdict, ServiceFailed for an endpoint that gives none, ValueError for a
     template without `{response}` or a row without a question.
@@ -95,12 +95,12 @@ async def compute_score(
     ask = partial(post_json, url, body, timeout=request_seconds, headers=headers, problem=_problem)
     answer = await asyncio.get_running_loop().run_in_executor(_threads(max_concurrent), ask)
     choice = answer["choices"][0]
-    said = choice["message"]["content"]
-    verdicts = list(re.finditer(pattern, said))
+    content = choice["message"]["content"]
+    verdicts = list(re.finditer(pattern, content))
     if not verdicts:
         cut = ", and is cut at max_tokens" if choice.get("finish_reason") == "length" else ""
-        raise JudgeFailed(f"the judge's answer holds no verdict{cut}: ...{said[-200:]!r}")
-    return {"score": _score(verdicts[-1][1].strip(), low, high, labels), "judgement": said[-_KEPT:]}
+        raise JudgeFailed(f"the judge's answer holds no verdict{cut}: ...{content[-200:]!r}")
+    return {"score": _score(verdicts[-1][1].strip(), low, high, labels), "judgement": content[-_KEPT:]}
 
 
 def _asked(template: str, fields: Mapping[str, str], images: Sequence[str] | None) -> Any:

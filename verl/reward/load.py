@@ -32,21 +32,21 @@ def load_function(path: str, name: str) -> Function:
     """The callable `name` of the module at `path`, imported once per process. RewardLoadError as `load_object`."""
     function = load_object("custom_reward_function.path", path, name)
     if not callable(function):
-        found = f"in {path} this is a {type(function).__name__}, not a function"
-        raise RewardLoadError(f"custom_reward_function.name={name}: {found}")
+        problem = f"in {path} this is a {type(function).__name__}, not a function"
+        raise RewardLoadError(f"custom_reward_function.name={name}: {problem}")
     return function
 
 
 def taken(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the `offered` arguments that the function names (`FunctionSpec`)."""
     names = inspect.signature(function).parameters if offered else {}
-    found = {name: value for name, value in offered.items() if name in names}
-    if "reward_model_tokenizer" in found:
+    arguments = {name: value for name, value in offered.items() if name in names}
+    if "reward_model_tokenizer" in arguments:
         from verl.data.tokenizer import load_tokenizer
 
-        path, trusted = found["reward_model_tokenizer"]
-        found["reward_model_tokenizer"] = load_tokenizer(path, trust_remote_code=trusted)
-    return found
+        path, trusted = arguments["reward_model_tokenizer"]
+        arguments["reward_model_tokenizer"] = load_tokenizer(path, trust_remote_code=trusted)
+    return arguments
 
 
 def is_async(function: Function) -> bool:
@@ -54,12 +54,13 @@ def is_async(function: Function) -> bool:
     while hasattr(function, "func") and not inspect.isfunction(function):
         function = function.func
     inner = inspect.unwrap(function)
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+    call = getattr(inner, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(call)
 
 
 def calling_style(function: Function, kwargs: Mapping[str, Any], *, batch: bool, positional: int) -> int:
-    """With how many arguments to call it by position: 0 where it takes them by keyword, else `positional`, which is 0 where
-    that is not allowed.
+    """The number of arguments to pass by position: 0 where the function takes them by keyword, else `positional`, which
+    is 0 where that is not allowed.
 
     `kwargs` are `custom_reward_function.reward_kwargs`. RewardLoadError shows the signature and what it lacks.
     """
@@ -67,20 +68,20 @@ def calling_style(function: Function, kwargs: Mapping[str, Any], *, batch: bool,
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return 0  # a builtin or C function shows no signature; the first call will tell
-    names, others = (MANY, ONE) if batch else (ONE, MANY)
+    names, other_names = (MANY, ONE) if batch else (ONE, MANY)
     problem = _problem(signature, (), {**dict.fromkeys(names), **kwargs})
     if problem is None:
         return 0
     if positional and (problem := _problem(signature, names[:positional], kwargs)) is None:
         return positional
     hint = ""
-    if _problem(signature, (), {**dict.fromkeys(others), **kwargs}) is None:
+    if _problem(signature, (), {**dict.fromkeys(other_names), **kwargs}) is None:
         takes, manager = ("one response at a time", "naive") if batch else ("a whole batch", "batch")
         hint = f"; it takes {takes}: use reward_model.reward_manager={manager}"
     label = getattr(function, "__name__", type(function).__name__)
-    given = f" with reward_kwargs {', '.join(kwargs)}" if kwargs else ""
+    suffix = f" with reward_kwargs {', '.join(kwargs)}" if kwargs else ""
     raise RewardLoadError(
-        f"{label}{signature} cannot be called as {label}({', '.join(names)}, **kwargs){given}: {problem}{hint}"
+        f"{label}{signature} cannot be called as {label}({', '.join(names)}, **kwargs){suffix}: {problem}{hint}"
     )
 
 

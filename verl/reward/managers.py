@@ -3,9 +3,9 @@
     run: Trajectory ──row_of──→ plain values ──socket──→ process: DataProto ──→ manager.run_single │ manager(data)
 
 With `reward_manager.source=importlib` a class with `run_single` scores one response at a time, as responses finish; any
-other is called with a whole batch and returns a reward tensor. Scores come back as those of a function do, under the same
-limits. A class that a plug-in registered (`verl.reward.registry`) is to a run one of `source=importlib`. The
-built-in managers are settings of `RewardRunner`, not classes.
+other is called with a whole batch and returns a reward tensor. Scores are returned and limited as those of a function.
+A class that a plug-in registers (`verl.reward.registry`) is treated like one of `source=importlib`. The built-in
+managers are settings of `RewardRunner`, not classes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class RewardManagerBase(ABC):
 
 def load_class(path: str, name: str) -> type:
     """The class `name` of `path` (`file.py` or `pkg://module`). RewardLoadError if there is none."""
-    found = load_object(f"{KEY}.module.path", path, name)
-    if not isinstance(found, type):
-        raise RewardLoadError(f"{KEY}.name={name}: in {path} this is a {type(found).__name__}, not a class")
-    if not (hasattr(found, "run_single") or "__call__" in dir(found)):
+    cls = load_object(f"{KEY}.module.path", path, name)
+    if not isinstance(cls, type):
+        raise RewardLoadError(f"{KEY}.name={name}: in {path} this is a {type(cls).__name__}, not a class")
+    if not (hasattr(cls, "run_single") or "__call__" in dir(cls)):
         ways = "run_single (one response at a time) and without __call__ (a whole batch)"
         raise RewardLoadError(f"{KEY}.name={name}: {path} defines it without {ways}")
-    return found
+    return cls
 
 
 def manager_function(config: Any, offered: dict[str, Any]) -> FunctionSpec:
@@ -130,7 +130,7 @@ class Manager:
 
 
 def _compute_score(config: Any, judge: Mapping[str, Any]) -> Function:
-    """`compute_score` as the manager gets it: the custom function with its kwargs and the judge, else the built-in table."""
+    """The manager's `compute_score`: the custom function with its kwargs and the judge, else the built-in table."""
     custom = config.custom_reward_function
     if custom.path is None:
         from verl.reward.rules import default_compute_score, options_of
@@ -145,13 +145,13 @@ def _arguments(kind: type, offered: Mapping[str, Any], options: Mapping[str, Any
     """The arguments that the class names, and with **kwargs what `reward_model.reward_kwargs` holds."""
     signature = inspect.signature(kind)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    given = {**options, **offered}
-    chosen = {n: v for n, v in given.items() if n in signature.parameters or (takes_all and n in options)}
+    values = {**options, **offered}
+    chosen = {n: v for n, v in values.items() if n in signature.parameters or (takes_all and n in options)}
     try:
         signature.bind(**chosen)
     except TypeError as error:
-        what = f"{error}; a manager gets {', '.join(given)}"
-        raise RewardLoadError(f"{KEY}.name={kind.__name__}: {what}") from error
+        problem = f"{error}; a manager gets {', '.join(values)}"
+        raise RewardLoadError(f"{KEY}.name={kind.__name__}: {problem}") from error
     return chosen
 
 

@@ -1,7 +1,7 @@
-"""A sequence classifier as a reward: dialogues as its own template writes them, scored together in packed passes, or in padded
-batches where the model cannot be packed (an encoder).
+"""A sequence classifier as a reward: dialogues in its own chat template, scored together in packed passes, or in
+padded batches where the model cannot be packed (an encoder).
 
-trajectory ──its template, its tokenizer──▶ segment ──scores, on the policy's devices──▶ the head's value at the last token
+trajectory ──its template, its tokenizer──▶ segment ──scores, on the policy's devices──▶ the last token's value
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class RewardModel:
     def __init__(self, config: Any):
         from verl.models.load import check_directory, load_config
 
-        own = config.reward_model
-        path, trusted = own.model.path, own.model.trust_remote_code
+        settings = config.reward_model
+        path, trusted = settings.model.path, settings.model.trust_remote_code
         self.label = f"reward_model.model.path={path}"
         self.scores: Callable[[Batch], Awaitable[None]] | None = None
-        text = load_config(check_directory(path), own.model).get_text_config()
+        text = load_config(check_directory(path), settings.model).get_text_config()
         tokenizer = load_tokenizer(path, trust_remote_code=trusted)
-        self._renderer, self._limit = ChatRenderer(tokenizer), int(own.rollout.max_model_len)
+        self._renderer, self._limit = ChatRenderer(tokenizer), int(settings.rollout.max_model_len)
         if getattr(text, "rope_parameters", None) is None:  # positions are a table of so many
             most = getattr(text, "max_position_embeddings", None) or self._limit
             self._limit = min(self._limit, most, tokenizer.model_max_length)
@@ -51,21 +51,21 @@ class RewardModel:
         if not self._renderer.has_template:
             raise UserError(f"{self.label}: its tokenizer has no chat template; add chat_template.jinja")
         if len(tokenizer) > text.vocab_size:
-            told = f"its tokenizer has {len(tokenizer)} tokens, its vocabulary {text.vocab_size}"
-            raise UserError(f"{self.label}: {told}; they do not belong together")
+            sizes = f"its tokenizer has {len(tokenizer)} tokens, its vocabulary {text.vocab_size}"
+            raise UserError(f"{self.label}: {sizes}; they do not belong together")
 
     def check(self, prompt: Prompt) -> None:
         """UserError where the template does not take this prompt and a response."""
-        if isinstance(found := self._ids(prompt, ""), Outcome):
-            raise UserError(f"{self.label} cannot score row {prompt.row} of {prompt.file}: {found.error}")
+        if isinstance(ids := self._ids(prompt, ""), Outcome):
+            raise UserError(f"{self.label} cannot score row {prompt.row} of {prompt.file}: {ids.error}")
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
         """A score or a failure for each, in order. Those of a group share what their dialogues begin with."""
         assert self.scores is not None
         started = time.monotonic()
-        found = [self._ids(t.prompt, t.text or "", t.fields.get("messages")) for t in trajectories]
+        prepared = [self._ids(t.prompt, t.text or "", t.fields.get("messages")) for t in trajectories]
         groups: dict[str, dict[int, np.ndarray]] = {}
-        for i, ids in enumerate(found):
+        for i, ids in enumerate(prepared):
             if not isinstance(ids, Outcome):
                 groups.setdefault(trajectories[i].uid, {})[i] = ids
         rows: dict[int, Trajectory] = {}
@@ -78,19 +78,19 @@ class RewardModel:
             await self.scores(Batch(rows.values()))
         seconds = (time.monotonic() - started) / max(1, len(trajectories))
         scored = {i: outcome_of(float(row.scores[-1]), seconds) for i, row in rows.items()}
-        return [one if isinstance(one, Outcome) else scored[i] for i, one in enumerate(found)]
+        return [ids if isinstance(ids, Outcome) else scored[i] for i, ids in enumerate(prepared)]
 
     def _ids(self, prompt: Prompt, response: str, dialogue: Any = None) -> np.ndarray | Outcome:
-        """The dialogue as the model's template writes it, or why it cannot be scored. dialogue: its messages, of an agent loop.
+        """Token ids of the dialogue in the model's template, or why it cannot be scored. dialogue: of an agent loop.
 
         transformers takes the score at the last token that is not padding, and padding may be an end token.
         """
         try:
             images = self._images is not None
-            said = [*as_messages(prompt.messages, images=images), {"role": "assistant", "content": response}]
+            turns = [*as_messages(prompt.messages, images=images), {"role": "assistant", "content": response}]
             if isinstance(dialogue, list) and dialogue:
-                said = dialogue
-            text = self._renderer.text(said, generation=False)
+                turns = dialogue
+            text = self._renderer.text(turns, generation=False)
             ids = self._renderer.ids(text)
             if self._images is not None:
                 files = () if prompt.media is None else prompt.media.files
@@ -108,7 +108,7 @@ class RewardModel:
 
 
 def _segments(sequences: Sequence[np.ndarray], media: Media | None) -> list[Segment]:
-    """A segment for each sequence of a group, with one token more: the score of a sequence is said of what follows it."""
+    """A segment for each sequence of a group, with one token more: a sequence is scored at the token after it."""
     length = min(map(len, sequences))
     same = np.logical_and.reduce([ids[:length] == sequences[0][:length] for ids in sequences])
     shared = length if same.all() else int(same.argmin())

@@ -1,5 +1,5 @@
-"""What a reward function returned, made uniform: a finite score and its named parts, or a failure. A failed score is never turned
-into a number: what can go wrong with a reward is here, too, as exceptions."""
+"""What a reward function returned, in one form: a finite score and its named parts, or a failure, which is never turned
+into a number. The exceptions of rewards are here, too."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class RewardErrorLimit(RewardError, UserError, RuntimeError):
 
 @dataclass
 class Outcome:
-    """Result of scoring one response. `error` is None if it worked; else `score` is None and `kind` says how it failed: an
+    """Result of scoring one response. `error` is None on success; else `score` is None and `kind` names the failure: an
     "exception", a "timeout", a "crash" of its process, a "value" that is no score, "load" if it could not be loaded.
 
-    `bare` is True if the function returned a number alone. `seconds` is the time the function took. `undecided`: comparisons that
-    math-verify could not make because of the response, which count as wrong answers.
+    `bare` is True if the function returned a number alone. `seconds` is the time the function took. `undecided`:
+    comparisons that math-verify could not make because of the response, which count as wrong answers.
     """
 
     score: float | None = None
@@ -134,20 +134,20 @@ def normalise(value: Any) -> tuple[float, dict[str, Any], bool]:
     return _number(value, "what it returned"), {}, True
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: Any, label: str) -> float:
     if value is None:
-        raise BadScore(f"{what} is None; return a number, or a dict with 'score'")
+        raise BadScore(f"{label} is None; return a number, or a dict with 'score'")
     if isinstance(value, str):
-        raise BadScore(f"{what} is the text {value[:60]!r}, not a number; return float(...) of it")
+        raise BadScore(f"{label} is the text {value[:60]!r}, not a number; return float(...) of it")
     try:
         value = value.item() if _is_array(value) else value
         number = float(value) if hasattr(value, "__float__") else None
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise BadScore(f"{what} cannot be read as a number: {type(error).__name__}: {error}") from error
+        raise BadScore(f"{label} cannot be read as a number: {type(error).__name__}: {error}") from error
     if number is None:
-        raise BadScore(f"{what} is a {type(value).__name__}, no number; return one, or a dict with 'score'")
+        raise BadScore(f"{label} is a {type(value).__name__}, no number; return one, or a dict with 'score'")
     if not abs(number) <= _LARGEST_SCORE:
-        raise BadScore(f"{what} is {number}; a score must be finite, and at most {_LARGEST_SCORE:g}")
+        raise BadScore(f"{label} is {number}; a score must be finite, and at most {_LARGEST_SCORE:g}")
     return number
 
 

@@ -44,10 +44,10 @@ _CLOSED = failed("crash", "the scoring pool was closed before it was scored")
 class FunctionSpec:
     """Which function: a custom one by `path` and `name`, or the built-in table (`path` None).
 
-    `batch`: it takes lists. `positional`: with how many arguments it may be called by position (prime manager: 4,
-    main_eval: 3). `manager`: `name` is a class, made of these values (see `verl.reward.managers`). `offered`: arguments that a
-    custom function gets if it names them; `reward_model_tokenizer` among them is [path, trust_remote_code], and loaded for it.
-    `sources`: the content of the files when this is made, which every scoring process uses.
+    `batch`: it takes lists. `positional`: how many arguments it may get by position (prime manager: 4, main_eval: 3).
+    `manager`: `name` is a class, constructed from these values (see `verl.reward.managers`). `offered`: arguments that
+    a custom function gets if it names them; `reward_model_tokenizer` is given as [path, trust_remote_code] and loaded
+    for it. `sources`: the content of the files when this is made, which every scoring process uses.
     """
 
     path: str | None = None

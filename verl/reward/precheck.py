@@ -1,5 +1,5 @@
-r"""Before the run: responses whose score is known beforehand (the reference in the form that a source expects, and wrong
-ones), and a first try of the reward function with them."""
+r"""Before the run: responses whose score is known (the reference in the form that a source expects, and wrong ones),
+and a first try of the reward function with them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def forms(data_source: str, truth: str, built_in: bool) -> list[tuple[str, str]]
     if built_in and rule == "code":
         return []
     form = _FORMS.get(rule or "", "{}")
-    written = form.format(truth)
-    if built_in or written == truth:
-        return [("", written)]
-    return [("", truth), (f", as {form.format('…')!r}", written)]
+    answer = form.format(truth)
+    if built_in or answer == truth:
+        return [("", answer)]
+    return [("", truth), (f", as {form.format('…')!r}", answer)]
 
 
 def reference_responses(
@@ -60,13 +60,13 @@ def reference_responses(
     `answer` (or `response`, in the plain format) of extra_info is a worked solution in many data sets.
     """
     truth = truth_text(ground_truth)
-    found = [(f"ground truth{label}", text) for label, text in forms(data_source, truth, built_in)]
-    only_code = not found
+    responses = [(f"ground truth{label}", text) for label, text in forms(data_source, truth, built_in)]
+    only_code = not responses
     for key in ("answer", "response"):
         solution = (extra_info or {}).get(key)
         if isinstance(solution, str) and solution.strip() and (not only_code or "```" in solution):
-            found.append((f"extra_info.{key}", solution))
-    return found
+            responses.append((f"extra_info.{key}", solution))
+    return responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ async def precheck(runner: RewardRunner, prompts: Sequence[Prompt], rows: int = 
     shown, not judged: a reference that earns no more than an empty response gets a notice. Of the forms in which
     the reference can be written, the one that earns most is shown.
     """
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     chosen = []
     for prompt in prompts:
-        seen[prompt.data_source] += 1
-        if seen[prompt.data_source] <= rows:
+        counts[prompt.data_source] += 1
+        if counts[prompt.data_source] <= rows:
             chosen.append(prompt)
     probes = await asyncio.gather(*(_probe(runner, prompt) for prompt in chosen))
     for probe in probes:
@@ -113,20 +113,20 @@ async def _probe(runner: RewardRunner, prompt: Prompt) -> Probe:
 
 def _line(probe: Probe) -> str:
     full, empty = probe.of_reference.score or 0.0, probe.of_empty.score or 0.0
-    known, hint = probe.reference != _NO_OUTPUT, ""
-    if known and full <= empty:
+    has_reference, hint = probe.reference != _NO_OUTPUT, ""
+    if has_reference and full <= empty:
         hint = "  <- the right answer earns nothing here; `verl reward check` shows more"
-    what = f"the reference {short(probe.reference, 40)}" if known else "a program without output"
+    label = f"the reference {short(probe.reference, 40)}" if has_reference else "a program without output"
     return (
         f"reward check: {probe.prompt.data_source or 'no data_source'} row {probe.prompt.row}: "
-        f"{what} scores {full:g}, an empty response {empty:g}{hint}"
+        f"{label} scores {full:g}, an empty response {empty:g}{hint}"
     )
 
 
 def _message(runner: RewardRunner, prompt: Prompt, response: str, outcome: Outcome) -> str:
-    what = f"the response {short(response, 40)}" if response else "an empty response"
+    label = f"the response {short(response, 40)}" if response else "an empty response"
     return (
-        f"the reward cannot be used: {runner.settings.function.label} on {what} to "
+        f"the reward cannot be used: {runner.settings.function.label} on {label} to "
         f"{prompt.file or 'the data'} row {prompt.row} (data_source {prompt.data_source!r}): {outcome.error}"
         f"\n{outcome.traceback}"
     ).rstrip()

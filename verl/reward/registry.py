@@ -11,9 +11,9 @@ def register(name: str) -> Callable[[type], type]:
     """Class decorator: make a manager known under a name. ValueError if another class has it."""
 
     def add(cls: type) -> type:
-        known = REWARD_MANAGER_REGISTRY.setdefault(name, cls)
-        if known is not cls:
-            raise ValueError(f"reward manager {name!r}: already registered by {known.__qualname__}")
+        registered = REWARD_MANAGER_REGISTRY.setdefault(name, cls)
+        if registered is not cls:
+            raise ValueError(f"reward manager {name!r}: already registered by {registered.__qualname__}")
         return cls
 
     return add
@@ -22,6 +22,6 @@ def register(name: str) -> Callable[[type], type]:
 def get_reward_manager_cls(name: str) -> type:
     """The class registered under a name. ValueError naming the known ones."""
     if name not in REWARD_MANAGER_REGISTRY:
-        known = ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none (the built-in managers are no classes)"
-        raise ValueError(f"Unknown reward manager: {name}. Registered classes: {known}")
+        names = ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none (the built-in managers are no classes)"
+        raise ValueError(f"Unknown reward manager: {name}. Registered classes: {names}")
     return REWARD_MANAGER_REGISTRY[name]

@@ -1,10 +1,10 @@
 """Scores trajectories: the call each needs, the pool that makes it, what comes of the result.
 
-    trajectory ──score()──→ Call → ScoringPool (processes) → Outcome ──→ score, score_parts │ score_error, event, console
+    trajectory ──score()──→ Call → ScoringPool (processes) → Outcome → score, score_parts │ score_error, event, console
           └──score_batch(), where a model scores──→ RewardModel → Outcome ──┘
 
-With `reward_model.weights` a response has its score when all of its rewards are there. A failed score is never a number:
-the response is left out of the step and counted; too many end the run.
+With `reward_model.weights` a response has its score when all of its rewards are there. A failed score is never a
+number: the response is left out of the step and counted; too many end the run.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Events = Callable[..., None]
 class RewardRunner:
     """Scores responses by the configured function, in processes that start at the first response.
 
-    `events(kind, **fields)` receives each failure and each replaced process. Usable from several event loops,
-    one after another. `model`: the sequence classifier, where `settings.weights` names it. `judge`: the model that the function
+    `events(kind, **fields)` receives each failure and each replaced process. Usable from several event loops, one after
+    another. `model`: the sequence classifier, where `settings.weights` names it. `judge`: the model that the function
     asks; it ends with the runner. RewardLoadError if the configuration cannot work.
     """
 
@@ -90,8 +90,8 @@ class RewardRunner:
             self._apply(trajectory, (await self._run([trajectory]))[0])
 
     async def score_batch(self, trajectories: Iterable[Trajectory]) -> None:
-        """Score all that have no result yet, their greedy baselines too: in one call with the batch manager, else one by one,
-        at once; then those that a model scores, together.
+        """Score all that have no result yet, their greedy baselines too: in one call with the batch manager, else
+        concurrently, one call each; then those that a model scores, together.
 
         The batch call as a whole gets `reward_model.timeout` seconds. RewardLoadError as `check_usable`.
         """
@@ -103,20 +103,20 @@ class RewardRunner:
         elif todo:
             for trajectory, outcome in zip(todo, await self._run(todo), strict=True):
                 self._apply(trajectory, outcome)
-        if self.model is not None and (left := [t for t in rows if _open(t)]):
-            for trajectory, outcome in zip(left, await self.model.score(left), strict=True):
+        if self.model is not None and (unscored := [t for t in rows if _open(t)]):
+            for trajectory, outcome in zip(unscored, await self.model.score(unscored), strict=True):
                 self._apply(trajectory, outcome, MODEL)
         self.check_usable(rows)
 
     async def try_function(self, prompt: Prompt, text: str) -> Outcome:
-        """What the function says of a text, without a trajectory; for checks before the run. Where an agent loop may play the
-        row, it finds what one of the release's loops adds to extra_info, as of a dialogue without calls and rewards."""
+        """The function's outcome for a text, without a trajectory; for checks before the run. Where an agent loop may
+        play the row, extra_info holds what the release's loops add, as for a dialogue without calls and rewards."""
         import numpy as np
 
         probe = Trajectory(prompt, 0, np.zeros(0, np.int64), np.zeros(0, bool), text=text)
         if (prompt.agent_name or self._default_loop) != SINGLE_TURN and self.settings.function.path != JUDGE:
-            said = {"role": "assistant", "content": text}
-            probe.fields = {"messages": [*prompt.messages, said], **_OF_LOOPS, **_REWARDS_OF_LOOPS}
+            reply = {"role": "assistant", "content": text}
+            probe.fields = {"messages": [*prompt.messages, reply], **_OF_LOOPS, **_REWARDS_OF_LOOPS}
             probe.extra["reward_scores"] = _REWARDS_OF_LOOPS
         return (await self._run([probe]))[0]
 
@@ -204,22 +204,22 @@ class RewardRunner:
             trajectory.score += earned
 
     def _named(self, outcome: Outcome, name: str = FUNCTION) -> dict[str, Any]:
-        """The values that a result of the reward `name` holds. Where values are counted on by name, a number alone is `acc`."""
+        """The values in a result of the reward `name`. Where values are needed by name, a bare number is `acc`."""
         settings = self.settings
-        own = {name: outcome.score} if settings.weights and outcome.error is None else {}
+        named = {name: outcome.score} if settings.weights and outcome.error is None else {}
         counted_on = settings.weights or settings.required_parts or settings.overlong
         if counted_on and outcome.bare and name == FUNCTION:
-            own["acc"] = outcome.score
-        return outcome.parts | own
+            named["acc"] = outcome.score
+        return outcome.parts | named
 
     def _missing(self, parts: Mapping[str, Any], more: Mapping[str, Iterable[str]] | None = None) -> str:
-        """Which rewards that the configuration counts on were not returned as finite numbers; "" for none. more: key → names."""
-        wanted: dict[str, Iterable[str]] = {
+        """Which rewards that the configuration needs are missing or not finite; "" for none. more: key → names."""
+        required: dict[str, Iterable[str]] = {
             "reward_model.weights": self.settings.weights,
             "algorithm.gdpo_reward_keys": self.settings.required_parts,
             **(more or {}),
         }
-        for key, names in wanted.items():
+        for key, names in required.items():
             if lacking := [n for n in names if (v := plain(parts.get(n))) is None or not math.isfinite(v)]:
                 return f"its result lacks {', '.join(lacking)} ({key}); it has {', '.join(parts) or 'none'}"
         return ""
@@ -297,7 +297,7 @@ class RewardRunner:
                 raise RewardLoadError(f"the reward cannot be used: {t.score_error}")
 
     def check_errors(self, batch: Batch | Sequence[Trajectory]) -> None:
-        """Raise RewardErrorLimit if too many responses of a step failed to score; those the sampler lost do not count."""
+        """Raise RewardErrorLimit if scoring failed for too many responses of a step, not counting lost ones."""
         self._note_changes()
         scored = [t for t in batch if t.finish_reason != "lost"]
         errors = [t for t in scored if t.score_error is not None]
@@ -326,33 +326,33 @@ def _shape(reason: str) -> str:
 
 def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
     media = trajectory.prompt.media
-    seen = {"images": media.uris()} if media is not None and media.files else {}
+    images = {"images": media.uris()} if media is not None and media.files else {}
     if shown := _shown(trajectory):
-        seen["shown_images"] = shown
+        images["shown_images"] = shown
     return {
         **(trajectory.prompt.extra_info or {}),
         **trajectory.fields,
         "num_turns": trajectory.num_turns,
         "rollout_reward_scores": trajectory.extra.get("reward_scores", {}),
-        **seen,
+        **images,
     }
 
 
 def _shown(trajectory: Trajectory) -> list[str]:
     """The images that tools and environments showed, in their order, as data URIs; [] unless `reward_model.images`."""
-    seen = (
-        one for segment in trajectory.segments if segment.media is not None for one in segment.media.leaves
+    all_media = (
+        leaf for segment in trajectory.segments if segment.media is not None for leaf in segment.media.leaves
     )
-    others = dict.fromkeys(one for one in seen if one is not trajectory.prompt.media)
-    return data_uris(file for one in others for file in one.files)
+    other_media = dict.fromkeys(leaf for leaf in all_media if leaf is not trajectory.prompt.media)
+    return data_uris(file for leaf in other_media for file in leaf.files)
 
 
 def _question(trajectory: Trajectory) -> Any:
     """What a judge is told was asked: the row's messages, or those that an environment began with instead."""
-    own, said = trajectory.prompt.messages, trajectory.fields.get("messages")
-    if said and isinstance(own, list) and said[: len(own)] != own:
-        return list(takewhile(lambda message: message["role"] != "assistant", said))
-    return (trajectory.prompt.extra_info or {}).get("messages", own)
+    prompt_messages, messages = trajectory.prompt.messages, trajectory.fields.get("messages")
+    if messages and isinstance(prompt_messages, list) and messages[: len(prompt_messages)] != prompt_messages:
+        return list(takewhile(lambda message: message["role"] != "assistant", messages))
+    return (trajectory.prompt.extra_info or {}).get("messages", prompt_messages)
 
 
 def _seed(trajectory: Trajectory) -> int:

@@ -1,4 +1,4 @@
-"""A judge's model at an OpenAI-compatible address of this machine: a sampling engine, in a thread with an event loop of its own.
+"""A judge's model at an OpenAI-compatible address of this machine: a sampling engine, in a thread with its event loop.
 
 scoring process ──POST /v1/chat/completions──▶ its template ──▶ RolloutEngine.generate ──▶ text
 """
@@ -24,8 +24,8 @@ from verl.trajectory import Media
 
 
 class ServedJudge:
-    """Answers chat completions with `engine` until it is closed. `settings`: the group `reward_model`. `offered`: arguments
-    of a reward function that names them.
+    """Answers chat completions with `engine` until it is closed. `settings`: the group `reward_model`. `offered`:
+    arguments for a reward function that names them.
 
     `processor`: of a model that sees images (None: a request with images is an error).
 
@@ -65,9 +65,9 @@ class ServedJudge:
             seed=int(body.get("seed") or 0),
         )
         name = f"judge {next(self._numbers)}"
-        done = await self._engine.generate(ids, sampling, request_id=name, media=media)
-        message = {"role": "assistant", "content": text_of(self._tokenizer, done.token_ids)}
-        choice = {"index": 0, "message": message, "finish_reason": done.finish_reason}
+        output = await self._engine.generate(ids, sampling, request_id=name, media=media)
+        message = {"role": "assistant", "content": text_of(self._tokenizer, output.token_ids)}
+        choice = {"index": 0, "message": message, "finish_reason": output.finish_reason}
         return {"object": "chat.completion", "model": body.get("model"), "choices": [choice]}
 
     def _prompt(self, messages: list[dict[str, Any]]) -> tuple[np.ndarray, Media | None]:

@@ -28,8 +28,8 @@ class Overlong:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """The resolved choices. `rate`: limits of calls; `weights`: see `weights_of`; `groups_metric`: what groups are filtered by, if that is
-    a value beside the score."""
+    """The resolved choices. `rate`: limits of calls; `weights`: see `weights_of`; `groups_metric`: the value that
+    groups are filtered by, if it is not the score."""
 
     function: FunctionSpec = field(default_factory=FunctionSpec)
     num_workers: int = 8
@@ -43,12 +43,12 @@ class RewardSettings:
 
     @classmethod
     def from_config(cls, config: Any, offered: dict[str, Any] | None = None) -> RewardSettings:
-        """From the whole run's checked configuration; `offered` as in `FunctionSpec`. RewardLoadError for a manager class that
-        cannot be used."""
+        """From the whole run's checked configuration; `offered` as in `FunctionSpec`. RewardLoadError for a manager
+        class that cannot be used."""
         model = config.reward_model
-        own = config.reward_manager.source == "importlib"
-        function = manager_function(config, offered or {}) if own else _function(config, offered or {})
-        manager = "" if own else model.reward_manager
+        is_custom = config.reward_manager.source == "importlib"
+        function = manager_function(config, offered or {}) if is_custom else _function(config, offered or {})
+        manager = "" if is_custom else model.reward_manager
         limited = manager in ("rate_limited", "limited")
         groups = config.algorithm.filter_groups
         counted_on = "gdpo" in (manager, config.algorithm.adv_estimator)

@@ -55,8 +55,8 @@ def _main_stack() -> str:
     """Where the main thread is now, outermost first, without our own frames below the function."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = traceback.format_stack(frame) if frame is not None else []
-    ours = (__file__, child_process.__file__, "<string>")
-    shown = [line for line in lines if not any(name in line for name in ours)]
+    own_files = (__file__, child_process.__file__, "<string>")
+    shown = [line for line in lines if not any(name in line for name in own_files)]
     return "".join(shown)[-TRACEBACK_CHARACTERS:]
 
 
@@ -202,9 +202,9 @@ def main(channel: ParentChannel) -> None:
         channel.send({"unusable": str(error), "traceback": ""})
         return
     except BaseException as error:
-        found = raised(error, 0.0, __file__)
-        problem = f"{init['path']} cannot be imported: {found.error}"
-        channel.send({"unusable": problem, "traceback": found.traceback})
+        failure = raised(error, 0.0, __file__)
+        problem = f"{init['path']} cannot be imported: {failure.error}"
+        channel.send({"unusable": problem, "traceback": failure.traceback})
         return
     channel.send({"ready": function.is_async})
     (_serve_async if function.is_async else _serve)(channel, function)

@@ -66,13 +66,13 @@ def _show_table(step: int, metrics: Mapping[str, Number]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    found = [(title, metrics[name]) for title, name in _TABLE if name in metrics]
-    if not found:
+    cells = [(title, metrics[name]) for title, name in _TABLE if name in metrics]
+    if not cells:
         return
     table = Table(title=f"step {step}", title_justify="left", show_edge=False, pad_edge=False)
-    for title, _ in found:
+    for title, _ in cells:
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_row(*(f"{value:.4g}" for _, value in found))
+    table.add_row(*(f"{value:.4g}" for _, value in cells))
     Console(file=sys.stdout).print(table)
 
 
@@ -118,12 +118,12 @@ class Progress:
             notice(f"{self._title}: {self._done}/{self.total}, {text}")
 
     def _text(self, now: float) -> str:
-        done = max(1, self._done - self._start_done)
-        pace = (now - self._started) / done
-        taken = timedelta(seconds=round(now - self._started))
-        left = timedelta(seconds=round(pace * (self.total - self._done)))
+        steps = max(1, self._done - self._start_done)
+        pace = (now - self._started) / steps
+        elapsed = timedelta(seconds=round(now - self._started))
+        remaining = timedelta(seconds=round(pace * (self.total - self._done)))
         share = 100 * self._done / max(1, self.total)
-        times = f"{pace:.1f} s/step, {taken} so far, {left} to go"
+        times = f"{pace:.1f} s/step, {elapsed} so far, {remaining} to go"
         return f"{self._title}: {self._done}/{self.total} ({share:.0f}%), {times}"
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ def _live_bar() -> Any:
 
 
 class LossyStream:
-    """A text stream whose failed writes are dropped: there is nowhere to tell of them, and records are kept elsewhere."""
+    """A text stream that drops failed writes: there is nowhere to report them, and records are kept elsewhere."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

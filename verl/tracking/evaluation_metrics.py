@@ -1,7 +1,7 @@
 """Metrics of an evaluation, by data source: pass@k, maj@k, accuracy with an interval. A response is right or it is not.
 
-A response whose scoring failed is not right, as in validation; how many there were is said beside. How close responses are to
-a reference text: BLEU by sacrebleu, ROUGE by rouge-score, neither of which comes with verl.
+A response whose scoring failed is not right, as in validation; their number is given beside. The similarity of
+responses to a reference text: BLEU by sacrebleu, ROUGE by rouge-score, neither of which comes with verl.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def majority_at_k(right: Sequence[bool], answers: Sequence[str | None], k: int) -> float:
     """The chance that the most frequent answer of k responses drawn without replacement is right.
 
-    A response without an answer (None) has no vote; without votes the result is wrong; equally frequent answers win with
-    equal chance. Exact up to `SUBSETS` subsets, else the mean over as many draws, the same in every call.
+    A response without an answer (None) has no vote; without votes the result is wrong; equally frequent answers win
+    with equal chance. Exact up to `SUBSETS` subsets, else the mean over as many draws, the same in every call.
     """
     n = len(answers)
     if math.comb(n, k) <= SUBSETS:
@@ -133,5 +133,5 @@ def _rouge(responses: Sequence[str], references: Sequence[Sequence[str]]) -> dic
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
-    found = [scorer.score_multi(list(texts), text) for text, texts in zip(responses, references, strict=True)]
-    return {name: fmean(scores[name].fmeasure for scores in found) for name in ROUGE}
+    pairs = [scorer.score_multi(list(texts), text) for text, texts in zip(responses, references, strict=True)]
+    return {name: fmean(scores[name].fmeasure for scores in pairs) for name in ROUGE}

@@ -69,7 +69,10 @@ class JsonLines:
     def _flush(self, *, sync: bool = False) -> None:
         try:
             if self._handle >= 0 and self._taken_away():
-                where = f"it was deleted or replaced while the run wrote to it, with what else was in {self.path.parent} perhaps"
+                where = (
+                    "it was deleted or replaced while the run wrote to it, "
+                    f"with what else was in {self.path.parent} perhaps"
+                )
                 self._warn(f"{self.path} is gone: {where}; what it held is lost, later lines go to a new one")
                 self._let_go()
             if self._handle < 0:

@@ -1,7 +1,7 @@
-"""Metric names: the order they are shown in, second spellings, values made plain, and how several values of a step merge.
+"""Metric names: their order, second spellings, values as plain numbers, and how several values of a step merge.
 
 The order is that of the sections of the metrics page: training, scores, lengths, time, sampler against trainer,
-validation, second spellings; names nobody listed come last, in the order they were given.
+validation, second spellings; unlisted names come last, in the order of the record.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WORDS = re.compile(r"[^a-z0-9]+")
 
 
 def rank(name: str) -> int:
-    """Place of a name in the order, by the longest entry that stands for it; names nobody listed share the last place."""
+    """Place of a name in the order, by the longest entry that matches it; unlisted names share the last place."""
     starts = [name[: at + 1] for at, character in enumerate(name) if character in "/_"]
     return next((_PLACES[entry] for entry in (name, *reversed(starts)) if entry in _PLACES), len(_ORDER))
 
@@ -61,9 +61,9 @@ def with_aliases(metrics: Mapping[str, Number]) -> dict[str, Number]:
     """Metrics and the second spellings that depend on other metrics."""
     out = dict(metrics)
     for alias, sources in _ALIASES.items():
-        found = [metrics[name] for name in sources if name in metrics]
-        if found:
-            out.setdefault(alias, found[0])
+        values = [metrics[name] for name in sources if name in metrics]
+        if values:
+            out.setdefault(alias, values[0])
     return out
 
 
@@ -98,10 +98,10 @@ def spread(
     import numpy as np
 
     # A list of an array's tokens would be a Python object for each.
-    found = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
-    if not len(found):
+    array = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
+    if not len(array):
         return {f"{name}/{kind}": math.nan for kind in which}
-    kinds = {"mean": found.mean(), "max": found.max(), "min": found.min()}
+    kinds = {"mean": array.mean(), "max": array.max(), "min": array.min()}
     return {f"{name}/{kind}": float(kinds[kind]) for kind in which}
 
 
@@ -129,18 +129,18 @@ def merge_metrics(parts: Iterable[tuple[Mapping[str, float], float]]) -> dict[st
             raise ValueError(f"weight {weight} of a mini-batch is negative")
         for name, value in metrics.items():
             values.setdefault(name, []).append((value, weight))
-    return {name: _merge(rule(name), found) for name, found in values.items()}
+    return {name: _merge(rule(name), pairs) for name, pairs in values.items()}
 
 
-def _merge(how: str, found: list[tuple[float, float]]) -> float:
-    known = [(value, weight) for value, weight in found if not math.isnan(value)]
-    if not known:
+def _merge(kind: str, pairs: list[tuple[float, float]]) -> float:
+    numbers = [(value, weight) for value, weight in pairs if not math.isnan(value)]
+    if not numbers:
         return math.nan
-    if how != "mean":
-        return (max if how == "max" else min)(value for value, _ in known)
-    total = math.fsum(weight for _, weight in known)
+    if kind != "mean":
+        return (max if kind == "max" else min)(value for value, _ in numbers)
+    total = math.fsum(weight for _, weight in numbers)
     if total == 0:
         return math.nan
-    if any(math.isinf(value) for value, _ in known):
-        return sum(value * weight for value, weight in known if weight) / total
-    return math.fsum(value * weight for value, weight in known) / total
+    if any(math.isinf(value) for value, _ in numbers):
+        return sum(value * weight for value, weight in numbers if weight) / total
+    return math.fsum(value * weight for value, weight in numbers) / total

@@ -33,8 +33,8 @@ def build(tool: str, platform: Platform, options: dict[str, Any]) -> Any:
 class TorchTrace:
     """torch.profiler: operators, shapes, stacks and device kernels as a Chrome trace (open it in ui.perfetto.dev).
 
-    `contents`: what is recorded, of cpu, cuda, npu, memory, shapes, stack. Without it: processor and device. With memory
-    only the thread that begins the profile is recorded, without it all threads are.
+    `contents`: what is recorded, of cpu, cuda, npu, memory, shapes, stack. Without it: processor and device. With
+    memory only the thread that begins the profile is recorded, without it all threads are.
     """
 
     def __init__(self, platform: Platform, options: dict[str, Any]):
@@ -48,8 +48,8 @@ class TorchTrace:
 
     def start(self) -> None:
         """Begin."""
-        # A sampler's event loop, a thread that copies weights: the work of a step is not all in one thread. torch records
-        # allocations of the starting thread only, and none when it records all threads.
+        # A sampler's event loop, a thread that copies weights: the work of a step is not all in one thread. torch
+        # records allocations of the starting thread only, and none when it records all threads.
         whose = torch._C._profiler._ExperimentalConfig(profile_all_threads=not self._flags["profile_memory"])
         kinds: dict[str, Any] = {"activities": self._activities, "experimental_config": whose}
         self._profile = torch.profiler.profile(acc_events=True, **kinds, **self._flags)

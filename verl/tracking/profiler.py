@@ -60,10 +60,10 @@ def plan_of(config: Any, name: str) -> ProfilePlan | None:
 def plan_for(config: Any, roles: Sequence[str], rank: int) -> ProfilePlan | None:
     """The plan of the process of that rank that plays these roles; None if it profiles nothing.
 
-    A role is profiled where its `profiler.enable` is on: on its `ranks` (none named: rank 0), or on `all_ranks`. When no
-    role of the configuration is enabled, rank 0 of every role is.
+    A role is profiled where its `profiler.enable` is on: on its `ranks` (none named: rank 0), or on `all_ranks`. When
+    no role of the configuration is enabled, rank 0 of every role is.
     """
-    groups = {role: found for role, path in ROLES.items() if (found := setting(config, path)) is not None}
+    groups = {role: group for role, path in ROLES.items() if (group := setting(config, path)) is not None}
     chosen = [role for role in roles if role in groups and _wanted(groups, role, rank)]
     plan = plan_of(config, f"{'-'.join(chosen)}.rank{rank}")
     if plan is None or not chosen:
@@ -168,8 +168,8 @@ def nsight_options(config: Any) -> dict[str, dict[str, str]]:
     profiler = config.get("global_profiler")
     if profiler is None or profiler.tool != "nsys" or not profiler.steps:
         return {}
-    given = dict(profiler.global_tool_config.nsys or {})
-    chosen = given.get("worker_nsight_options") or {k: v for k, v in given.items() if "nsight" not in k}
+    options = dict(profiler.global_tool_config.nsys or {})
+    chosen = options.get("worker_nsight_options") or {k: v for k, v in options.items() if "nsight" not in k}
     standard = {"t": "cuda,nvtx,cublas", "capture-range": "cudaProfilerApi", "kill": "none"}
     standard["capture-range-end"] = f"repeat-shutdown:{len(profiler.steps)}"
     return {"nsight": {name: str(value) for name, value in {**standard, **chosen}.items()}}

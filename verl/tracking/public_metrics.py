@@ -1,5 +1,6 @@
 """Metrics of a padded batch (`verl.DataProto`) and of lists of values, under the names of the public interface:
-`verl.trainer.ppo.metric_utils` and `verl.utils.metric`. The loop computes the same of its trajectories (`step_metrics`).
+`verl.trainer.ppo.metric_utils` and `verl.utils.metric`. The loop computes the same of its trajectories
+(`step_metrics`).
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Metric:
         if len({len(metric.values) for metric in metrics}) > 1:
             raise ValueError("ranks have different numbers of values")
         table = np.array([metric.values for metric in metrics])
-        how = metrics[0].aggregation.value
-        return float(getattr(np, how)(table if how in ("min", "max") else table.mean(axis=0)))
+        aggregation = metrics[0].aggregation.value
+        return float(getattr(np, aggregation)(table if aggregation in ("min", "max") else table.mean(axis=0)))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], aggregation: str | AggregationType) -> dict[str, Metric]:
@@ -106,9 +107,9 @@ def compute_data_metrics(batch: Any, use_critic: bool = True) -> dict[str, Any]:
 
 
 def _compute_response_info(batch: Any) -> dict[str, Any]:
-    width, seen = batch.batch["responses"].shape[-1], batch.batch["attention_mask"]
-    prompts, responses = (part.sum(-1).float() for part in (seen[:, :-width], seen[:, -width:]))
-    return {"response_mask": seen[:, -width:], "prompt_length": prompts, "response_length": responses}
+    width, mask = batch.batch["responses"].shape[-1], batch.batch["attention_mask"]
+    prompts, responses = (part.sum(-1).float() for part in (mask[:, :-width], mask[:, -width:]))
+    return {"response_mask": mask[:, -width:], "prompt_length": prompts, "response_length": responses}
 
 
 def compute_timing_metrics(batch: Any, timing_raw: Mapping[str, float]) -> dict[str, float]:
@@ -130,7 +131,7 @@ def compute_throughout_metrics(batch: Any, timing_raw: Mapping[str, float], n_gp
 
 
 def extract_disk_offload_metrics(metrics: Any, prefix: str) -> dict[str, float]:
-    """What a worker says of offloading to disk, which this release does not do: what is given under its names, reduced."""
+    """Metrics of offloading to disk, which this release does not do: those that the caller passes, reduced."""
     parts = [metrics] if isinstance(metrics, Mapping) else metrics
     rows = (row for part in parts for row in part.items())
     return reduce_metrics({f"{prefix}/{name}": v for name, v in rows if name.startswith("disk_offload")})
@@ -145,8 +146,8 @@ def bootstrap_metric(
 ) -> list[tuple[float, float]]:
     """(mean, standard deviation) of each function over subsets drawn with replacement. ValueError without data."""
     chosen = np.random.RandomState(seed).choice(len(data), size=(n_bootstrap, subset_size), replace=True)
-    found = [[function([data[i] for i in rows]) for rows in chosen] for function in reduce_fns]
-    return [(float(np.mean(values)), float(np.std(values))) for values in found]
+    samples = [[function([data[i] for i in rows]) for rows in chosen] for function in reduce_fns]
+    return [(float(np.mean(values)), float(np.std(values))) for values in samples]
 
 
 def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> Any:
@@ -185,6 +186,6 @@ def process_validation_metrics(
     for name, values in infos_dict.items():
         if len(values) and not isinstance(values[0], str):
             for source, metrics in out.items():
-                found = (of_prompt(values, rows) for (of, _), rows in groups.items() if of == source)
-                metrics[name] = merge_metrics((one, 1) for one in found)
+                of_prompts = (of_prompt(values, rows) for (of, _), rows in groups.items() if of == source)
+                metrics[name] = merge_metrics((scores, 1) for scores in of_prompts)
     return out

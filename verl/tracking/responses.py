@@ -1,4 +1,4 @@
-"""Sampled responses as rows of JSON, for the report (with tokens) and for the dumps of all, and the thread that writes them."""
+"""Sampled responses as rows of JSON, for the report (with tokens) and for full dumps; the thread that writes them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def prompt_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
         return str(tokenizer.decode(np.asarray(prompt.ids).tolist(), skip_special_tokens=True))
     if isinstance(prompt.messages, str):
         return prompt.messages
-    found = [m.get("content", "") if isinstance(m, dict) else str(m) for m in prompt.messages or []]
-    return "\n".join(str(content) for content in found)
+    contents = [m.get("content", "") if isinstance(m, dict) else str(m) for m in prompt.messages or []]
+    return "\n".join(str(content) for content in contents)
 
 
 def response_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
@@ -91,17 +91,17 @@ def sampled(trajectories: Iterable[Trajectory], limit: int = SAMPLED) -> list[Tr
 def report_rows(step: int, trajectories: Sequence[Trajectory], texts: TokenTexts) -> list[dict[str, Any]]:
     """Rows of trajectories/{step}.jsonl, with token-level columns (null where a phase did not fill them).
 
-    log_probs (trainer, start of the step) and rollout_log_probs (sampler) are null on tokens that the policy
-    did not write; `advantage` is the mean over the tokens that are trained on. The first row of a group has the prompt's
+    log_probs (trainer, start of the step) and rollout_log_probs (sampler) are null on tokens that the policy did not
+    write; `advantage` is the mean over the tokens that are trained on. The first row of a group has the prompt's
     images, scaled down, as data URIs, and the tokens of each.
     """
     rows = []
     for group in Batch(trajectories).groups():
         text = prompt_text(group[0], texts.tokenizer)
-        own = [_report_row(step, t, text, texts) for t in group]
+        group_rows = [_report_row(step, t, text, texts) for t in group]
         if (media := group[0].prompt.media) is not None:
-            own[0] |= {"images": data_uris(media.small), "image_tokens": media.tokens_of_images}
-        rows += own
+            group_rows[0] |= {"images": data_uris(media.small), "image_tokens": media.tokens_of_images}
+        rows += group_rows
     return rows
 
 
@@ -130,15 +130,15 @@ def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[
 
 
 def _dialogue(t: Trajectory) -> dict[str, Any]:
-    """`messages` and `turns` of an agent loop's trajectory (see `Session.turns`), and `shown`, the first images that tools and
-    environments gave, in their order; {} for others."""
+    """`messages` and `turns` of an agent loop's trajectory (see `Session.turns`), and `shown`, the first images of
+    tools and environments, in their order; {} for others."""
     messages = t.fields.get("messages") if "agent_loop" in t.extra else None
     if not messages:
         return {}
-    own, small = (() if m is None else m.small for m in (t.prompt.media, t.segments[-1].media))
-    small = small[len(own) :] if small[: len(own)] == own else small
-    said = {"messages": messages, "turns": t.extra.get("turns", [])}
-    return said | {"shown": data_uris(small[:IMAGES_SHOWN])} if small else said
+    of_prompt, small = (() if m is None else m.small for m in (t.prompt.media, t.segments[-1].media))
+    small = small[len(of_prompt) :] if small[: len(of_prompt)] == of_prompt else small
+    dialogue = {"messages": messages, "turns": t.extra.get("turns", [])}
+    return dialogue | {"shown": data_uris(small[:IMAGES_SHOWN])} if small else dialogue
 
 
 def _rounded(values: np.ndarray | None, mask: np.ndarray | None) -> list[float | None] | None:
@@ -173,9 +173,9 @@ class Dumper:
             write_lines(path, rows)
         except Exception as error:
             self.failed.append(str(path))
-            what = f"{type(error).__name__}: {error}"
-            message = f"{path} could not be written ({what}); the run goes on"
-            self._on_event("dump_failed", path=str(path), error=what, message=message)
+            problem = f"{type(error).__name__}: {error}"
+            message = f"{path} could not be written ({problem}); the run goes on"
+            self._on_event("dump_failed", path=str(path), error=problem, message=message)
         finally:
             self._room.release()
 

@@ -1,8 +1,9 @@
 """The run folder: what is written for every run, whatever the trackers.
 
-config.yaml · versions.json · metrics.jsonl · events.jsonl · data_report.jsonl · trajectories/{step}.jsonl · report.html,
-beside the checkpoints. One run at a time: a lock that ends with the process that holds it. A run that starts in a used
-folder moves what it will compute again to superseded/: nothing is deleted, and metrics.jsonl has every step once.
+config.yaml · versions.json · metrics.jsonl · events.jsonl · data_report.jsonl · trajectories/{step}.jsonl ·
+report.html, beside the checkpoints. One run at a time: a lock that ends with the process that holds it. A run that
+starts in a used folder moves what it will compute again to superseded/: nothing is deleted, and metrics.jsonl has every
+step once.
 """
 
 from __future__ import annotations
@@ -58,11 +59,10 @@ class FolderInUse(UserError):
 
 
 def lock_folder(root: Path, warn: Callable[[str], None]) -> int:
-    """Take the folder, which exists; closing the file that is returned lets others have it. FolderInUse where another process
-    has it.
+    """Lock the folder, which exists, until the returned file is closed. FolderInUse where another process has it.
 
-    A lock of fcntl: it ends with its process, is not inherited by children, and network file systems pass it on to other
-    machines. `warn(text)` hears of a file system that has none, where the run goes on without.
+    A lock of fcntl: it ends with its process, is not inherited by children, and network file systems apply it across
+    machines. `warn(text)` is called for a file system without locks, where the run goes on without.
     """
     path = root / LOCK
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -97,8 +97,8 @@ def _locked(handle: int, path: Path, warn: Callable[[str], None]) -> bool:
 
 
 class RunFolder:
-    """Opens (and makes, for this user alone) the folder, for this process alone until `close`. `warn(text)` hears of failed
-    writes; they never stop the run. FolderInUse while another process has it open."""
+    """Opens (and makes, for this user alone) the folder, for this process alone until `close`. `warn(text)` is called
+    for failed writes; they never stop the run. FolderInUse while another process has it open."""
 
     def __init__(self, root: Path, warn: Callable[[str], None]):
         self.root = root
@@ -154,7 +154,8 @@ class RunFolder:
         return self._metrics is not None
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append the record of a step. What comes for the step that was resumed from (`trainer.val_only`) is added to its line."""
+        """Append the record of a step; one of the step that was resumed from (`trainer.val_only`) is added to its
+        line."""
         if self._metrics is None:
             self.begin(None)
         assert self._metrics is not None
@@ -170,10 +171,10 @@ class RunFolder:
         self._metrics.append(record)
 
     def _say_what_vanished(self) -> None:
-        for what, path in list(self.relied_on.items()):
+        for label, path in list(self.relied_on.items()):
             if not os.path.lexists(path):
-                self.relied_on.pop(what, None)
-                self._warn(f"{path} is gone: something deleted {what} while the run went on")
+                self.relied_on.pop(label, None)
+                self._warn(f"{path} is gone: something deleted {label} while the run went on")
 
     def unwritten(self) -> list[str]:
         """Names of the files that could not be written, or not to their end."""
@@ -224,7 +225,7 @@ class RunFolder:
 
 
 def _step(raw: bytes) -> float:
-    """The step of a line; what is no step (a line that does not read, a mark of release 0.1) counts as later than every step."""
+    """The step of a line; other lines (unreadable ones, marks of release 0.1) count as later than every step."""
     try:
         record = json.loads(raw)
         return float("inf") if "event" in record else int(record["step"])
@@ -233,8 +234,8 @@ def _step(raw: bytes) -> float:
 
 
 def mask_secrets(value: Any) -> Any:
-    """Plain containers (for YAML) with *** in place of values under secret-looking keys, of what follows such a name in a text
-    or in a list of arguments, and of users and passwords in URLs."""
+    """Plain containers (for YAML) with *** in place of values under secret-looking keys, of what follows such a name in
+    a text or in a list of arguments, and of users and passwords in URLs."""
     if isinstance(value, Mapping):
         secret = {k for k, v in value.items() if v is not None and SECRET_NAME.search(str(k))}
         return {str(k): "***" if k in secret else mask_secrets(v) for k, v in value.items()}
@@ -271,7 +272,7 @@ def versions() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "driver": _driver(),
         "git_commit": _git_commit(Path(__file__).parent),
-        "packages": {name: found for name in _PACKAGES if (found := probe.version(name))},
+        "packages": {name: installed for name in _PACKAGES if (installed := probe.version(name))},
     }
 
 
@@ -289,17 +290,18 @@ def _git_commit(directory: Path) -> str | None:
     command = ["git", "--no-optional-locks", "-C", str(directory), "status"]
     command += ["--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    head, *others = done.stdout.splitlines()
+    head, *lines = process.stdout.splitlines()
     commit = head.removeprefix("# branch.oid ")
-    return commit if all(line.startswith("#") for line in others) else f"{commit}-dirty"
+    return commit if all(line.startswith("#") for line in lines) else f"{commit}-dirty"
 
 
 class LiveReport:
-    """Keeps `report.html` of a run folder current, by `verl report` in a process of its own: rewritten at most every few
-    seconds and for at most 2 % of the time. A page that cannot be written is told, and neither ends nor delays the run."""
+    """Keeps `report.html` of a run folder current, by `verl report` in a process of its own: rewritten at most every
+    few seconds and for at most 2 % of the time. A page that cannot be written is reported and neither ends nor delays
+    the run."""
 
     def __init__(self, run_dir: Path, flush: Callable[[], None], event: Callable[..., None]):
         self._run_dir = run_dir.absolute()
@@ -328,8 +330,8 @@ class LiveReport:
         place: dict[str, Any] = {"cwd": Path(__file__).parents[2], "start_new_session": True}
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         try:
-            done = subprocess.run(command, **place, **streams, timeout=PAGE_S)
-            problem = done.stderr.strip()[-2000:] if done.returncode else ""
+            process = subprocess.run(command, **place, **streams, timeout=PAGE_S)
+            problem = process.stderr.strip()[-2000:] if process.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem and not self.failing:

@@ -79,8 +79,8 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
     out: dict[str, Number] = {"training/global_step": facts.step, "training/epoch": facts.epoch}
     out |= reward_metrics(batch) | dialogue_metrics(AgentRecord.of(batch))
     batch = Batch([t for t in batch if t.finish_reason != LOST], batch.meta)
-    known = [t for t in batch if t.entropy is not None]
-    out["actor/entropy"] = _over_tokens("", known, "entropy", "response_mask")["/mean"]
+    with_entropy = [t for t in batch if t.entropy is not None]
+    out["actor/entropy"] = _over_tokens("", with_entropy, "entropy", "response_mask")["/mean"]
     out["training/skipped_updates"] = counters.skipped_updates
     out["training/refused_steps"] = counters.refused_steps
     out |= score_metrics(batch)
@@ -96,8 +96,8 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
     """critic/{score,rewards,advantages,returns} and reward_extra/*, over non-empty responses with a valid score."""
     rows = [t for t in batch if t.policy_tokens > 0 and t.scored]
     scores = [float(t.score) for t in rows if t.score is not None]
-    given = [t.score if t.token_rewards is None else t.token_rewards for t in rows]
-    rewards = [float(np.sum(np.asarray(reward), dtype=np.float64)) for reward in given]
+    rewards_of_rows = [t.score if t.token_rewards is None else t.token_rewards for t in rows]
+    rewards = [float(np.sum(np.asarray(reward), dtype=np.float64)) for reward in rewards_of_rows]
     out = spread("critic/score", scores) | spread("critic/rewards", rewards)
     out |= _over_tokens("critic/advantages", rows, "advantages", "loss_mask")
     if all(t.returns is t.advantages for t in rows):  # one column of a large step takes a tenth of a second
@@ -112,34 +112,35 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def reward_metrics(batch: Batch) -> dict[str, Number]:
-    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, comparisons that a verifier could
-    not make because of the response, time per response, and the mean of each of several rewards before its weight.
+    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, comparisons that a verifier
+    could not make because of the response, time per response, and the mean of each of several rewards before its
+    weight.
 
     Responses the sampler lost were never scored: they are training/rollout_failure/evicted_samples.
     """
     lost = [t for t in batch if t.finish_reason == LOST]
-    asked = [t for t in batch if t.finish_reason != LOST]
-    failed = [t for t in asked if not t.scored]
+    sampled = [t for t in batch if t.finish_reason != LOST]
+    failed = [t for t in sampled if not t.scored]
     out: dict[str, Number] = {"training/rollout_failure/evicted_samples": len(lost)} if lost else {}
     kinds = [t.extra.get("score_failure", {}).get("kind") for t in failed]
     out |= {"reward/errors": len(failed), "reward/timeouts": kinds.count("timeout")}
-    out["reward/undecided"] = sum(t.extra.get("undecided", 0) for t in asked)
-    out["reward/error_ratio"] = _ratio(len(failed), len(asked))
-    latency = [t.timing["compute_score"] for t in asked if "compute_score" in t.timing]
-    several = [t.extra["rewards"] for t in asked if "rewards" in t.extra]
+    out["reward/undecided"] = sum(t.extra.get("undecided", 0) for t in sampled)
+    out["reward/error_ratio"] = _ratio(len(failed), len(sampled))
+    latency = [t.timing["compute_score"] for t in sampled if "compute_score" in t.timing]
+    several = [t.extra["rewards"] for t in sampled if "rewards" in t.extra]
     for name in several[0] if several else ():
         out[f"reward/{name}/mean"] = _mean(np.array([rewards[name] for rewards in several], np.float64))
     return out | spread("reward/latency_s", latency, ("mean", "max"))
 
 
 def length_metrics(batch: Batch, max_prompt_length: int, max_response_length: int) -> dict[str, Number]:
-    """Lengths of responses and prompts, shares at their limits, empty responses (no token of the policy), turns; image tokens of
-    prompts with images."""
+    """Lengths of responses and prompts, shares at their limits, empty responses (no token of the policy), turns; image
+    tokens of prompts with images."""
     lengths, prompts = batch.lengths, batch.prompt_lengths
     empty = np.array([t.policy_tokens == 0 for t in batch], bool)
     turns = [t.num_turns for t in batch]
-    seen = [t.prompt.media.tokens for t in batch if t.prompt.media is not None]
-    images = spread("prompt_length/image_tokens", seen, ("mean", "max")) if seen else {}
+    tokens = [t.prompt.media.tokens for t in batch if t.prompt.media is not None]
+    images = spread("prompt_length/image_tokens", tokens, ("mean", "max")) if tokens else {}
     return images | {
         **lengths_at("response_length", lengths, max_response_length),
         **lengths_at("response_length_non_aborted", lengths[~empty], max_response_length),
@@ -197,8 +198,8 @@ def agent_metrics(batch: Batch) -> dict[str, Number]:
 
 @dataclass(frozen=True, slots=True)
 class AgentRecord:
-    """What the metrics of dialogues need of an agent loop's trajectory, without its tokens and messages: `seconds` in tools or in
-    the environment, None where nothing counts them; `extra` as the trajectory's."""
+    """What the metrics of dialogues need of an agent loop's trajectory, without its tokens and messages: `seconds` in
+    tools or in the environment, None where nothing counts them; `extra` as the trajectory's."""
 
     status: str
     segments: int
@@ -216,8 +217,8 @@ class AgentRecord:
 
 
 def dialogue_metrics(rows: Sequence[AgentRecord]) -> dict[str, Number]:
-    """agent/*: how trajectories of agent loops ended (those left out too), segments, calls, rewards of turns, seconds in tools. {}
-    where there is none."""
+    """agent/*: how trajectories of agent loops ended (those left out too), segments, calls, rewards of turns, seconds
+    in tools; {} without any."""
     if not rows:
         return {}
     ended = Counter(t.status for t in rows)
@@ -277,14 +278,14 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, Number]:
     `version`: what the trainer holds after the step; responses of a synchronous step were written with the one
     before, and the versions behind are counted against `version − 1`, the one that was trained.
     """
-    written = [t.versions for t in batch if t.versions and t.length > 0]
+    versions = [t.versions for t in batch if t.versions and t.length > 0]
     base = "training/off_policy/trajectory"
     trained = version - 1
     return {
         "training/weight_version": version,
-        **spread(f"{base}_spans", [len(v) for v in written]),
-        **spread(f"{base}_staleness", [trained - v[-1] for v in written]),
-        **spread(f"{base}_staleness_worst", [trained - v[0] for v in written]),
+        **spread(f"{base}_spans", [len(v) for v in versions]),
+        **spread(f"{base}_staleness", [trained - v[-1] for v in versions]),
+        **spread(f"{base}_staleness_worst", [trained - v[0] for v in versions]),
     }
 
 
@@ -321,13 +322,13 @@ def step_mfu(
 
 def numeric_parts(rows: Iterable[Trajectory]) -> dict[str, list[float]]:
     """Numeric keys the reward function returned besides the score: key → finite values of the responses."""
-    found: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
     for t in rows:
         for key, value in t.score_parts.items():
             number = plain(value)
             if number is not None and math.isfinite(number) and key != "score":
-                found.setdefault(str(key), []).append(float(number))
-    return found
+                parts.setdefault(str(key), []).append(float(number))
+    return parts
 
 
 def total_tokens(batch: Batch) -> int:
@@ -336,7 +337,8 @@ def total_tokens(batch: Batch) -> int:
 
 
 def _over_tokens(name: str, rows: Iterable[Trajectory], column: str, mask: str) -> dict[str, Number]:
-    """`{name}/{mean,max,min}` of a token-level column where the mask is True (`loss_mask` not set yet: the response mask).
+    """`{name}/{mean,max,min}` of a token-level column where the mask is True (`loss_mask` not set yet: the response
+    mask).
 
     Response by response, in float64: a copy of all tokens of a step may be hundreds of megabytes.
     """
@@ -346,11 +348,11 @@ def _over_tokens(name: str, rows: Iterable[Trajectory], column: str, mask: str) 
         chosen = t.response_mask if chosen is None else chosen
         if values is None or not len(values):
             continue
-        taken = values if chosen.all() else values[chosen]
-        if len(taken):
-            count += len(taken)
-            total += float(np.sum(taken, dtype=np.float64))
-            top, bottom = np.maximum(top, taken.max()), np.minimum(bottom, taken.min())
+        selected = values if chosen.all() else values[chosen]
+        if len(selected):
+            count += len(selected)
+            total += float(np.sum(selected, dtype=np.float64))
+            top, bottom = np.maximum(top, selected.max()), np.minimum(bottom, selected.min())
     if not count:
         return {f"{name}/{kind}": math.nan for kind in ("mean", "max", "min")}
     return {f"{name}/mean": total / count, f"{name}/max": float(top), f"{name}/min": float(bottom)}

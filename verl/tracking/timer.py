@@ -1,7 +1,7 @@
 """Where the time of a step goes, what the loop is doing right now, and who waits for what when nothing moves.
 
-`Phases` collects `timing_s/*`; `Timeline` writes when the sampler had requests and what the trainer did, step by step, on one
-clock; `Watchdog` reports a run that stands still; `profiled` frames what a profile shows, if there is one.
+`Phases` collects `timing_s/*`; `Timeline` writes when the sampler had requests and what the trainer did, step by step,
+on one clock; `Watchdog` reports a run that stands still; `profiled` frames what a profile shows, if there is one.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def profiled(profiler: Profiler | None, step: int, phases: Phases, tracking: Any
     with phases("stop_profile"):
         files = profiler.stop(step)
     if files:
-        said = f"profile of step {step}: {', '.join(files)}"
-        tracking.event("profile", step=step, files=files, message=said)
+        message = f"profile of step {step}: {', '.join(files)}"
+        tracking.event("profile", step=step, files=files, message=message)
 
 
 class Profiled:
@@ -143,7 +143,7 @@ class Profiled:
 
 
 class StepTimes:
-    """A step on the clock. phases: `Phases.spans`, the whole "step" once among them; sampler: spans in which the sampler had
+    """A step on the clock. phases: `Phases.spans`, with the whole "step" once; sampler: spans in which the sampler had
     requests (`ResumableGeneration.busy`)."""
 
     def __init__(self, phases: Sequence[PhaseSpan], sampler: Sequence[Span]):
@@ -152,8 +152,9 @@ class StepTimes:
         self.sampler = sampler
 
     def metrics(self, samplers: int, trainers: int) -> dict[str, float]:
-        """perf/sampler_idle_ratio: share of the step in which the sampler had no request; perf/trainer_idle_ratio: in which the
-        trainer waited for responses or scores. With `samplers` devices of their own perf/device_busy_ratio over both."""
+        """perf/sampler_idle_ratio: share of the step in which the sampler had no request; perf/trainer_idle_ratio: in
+        which the trainer waited for responses or scores. Where the sampler has `samplers` devices of its own,
+        perf/device_busy_ratio over both."""
         busy = sum(min(b, self.end) - max(a, self.begin) for a, b in self.sampler if b > self.begin)
         waited = sum(b - a for name, a, b in self.trainer if name in WAITING)
         sampler, trainer = self._share(self.end - self.begin - busy), self._share(waited)
@@ -169,10 +170,10 @@ class StepTimes:
 
 
 class Timeline:
-    """Appends to timeline.jsonl; a write that fails is told once through `notice`, and the lines are kept and tried again.
+    """Appends to timeline.jsonl; `notice` reports a failed write once, and the lines are kept and tried again.
 
-    One object per step: {"step", "begin", "end", "sampler": [[from, to], …], "trainer": [[phase, from, to], …]}, in unix
-    seconds. `gen` and `reward` among the phases are times in which the trainer waited.
+    One object per step: {"step", "begin", "end", "sampler": [[from, to], …], "trainer": [[phase, from, to], …]}, in
+    unix seconds. `gen` and `reward` among the phases are times in which the trainer waited.
     """
 
     def __init__(self, path: Path, notice: Callable[[str], None]):
@@ -195,8 +196,8 @@ class Timeline:
 
 
 class Watchdog:
-    """Reports after `timeout` seconds without progress, then after 2, 4, 8 … times that, until something moves: the phase,
-    for how long, and where every thread stands.
+    """Reports after `timeout` seconds without progress, then after 2, 4, 8 … times that, until something moves: the
+    phase, for how long, and where every thread stands.
 
     `on_event("watchdog", …)` gets the report; stderr shows it. `extra()` may add lines, e.g. what workers say of
     themselves. A timeout ≤ 0 or None switches it off. Use it as a context manager.

@@ -23,11 +23,11 @@ _SHUFFLE_SEED = 42
 
 
 class Tracking:
-    """Opens the run folder at `run_dir` and sends every record where `trainer.logger` says.
+    """Opens the run folder at `run_dir` and sends every record to the trackers of `trainer.logger`.
 
-    `config`: the run's configuration (`trainer.` group and `to_dict()` are used). `resumed(step)` comes before the first
-    record of a run that goes on. `tokenizer` may be set later; with it responses are dumped with the text of every token.
-    Nothing here raises for a tracker or a full disk: what fails is told once and the run goes on.
+    `config`: the run's configuration (`trainer.` group and `to_dict()` are used). `resumed(step)` comes before the
+    first record of a run that goes on. `tokenizer` may be set later; with it responses are dumped with the text of
+    every token. Nothing here raises for a tracker or a full disk: what fails is told once and the run goes on.
     """
 
     def __init__(self, config: Any, run_dir: Path | str, *, tokenizer: Any = None) -> None:
@@ -113,8 +113,8 @@ class Tracking:
             except Unavailable as error:
                 self.notice(f"tracker {name}: {error}")
             except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                self.notice(f"tracker {name} does not start ({what}); the run goes on without")
+                problem = f"{type(error).__name__}: {error}"
+                self.notice(f"tracker {name} does not start ({problem}); the run goes on without")
 
     def rely_on(self, what: str, path: Path) -> None:
         """Say so if this path is gone at a later record; it replaces the one before of the same `what`."""
@@ -150,17 +150,17 @@ class Tracking:
                 call(tracker)
             except Exception as error:
                 del self._trackers[name]
-                what = f"{type(error).__name__}: {error}"
-                self.notice(f"tracker {name} failed ({what}); the run goes on without it")
+                problem = f"{type(error).__name__}: {error}"
+                self.notice(f"tracker {name} failed ({problem}); the run goes on without it")
 
     def data_report(self, *datasets: Any) -> None:
         """Bad rows of the datasets into data_report.jsonl, their counts as events, their summary on stderr.
 
         A dataset offers `bad_rows` (records), `report` (counts) and `describe()` (lines); None is passed over.
         """
-        found = [dataset for dataset in datasets if dataset is not None]
-        self.bad_rows(row for dataset in found for row in dataset.bad_rows)
-        for dataset in found:
+        present = [dataset for dataset in datasets if dataset is not None]
+        self.bad_rows(row for dataset in present for row in dataset.bad_rows)
+        for dataset in present:
             self.event("data", **dataset.report)
             for text in dataset.describe():
                 console.notice(text)
@@ -213,15 +213,15 @@ class Tracking:
     def progress(
         self, what: str, total: int | None = None, beat: Callable[[], None] = lambda: None
     ) -> Callable[[int], None]:
-        """A callback for things that finish inside a step (responses): shown beside the bar. `beat` is called each time."""
-        done = 0
+        """A callback for items that finish in a step (responses): shown beside the bar. `beat` is called each time."""
+        count_so_far = 0
 
         def advance(count: int = 1) -> None:
-            nonlocal done
-            done += count
+            nonlocal count_so_far
+            count_so_far += count
             beat()
             if self._progress is not None:
-                self._progress.detail(f"{what} {done}" + (f"/{total}" if total else ""))
+                self._progress.detail(f"{what} {count_so_far}" + (f"/{total}" if total else ""))
 
         return advance
 
@@ -245,7 +245,7 @@ class Tracking:
         self._dumper.flush()
 
     def close(self) -> None:
-        """Write everything out, let the trackers go; of a run that finished, say what its folder has. May be called twice."""
+        """Write everything out, close the trackers; list the folder of a run that finished. May be called twice."""
         if self._closed:
             return
         self._closed = True

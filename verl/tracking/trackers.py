@@ -43,8 +43,8 @@ class TrackerSession:
 
 
 class Tracker:
-    """One tracker. `say` shows the user a line. ImportError where it is not installed, Unavailable where it is not set up or not
-    logged in."""
+    """One tracker. `say` shows the user a line. ImportError where it is not installed, Unavailable where it is not set
+    up or not logged in."""
 
     def __init__(self, session: TrackerSession, say: Callable[[str], None]):
         pass
@@ -167,16 +167,16 @@ def open_tracker(name: str, session: TrackerSession, say: Callable[[str], None])
         except ImportError as error:
             why = f"the {name} package is not installed ({error}); pip install {name}"
             raise Unavailable(why) from error
-    known = ", ".join(("console", *TRACKERS, *ALIASES, *LATER))
+    names = ", ".join(("console", *TRACKERS, *ALIASES, *LATER))
     later = "not in this release; metrics.jsonl in the run folder has everything"
-    raise Unavailable(later if name in LATER else f"there is no such tracker; known: {known}")
+    raise Unavailable(later if name in LATER else f"there is no such tracker; known: {names}")
 
 
 def logged_in(wandb: Any) -> bool:
     """True if an API key is at hand: environment, settings, or the netrc file of the server's host."""
     settings = wandb.Settings()
-    named = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
-    if named or getattr(settings, "api_key", None):
+    credentials = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    if credentials or getattr(settings, "api_key", None):
         return True
     host = urlparse(str(os.environ.get("WANDB_BASE_URL") or settings.base_url)).hostname
     path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
@@ -198,19 +198,19 @@ def _run_id(session: TrackerSession) -> str:
 
 def _within(seconds: float, what: str, call: Callable[[], T]) -> T:
     """Result or error of a call made in a thread, or Unavailable when it takes too long."""
-    done: Future[T] = Future()
+    future: Future[T] = Future()
 
     def work() -> None:
         try:
-            done.set_result(call())
+            future.set_result(call())
         except BaseException as error:  # a library that calls sys.exit does not end the run
-            known = isinstance(error, Exception)
-            done.set_exception(error if known else Unavailable(f"{what}: {type(error).__name__}: {error}"))
+            safe = isinstance(error, Exception)
+            future.set_exception(error if safe else Unavailable(f"{what}: {type(error).__name__}: {error}"))
 
     threading.Thread(target=work, daemon=True, name="wandb").start()
     try:
-        return done.result(seconds)
+        return future.result(seconds)
     except TimeoutError:
-        if done.done():  # the call's own
+        if future.done():  # the call's own
             raise
         raise Unavailable(f"{what} took more than {seconds:.0f} s") from None

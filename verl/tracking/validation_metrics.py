@@ -96,8 +96,8 @@ def _value(t: Trajectory, variable: str) -> float | None:
 def _values(group: Responses, variable: str, zero_failed: bool = True) -> list[float]:
     """Values of a prompt's responses in order; failed ones are 0 for `acc` and left out of the rest."""
     failed = 0.0 if variable == ACC and zero_failed else None
-    found = [_value(t, variable) if t.scored else failed for t in group]
-    return [value for value in found if value is not None]
+    values = [_value(t, variable) if t.scored else failed for t in group]
+    return [value for value in values if value is not None]
 
 
 def _variable_metrics(groups: Sequence[Responses], variable: str, n: int) -> dict[str, float]:
@@ -106,8 +106,8 @@ def _variable_metrics(groups: Sequence[Responses], variable: str, n: int) -> dic
     for group in groups:
         values = np.array(_values(group, variable), dtype=np.float64)
         preds = [str(t.score_parts["pred"]) for t in group] if votes and len(values) == len(group) else []
-        found = prompt_metrics(values, n, preds) if len(values) else {}
-        for name, value in found.items():
+        metrics = prompt_metrics(values, n, preds) if len(values) else {}
+        for name, value in metrics.items():
             per_prompt.setdefault(name, []).append(value)
     return {name: _mean(values) for name, values in per_prompt.items()} or {f"mean@{n}": math.nan}
 
@@ -124,8 +124,8 @@ def prompt_metrics(values: np.ndarray, n: int, preds: Sequence[str]) -> dict[str
     return out | _majority_metrics(values, preds, n) if preds and n > 1 else out
 
 
-def _mean_and_std(name: str, found: np.ndarray) -> dict[str, float]:
-    return {f"{name}/mean": float(found.mean()), f"{name}/std": float(found.std())}
+def _mean_and_std(name: str, values: np.ndarray) -> dict[str, float]:
+    return {f"{name}/mean": float(values.mean()), f"{name}/std": float(values.std())}
 
 
 def _majority_metrics(values: np.ndarray, preds: Sequence[str], n: int) -> dict[str, float]:
@@ -163,5 +163,5 @@ def draws(size: int, k: int) -> np.ndarray:
 
 def _mean(values: Sequence[float]) -> float:
     """Mean of the values that are there; NaN entries are prompts with nothing to average."""
-    known = [value for value in values if not math.isnan(value)]
-    return math.fsum(known) / len(known) if known else math.nan
+    numbers = [value for value in values if not math.isnan(value)]
+    return math.fsum(numbers) / len(numbers) if numbers else math.nan

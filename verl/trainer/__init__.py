@@ -1,7 +1,7 @@
 """The commands that train, sample and score, and the loops behind them.
 
-While Python looks for the module of `python -m verl.trainer.…` (only then has sys.argv this form), an interrupt is made to end the
-command without a traceback; a run handles signals itself.
+While Python looks for the module of `python -m verl.trainer.…` (only then does sys.argv have this form), an interrupt
+ends the command without a traceback; a run handles signals itself.
 """
 
 import os

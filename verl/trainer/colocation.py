@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Colocation:
-    """The sampler lends its memory where it has nothing to do while the trainer works on the same devices. It has something to
-    do with trainer.max_staleness > 0, and devices of its own with rollout.nnodes > 0; rollout.free_cache_engine=False keeps its
-    memory. A judge on the same devices lends its memory with it.
+    """The sampler lends its memory while it is idle and the trainer works on the same devices. It is not idle with
+    trainer.max_staleness > 0, and has devices of its own with rollout.nnodes > 0; rollout.free_cache_engine=False keeps
+    its memory. A judge on the same devices lends its memory with it.
 
-    A role whose `fsdp_config` names `param_offload` or `optimizer_offload` is in host memory but for its own passes and updates;
-    so is a classifier that scores on the policy's devices.
+    A role whose `fsdp_config` sets `param_offload` or `optimizer_offload` is in host memory except during its own
+    passes and updates; so is a classifier that scores on the policy's devices.
     """
 
     def __init__(self, config: Any, sampler: RolloutEngine, judge: ServedJudge | None = None):
@@ -39,7 +39,7 @@ class Colocation:
         groups["critic"] = config.critic.model
         groups |= dict.fromkeys(teacher_roles(config), arr.ref)
         fsdp = {name: group.fsdp_config for name, group in groups.items()}
-        self._leave = {name for name, own in fsdp.items() if own.param_offload or own.optimizer_offload}
+        self._leave = {name for name, cfg in fsdp.items() if cfg.param_offload or cfg.optimizer_offload}
         if "reward_model" not in own_pools(config):
             self._leave.add("reward_model")
 

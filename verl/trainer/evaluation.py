@@ -2,8 +2,8 @@
 
     file → trajectories (text, no tokens) → RewardRunner → validation's metrics, and eval/{data_source}/… beside them
 
-A response has the uid and the number that validation on the same file would give it: the same samples get the same scores
-and metrics.
+A response has the uid and the number that validation on the same file would give it: the same samples get the same
+scores and metrics.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _ROUNDING = 1e-9
 
 
 def evaluate(config: EvalConfig, tracking: Tracking) -> None:
-    """Score, and write metrics, scores, sampled responses and the page to the run folder; see `run_guarded` for how it ends."""
+    """Score; write metrics, scores, sampled responses and the page to the run folder. `run_guarded` says how it
+    ends."""
     data = Responses(config)
     tracking.data_report(data)
     rewards = RewardRunner(None, events=tracking.event, settings=_reward_settings(config))
@@ -73,8 +74,8 @@ def evaluate(config: EvalConfig, tracking: Tracking) -> None:
 
 
 class Responses(CheckedRows):
-    """The responses of `data.path`, and what they are compared with: `references`, uid → texts. Rows that cannot be used are left
-    out and counted.
+    """The responses of `data.path`, and what they are compared with: `references`, uid → texts. Rows that cannot be
+    used are left out and counted.
 
     DataError if a column is missing or no row is left, or where a data source has nothing that scores it.
     """
@@ -166,9 +167,9 @@ def _responses(cell: Any, fields: RowFields, path: str, row: int) -> list[Trajec
 
 def _reference(row: Mapping[str, Any], path: str | None, truth: Any) -> list[str]:
     """Texts that this row's responses are compared with; [] if it has none."""
-    found = setting(row, path) if path else truth
-    found = found.get("target") if isinstance(found, Mapping) else found
-    texts = found if isinstance(found, list) else [found]
+    reference = setting(row, path) if path else truth
+    reference = reference.get("target") if isinstance(reference, Mapping) else reference
+    texts = reference if isinstance(reference, list) else [reference]
     return [str(text) for text in texts if text is not None and str(text).strip()]
 
 
@@ -176,8 +177,8 @@ def _reference(row: Mapping[str, Any], path: str | None, truth: Any) -> list[str
 
 
 def _reward_settings(config: EvalConfig) -> RewardSettings:
-    """Those of a training run with these keys. As in the public main_eval, a function whose arguments have other names gets data
-    source, response and ground truth by position."""
+    """Those of a training run with these keys. As in the public main_eval, a function whose arguments have other names
+    gets data source, response and ground truth by position."""
     run = Config()
     run.custom_reward_function = config.custom_reward_function
     for name in config.reward_model:
@@ -215,8 +216,8 @@ def _refuse_all_failed(responses: Sequence[Trajectory]) -> None:
 
 
 def evaluation_metrics(data: Responses, config: EvalConfig) -> tuple[dict[str, Number], list[str], list[str]]:
-    """All metrics of scored responses: test_score/{source}, eval/{source}/…, and validation's; notices; what is printed of them,
-    a line for each source, then the public system's dictionary."""
+    """(metrics, notices, printed lines) of scored responses: test_score/{source}, eval/{source}/…, and validation's
+    metrics; a line for each source, then the public system's dictionary."""
     sources: dict[str, list[list[Trajectory]]] = {}
     for group in Batch(data.all).groups():
         sources.setdefault(group[0].prompt.data_source, []).append(group)
@@ -225,13 +226,13 @@ def evaluation_metrics(data: Responses, config: EvalConfig) -> tuple[dict[str, N
     out, notes, lines = dict(validation_metrics(data.all)), [], []
     test_scores: dict[str, Number] = {}
     for source, groups in sources.items():
-        found, said = _source_metrics(source, groups, data, config)
-        out |= {f"eval/{source}/{name}": value for name, value in found.items()}
-        if "score" in found and source != OVERALL:
-            test_scores[f"test_score/{source}"] = found["score"]
+        values, source_notes = _source_metrics(source, groups, data, config)
+        out |= {f"eval/{source}/{name}": value for name, value in values.items()}
+        if "score" in values and source != OVERALL:
+            test_scores[f"test_score/{source}"] = values["score"]
             out |= test_scores
-        notes += said
-        lines.append(_line(source, found))
+        notes += source_notes
+        lines.append(_line(source, values))
     return out, notes, [*lines, str(test_scores)]
 
 
@@ -243,23 +244,24 @@ def _source_metrics(
     answers = _answers(groups, config)
     if answers is None and source != OVERALL and max(map(len, groups)) > 1:
         notes.append(
-            f"no maj@k for {source}: nothing tells the answer that is voted on (a reward function can return it as `pred`)"
+            f"no maj@k for {source}: nothing tells the answer that is voted on "
+            "(a reward function can return it as `pred`)"
         )
-    found = source_metrics(right, answers, metrics.k, metrics.confidence)
+    out = source_metrics(right, answers, metrics.k, metrics.confidence)
     scores = [[t.score for t in group if t.score is not None and t.scored] for group in groups]
     means = [fmean(values) for values in scores if values]
     if failed := sum(map(len, groups)) - sum(map(len, scores)):
-        found["errors"] = failed
+        out["errors"] = failed
     if metrics.text:
         pairs = [(t.text or "", data.references[t.uid]) for group in groups for t in group]
         pairs = [pair for pair in pairs if pair[1]]
         if pairs:
-            found |= text_metrics(metrics.text, [text for text, _ in pairs], [texts for _, texts in pairs])
+            out |= text_metrics(metrics.text, [text for text, _ in pairs], [texts for _, texts in pairs])
         else:
             notes.append(f"no {', '.join(metrics.text)} for {source}: no row has a reference text")
     if means:
-        found["score"] = fmean(means)
-    return found, notes
+        out["score"] = fmean(means)
+    return out, notes
 
 
 def _is_right(t: Trajectory, pass_score: float) -> bool:
@@ -271,7 +273,7 @@ def _is_right(t: Trajectory, pass_score: float) -> bool:
 
 
 def _answers(groups: Sequence[Sequence[Trajectory]], config: EvalConfig) -> list[list[str | None]] | None:
-    """The final answer of each response: the function's `pred`, or what the built-in rule reads. None where neither is."""
+    """The final answer of each response: the function's `pred`, or what the built-in rule reads; None without both."""
     custom = config.custom_reward_function
     every = [t for group in groups for t in group if t.scored]
     if every and all("pred" in t.score_parts for t in every):
@@ -287,15 +289,15 @@ def _read(t: Trajectory, options: Mapping[str, Any]) -> str | None:
     )
 
 
-def _some(count: Number, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def _some(count: Number, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _line(source: str, metrics: Mapping[str, Number]) -> str:
-    found = dict(metrics)
-    interval = f"({found.pop('accuracy_low'):.4f} to {found.pop('accuracy_high'):.4f})"
-    words = [f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
+    values = dict(metrics)
+    interval = f"({values.pop('accuracy_low'):.4f} to {values.pop('accuracy_high'):.4f})"
+    words = [f"{name} {value:.4f}" for name, value in values.items() if isinstance(value, float)]
     words[0] += f" {interval}"
-    counts = f"{_some(found['prompts'], 'prompt')}, {_some(found['responses'], 'response')}"
-    errors = f", {found['errors']} not scored" if "errors" in found else ""
+    counts = f"{_some(values['prompts'], 'prompt')}, {_some(values['responses'], 'response')}"
+    errors = f", {values['errors']} not scored" if "errors" in values else ""
     return f"{source}: {counts}{errors}: {', '.join(words)}"

@@ -56,15 +56,15 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
         try:
             tracking.event("plan", device=workers.describe)
             with interrupt.patient():
-                done = loop.run(_sample(data, rollouts, config.data.batch_size, phases))
+                result = loop.run(_sample(data, rollouts, config.data.batch_size, phases))
         finally:
             loop.run(rollouts.stop())
             workers.close()
-    write_responses(rows, data.source.files, done, output)
-    done.record(tracking)
-    say(f"{output}: {len(data.source)} rows, {len(done.texts)} of them with responses")
-    if done.lost:
-        tracking.notice(f"{done.lost} responses were lost by the sampler and are null (events.jsonl)")
+    write_responses(rows, data.source.files, result, output)
+    result.record(tracking)
+    say(f"{output}: {len(data.source)} rows, {len(result.texts)} of them with responses")
+    if result.lost:
+        tracking.notice(f"{result.lost} responses were lost by the sampler and are null (events.jsonl)")
 
 
 def training_config(config: GenerationConfig) -> Config:
@@ -144,8 +144,8 @@ async def _unscored(trajectory: Trajectory) -> None:
 
 @dataclass
 class Generated:
-    """What came of it. texts: "{file number}:{row}" → responses, None where the sampler lost one; tokens: their lengths (of the
-    longest segment); shown: those of the first rows, for the page."""
+    """The responses. texts: "{file number}:{row}" → responses, None where the sampler lost one; tokens: their lengths
+    (of the longest segment); shown: those of the first rows, for the page."""
 
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -158,14 +158,14 @@ class Generated:
 
     def add(self, number: int, batch: Batch) -> None:
         """Note the responses to usable prompt `number`."""
-        kept = [t for t in batch if t.finish_reason != "lost"]
+        sampled = [t for t in batch if t.finish_reason != "lost"]
         row = batch[0].uid.removesuffix("@0")
         self.texts[row] = [None if t.finish_reason == "lost" else t.text for t in batch]
         self.tokens[row] = [t.longest for t in batch]
-        self.lengths += [t.policy_tokens for t in kept]
-        self.played += AgentRecord.of(kept)
-        self.cut += sum(t.finish_reason == "length" for t in kept)
-        self.lost += len(batch) - len(kept)
+        self.lengths += [t.policy_tokens for t in sampled]
+        self.played += AgentRecord.of(sampled)
+        self.cut += sum(t.finish_reason == "length" for t in sampled)
+        self.lost += len(batch) - len(sampled)
         if number < SAMPLED:
             self.shown += batch
 
@@ -196,7 +196,7 @@ async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int,
 
     RolloutError when more than `MAX_LOST_RATIO` of all responses were lost.
     """
-    done, numbers, n = Generated(), iter(range(len(data))), rollouts.settings.n
+    result, numbers, n = Generated(), iter(range(len(data))), rollouts.settings.n
     progress, started = Progress(len(data), title="Generation"), time.perf_counter()
 
     async def stream() -> None:
@@ -204,18 +204,18 @@ async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int,
         for number in numbers:
             batch = await rollouts.sample([data.prompt(number)], rollouts.settings.sampling, n)
             await rollouts.scored(batch)
-            done.add(number, batch)
-            _check_lost(done.lost, n * len(data), batch)
+            result.add(number, batch)
+            _check_lost(result.lost, n * len(data), batch)
             phases.beat()
-            progress.advance_to(len(done.texts))
+            progress.advance_to(len(result.texts))
 
     try:
         with phases("gen", waits_for=f"{n * len(data)} responses"):
             await asyncio.gather(*(stream() for _ in range(min(at_a_time, len(data)))))
     finally:
         progress.close()
-    done.seconds = time.perf_counter() - started
-    return done
+    result.seconds = time.perf_counter() - started
+    return result
 
 
 def _check_lost(lost: int, total: int, batch: Batch) -> None:
@@ -230,7 +230,8 @@ def _check_lost(lost: int, total: int, batch: Batch) -> None:
 
 
 def joined_rows(files: Sequence[RowFile]) -> pa.Table:
-    """All rows of the files, less columns that `write_responses` adds. UserError for columns of one name that hold different things."""
+    """All rows of the files, without the columns that `write_responses` adds. UserError for columns of one name and
+    different types."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -253,8 +254,8 @@ def joined_rows(files: Sequence[RowFile]) -> pa.Table:
 
 
 def write_responses(rows: pa.Table, files: Sequence[RowFile], done: Generated, target: Path) -> None:
-    """Write `rows` with columns `responses` (list of strings) and `response_lengths` (of integers, in tokens), both null for rows
-    that were left out, as parquet."""
+    """Write `rows` as parquet, with columns `responses` (list of strings) and `response_lengths` (of integers, in
+    tokens), both null for rows that were left out."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

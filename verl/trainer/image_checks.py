@@ -37,7 +37,7 @@ class ImageRecord:
         return dict(self._parts.stream.dataset.images.counts)
 
     def check(self, step: int, batch: Batch, colocation: Colocation) -> None:
-        """At the first step with images: blank those of one response, and its log-probs must change. ImagesUnseen if not."""
+        """At the first step with images: ImagesUnseen if one response's log-probs stay the same with blank images."""
         rows = (s for s in batch.segments if s.media is not None and s.length) if not self._checked else ()
         row = next(iter(rows), None)
         if row is None or row.media is None:
@@ -55,20 +55,20 @@ class ImageRecord:
         media = [prompt.media for prompt in prompts.values() if prompt.media is not None]
         if not media:
             return {}
-        count = sum(one.images for one in media)
+        count = sum(item.images for item in media)
         now = self._counts()
         since, self._before = {name: total - self._before[name] for name, total in now.items()}, now
         out: dict[str, Number] = {"perf/images/count": count}
         out["training/images_dropped"] = images_dropped(batch)
-        out["perf/images/sent_per_node"] = sum(one.images * one.puts for one in media) / count
+        out["perf/images/sent_per_node"] = sum(item.images * item.puts for item in media) / count
         # Not `count`: images are drawn ahead, and for groups that are then left out of the batch.
         if drawn := since.pop("drawn"):
             out |= {f"perf/images/{name}_per_image": total / drawn for name, total in since.items()}
         if "images" in sampler:
-            seen = (s.media for t in batch for s in t.segments if s.media is not None)
-            of_tools = {leaf for one in seen for leaf in one.leaves}.difference(media)
-            asked = (drawn or count) + sum(leaf.images for leaf in of_tools)
-            out["perf/images/encoded_per_image/sampler"] = sampler["images"] / asked
+            contexts = (s.media for t in batch for s in t.segments if s.media is not None)
+            of_tools = {leaf for item in contexts for leaf in item.leaves}.difference(media)
+            requested = (drawn or count) + sum(leaf.images for leaf in of_tools)
+            out["perf/images/encoded_per_image/sampler"] = sampler["images"] / requested
         trained = self._parts.workers.policy.images()
         if trained.get("distinct"):
             out["perf/images/encoded_per_image/trainer"] = trained["encoded"] / trained["distinct"]
@@ -81,8 +81,8 @@ def images_dropped(batch: Batch) -> int:
     def most(t: Trajectory) -> int:
         return max((s.media.images for s in t.segments if s.media is not None), default=0)
 
-    seen = ((t, t.prompt.media) for t in batch if t.length)
-    return sum(max(own.images - most(t), 0) for t, own in seen if own is not None)
+    pairs = ((t, t.prompt.media) for t in batch if t.length)
+    return sum(max(media.images - most(t), 0) for t, media in pairs if media is not None)
 
 
 def probes_of(row: Segment, media: Media) -> list[Trajectory]:
@@ -92,9 +92,9 @@ def probes_of(row: Segment, media: Media) -> list[Trajectory]:
 
 
 def changes_of(log_probs: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Of the log-probs of `probes_of`: how much blank images change a token's, and how much only its place in a pack does."""
-    seen, blank, again = log_probs
-    return float(np.abs(seen - blank).max()), float(np.abs(seen - again).max())
+    """Of the log-probs of `probes_of`: the largest change of a token's by blank images, and by its place in a pack."""
+    original, blank, again = log_probs
+    return float(np.abs(original - blank).max()), float(np.abs(original - again).max())
 
 
 def refuse_unseen(step: int, uid: str, changes: Sequence[float], tracking: Any) -> None:
@@ -105,8 +105,8 @@ def refuse_unseen(step: int, uid: str, changes: Sequence[float], tracking: Any) 
             f"step {step}: the log-probs of the response to {uid} are the same with its images blanked: the model does "
             "not see them. Is its vision tower in the checkpoint, and its processor the model's own?"
         )
-    said = f"images are seen: blanked, they change a token's log-prob by up to {difference:.3g}"
-    tracking.event("images_seen", step=step, uid=uid, log_prob_diff=difference, message=said)
+    message = f"images are seen: blanked, they change a token's log-prob by up to {difference:.3g}"
+    tracking.event("images_seen", step=step, uid=uid, log_prob_diff=difference, message=message)
 
 
 def _probe(row: Segment, media: Media) -> Trajectory:

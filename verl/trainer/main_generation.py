@@ -1,4 +1,4 @@
-"""`python3 -m verl.trainer.main_generation`: resolve and check the configuration, then sample responses to a file's prompts."""
+"""`python3 -m verl.trainer.main_generation`: check the configuration, then sample responses to a file's prompts."""
 
 from __future__ import annotations
 

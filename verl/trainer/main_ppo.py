@@ -9,7 +9,8 @@ from verl.trainer.run import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, 4 last checkpoint not written, else the run's)."""
+    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, 4 last checkpoint not
+    written, else the run's)."""
     return run_command(argv, "ppo", "verl.trainer.run:train_ppo")
 
 

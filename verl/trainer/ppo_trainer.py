@@ -6,17 +6,17 @@
           ↑ waits for the sampler  (scored while sampling)                                        │
           └──────────────────── weight sync (a new version) ←─────────────────────────────────────┘
 
-A step, in `_train_step`: sample the step's groups (with `algorithm.filter_groups` those whose responses differ); score what is not
-scored yet; run the forward passes that the algorithm declared (`verl.algorithms.needs`), each by the role that it names; turn
-scores into advantages; update the critic, if there is one, and then the policy, unless the critic is still warming up; push the
-policy's weights to the sampler; validate, save, log.
+A step, in `_train_step`: sample the step's groups (with `algorithm.filter_groups` those whose responses differ); score
+what is not scored yet; run the forward passes that the algorithm declares (`verl.algorithms.needs`), each by the role
+that it names; turn scores into advantages; update the critic, if there is one, and then the policy, unless the critic
+is still warming up; push the policy's weights to the sampler; validate, save, log.
 
-Who waits for whom: the loop waits for the last response of the step's oldest groups (`gen`), then for scores that are not there
-yet (`reward`), then for each pass of the trainer. With trainer.max_staleness = 0 nothing else is in flight, and the sampler waits
-for the trainer between `take`s; where both are on the same devices it lends them its memory meanwhile (`Colocation`). With
-k > 0 the groups of the next k steps are in flight too: the sampler goes on while the trainer computes, stops for the weight sync,
-and continues every response with the new weights. With trainer.weight_sync_every = t > 1 that is done every t steps, and a
-version's t steps are in flight together.
+Who waits for whom: the loop waits for the last response of the step's oldest groups (`gen`), then for missing scores
+(`reward`), then for each pass of the trainer. With trainer.max_staleness = 0 nothing else is in flight, and the sampler
+waits for the trainer between `take`s; where both are on the same devices it lends its memory meanwhile (`Colocation`).
+With k > 0 the groups of the next k steps are in flight too: the sampler goes on while the trainer computes, stops for
+the weight sync, and continues every response with the new weights. With trainer.weight_sync_every = t > 1 the weights
+are synced every t steps, and a version's t steps are in flight together.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class PPOTrainer:
         parts, phases, roles = self.parts, self.parts.phases, self.parts.workers.roles
         self.record.check_images(step, batch, self.colocation)
         warm = step >= self.config.trainer.critic_warmup or "critic" not in roles
-        for one in self.passes if warm else with_old_log_probs(self.passes):
-            with phases(one.name), self.colocation.computing(roles[one.role]):
-                roles[one.role].forward(batch, one.name, one.outputs)
+        for forward_pass in self.passes if warm else with_old_log_probs(self.passes):
+            with phases(forward_pass.name), self.colocation.computing(roles[forward_pass.role]):
+                roles[forward_pass.role].forward(batch, forward_pass.name, forward_pass.outputs)
         with phases("adv"):
             beta = parts.kl_controller.value if parts.kl_controller is not None else None
             algorithm, n = self.config.algorithm, parts.rollouts.settings.n
@@ -138,7 +138,7 @@ class PPOTrainer:
                 parts.loop.run(parts.rollouts.drain())
         with parts.phases("update_weights"):
             parts.loop.run(parts.rollouts.requests.pause())
-            # A sampler that sleeps takes the weights in its sleep: its cache comes back when the trainer's part is over.
+            # A sleeping sampler takes the weights asleep: its cache comes back after the trainer's part.
             sync = self.weight_sync.push(self.versions.at(step) + 1, verify=trainer.verify_weight_sync)
             self.colocation.to_sampling()
             parts.loop.run(parts.rollouts.requests.resume())

@@ -1,9 +1,9 @@
-"""A run's checkpoints: what they hold beside the weights, where they go and come from, and how a run is put back exactly where
-it was.
+"""A run's checkpoints: their content beside the weights, their places, and how a run resumes exactly where it was.
 
-`Storage` is what every trainer does with a checkpoint: the run folder, the thread that seals, the copies elsewhere. With
-`checkpoint.async_save` the files are written at once and synced, hashed, sealed and copied by a thread, beside the training: until
-it is sealed the one before stays the newest. `Checkpoints` is the content of a reinforcement-learning run's.
+`Storage` is what every trainer does with a checkpoint: the run folder, the thread that seals, the copies elsewhere.
+With `checkpoint.async_save` the files are written at once, and a thread syncs, hashes, seals and copies them beside the
+training: until it is sealed the one before stays the newest. `Checkpoints` is the content of a reinforcement-learning
+run's.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Storage:
         if not self._contents.async_save:
             self._seal(writer, step)
             return
-        # Files are written above: safetensors holds the interpreter's lock, so writing in a thread would stall the loop.
+        # Files are written above: safetensors holds the GIL, so writing in a thread would stall the loop.
         # Not a daemon: an interpreter that ends in between finishes the checkpoint first.
         self._thread = threading.Thread(target=self._seal, args=(writer, step), name="verl-checkpoint")
         self._thread.start()
@@ -95,8 +95,8 @@ class Storage:
         `log_probs` gives those of a row's response tokens under these weights. One forward pass over the step's
         longest row: weights that training has blown up are often finite themselves, but what they compute is not.
         """
-        known = (row for row in rows if row.length)
-        longest = max(known, key=lambda row: len(row.prompt.ids) + row.length, default=None)
+        nonempty = (row for row in rows if row.length)
+        longest = max(nonempty, key=lambda row: len(row.prompt.ids) + row.length, default=None)
         if "model" not in self.saved_parts or longest is None or np.isfinite(log_probs(longest)).all():
             return False
         self.wait()
@@ -114,16 +114,17 @@ class Storage:
             self._thread = None
 
     def finish(self) -> None:
-        """At the end of a run, whatever the end: wait, and say in `Tracking.unsaved` if the last checkpoint is missing."""
+        """At any end of a run: wait, and set `Tracking.unsaved` if the last checkpoint is missing."""
         self.wait()
         if self._unsaved is None:
             self._tracking.unsaved = ""
         else:
             step, why = self._unsaved
             newest = read.newest_sealed(self.root)
-            left = f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint"
+            remaining = f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint"
             self._tracking.unsaved = (
-                f"the checkpoint of step {step} was NOT written ({why}): the newest weights of this run are lost, {left}. "
+                f"the checkpoint of step {step} was NOT written ({why}): "
+                f"the newest weights of this run are lost, {remaining}. "
                 "Mend the cause and run the same command again"
             )
 
@@ -176,52 +177,52 @@ class Storage:
         return not self._narrowed or part in _parts(self._contents.load_contents)
 
     @contextmanager
-    def loading(self, found: Checkpoint) -> Iterator[None]:
-        """Around what is read of a checkpoint. Its files are what was saved, so a failure would come again with the same command:
-        CheckpointError, which says how to go on from another."""
+    def loading(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """A context in which a checkpoint is read. Its files are what was saved, so a failure would recur with the same
+        command: CheckpointError, which says how to go on from another."""
         try:
             yield
         except Exception as error:
             if getattr(error, "ends_the_run", False) or _out_of_memory(error):  # the first: a worker died
                 raise
-            what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            problem = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             trace = traceback.format_exc()
-            self._tracking.event("checkpoint_not_loaded", path=str(found.path), traceback=trace)
+            self._tracking.event("checkpoint_not_loaded", path=str(checkpoint.path), traceback=trace)
             raise CheckpointError(
-                f"{found.path} cannot be loaded ({what}). To go on from the checkpoint before it, move it out of the run "
-                "folder; trainer.resume_mode=disable starts anew"
+                f"{checkpoint.path} cannot be loaded ({problem}). To go on from the checkpoint before it, "
+                "move it out of the run folder; trainer.resume_mode=disable starts anew"
             ) from error
 
-    def loaded(self, found: Checkpoint, *, lead: bool = True) -> int:
+    def loaded(self, checkpoint: Checkpoint, *, lead: bool = True) -> int:
         """After a resume, whose step is returned: say from where it goes on, and what was left out; with
         `del_local_ckpt_after_load` drop what is elsewhere too. `lead`: this rank is the one that does it."""
-        self._tracking.resumed(found.step, found.loop_state.get("record"))
-        said = f"resuming from {found.path}, step {found.step}"
-        self._tracking.event("resumed", step=found.step, path=str(found.path), message=said)
-        if changed := list(_changes(found.loop_state.get("settings", {}), self._given)):
+        self._tracking.resumed(checkpoint.step, checkpoint.loop_state.get("record"))
+        message = f"resuming from {checkpoint.path}, step {checkpoint.step}"
+        self._tracking.event("resumed", step=checkpoint.step, path=str(checkpoint.path), message=message)
+        if changed := list(_changes(checkpoint.loop_state.get("settings", {}), self._given)):
             shown = [f"{key}: {then} then, {now} now" for key, then, now in changed[:_SHOWN]]
             shown += [f"{len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
-            self._tracking.notice(f"settings that changed since {found.path.name}: {'; '.join(shown)}")
-        left = sorted(part for part in WHOLE if not self.wants(part))
-        if left:
+            self._tracking.notice(f"settings that changed since {checkpoint.path.name}: {'; '.join(shown)}")
+        missing = sorted(part for part in WHOLE if not self.wants(part))
+        if missing:
             self._tracking.notice(
-                f"resumed without {', '.join(left)} (checkpoint.load_contents): the run does not go on exactly as it "
-                "would have"
+                f"resumed without {', '.join(missing)} (checkpoint.load_contents): "
+                "the run does not go on exactly as it would have"
             )
         if not self._settings.del_local_ckpt_after_load or not lead:
-            return found.step
-        copy = Copy(found.manifest.serial, found.step)
-        if self._remote is not None and found.path.parent == self.root and self._remote.newest() == copy:
-            remove(write.retire(found.path))
+            return checkpoint.step
+        copy = Copy(checkpoint.manifest.serial, checkpoint.step)
+        if self._remote is not None and checkpoint.path.parent == self.root and self._remote.newest() == copy:
+            remove(write.retire(checkpoint.path))
             self._tracking.event(
-                "checkpoint_deleted", path=str(found.path), why="trainer.del_local_ckpt_after_load"
+                "checkpoint_deleted", path=str(checkpoint.path), why="trainer.del_local_ckpt_after_load"
             )
         else:
             self._tracking.notice(
-                f"trainer.del_local_ckpt_after_load: {found.path} is kept, for it is in no other place "
+                f"trainer.del_local_ckpt_after_load: {checkpoint.path} is kept, for it is in no other place "
                 "(trainer.default_hdfs_dir would hold copies)"
             )
-        return found.step
+        return checkpoint.step
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -310,11 +311,11 @@ class Checkpoints:
         self._storage.finish()
 
     def save(self, step: int, loop: Mapping[str, Any], batch: Batch, record: dict[str, Any]) -> None:
-        """Write `global_step_N`; `loop` is of `PromptSchedule.state`, `record` the step's metrics, in case a kill comes before they
-        are logged.
+        """Write `global_step_N`; `loop` is of `PromptSchedule.state`, `record` the step's metrics, in case the run is
+        killed before they are logged.
 
-        A failure is an event and a notice; the run goes on. `batch`, the step's, shows whether the weights are worth it: see
-        `Storage.refuses`.
+        A failure is an event and a notice; the run goes on. `batch`, the step's, shows whether the weights are worth
+        it: see `Storage.refuses`.
         """
         policy, contents = self._workers.policy, self._storage.saved_parts
 
@@ -357,22 +358,22 @@ class Checkpoints:
 
     def resume(self) -> int:
         """Restore the checkpoint that `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
-        found = self._storage.find()
-        if found is None:
+        checkpoint = self._storage.find()
+        if checkpoint is None:
             return 0
-        state, wants = found.loop_state, self._storage.wants
+        state, wants = checkpoint.loop_state, self._storage.wants
         now = data_identity(self._config, self._stream.rows_per_epoch)
-        refuse_other_data(state.get("data_identity", {}), now, found.path)
-        with self._storage.loading(found):
+        refuse_other_data(state.get("data_identity", {}), now, checkpoint.path)
+        with self._storage.loading(checkpoint):
             for role in self._trained():
                 if wants("model"):
-                    role.load("weights", found.part(role.name))
+                    role.load("weights", checkpoint.part(role.name))
                 if wants("optimizer"):
-                    role.load("optimizer", found.part(f"state/{role.name}_optim"))
+                    role.load("optimizer", checkpoint.part(f"state/{role.name}_optim"))
             self._stream.load_state(state["data_position"])
             self._counters.load(state["counters"])
             if self._kl_controller is not None and state.get("kl_controller"):
                 self._kl_controller.load_state_dict(state["kl_controller"])
             if wants("extra"):
-                rng.load(found.part("state/rng"))
-        return self._storage.loaded(found)
+                rng.load(checkpoint.part("state/rng"))
+        return self._storage.loaded(checkpoint)

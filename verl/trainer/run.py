@@ -40,14 +40,14 @@ EXIT_INTERRUPTED = 130
 
 
 def run_command(argv: Sequence[str] | None, entry: str, work: str) -> int:
-    """Resolve and check the configuration of an entry point, then do its work, a function of (config, tracking) given as
-    "module:name", which is imported last. Returns the exit status of `run_guarded`, or that of the check."""
+    """Resolve and check the configuration of an entry point, then call its function of (config, tracking), given as
+    "module:name" and imported last. Returns the exit status of `run_guarded`, or that of the check."""
     from verl.config.command_line import resolve
 
     try:
         config = resolve(argv, entry)
-    except SystemExit as left:
-        return int(left.code or 0)
+    except SystemExit as error:
+        return int(error.code or 0)
     module, _, name = work.partition(":")
     return run_guarded(config, getattr(importlib.import_module(module), name))
 
@@ -106,7 +106,10 @@ def _interrupted(config: Any, run_dir: Path) -> str:
     if config.entry in ("eval", "generation"):
         return "interrupted: the same command starts from the beginning"
     if further is None:
-        return "interrupted before a checkpoint was saved (trainer.save_freq): the same command starts from the beginning"
+        return (
+            "interrupted before a checkpoint was saved (trainer.save_freq): "
+            "the same command starts from the beginning"
+        )
     return f"interrupted. {further}"
 
 
@@ -117,8 +120,8 @@ def _further(config: Any, run_dir: Path) -> str | None:
     saved = newest_sealed(run_dir)
     if saved is None:
         return None
-    how = " with trainer.resume_mode=auto" if config.trainer.resume_mode != "auto" else ""
-    return f"Run the same command again{how} to go on from {saved}"
+    option = " with trainer.resume_mode=auto" if config.trainer.resume_mode != "auto" else ""
+    return f"Run the same command again{option} to go on from {saved}"
 
 
 def import_plugins(config: Any) -> None:
@@ -136,8 +139,8 @@ def open_tracking(config: Any) -> Any:
         return Tracking(config, folder)
     except OSError as error:
         raise UserError(
-            f"trainer.default_local_dir={folder}: the run folder cannot be made or written ({error.strerror or error}); "
-            "name another one"
+            f"trainer.default_local_dir={folder}: the run folder cannot be made or written "
+            f"({error.strerror or error}); name another one"
         ) from error
 
 
@@ -286,8 +289,8 @@ def open_rollouts(
 
 
 def open_rewards(config: Config, tracking: Any, judging: Any = None) -> RewardRunner:
-    """What scores responses: the function, and a model or a judge where the configuration names one. judging: the judge's sampler,
-    if it is not to be one of this process."""
+    """What scores responses: the function, and a model or a judge where the configuration names one. judging: the
+    judge's sampler, if it is not in this process."""
     from verl.config.weights import scores_by_model
     from verl.reward.model import RewardModel
     from verl.reward.runner import RewardRunner
@@ -299,8 +302,8 @@ def open_rewards(config: Config, tracking: Any, judging: Any = None) -> RewardRu
 
 
 def open_tokenizer(model: Any, data: Any, tracking: Any) -> tuple[Any, Any]:
-    """The tokenizer, which the records get too, and the processor of a model that sees images, else None: the first that a run
-    loads, so libraries are set up before. model, data: the groups of the configuration."""
+    """The tokenizer, which the records get too, and the processor of a model that sees images, else None. A run loads
+    them first, so libraries are set up before. model, data: the groups of the configuration."""
     import warnings
 
     from transformers.utils import logging
@@ -318,7 +321,8 @@ def open_tokenizer(model: Any, data: Any, tracking: Any) -> tuple[Any, Any]:
 
 
 def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = None) -> tuple[Any, Any]:
-    """Training data, and validation data or None; bad rows reported, limits enforced. processor: of a model that sees images."""
+    """Training data, and validation data or None; reports bad rows, enforces limits. processor: of a model with
+    images."""
     from verl.data.dataset import PromptDataset
     from verl.reward.rules import check_truth
     from verl.rollout.tool_agent import checked_tools
@@ -337,25 +341,25 @@ def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = No
 
 
 def check_vocabularies(config: Config, tokenizer: Any) -> None:
-    """UserError for a teacher, a critic or a reference of its own that does not know the policy's tokens by their ids."""
+    """UserError for a teacher, critic or separate reference whose token ids differ from the policy's."""
     from verl.algorithms.needs import needed_columns, teacher_roles
     from verl.data.tokenizer import load_tokenizer
 
     arr, needs = config.actor_rollout_ref, needed_columns(config)
-    others = [("distillation.teacher_models", one["model_path"]) for one in teacher_roles(config).values()]
-    others += [("critic.model.path", config.critic.model.path)] if "values" in needs else []
-    others += [("actor_rollout_ref.ref.model.path", arr.ref.model.path)] if "ref_log_probs" in needs else []
-    others = [(key, path) for key, path in others if path and path != arr.model.path]
-    own = tokenizer.get_vocab() if others else {}
-    for key, path in others:
+    models = [("distillation.teacher_models", role["model_path"]) for role in teacher_roles(config).values()]
+    models += [("critic.model.path", config.critic.model.path)] if "values" in needs else []
+    models += [("actor_rollout_ref.ref.model.path", arr.ref.model.path)] if "ref_log_probs" in needs else []
+    models = [(key, path) for key, path in models if path and path != arr.model.path]
+    vocab = tokenizer.get_vocab() if models else {}
+    for key, path in models:
         if Path(path).is_dir() and not any(Path(path).glob("*token*")):
             continue  # weights alone
-        theirs = load_tokenizer(path, trust_remote_code=arr.model.trust_remote_code).get_vocab()
-        token = next((token for token, number in own.items() if theirs.get(token) != number), None)
+        other_vocab = load_tokenizer(path, trust_remote_code=arr.model.trust_remote_code).get_vocab()
+        token = next((token for token, number in vocab.items() if other_vocab.get(token) != number), None)
         if token is not None:
             raise UserError(
-                f"{key}: {path} has another vocabulary: token {token!r} is {own[token]} for the policy "
-                f"and {theirs.get(token, 'absent')} there; use a model of the same family"
+                f"{key}: {path} has another vocabulary: token {token!r} is {vocab[token]} for the policy "
+                f"and {other_vocab.get(token, 'absent')} there; use a model of the same family"
             )
 
 

@@ -75,11 +75,11 @@ class Ranks:
     def draw(
         self, data: Any, numbers: Sequence[int], others: Iterable[int], ratio: float
     ) -> tuple[dict[int, SFTRow], dict[int, BadRow]]:
-        """Rows by number, the same on every rank, and those that could not be drawn by one of them: each counts as a bad row of
+        """Rows by number, the same on every rank, and those that a rank could not draw: each counts as a bad row of
         `data` and is replaced by the next of `others`. DataError where these are too many."""
         rows: dict[int, SFTRow] = {}
         failed: dict[int, BadRow] = {}
-        rest = iter(others)
+        spare_numbers = iter(others)
         while numbers:
             bad: dict[int, BadRow] = {}
             for number in numbers:
@@ -92,7 +92,7 @@ class Ranks:
                 rows.pop(number, None)
                 data.leave_out(number, why, ratio)
             failed |= bad
-            numbers = list(islice(rest, len(bad)))
+            numbers = list(islice(spare_numbers, len(bad)))
         return rows, failed
 
     def _anywhere(self, bad: dict[int, BadRow]) -> dict[int, BadRow]:
@@ -101,9 +101,9 @@ class Ranks:
             return bad
         from verl.engine.training.process_group import all_gather_json
 
-        told = all_gather_json([[number, error.problem, error.detail] for number, error in bad.items()])
-        found = {number: BadRow(*why) for one in reversed(told) for number, *why in one}
-        return dict(sorted(found.items()))
+        gathered = all_gather_json([[number, error.problem, error.detail] for number, error in bad.items()])
+        failed = {number: BadRow(*why) for part in reversed(gathered) for number, *why in part}
+        return dict(sorted(failed.items()))
 
     def lead_jobs(self, jobs: Jobs, save: Callable[[Jobs], Any]) -> None:
         """On rank 0: save(jobs), each job run by all ranks at once. The others call `follow_jobs`."""
@@ -128,8 +128,8 @@ class Ranks:
         """
         from verl.engine.training.process_group import all_gather_json
 
-        while (told := all_gather_json(None)[0]) is not None:
-            name, directory = told
+        while (job := all_gather_json(None)[0]) is not None:
+            name, directory = job
             try:
                 jobs[name](Path(directory))
             except Exception:  # as on rank 0, whose save outlives whatever it is

@@ -41,8 +41,8 @@ def engine_settings(config: SFTConfig) -> dict[str, Any]:
 def open_data(
     config: SFTConfig, tokenizer: Any, tracking: Any, processor: Any = None
 ) -> tuple[SFTDataset, SFTDataset | None]:
-    """Training rows, and validation rows or None; `data.custom_cls` may replace the class. processor: of a model that sees
-    images."""
+    """Training rows, and validation rows or None; `data.custom_cls` may replace the class. processor: of a model that
+    sees images."""
     from verl.data.load_object import load_extern_object
     from verl.data.sft import SFTDataset
 

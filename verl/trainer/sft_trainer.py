@@ -108,14 +108,14 @@ class SFTTrainer:
         return self._drawn(step)[0]
 
     def _drawn(self, step: int) -> tuple[list[Trajectory], dict[int, BadRow]]:
-        """The batch, and rows of it that others stand for, the next of the epoch's order, because they could not be drawn."""
+        """The batch, and the rows that could not be drawn: the next of the epoch's order replace them."""
         data = self.config.data
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         seed = data.seed if data.seed is not None else self.config.trainer.seed
         order = self.train.order(seed=int(seed), shuffle=data.shuffle, epoch=epoch)
         start, stop = place * self.batch_size, (place + 1) * self.batch_size
-        numbers, others = order[start:stop].tolist(), [*order[stop:].tolist(), *order[:start].tolist()]
-        rows, failed = self.ranks.draw(self.train, numbers, others, data.max_bad_row_ratio)
+        numbers, spare = order[start:stop].tolist(), [*order[stop:].tolist(), *order[:start].tolist()]
+        rows, failed = self.ranks.draw(self.train, numbers, spare, data.max_bad_row_ratio)
         return [as_trajectory(row, f"{i}@{epoch}") for i, row in rows.items()], failed
 
     def _train_step(self) -> tuple[dict[str, float], Any]:
@@ -176,10 +176,10 @@ class SFTTrainer:
         with self.phases("testing"):
             for start in range(0, len(self.validation), self.batch_size):
                 numbers = range(start, min(start + self.batch_size, len(self.validation)))
-                found, _ = self.ranks.draw(self.validation, numbers, (), ratio)
-                if not found:
+                rows_by_number, _ = self.ranks.draw(self.validation, numbers, (), ratio)
+                if not rows_by_number:
                     continue
-                rows = [as_trajectory(row, f"val{i}") for i, row in found.items()]
+                rows = [as_trajectory(row, f"val{i}") for i, row in rows_by_number.items()]
                 mine = self.ranks.share(rows, self.engine)
                 learned = np.concatenate([np.zeros(0, bool), *(row.loss_mask for row in mine)])
                 log_probs = self.engine.forward(mine, temperature=1.0)["log_probs"]
@@ -245,28 +245,28 @@ class SFTTrainer:
 
     def _resume(self) -> int:
         """Restore what `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
-        found, wants = self._find(), self.storage.wants
-        if found is None:
+        checkpoint, wants = self._find(), self.storage.wants
+        if checkpoint is None:
             return 0
-        saved, now = found.loop_state.get("data_identity", {}), self._identity()
-        refuse_other_data(saved, now, found.path, "model.path")
-        with self.storage.loading(found):
+        saved, now = checkpoint.loop_state.get("data_identity", {}), self._identity()
+        refuse_other_data(saved, now, checkpoint.path, "model.path")
+        with self.storage.loading(checkpoint):
             if wants("model"):
-                self.engine.load_weights(found.part("actor"))
+                self.engine.load_weights(checkpoint.part("actor"))
             if wants("optimizer"):
-                self.engine.load_optimizer(found.part("state/actor_optim"))
+                self.engine.load_optimizer(checkpoint.part("state/actor_optim"))
             if wants("extra"):
-                rng.load(found.part("state/rng"))
-            self.counters.load(found.loop_state.get("counters", {}))
-            self.total_tokens = int(found.loop_state["total_tokens"])
-        return self.storage.loaded(found, lead=self.ranks.lead)
+                rng.load(checkpoint.part("state/rng"))
+            self.counters.load(checkpoint.loop_state.get("counters", {}))
+            self.total_tokens = int(checkpoint.loop_state["total_tokens"])
+        return self.storage.loaded(checkpoint, lead=self.ranks.lead)
 
     def _find(self) -> Checkpoint | None:
         """The checkpoint to go on from: looked for, tidied up and verified by rank 0."""
 
         def look() -> str:
-            found = self.storage.find()
-            return str(found.path) if found else ""
+            checkpoint = self.storage.find()
+            return str(checkpoint.path) if checkpoint else ""
 
         path = self.ranks.first(look)
         return open_checkpoint(Path(path), hashes=False) if path else None
@@ -295,12 +295,13 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, 4 last checkpoint not written, else the run's)."""
+    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, 4 last checkpoint not
+    written, else the run's)."""
     ranks = Ranks.of_environment()
     try:
         config = quietly(lambda: resolve(argv, "sft"), ranks)
-    except SystemExit as left:
-        return int(left.code or 0)
+    except SystemExit as error:
+        return int(error.code or 0)
     if not ranks.lead:
         return follow(config, train_sft)
     return run_guarded(config, train_sft)

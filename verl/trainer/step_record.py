@@ -50,8 +50,8 @@ class TooManyRefused(RuntimeError):
 
 
 def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
-    """Write the rows of a refused update: `batch.safetensors` (columns of all segments, one after the other, and the length of
-    each) and `batch.json` (a mapping for each trajectory, with the contexts of its segments).
+    """Write the rows of a refused update: `batch.safetensors` (columns of all segments, one after the other, and the
+    length of each) and `batch.json` (a mapping for each trajectory, with the contexts of its segments).
 
     OSError where they cannot be written.
     """
@@ -78,8 +78,8 @@ def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
 
 
 class RefusedSteps:
-    """Counts steps in a row with a refused update; `counters` keeps the count, for it outlives a resume. `lead`: this rank is the
-    one that dumps what was refused; the others count, so that all end at the same step."""
+    """Counts steps in a row with a refused update; `counters` keeps the count across a resume. `lead`: this rank dumps
+    what was refused; the others count, so that all end at the same step."""
 
     def __init__(self, limit: int, tracking: Tracking, counters: Counters, *, lead: bool = True):
         self._limit, self._tracking, self._counters, self._lead = limit, tracking, counters, lead
@@ -105,15 +105,16 @@ class RefusedSteps:
             dump_rows(directory, refusal.rows, why)
         except OSError as error:
             self._tracking.event("dump_failed", path=str(directory), error=str(error))
-        said = f"step {step}: update refused, {why}; the batch is in {directory}"
-        self._tracking.event("refused_update", step=step, reason=why, dump=str(directory), message=said)
+        message = f"step {step}: update refused, {why}; the batch is in {directory}"
+        self._tracking.event("refused_update", step=step, reason=why, dump=str(directory), message=message)
 
     def check(self) -> None:
         """Raise TooManyRefused at the limit. Called when the step is logged, so that its record is there."""
         if self._last and self._counters.refused_in_a_row >= self._limit:
             raise TooManyRefused(
-                f"{self._counters.refused_in_a_row} steps in a row had a non-finite update (trainer.max_refused_steps={self._limit}); "
-                f"the last: {self._last}. The batches are in {self._tracking.run_dir}/refused. "
+                f"{self._counters.refused_in_a_row} steps in a row had a non-finite update "
+                f"(trainer.max_refused_steps={self._limit}); the last: {self._last}. "
+                f"The batches are in {self._tracking.run_dir}/refused. "
                 "Lower the learning rate (optim.lr), check the reward's range, or start from an earlier checkpoint"
             )
 
@@ -158,7 +159,7 @@ class StepRecord:
             yield
 
     def proven(self, sync: SyncResult) -> None:
-        """training/sync_proof/* of the first push, in the record of the next step. A difference would have ended the run."""
+        """training/sync_proof/* of the first push, in the record of the next step. A difference ends the run before."""
         self._proof = {"training/sync_proof/max_abs_diff": 0.0, "training/sync_proof/tensors": sync.verified}
 
     def synced(self, sync: SyncResult, version: int) -> None:
@@ -192,19 +193,20 @@ class StepRecord:
         return metrics
 
     def _say_without_signal(self, step: int, batch: Batch) -> None:
-        """An event, and the first time a notice, where every advantage is 0: no reward tells one response from another."""
+        """An event, and the first time a notice, where every advantage is 0: the rewards do not tell responses
+        apart."""
         taught = self._config.distillation.enabled
         if taught or any(t.advantages is not None and t.advantages.any() for t in batch):
             return
         scores = sorted({t.score for t in batch if t.score is not None})
-        said = (
-            f"step {step}: every advantage is 0 (scores: {', '.join(map(str, scores[:5])) or 'none'}), so its rewards teach nothing; "
-            "if it goes on, look at the reward function (verl reward check) and the data"
+        message = (
+            f"step {step}: every advantage is 0 (scores: {', '.join(map(str, scores[:5])) or 'none'}), "
+            "so its rewards teach nothing; if it goes on, look at the reward function (verl reward check) and the data"
         )
-        self._announce_once("no_signal", said, step=step, scores=scores[:5])
+        self._announce_once("no_signal", message, step=step, scores=scores[:5])
 
     def _say_rejected(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """An event, and the first time a notice, where responses that are rejected shift the baseline of those that are not."""
+        """An event, and the first time a notice, where rejected responses shift the baseline of the accepted ones."""
         share = metrics.get("rollout_corr/rollout_rs_rejected_fraction", 0.0)
         if (
             not share > REJECTED_SHARE
@@ -213,8 +215,8 @@ class StepRecord:
         ):
             return
         message = (
-            f"step {step}: rollout_rs rejects {share:.0%} of the responses, and their scores still count in the mean and "
-            "standard deviation of their groups"
+            f"step {step}: rollout_rs rejects {share:.0%} of the responses, "
+            "and their scores still count in the mean and standard deviation of their groups"
         )
         if not self._correction.bypass:
             message += " (algorithm.rollout_correction.rollout_rs_in_baseline=False leaves them out)"
@@ -282,15 +284,15 @@ class StepRecord:
         parts, trainer, rollout = self._parts, self._config.trainer, self._config.actor_rollout_ref.rollout
         times = StepTimes(parts.phases.spans, parts.loop.run(parts.rollouts.requests.busy()))
         self._timeline.write(step, times)
-        own = rollout.nnodes * rollout.n_gpus_per_node if rollout.nnodes else 0
-        return times.metrics(own, trainer.nnodes * trainer.n_gpus_per_node)
+        devices = rollout.nnodes * rollout.n_gpus_per_node if rollout.nnodes else 0
+        return times.metrics(devices, trainer.nnodes * trainer.n_gpus_per_node)
 
     def check_limits(self, step: int, metrics: dict[str, Any]) -> None:
-        """TooManyRefused and DisagreementError at their limits. After the step is logged, so that its record is there."""
+        """Raises TooManyRefused and DisagreementError at their limits, after the step is logged."""
         self._refused.check()
         bound, self._bound = self._bound, None  # only the first step is held to it
-        if said := first_step_disagreement(metrics, bound):
-            raise DisagreementError(f"step {step}: {said}")
+        if problem := first_step_disagreement(metrics, bound):
+            raise DisagreementError(f"step {step}: {problem}")
         limit = self._config.trainer.logprob_diff_limit
         worst = metrics.get("training/rollout_logprob_abs_diff/max")
         if limit is not None and worst is not None and worst > limit:

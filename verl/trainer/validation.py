@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class ValidationPrompts:
-    """The prompts of these rows. Text is held; those of a model that sees images are made in parts of `size` when they are asked
-    for."""
+    """The prompts of these rows. Text prompts are held; those of a model that sees images are made on demand, in parts
+    of `size`."""
 
     def __init__(self, data: PromptDataset, rows: Iterable[int], size: int):
         self._data, self._rows, self._size = data, [int(row) for row in rows], size
@@ -61,8 +61,8 @@ class Validator:
             part = await self.rollouts.sample(prompts, self.sampling, self.n, progress)
             await self.rollouts.scored(part)
             trajectories += part
-            seen = [prompt.media for prompt in prompts] + [segment.media for segment in part.segments]
-            for media in set(seen):
+            used = [prompt.media for prompt in prompts] + [segment.media for segment in part.segments]
+            for media in set(used):
                 if media is not None:
                     media.drop_pixels()
         batch = Batch(trajectories)

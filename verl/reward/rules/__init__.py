@@ -68,8 +68,8 @@ def _no_rule(data_source: str) -> str:
 
 
 def check_truth(data_source: str, ground_truth: Any, *, any_source: bool = False) -> None:
-    """Raises BadRow where the built-in rule of the source can give no response its full score, or where there is no rule
-    (`any_source`: that is reported elsewhere). Only what is certain counts."""
+    """Raises BadRow where the built-in rule of the source can certainly give no response its full score, or where there
+    is no rule (not with `any_source`: that is reported elsewhere)."""
     from verl.data.rows import BadRow
 
     rule = rule_or_none(data_source)
@@ -88,8 +88,8 @@ def check_truth(data_source: str, ground_truth: Any, *, any_source: bool = False
 
 
 def _rule(name: str, function: str = "compute_score") -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(importlib.import_module(f"verl.reward.rules.{name}"), function)
-    return found
+    rule: Callable[..., Any] = getattr(importlib.import_module(f"verl.reward.rules.{name}"), function)
+    return rule
 
 
 @functools.cache
@@ -100,15 +100,15 @@ def _options(rule: str) -> list[str]:
 
 def check_kwargs(kwargs: Iterable[str]) -> None:
     """RewardLoadError if no built-in rule takes one of these `custom_reward_function.reward_kwargs`."""
-    asked = [name for name in kwargs if name not in _SANDBOX]
-    if not asked:
+    options = [name for name in kwargs if name not in _SANDBOX]
+    if not options:
         return
-    known = dict.fromkeys(option for rule in dict.fromkeys(_TABLE.values()) for option in _options(rule))
-    for name in asked:
-        if name not in known:
+    valid = dict.fromkeys(option for rule in dict.fromkeys(_TABLE.values()) for option in _options(rule))
+    for name in options:
+        if name not in valid:
             raise RewardLoadError(
                 f"custom_reward_function.reward_kwargs.{name}: no built-in reward takes it (they take: "
-                f"{', '.join(known)}); for a function of your own set custom_reward_function.path"
+                f"{', '.join(valid)}); for a function of your own set custom_reward_function.path"
             )
 
 
@@ -134,10 +134,10 @@ def default_compute_score(
 ) -> float | dict[str, Any]:
     """Score a response by the rule of its data_source: a number, or a dict with `score`.
 
-    `kwargs` reach the rule if it names them (`method`, `format_score`, `score`). The sandbox arguments are for code sources
-    (see `verl.reward.rules.code`). Raises UnknownSource, ValueError where the row has no ground truth, VerifyFailed where
-    equality could not be decided, SandboxFailed or ServiceFailed where code could not be run. Safe to call from several
-    threads.
+    `kwargs` reach the rule if it names them (`method`, `format_score`, `score`). The sandbox arguments are for code
+    sources (see `verl.reward.rules.code`). Raises UnknownSource, ValueError where the row has no ground truth,
+    VerifyFailed where equality could not be decided, SandboxFailed or ServiceFailed where code could not be run. Safe
+    to call from several threads.
     """
     rule = rule_for(data_source)
     sandbox = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)

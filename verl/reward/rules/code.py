@@ -26,9 +26,9 @@ MAX_CASES = 10
 SECONDS = 10.0
 TOLERANCE = 1e-6
 TIMES_LONGER, ROOM = 16, 4096
-"""An output longer than this many times the expected one, and ROOM characters, is a different one: it is not taken apart."""
+"""An output longer than this many times the expected one plus ROOM characters differs from it: it is not parsed."""
 
-# Solutions to tasks about a function or a class use these without importing them. The last line: math has another `pow`.
+# Solutions to tasks about a function or class use these without importing them. The last line: math has its own `pow`.
 _IMPORTS = """import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
 from bisect import *
 from collections import *
@@ -104,8 +104,8 @@ def program_of(response: str) -> str | None:
     parts = response.split("```", 2)
     if len(parts) < 3:
         return None
-    first, _, rest = parts[1].partition("\n")
-    return rest if first.strip().isalnum() else parts[1]
+    first, _, body = parts[1].partition("\n")
+    return body if first.strip().isalnum() else parts[1]
 
 
 def cases_of(ground_truth: Any) -> list[Case]:
@@ -139,33 +139,33 @@ def _head() -> str:
     return Path(remote_objects.__file__).read_text("utf-8")
 
 
-def _call(name: str, given: Any, expected: Any) -> Case:
+def _call(name: str, inputs: Any, expected: Any) -> Case:
     """Arguments are one JSON value a line, or a list of them; a result may stand in a list of its own."""
-    if isinstance(given, str):
-        given = [json.loads(line) for line in given.splitlines() if line.strip()]
-    wanted = _json_or_text(expected) if isinstance(expected, str) else json.loads(json.dumps(expected))
+    if isinstance(inputs, str):
+        inputs = [json.loads(line) for line in inputs.splitlines() if line.strip()]
+    target = _json_or_text(expected) if isinstance(expected, str) else json.loads(json.dumps(expected))
 
     def passes(output: str) -> bool:
         line = _last_line(output)
-        if _too_long(line, json.dumps(wanted)):
+        if _too_long(line, json.dumps(target)):
             return False
         result = _json_or_text(line)
-        return _same(result, wanted) or (isinstance(wanted, list) and _same([result], wanted))
+        return _same(result, target) or (isinstance(target, list) and _same([result], target))
 
-    return Case(_IMPORTS, _CALL.format(name=name), "\n".join(map(json.dumps, given)), passes)
+    return Case(_IMPORTS, _CALL.format(name=name), "\n".join(map(json.dumps, inputs)), passes)
 
 
-def _printed(given: Any, expected: Any) -> Case:
-    text, wanted = ("\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (given, expected))
-    return Case(text=text, passes=lambda output: _same_text(output, wanted))
+def _printed(inputs: Any, expected: Any) -> Case:
+    text, target = ("\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (inputs, expected))
+    return Case(text=text, passes=lambda output: _same_text(output, target))
 
 
 def _last_line(output: str) -> str:
     return output.rstrip().rsplit("\n", 1)[-1]
 
 
-def _too_long(output: str, wanted: str) -> bool:
-    return len(output) > TIMES_LONGER * len(wanted) + ROOM
+def _too_long(output: str, expected: str) -> bool:
+    return len(output) > TIMES_LONGER * len(expected) + ROOM
 
 
 def _json_or_text(text: str) -> Any:
@@ -175,34 +175,34 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-def _same(result: Any, wanted: Any) -> bool:
+def _same(result: Any, expected: Any) -> bool:
     """Equal; numbers with a fraction within TOLERANCE."""
-    if isinstance(result, list) and isinstance(wanted, list):
-        return len(result) == len(wanted) and all(map(_same, result, wanted))
-    if isinstance(result, float) or isinstance(wanted, float):
-        return _close(result, wanted)
-    return bool(result == wanted)
+    if isinstance(result, list) and isinstance(expected, list):
+        return len(result) == len(expected) and all(map(_same, result, expected))
+    if isinstance(result, float) or isinstance(expected, float):
+        return _close(result, expected)
+    return bool(result == expected)
 
 
-def _same_text(output: str, wanted: str) -> bool:
+def _same_text(output: str, expected: str) -> bool:
     """The same words line by line; blanks and empty lines at the end do not count, nor the digits of a fraction."""
     output = output.rstrip()
-    if _too_long(output, wanted):
+    if _too_long(output, expected):
         return False
-    mine, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, wanted))
-    return len(mine) == len(theirs) and all(
-        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(mine, theirs, strict=True)
+    mine, target = ([line.split() for line in text.rstrip().splitlines()] for text in (output, expected))
+    return len(mine) == len(target) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(mine, target, strict=True)
     )
 
 
-def _same_word(word: str, wanted: str) -> bool:
-    return word == wanted or ("." in wanted and _close(word, wanted))
+def _same_word(word: str, expected: str) -> bool:
+    return word == expected or ("." in expected and _close(word, expected))
 
 
-def _close(result: Any, wanted: Any) -> bool:
+def _close(result: Any, expected: Any) -> bool:
     """True for two numbers, or texts of numbers, within TOLERANCE."""
     try:
-        return math.isclose(float(result), float(wanted), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return math.isclose(float(result), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except (TypeError, ValueError, OverflowError):
         return False
 
@@ -231,7 +231,7 @@ def results(
     max_concurrent: int = 1,
     seconds: float = SECONDS,
 ) -> list[bool]:
-    """Whether the response's program passes, case by case. SandboxFailed or ServiceFailed where that cannot be found out;
+    """Whether the response's program passes, case by case. SandboxFailed or ServiceFailed where it cannot be run;
     ValueError without tests.
 
     With `sandbox_fusion_url` the service there runs the programs, at most `max_concurrent` at a time, each under
@@ -270,8 +270,8 @@ def results(
 def prime_score(
     completion: str, test_cases: Any, continuous: bool = False
 ) -> tuple[float, list[dict[str, Any]]]:
-    """The public `prime_code.compute_score`: (passed cases over cases run if `continuous`, else whether all pass; a dict a case).
-    A completion without a fenced block is the program."""
+    """The public `prime_code.compute_score`: (passed cases over cases run if `continuous`, else whether all pass;
+    a dict a case). A completion without a fenced block is the program."""
     passed = results(_fenced(completion), test_cases)
     score = sum(passed) / len(passed) if continuous else all(passed)
     return score, [{"passed": right} for right in passed]
@@ -286,8 +286,8 @@ def sandbox_score(
     continuous: bool = False,
     timeout: float = SECONDS,
 ) -> tuple[float, list[dict[str, Any]]]:
-    """The public `sandbox_fusion.compute_score`: (passed cases over cases run, a dict a case), each case within `timeout` seconds.
-    A completion without a fenced block is the program; `continuous` has no effect."""
+    """The public `sandbox_fusion.compute_score`: (passed cases over cases run, a dict a case), each case within
+    `timeout` seconds. A completion without a fenced block is the program; `continuous` has no effect."""
     where = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
     passed = results(_fenced(completion), test_cases, *where, seconds=timeout)
     return sum(passed) / len(passed), [{"passed": right} for right in passed]

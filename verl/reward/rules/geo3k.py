@@ -39,7 +39,7 @@ def acc_reward(predict_str: str, ground_truth: Any, use_boxed: bool = True) -> f
 def compute_score(
     solution_str: str, ground_truth: Any, format_score: float = 0.1, use_boxed: bool = True
 ) -> dict[str, Any]:
-    """score = (1 - format_score)·acc_reward + format_score·format_reward. VerifyFailed if the ground truth cannot be compared."""
+    """score = (1 - format_score)·acc_reward + format_score·format_reward. VerifyFailed if the truth is undecidable."""
     accuracy, well_formed = acc_reward(solution_str, ground_truth, use_boxed), format_reward(solution_str)
     score = (1.0 - format_score) * accuracy + format_score * well_formed
     return {"score": score, "acc": accuracy, "format": well_formed}

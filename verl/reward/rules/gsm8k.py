@@ -18,12 +18,12 @@ def extract(solution_str: str, method: str = "strict") -> str | None:
     """The final number as text, cleaned by `clean_number`, or None. ValueError for an unknown method."""
     tail = solution_str[-TAIL:]
     if method == "strict":
-        found = _STRICT.findall(tail)
+        numbers = _STRICT.findall(tail)
     elif method == "flexible":
-        found = [m for m in _NUMBER.findall(tail) if _DIGIT.search(m)]
+        numbers = [m for m in _NUMBER.findall(tail) if _DIGIT.search(m)]
     else:
         raise ValueError(f"gsm8k: method must be 'strict' or 'flexible', not {method!r}")
-    return clean_number(found[-1]) if found else None
+    return clean_number(numbers[-1]) if numbers else None
 
 
 extract_solution = extract  # by the public name
@@ -66,12 +66,12 @@ def compute_score(
 
 def unmatched(ground_truth: Any) -> str:
     """Why no response can match this ground truth; "" where one can."""
-    truth = written = clean_number(str(ground_truth))
+    truth = text = clean_number(str(ground_truth))
     try:
         number = Decimal(truth)
         if number.is_finite() and abs(number.adjusted()) < TAIL:
-            written = format(number, "f")
+            text = format(number, "f")
     except InvalidOperation:
         pass  # no number: what `extract` makes of the text decides
-    answer = extract(f"#### {written}")
+    answer = extract(f"#### {text}")
     return "" if answer and same_number(answer, truth) else "a number is needed"

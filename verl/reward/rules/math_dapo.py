@@ -54,8 +54,8 @@ def is_correct_minerva(
 def is_correct_strict_box(
     pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None
 ) -> tuple[int, str]:
-    """(1 or -1: whether the box in the last 100 characters holds exactly `gt`, its content). The last of four positions of pause
-    tokens stands for the end."""
+    """(1 or -1: whether the box in the last 100 characters holds exactly `gt`, its content). The last of four positions
+    of pause tokens stands for the end."""
     end = 0 if pause_tokens_index is None else pause_tokens_index[-1]
     content = last_boxed(pred[end - BOX_TAIL :])
     return (1 if content == gt else -1), INVALID if content is None else content
@@ -91,10 +91,10 @@ def compute_score(
     if strict_box_verify:
         right, pred = verify(tail, truth, strict_box_verify, pause_tokens_index)
         return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
-    found = re.findall(ANSWER, tail)
-    answer = last_boxed(found[-1] if found else tail[-BOX_TAIL:])
-    if answer is None and found:
-        answer = found[-1]
+    answers = re.findall(ANSWER, tail)
+    answer = last_boxed(answers[-1] if answers else tail[-BOX_TAIL:])
+    if answer is None and answers:
+        answer = answers[-1]
     pred = "" if answer is None else normalise(answer)
     right = pred not in ("", INVALID) and pred == normalise(truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred or INVALID}
@@ -105,6 +105,6 @@ def unmatched(ground_truth: Any) -> str:
     if isinstance(ground_truth, Mapping | Sequence) and not isinstance(ground_truth, str):
         return "text or a number is needed"
     text = str(ground_truth)
-    written = (text, " ".join(text.split()), normalise(text))
-    right = any(compute_score(f"Answer: {answer}", text)["acc"] for answer in written)
+    spellings = (text, " ".join(text.split()), normalise(text))
+    right = any(compute_score(f"Answer: {answer}", text)["acc"] for answer in spellings)
     return "" if right else "no answer reads so"

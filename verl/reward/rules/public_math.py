@@ -1,6 +1,7 @@
-r"""Helpers that users' rewards import from the public modules `math_reward` (`math`, `math_batch`), `math_verify` and `prime_math`.
+r"""Helpers that users' rewards import from the public `math_reward` (`math`, `math_batch`), `math_verify`,
+`prime_math`.
 
-Names, arguments and results are those of the public system; equality in meaning is decided by `verl.reward.rules.verify`.
+Names, arguments and results are those of the public system; `verl.reward.rules.verify` decides equality in meaning.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
 
 def strip_string(string: str) -> str:
     r"""An answer in one spelling: without blanks, units, degrees, `k=`; `\frac{a}{b}` for `\frac ab`, `a/b` and 0.5."""
-    for written, plain in _SPELLINGS.items():
-        string = string.replace(written, plain)
+    for spelling, plain in _SPELLINGS.items():
+        string = string.replace(spelling, plain)
     string = remove_right_units(string)
-    for written, plain in _NUMBERS.items():
-        string = string.replace(written, plain)
+    for spelling, plain in _NUMBERS.items():
+        string = string.replace(spelling, plain)
     string = f"0{string}" if string.startswith(".") else string
-    left, _, right = string.partition("=")
-    if right and "=" not in right and len(left) <= 2:
+    name, _, right = string.partition("=")
+    if right and "=" not in right and len(name) <= 2:
         string = right
     string = fix_fracs(fix_sqrt(string).replace(" ", ""))
     return fix_a_slash_b("\\frac{1}{2}" if string == "0.5" else string)
@@ -117,7 +118,7 @@ def verified_score(model_output: str, ground_truth: str, timeout_score: float = 
 
 
 def match_answer(response: str) -> tuple[bool, str]:
-    """(whether there is an answer with a digit, its text): what follows "answer is" and its kin, the last box, the last "="."""
+    """(whether an answer has a digit, its text): what follows "answer is" and its kin, the last box, the last "="."""
     matched = False
 
     def cut(marks: Sequence[str], before: bool = False) -> None:
@@ -151,8 +152,8 @@ def math_equal(
     timeout: float = 10.0,
     pi: float = math.pi,
 ) -> bool:
-    """True if two numbers are equal within a relative `tolerance` (`include_percentage`: or one is the other's percentage), or
-    two texts mean the same, π being `pi`."""
+    """True if two numbers are equal within a relative `tolerance` (`include_percentage`: or one is the other's
+    percentage), or two texts mean the same, π being `pi`."""
     texts = [
         str(text).replace("\\pi", f"({pi})") if pi != math.pi else str(text)
         for text in (prediction, reference)

@@ -58,7 +58,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` if right, a quarter of it among more than ten opening or closing tags; `format_score` if there is another answer,
+    """`score` if right, a quarter of it with more than ten opening or closing tags; `format_score` for another answer,
     else 0. `method` has no effect."""
     accepted = targets(ground_truth)
     answer = last_answer(solution_str)
@@ -76,7 +76,7 @@ def compute_score_subem(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` if the answer contains an accepted one, `format_score` if not, 0 without an answer. `method` has no effect."""
+    """`score` if the answer contains an accepted one, else `format_score`; 0 without answer. `method` has no effect."""
     accepted, answer = targets(ground_truth), last_answer(solution_str)
     if answer is None:
         return 0.0

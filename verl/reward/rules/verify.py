@@ -1,9 +1,9 @@
 r"""Mathematical equality by math-verify, used so that it cannot silently say "no".
 
-math-verify's own limits are alarms, which work only in a main thread, and by default it turns time-outs and errors into "not
-equal". Here it works in one helper process of this process (`verl.reward.rules.verify_process`), which is killed at the
-limit. What it cannot decide because of the answer is a wrong answer, counted by `verl.reward.worker.count_undecided`; what it
-cannot decide because of the ground truth is VerifyFailed.
+math-verify's own limits are alarms, which work only in a main thread, and by default it turns time-outs and errors into
+"not equal". Here it runs in one helper process of this process (`verl.reward.rules.verify_process`), which is killed at
+the limit. What it cannot decide because of the answer is a wrong answer, counted by
+`verl.reward.worker.count_undecided`; what it cannot decide because of the ground truth is VerifyFailed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def decide(answer: str, truth: str, limit: float = LIMIT, *, whole: bool = False
 
 
 def is_huge(text: str) -> bool:
-    """True if the text holds a power or a factorial of plain numbers that is too large to compute: a tower of powers, `999999!`."""
+    """True if the text holds a power or factorial of numbers too large to compute: a tower of powers, `999999!`."""
     flat = text.replace("\\left", "").replace("\\right", "").translate(_BRACKETS)
     return any(_overflows(match[0].split("^")) for match in _POWERS.finditer(flat))
 

@@ -1,7 +1,7 @@
 """math-verify in a process of its own, which `verl.reward.rules.verify` starts, asks and kills at its limit.
 
-Its own limits are off and its errors are raised. A wrong installation (no LaTeX parser) is found by a self-test instead of
-scoring 0 for ever.
+Its own limits are off and its errors are raised. A self-test finds a wrong installation (no LaTeX parser), which would
+otherwise score 0 for ever.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def compare(kind: str, answer: str, truth: str) -> bool:
-    """True if the two LaTeX texts mean the same; `kind` "response": `answer` is a response with a final answer in it."""
+    """True if the two LaTeX texts mean the same; `kind` "response": `answer` is a response that holds a final
+    answer."""
     gold, target = _parse(truth), _parse_response(answer) if kind == "response" else _parse(answer)
     return bool(gold and target) and bool(verify(gold, target, timeout_seconds=None, raise_on_error=True))
 

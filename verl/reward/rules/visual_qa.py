@@ -1,5 +1,5 @@
-r"""Visual questions with one right answer: exact match of the final answer, a choice by its letter or its text, a number or
-formula by math-verify."""
+r"""Visual questions with one right answer: exact match of the final answer, a choice by its letter or its text, a
+number or formula by math-verify."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _MATHEMATICAL = re.compile(r"[\d\\^=]")
 
 
 def final_text(response: str) -> str:
-    r"""The final answer: of the last `<answer>`, the last `\boxed{…}`, what follows "answer is", else all after the thinking."""
-    rest = response.rpartition("</think>")[2]
-    found = last_answer(rest) or numina.extract(rest)
-    return (rest if found is None else found).strip()
+    r"""The final answer: the last `<answer>`, the last `\boxed{…}`, what follows "answer is", else all after the
+    thinking."""
+    text = response.rpartition("</think>")[2]
+    answer = last_answer(text) or numina.extract(text)
+    return (text if answer is None else answer).strip()
 
 
 def _plain(text: str) -> str:
@@ -35,20 +36,20 @@ def _same(answer: str, truth: str) -> bool:
 
 def _truths(ground_truth: Any) -> tuple[list[str], dict[str, str]]:
     """Accepted answers, and the choices' texts by letter. ValueError where there is none."""
-    known = ground_truth if isinstance(ground_truth, Mapping) else {"answer": ground_truth}
-    answer, choices = known.get("answer"), known.get("choices") or ()
-    found = [answer] if isinstance(answer, str | int | float) else list(answer or ())
-    if not found:
+    truth = ground_truth if isinstance(ground_truth, Mapping) else {"answer": ground_truth}
+    answer, choices = truth.get("answer"), truth.get("choices") or ()
+    answers = [answer] if isinstance(answer, str | int | float) else list(answer or ())
+    if not answers:
         raise ValueError("visual question: the ground truth must hold an answer (a text, or a list of texts)")
-    return [str(one) for one in found], _lettered(choices)
+    return [str(text) for text in answers], _lettered(choices)
 
 
 def _lettered(choices: Sequence[str]) -> dict[str, str]:
     """The choices by letter: "A: text" says its own, another has that of its place."""
     out = {}
     for place, choice in enumerate(choices):
-        named = _CHOICE.match(str(choice))
-        letter, text = named.groups() if named else (chr(ord("A") + place), str(choice))
+        match = _CHOICE.match(str(choice))
+        letter, text = match.groups() if match else (chr(ord("A") + place), str(choice))
         out[letter] = text
     return out
 
@@ -58,15 +59,15 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
     ground_truth: a text, a list of texts, or `{answer, choices}` with the letter of a choice as the answer.
     """
-    said, (accepted, choices) = final_text(solution_str), _truths(ground_truth)
-    found = _LETTER.match(said)
-    letter = found[1].upper() if found else ""
+    final, (accepted, choices) = final_text(solution_str), _truths(ground_truth)
+    match = _LETTER.match(final)
+    letter = match[1].upper() if match else ""
     right = False
     for truth in accepted:
         by_letter = truth.isalpha() and truth.upper() == letter
         texts = [truth, *([choices[truth]] if truth in choices else [])]
-        right = right or by_letter or (bool(said) and any(_same(said, text) for text in texts))
-    return {"score": float(right), "acc": float(right), "pred": said}
+        right = right or by_letter or (bool(final) and any(_same(final, text) for text in texts))
+    return {"score": float(right), "acc": float(right), "pred": final}
 
 
 def unmatched(ground_truth: Any) -> str:

@@ -1,6 +1,6 @@
 """Shut this process in, then become the program: what runs between a scoring process and code that a model wrote.
 
-    python isolate.py '{"program", "memory_mb", "seconds", "readable", "scratch", "namespaces", "environment", "report"}'
+    isolate.py '{"program", "memory_mb", "seconds", "readable", "scratch", "namespaces", "environment", "report"}'
 
 It runs alone, before any of that code: this file imports nothing of verl. What could not be done is written, as JSON,
 into the open file `report`; without system call filter or without protection of files nothing is run at all.
@@ -8,7 +8,7 @@ into the open file `report`; without system call filter or without protection of
     limits         CPU time, address space, size of a file, open files (and threads, where the kernel counts them here)
     namespaces     user, network, mounts with a small file system in memory of its own, IPC; only where they are allowed
     Landlock       reads Python and the system's libraries, writes its scratch folder if that is in memory, nothing else
-    system calls   no process, socket, signal, trace or shared memory, nothing that changes what belongs to other processes
+    system calls   no process, socket, signal, trace or shared memory, nothing that changes what others own
     privileges     none, also for root
 
 A program that dies with its parent and starts no process leaves nothing behind.

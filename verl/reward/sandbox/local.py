@@ -3,7 +3,8 @@
     program, input ──run──→ isolate.py (shuts itself in) ──exec──→ python program.py ──→ ProgramResult
     test, program  ──run_test──→ two of these; each reads what the other one prints ──→ ProgramResult of the test
 
-`isolate.py` says what is enforced. Time is limited from here. Where the kernel cannot shut a process in, nothing is run.
+`isolate.py` lists what is enforced; this module limits the time. Where the kernel cannot isolate a process, nothing
+runs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NAMESPACES = True
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What became of a program. `finished`: it ended by itself, in time, with exit status 0. `note`: how it ended else."""
+    """A program's result. `finished`: it ended by itself, in time, with exit status 0. `note`: how it ended else."""
 
     output: str
     finished: bool
@@ -49,10 +50,10 @@ class ProgramResult:
 
 
 def run(program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int = 1024) -> ProgramResult:
-    """Run Python source with `text` as its standard input. SandboxFailed if it cannot be shut in here.
+    """Run Python source with `text` as its standard input. SandboxFailed if it cannot be isolated here.
 
-    `seconds` of processor time, and WAIT times that of wall clock, so that a score does not depend on how busy the machine
-    is; `memory_mb` of address space. Output is limited to 16 MiB.
+    Limits: `seconds` of processor time, WAIT times that of wall clock, so that a score does not depend on the machine's
+    load; `memory_mb` of address space; 16 MiB of output.
     """
     _try_once(memory_mb)
     return _run(program, text, seconds, memory_mb)[0]
@@ -71,7 +72,8 @@ def run_test(test: str, program: str, *, seconds: float = 10.0, memory_mb: int =
 
 
 def state() -> tuple[str | None, str | None]:
-    """(why programs cannot be run here, why they run without namespaces and without a writable folder); None where fine."""
+    """(why programs cannot run here, why they run without namespaces and without a writable folder); None where
+    fine."""
     try:
         report = _try_once(1024)
     except SandboxFailed as error:
@@ -111,8 +113,8 @@ def _run(
         }
         note = _start(folder, job, *streams)
         files = (folder / kind for kind in ("out", "err", "report"))
-        output, errors, said = (file.read_text("utf-8", "replace") for file in files)
-    report = json.loads(said.splitlines()[-1]) if said else {"error": f"its process ended too early: {note}"}
+        output, errors, raw = (file.read_text("utf-8", "replace") for file in files)
+    report = json.loads(raw.splitlines()[-1]) if raw else {"error": f"its process ended too early: {note}"}
     if "error" in report:
         raise SandboxFailed(f"code cannot be run here: {report['error']}")
     return ProgramResult(output, not note, f"{note} {errors[-_SHOWN:]}".strip()), report
@@ -122,7 +124,7 @@ def _start(folder: Path, job: dict[str, Any], source: int | Path, target: int | 
     """Run the job to its end; how it ended, "" for exit status 0."""
     limit = job["seconds"] * WAIT
     with (
-        open(source, "rb") as given,
+        open(source, "rb") as stdin,
         open(target, "wb") as out,
         open(folder / "err", "wb") as err,
         open(folder / "report", "wb") as report,
@@ -131,7 +133,7 @@ def _start(folder: Path, job: dict[str, Any], source: int | Path, target: int | 
         try:
             ended = subprocess.run(
                 [sys.executable, "-I", "-S", ISOLATE, json.dumps(job)],
-                stdin=given,
+                stdin=stdin,
                 stdout=out,
                 stderr=err,
                 env=_ENVIRONMENT,
@@ -146,6 +148,6 @@ def _start(folder: Path, job: dict[str, Any], source: int | Path, target: int | 
 
 @cache
 def _readable() -> list[str]:
-    """What Python and its packages need. Never a whole prefix: a virtual environment may be made in a project's folder."""
+    """What Python and its packages need. Never a whole prefix: a virtual environment may lie in a project's folder."""
     prefixes = dict.fromkeys((sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix))
     return [*_SYSTEM, *_FILES, *(os.path.join(prefix, name) for prefix in prefixes for name in _OF_PYTHON)]

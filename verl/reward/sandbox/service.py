@@ -18,7 +18,7 @@ TURNS = 32
 def run(
     url: str, program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int = 1024
 ) -> ProgramResult:
-    """As `local.run`, by the service at `url` (its address, or that of its `run_code`). ServiceFailed if it does not do it."""
+    """As `local.run`, by the service at `url` (its address, or that of its `run_code`). ServiceFailed if it fails."""
     if not urlsplit(url).path.strip("/"):
         url = url.rstrip("/") + "/run_code"
     body = {
@@ -39,8 +39,8 @@ def run(
 
 
 def run_test(url: str, test: str, program: str, **limits: Any) -> ProgramResult:
-    """As `local.run_test`. A service runs one program at a time: each is run again with all that the other has printed so
-    far, as long as the test asks for more. ServiceFailed after TURNS messages."""
+    """As `local.run_test`. A service runs one program at a time: each is run again with all that the other has printed
+    so far, as long as the test asks for more. ServiceFailed after TURNS messages."""
     lines, replies = 0, ""
     for _ in range(TURNS):
         ran = run(url, test, replies, **limits)
