@@ -60,7 +60,7 @@ def processor() -> tuple[str, frozenset[str]]:
 
 
 def cores() -> tuple[int, float | None]:
-    """(cores this process may use, the control group's quota in cores or None). The tightest quota on the path counts."""
+    """(cores this process may use, the control group's quota in cores or None). The tightest quota above it counts."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = []
     for place in cgroups("cpu"):
