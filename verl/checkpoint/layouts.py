@@ -52,5 +52,5 @@ def foreign(path: Path) -> str:
         VERL_MEGATRON: f"its distributed checkpoint (dist_ckpt/) has to be {_MERGE}",
         HUGGING_FACE: f"a model directory cannot be resumed; start with actor_rollout_ref.model.path={place}",
     }
-    what = advice.get(str(layout), "it cannot be resumed")
-    return f"{path} is not a checkpoint of this verl ({layout}): {what}"
+    remedy = advice.get(str(layout), "it cannot be resumed")
+    return f"{path} is not a checkpoint of this verl ({layout}): {remedy}"

@@ -52,8 +52,8 @@ class Manifest:
 
 def step_of(path: Path) -> int | None:
     """N of a directory named global_step_N, else None."""
-    found = _STEP_NAME.fullmatch(path.name)
-    return int(found.group(1)) if found else None
+    match = _STEP_NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else None
 
 
 def step_directories(root: Path) -> Iterator[Path]:
@@ -90,14 +90,14 @@ def files_under(directory: Path) -> list[str]:
 def hash_files(directory: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of each file, by a few threads: hashing releases the interpreter lock."""
 
-    def one(name: str) -> dict[str, Any]:
+    def hash_file(name: str) -> dict[str, Any]:
         with open(directory / name, "rb") as file:
             digest = hashlib.file_digest(file, "sha256")
             return {"size": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
 
     workers = min(4, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, thread_name_prefix="checkpoint-hash") as pool:
-        return dict(zip(names, pool.map(one, names), strict=True))
+        return dict(zip(names, pool.map(hash_file, names), strict=True))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -112,14 +112,14 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a sealed checkpoint, its own syntax checked: its names lie in the folder. CheckpointError if there is
-    none that reads."""
+    """The manifest of a sealed checkpoint. Its own syntax is checked: its names lie in the folder. CheckpointError if
+    it is missing or cannot be read."""
     path = directory / NAME
     try:
         record: Any = json.loads(path.read_text("utf-8"))
         if record["format"] != FORMAT:
-            what = f"checkpoint format {record['format']!r}, this version of verl reads format {FORMAT}"
-            raise CheckpointError(f"{directory} has {what}: use the one that wrote it")
+            problem = f"checkpoint format {record['format']!r}, this version of verl reads format {FORMAT}"
+            raise CheckpointError(f"{directory} has {problem}: use the one that wrote it")
         if (digest := record.pop("sha256", None)) is not None and digest != _digest(record):
             raise CheckpointError(f"{path} is damaged: it is not what was written")
         files = {name: {"size": int(e["size"]), "sha256": e["sha256"]} for name, e in record["files"].items()}
@@ -144,8 +144,8 @@ def verify(directory: Path, manifest: Manifest, *, hashes: bool = True) -> None:
         elif path.stat().st_size != entry["size"]:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {entry['size']}")
     if not problems and hashes:
-        found = hash_files(directory, sorted(manifest.files))
-        differ = [name for name, entry in found.items() if entry != manifest.files[name]]
+        actual = hash_files(directory, sorted(manifest.files))
+        differ = [name for name, entry in actual.items() if entry != manifest.files[name]]
         problems = [f"{name} has other content" for name in differ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""

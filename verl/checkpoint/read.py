@@ -77,8 +77,8 @@ def clean(root: Path, *, on_event: OnEvent = no_event) -> None:
 
 def newest_sealed(root: Path) -> Path | None:
     """The `global_step_N` that was sealed last. Its manifest reads; its files are not looked at."""
-    found = sealed(root)
-    return found[-1][2] if found else None
+    checkpoints = sealed(root)
+    return checkpoints[-1][2] if checkpoints else None
 
 
 def newest(root: Path, *, on_event: OnEvent = no_event, tidy: bool = True) -> Checkpoint | None:
@@ -93,8 +93,8 @@ def newest(root: Path, *, on_event: OnEvent = no_event, tidy: bool = True) -> Ch
         clean(root, on_event=on_event)
 
     def pass_over(path: Path, error: CheckpointError) -> None:
-        what = layouts.foreign(path) or error
-        on_event("checkpoint_passed_over", path=str(path), message=f"passed over: {what}")
+        reason = layouts.foreign(path) or error
+        on_event("checkpoint_passed_over", path=str(path), message=f"passed over: {reason}")
 
     for *_, path in reversed(sealed(root, pass_over)):
         try:
@@ -146,8 +146,8 @@ def newest_of(root: Path, name: str, on_event: OnEvent = no_event) -> Checkpoint
         problems.append(str(fields["message"]))
         on_event(kind, **fields)
 
-    found = newest(root, on_event=note, tidy=False)
-    if found is None:
+    checkpoint = newest(root, on_event=note, tidy=False)
+    if checkpoint is None:
         why = "; ".join(problems) or "it holds no global_step_N"
         raise CheckpointError(f"{name} has no complete checkpoint: {why}")
-    return found
+    return checkpoint

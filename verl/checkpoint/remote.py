@@ -46,8 +46,8 @@ class RemoteCopies:
         except CheckpointError:
             raise
         except Exception as error:  # every file system has errors of its own
-            what = f"{doing} failed ({type(error).__name__}: {error})"
-            raise CheckpointError(f"trainer.default_hdfs_dir={self.url}: {what}") from error
+            problem = f"{doing} failed ({type(error).__name__}: {error})"
+            raise CheckpointError(f"trainer.default_hdfs_dir={self.url}: {problem}") from error
 
     def put(self, checkpoint: Path) -> int:
         """Copy a sealed local checkpoint; returns the bytes."""
@@ -68,13 +68,13 @@ class RemoteCopies:
             if not system.exists(root):
                 return None
             system.invalidate_cache()
-            found = []
+            copies = []
             for path in system.ls(root, detail=False):
                 step = manifest.step_of(Path(path))
                 seal = f"{root}/global_step_{step}/{NAME}"
                 if step is not None and system.exists(seal):
-                    found.append(Copy(int(json.loads(system.cat_file(seal))["serial"]), step))
-            return max(found, default=None)
+                    copies.append(Copy(int(json.loads(system.cat_file(seal))["serial"]), step))
+            return max(copies, default=None)
 
     def fetch(self, copy: Copy, root: Path) -> Path:
         """Bring a copy into the run folder under its own name and check it; returns where it lies."""

@@ -51,8 +51,8 @@ def load(directory: Path) -> None:
         numpy_state = (legacy["kind"], arrays["numpy"], *numbers)
         torch_state = torch.from_numpy(arrays["torch"])
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{directory}: random states cannot be read ({what})") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{directory}: random states cannot be read ({reason})") from error
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)

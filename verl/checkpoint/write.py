@@ -28,9 +28,9 @@ def no_event(kind: str, **fields: Any) -> None:
 class CheckpointWriter:
     """A checkpoint on its way: `fill` writes its parts, `seal` makes it one. The two may run in different threads.
 
-    Any failure (disk full, a part that raises) becomes the event `checkpoint_failed`, the unfinished directory is removed,
-    and older checkpoints are untouched. `keep`: how many sealed checkpoints stay (None or < 1: all), the new one included.
-    `problem` says what failed ("" as long as nothing did).
+    Any failure (disk full, a part that raises) becomes the event `checkpoint_failed`, the unfinished directory is
+    removed, and older checkpoints are untouched. `keep`: how many sealed checkpoints stay (None or < 1: all), the new
+    one included. `problem` says what failed ("" if nothing did).
     """
 
     def __init__(self, root: Path, step: int, *, keep: int | None = None, on_event: OnEvent = no_event):
@@ -65,8 +65,9 @@ class CheckpointWriter:
                 raise
 
     def seal(self) -> Path | None:
-        """Sync, hash, seal, rename; then the pointer file and the retention. The path of `root/global_step_{step}`, or None
-        if anything failed. Success is the event `checkpoint_saved` with bytes, seconds and the hashing speed.
+        """Sync, hash, seal and rename; then write the pointer file and apply the retention. Returns the path of
+        `root/global_step_{step}`, or None if anything failed. Success is the event `checkpoint_saved` with bytes,
+        seconds and the hashing speed.
         """
         if self.problem:
             return None
@@ -122,46 +123,46 @@ class CheckpointWriter:
             manifest.replace_text(self._root / LATEST, str(self._step))
             for retired in self._root.glob(f"{self._final.name}.deleted*.tmp"):
                 manifest.remove(retired)
-            # Directories without a readable manifest of ours (another system's, damaged ones) are neither counted nor deleted.
+            # Directories without a readable manifest of ours (damaged, another system's) are not counted or deleted.
             for *_, old in sealed(self._root)[: -self._keep] if self._keep and self._keep >= 1 else ():
                 manifest.remove(retire(old))
                 self._on_event("checkpoint_deleted", step=self._step, path=str(old))
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            message = f"step {self._step} is saved, but tidying up {self._root} failed ({what})"
-            self._on_event("checkpoint_cleanup_failed", step=self._step, error=what, message=message)
+            reason = f"{type(error).__name__}: {error}"
+            message = f"step {self._step} is saved, but tidying up {self._root} failed ({reason})"
+            self._on_event("checkpoint_cleanup_failed", step=self._step, error=reason, message=message)
 
     def _fail(self, error: Exception) -> None:
         """Tell what failed and remove the unfinished directory; the next start tries again where that fails too."""
         self.problem = f"{type(error).__name__}: {error}"
         ends = getattr(error, "ends_the_run", False)
-        left = "those saved before stay" if ends else "the run goes on with the checkpoints saved before"
+        outcome = "those saved before stay" if ends else "the run goes on with the checkpoints saved before"
         self._on_event(
             "checkpoint_failed",
             step=self._step,
             path=str(self._beside),
             error=self.problem,
             traceback="".join(traceback.format_exception(error)),
-            message=f"the checkpoint of step {self._step} could not be saved ({self.problem}); {left}",
+            message=f"the checkpoint of step {self._step} could not be saved ({self.problem}); {outcome}",
         )
         try:
             manifest.remove(self._beside)
         except OSError as failure:
-            what = f"{type(failure).__name__}: {failure}"
-            self._on_event("checkpoint_cleanup_failed", path=str(self._beside), error=what)
+            reason = f"{type(failure).__name__}: {failure}"
+            self._on_event("checkpoint_cleanup_failed", path=str(self._beside), error=reason)
 
 
 def sealed(root: Path, pass_over: Callable[..., None] = lambda *_: None) -> list[tuple[int, int, Path]]:
-    """(serial, step, path) of every directory with a readable manifest, what was sealed last at the end; pass_over(path, error)
-    hears of the others."""
-    found = []
+    """(serial, step, path) of every directory with a readable manifest, the one sealed last at the end. For each of the
+    others it calls pass_over(path, error)."""
+    checkpoints = []
     for path in sorted(manifest.step_directories(root)):
         try:
             seal = manifest.read_manifest(path)
-            found.append((seal.serial, seal.step, path))
+            checkpoints.append((seal.serial, seal.step, path))
         except CheckpointError as error:
             pass_over(path, error)
-    return sorted(found)
+    return sorted(checkpoints)
 
 
 def retire(path: Path) -> Path:

@@ -16,19 +16,19 @@ def detect(wanted: str = "auto", devices: int = 1) -> Platform:
     if wanted not in ("auto", *KINDS):
         raise UserError(f"trainer.device={wanted!r} is not known; choose one of auto, {', '.join(KINDS)}")
     if wanted == "auto":
-        found = next(p for p in map(platform_of, KINDS) if p.count() > 0)
+        platform = next(p for p in map(platform_of, KINDS) if p.count() > 0)
     else:
-        found = platform_of(wanted)
-    have = found.count()
+        platform = platform_of(wanted)
+    have = platform.count()
     if have == 0:
         here = [k for k in KINDS if platform_of(k).count() > 0]
         raise UserError(
             f"trainer.device={wanted}: this machine has no such device, or torch was built without it. "
             f"Present: {', '.join(here)}. Set trainer.device=auto or one of those."
         )
-    if devices > have and not found.on_host:
+    if devices > have and not platform.on_host:
         raise UserError(
-            f"trainer.n_gpus_per_node={devices}, but this machine has {have} {found.name} device"
+            f"trainer.n_gpus_per_node={devices}, but this machine has {have} {platform.name} device"
             f"{'s' if have != 1 else ''}. Set trainer.n_gpus_per_node={have}."
         )
-    return found
+    return platform

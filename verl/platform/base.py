@@ -206,7 +206,7 @@ class Platform(ABC):
         return ""
 
     def share_memory(self, buffer: torch.Tensor) -> dict[str, Any]:
-        """Handle, as plain data, of a uint8 tensor for ONE other process; the tensor must live until that has let go."""
+        """Handle, as plain data, of a uint8 tensor for ONE other process; the tensor must outlive its use there."""
         raise ValueError(f"memory of {self.name} devices has no handles for other processes")
 
     def open_memory(self, handle: dict[str, Any]) -> torch.Tensor:
@@ -255,12 +255,12 @@ class Accelerator(Platform):
         return int(module.device_count()) if module is not None and module.is_available() else 0
 
     def memory(self, index: int = 0) -> tuple[int, int]:
-        found: tuple[int, int] = self.module.mem_get_info(index)
-        return found
+        sizes: tuple[int, int] = self.module.mem_get_info(index)
+        return sizes
 
     def room(self, index: int = 0) -> int:
-        kept = self.module.memory_reserved(index) - self.module.memory_allocated(index)
-        return self.memory(index)[0] + int(kept)
+        cached = self.module.memory_reserved(index) - self.module.memory_allocated(index)
+        return self.memory(index)[0] + int(cached)
 
     def peak_memory(self, index: int = 0, *, reserved: bool = False) -> int:
         module = self.module
@@ -294,5 +294,5 @@ def platform_of(device: torch.device | str) -> Platform:
 
 @cache
 def _platform(kind: str) -> Platform:
-    found: Platform = importlib.import_module(f"verl.platform.{kind if kind in KINDS else 'cpu'}").PLATFORM
-    return found
+    platform: Platform = importlib.import_module(f"verl.platform.{kind if kind in KINDS else 'cpu'}").PLATFORM
+    return platform

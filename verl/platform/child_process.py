@@ -3,10 +3,10 @@
     run: ChildProcess ──lines of JSON──→ child: ParentChannel.inbox
                       ←─────────────────        ParentChannel.send
 
-A message is one line of ASCII JSON, never a pickle. Values JSON lacks (bytes, tuples, decimals, dates, dicts with other keys
-than text) travel tagged and come back as they were; numpy scalars come back as numbers, arrays as lists or, where `encode` is
-told to keep them, as arrays. When the run's end of the socket closes, the child ends, whatever its code is doing; and what
-that started ends with the run.
+A message is one line of ASCII JSON, never a pickle. Values that JSON lacks (bytes, tuples, decimals, dates, dicts with
+keys other than text) travel tagged and come back as they were; numpy scalars come back as numbers, arrays as lists or,
+where `encode` is told to keep them, as arrays. When the run's end of the socket closes, the child ends, whatever its
+code is doing; and what that started ends with the run.
 """
 
 from __future__ import annotations
@@ -119,16 +119,16 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _from_plain(found: dict[str, Any]) -> Any:
+def _from_plain(mapping: dict[str, Any]) -> Any:
     """What a mapping of `to_plain` stands for. JSON's reader calls it for the inner ones first."""
-    return _KINDS[found[_TAG]](found["v"]) if _TAG in found else found
+    return _KINDS[mapping[_TAG]](mapping["v"]) if _TAG in mapping else mapping
 
 
 _DECODER = JSONDecoder(object_hook=_from_plain)
 
 
 class ChildProcess:
-    """The run's end. `module` names the module whose `main(channel)` the process calls. All calls are made on one event loop."""
+    """The run's end. `module` names the module whose `main(channel)` the process calls. Use it from one event loop."""
 
     def __init__(self, module: str):
         self._module = module
@@ -139,16 +139,18 @@ class ChildProcess:
         import asyncio
 
         paths = dumps([os.path.abspath(p) if p == "" else p for p in sys.path])
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=LONGEST_MESSAGE)
+        parent_socket, child_socket = socket.socketpair()
+        with child_socket:
+            self.reader, self.writer = await asyncio.open_connection(
+                sock=parent_socket, limit=LONGEST_MESSAGE
+            )
             try:
                 self.process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-c", _START_CODE, self._module, str(theirs.fileno()), paths),
+                    *(sys.executable, "-c", _START_CODE, self._module, str(child_socket.fileno()), paths),
                     stdin=subprocess.DEVNULL,
                     # What a user's code prints is for people; standard output belongs to the run's own lines.
                     stdout=2,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(child_socket.fileno(),),
                     env={**_ENVIRONMENT, **os.environ, **started_by(os.getpid())},
                     start_new_session=True,
                 )
@@ -186,7 +188,7 @@ class ChildProcess:
     def exit_text(self) -> str:
         """How the process ended, in words. Only after `end`."""
         code = self.process.returncode if self.process is not None else None
-        name = {-known: known.name for known in signal.Signals}.get(code or 0)
+        name = {-number: number.name for number in signal.Signals}.get(code or 0)
         if name is None:
             return f"exit code {code}"
         return f"{name}, often the system being out of memory" if name == "SIGKILL" else name
@@ -224,7 +226,7 @@ class ParentChannel:
 
 
 def die_with_parent() -> None:
-    """Have the system kill this process when the thread that started it ends, whatever its code is doing then (Linux)."""
+    """Make the system kill this process when the thread that started it ends, whatever its code does then (Linux)."""
     if sys.platform == "linux":
         import ctypes
 

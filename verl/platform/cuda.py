@@ -18,8 +18,9 @@ _FLASH_CAPABILITY = (8, 0)
 # Of the arguments of torch's rebuild_cuda_tensor: the storage's handle, sizes and counters, after the device's index.
 _STORAGE_AT = 7
 _NSYS = (
-    "global_profiler.tool=nsys: this process does not run under nsys. Start the command as `nsys profile -t cuda,nvtx,cublas "
-    "--capture-range=cudaProfilerApi --capture-range-end=repeat -o REPORT python -m …`, or set global_profiler.tool=torch"
+    "global_profiler.tool=nsys: this process does not run under nsys. Start the command as `nsys profile "
+    "-t cuda,nvtx,cublas --capture-range=cudaProfilerApi --capture-range-end=repeat -o REPORT python -m …`, "
+    "or set global_profiler.tool=torch"
 )
 
 
@@ -81,13 +82,13 @@ class CudaPlatform(Accelerator):
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         storage = [bytes.fromhex(x) if isinstance(x, str) else x for x in handle["storage"]]
-        seen = [_uuid(index) for index in range(self.count())]
-        if handle["uuid"] not in seen:
+        visible = [_uuid(index) for index in range(self.count())]
+        if handle["uuid"] not in visible:
             raise ValueError(
-                f"the weights are on device {handle['uuid']}, which this process cannot see: place sampler and trainer on "
-                "the same devices, or send through shared memory"
+                f"the weights are on device {handle['uuid']}, which this process cannot see: place sampler and "
+                "trainer on the same devices, or send through shared memory"
             )
-        size, index = (handle["size"],), seen.index(handle["uuid"])
+        size, index = (handle["size"],), visible.index(handle["uuid"])
         kinds = torch.storage.TypedStorage, torch.uint8
         return rebuild_cuda_tensor(torch.Tensor, size, (1,), handle["offset"], *kinds, index, *storage)
 
@@ -168,8 +169,8 @@ class GraphRecorder:
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record the device work of `step`; returns what replays it.
 
-        `step` must have run before with the same tensors, write what is wanted of it to memory that was there before, and
-        must not wait for the device: RuntimeError if it does, and the device goes on as if nothing had been tried.
+        `step` must have run before with the same tensors, must write its results to memory that existed before, and
+        must not wait for the device: RuntimeError if it does; the device then goes on as if nothing had been tried.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

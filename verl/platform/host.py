@@ -38,8 +38,8 @@ DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "true",
 }
 
-# Imports make hundreds of thousands of objects that stay, a large step as many that are in use until it ends: Python's own 700 looks
-# through them again and again, a sixth of a start's processor time.
+# Imports make hundreds of thousands of objects that stay, and a large step holds as many until it ends. With Python's
+# default of 700 the collector scans them again and again, which takes a sixth of a start's processor time.
 COLLECT_AFTER = (10_000, 10, 10)
 
 
@@ -54,13 +54,13 @@ def prepare_process() -> None:
 def processor() -> tuple[str, frozenset[str]]:
     """(name, features) of the first processor; empty where the system does not list them."""
     rows = re.findall(r"^(model name|Model|Processor|flags|Features)\s*:\s*(.+)$", read(_CPUINFO), re.M)
-    found = dict(reversed(rows))
-    name = found.get("model name") or found.get("Model") or found.get("Processor", "")
-    return name, frozenset((found.get("flags") or found.get("Features", "")).split())
+    fields = dict(reversed(rows))
+    name = fields.get("model name") or fields.get("Model") or fields.get("Processor", "")
+    return name, frozenset((fields.get("flags") or fields.get("Features", "")).split())
 
 
 def cores() -> tuple[int, float | None]:
-    """(cores this process may use, the control group's quota in cores or None). The tightest quota on the way up counts."""
+    """(cores this process may use, the control group's quota in cores or None). The tightest quota above it counts."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = []
     for place in cgroups("cpu"):
@@ -81,7 +81,7 @@ def usable() -> int:
 def thread_limit() -> int | None:
     """Threads that a computing process should have, where the quota leaves fewer cores than it sees and nobody chose.
 
-    More threads than the quota pays for are stopped all at once when it is used up, also the one that the others wait for.
+    More threads than the quota pays for are all stopped when it is used up, even the one that the others wait for.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return None
@@ -122,15 +122,15 @@ def raise_open_files(wanted: int) -> float:
 
 def memory_limit() -> tuple[int | None, int | None]:
     """(limit, used) bytes of the control group; the tightest limit on the way up counts; None without one."""
-    found: list[tuple[int, int | None]] = []
+    limits: list[tuple[int, int | None]] = []
     for place in cgroups("memory"):
         for limit_name, used_name in _MEMORY_FILES:
             limit, used = read(place / limit_name), read(place / used_name)
             if (
                 limit.isdecimal() and int(limit) < 1 << 60
             ):  # version 1 writes "no limit" as a number near 2**63
-                found.append((int(limit), int(used) if used.isdecimal() else None))
-    return min(found, key=lambda pair: pair[0], default=(None, None))
+                limits.append((int(limit), int(used) if used.isdecimal() else None))
+    return min(limits, key=lambda pair: pair[0], default=(None, None))
 
 
 def total_memory() -> int:
@@ -157,14 +157,14 @@ def available_memory() -> int:
 def _nodes() -> list[int]:
     """Bytes free, or in files that can be dropped, on each memory node with a core that this process may use."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    found = []
+    sizes = []
     for node in _NODES.glob("node[0-9]*"):
         if not allowed & _numbers(read(node / "cpulist")):
             continue
         rows = dict(re.findall(r"^Node \d+ (\S+):\s*(\d+) kB", read(node / "meminfo"), re.MULTILINE))
         if "MemFree" in rows:
-            found.append(1024 * sum(int(rows.get(name, 0)) for name in _FREE))
-    return found
+            sizes.append(1024 * sum(int(rows.get(name, 0)) for name in _FREE))
+    return sizes
 
 
 def _numbers(text: str) -> set[int]:

@@ -31,10 +31,10 @@ from verl.versions import version as version
 def requirements(package: str) -> list[Requirement]:
     """What an installed package asks for, extras left out; empty for one that is absent."""
     try:
-        found = [Requirement(line) for line in metadata.requires(package) or ()]
+        parsed = [Requirement(line) for line in metadata.requires(package) or ()]
     except metadata.PackageNotFoundError:
         return []
-    return [need for need in found if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return [need for need in parsed if need.marker is None or need.marker.evaluate({"extra": ""})]
 
 
 def wants(package: str, other: str) -> str | None:
@@ -58,15 +58,15 @@ def nvidia_gpus() -> list[str]:
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
         try:
-            done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+            result = subprocess.run(query, capture_output=True, text=True, timeout=20)
         except (OSError, subprocess.TimeoutExpired):
             return []
-        lines = done.stdout.splitlines() if done.returncode == 0 else []
+        lines = result.stdout.splitlines() if result.returncode == 0 else []
         return [line.strip() for line in lines if line.strip()]
     models = []
     for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")):
-        found = re.search(r"^Model:\s*(.+)$", Path(path).read_text(), re.MULTILINE)
-        models.append(found.group(1).strip() if found else "NVIDIA GPU")
+        match = re.search(r"^Model:\s*(.+)$", Path(path).read_text(), re.MULTILINE)
+        models.append(match.group(1).strip() if match else "NVIDIA GPU")
     return models
 
 
@@ -78,18 +78,18 @@ def npus() -> int:
 def cpu() -> tuple[str, list[str]]:
     """(model name, those of the instruction sets that matter here)."""
     name, flags = host.processor()
-    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16", "sve")
-    return name or platform.machine(), [flag for flag in wanted if flag in flags]
+    relevant = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16", "sve")
+    return name or platform.machine(), [flag for flag in relevant if flag in flags]
 
 
 @cache
 def cpu_products() -> tuple[str, ...]:
-    """How bfloat16 products are computed on this CPU, and what a run on it uses, tried out in a process that imports torch (2 s);
-    empty where it cannot."""
+    """How bfloat16 products are computed on this CPU, and what a run on it uses, tried out in a process that imports
+    torch (2 s); empty where that fails."""
     code = "from verl.platform.cpu import PLATFORM as cpu; cpu.prepare()"
     code += "; print(cpu.bfloat16_products()); print(cpu.describe())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return tuple(done.stdout.splitlines())
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return tuple(result.stdout.splitlines())
 
 
 def memory() -> tuple[int | None, int | None]:

@@ -50,9 +50,9 @@ def alive(pid: int, start: int) -> bool:
     return pid == os.getpid() or abs(process_start_time(pid) - start) <= 1
 
 
-# In a shell: it waits for as long as the run lives, and should take no memory. Its mark comes on its input, for a process that
-# had it in its arguments or environment would be swept too. Ray's processes replace both by a title, and have logs open in the
-# folder. The others have three seconds: vLLM's workers remove what they share.
+# In a shell: it waits as long as the run lives and should take little memory. It reads its mark from its input, because
+# a process with the mark in its arguments or environment would be swept too. Ray's processes replace both by a title,
+# and have logs open in the folder. The others have three seconds: vLLM's workers remove what they share.
 _SWEEP = """
 read -r files; read -r mark; read -r folder; read -r _
 marked() { for file in $files; do grep -alsF -- "$mark" /proc/[0-9]*/"$file"; done; }
@@ -67,12 +67,12 @@ marked() { for file in $files; do grep -alsF -- "$mark" /proc/[0-9]*/"$file"; do
 
 
 def sweep_at_exit(files: str, mark: str, folder: str = "") -> subprocess.Popen[bytes]:
-    """Have all processes killed that are marked, and `folder` removed, as soon as this process has ended, however it ends, or
-    calls `communicate` on what is returned.
+    """Have all marked processes killed and `folder` removed as soon as this process has ended, however it ends, or
+    calls `communicate` on the returned process.
 
-    Marked is a process in one of whose `files` ("environ limits" or "cmdline", see proc(5)) the text `mark` occurs, and with
-    a `folder` one of Ray's that has files open there (Linux). Signals and parents would not do: what left its session and
-    whose parent has ended is nobody's child.
+    A process is marked if the text `mark` occurs in one of its `files` ("environ limits" or "cmdline", see proc(5));
+    with a `folder` also a process of Ray that has files open there (Linux). Signals and parents would not do: a process
+    that left its session and whose parent has ended is nobody's child.
     """
     path = {"PATH": os.environ.get("PATH", os.defpath)}
     sweeper = subprocess.Popen(["sh", "-c", _SWEEP], stdin=subprocess.PIPE, start_new_session=True, env=path)
@@ -82,8 +82,8 @@ def sweep_at_exit(files: str, mark: str, folder: str = "") -> subprocess.Popen[b
 
 @cache
 def started_by(pid: int) -> dict[str, str]:
-    """A variable by which those are known that this process, `pid`, starts with it, and whom they start: they end with it, also
-    where they left the session, and where they cleared the environment if one before them called `bear_mark`."""
+    """A variable that marks the processes that this process, `pid`, starts with it, and those that they start. They end
+    with it, even if they left the session, or cleared the environment after one before them called `bear_mark`."""
     # As a limit it can only be lowered, also by a run inside of a run; it is thousands of years.
     highest = resource.getrlimit(_LIMIT)[1] if _LIMIT is not None else 0
     highest = highest if highest > 2**61 else 2**62
@@ -93,7 +93,7 @@ def started_by(pid: int) -> dict[str, str]:
 
 
 def bear_mark() -> None:
-    """Have this process and all that it starts known by a limit as well: on real-time computing, which nothing else uses."""
+    """Mark this process and all that it starts by a limit as well: on real-time computing, which nothing else uses."""
     if _LIMIT is not None:
         with suppress(OSError, ValueError, KeyError):
             resource.setrlimit(_LIMIT, (int(os.environ[_MARK]), int(os.environ[_MARK])))

@@ -109,10 +109,10 @@ class _Filling:
         A tensor that an empty bucket could hold is not cut: the receiver can then use it where it lies.
         """
         offset = -(-self.used // ALIGN) * ALIGN
-        left = flat.numel() - start
-        count = min(left, max(0, self.room.numel() - offset) // dtype.itemsize)
-        cut = count < left
-        if cut and (count == 0 or (self._entries and left * dtype.itemsize <= self.room.numel())):
+        remaining = flat.numel() - start
+        count = min(remaining, max(0, self.room.numel() - offset) // dtype.itemsize)
+        cut = count < remaining
+        if cut and (count == 0 or (self._entries and remaining * dtype.itemsize <= self.room.numel())):
             return -1
         entry = json.dumps([name, _name(dtype), list(shape), start, count, offset])
         if self._header + len(entry) + 1 > HEADER_BYTES:
@@ -169,13 +169,13 @@ def _pack(weights: Weights, sink: Sink, dtype: torch.dtype | None) -> int:
             raise WeightSyncError(f"{name} has data type {kind}, which does not travel")
         flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
         moved += flat.numel() * kind.itemsize
-        start, done = 0, False
-        while not done:
+        start, complete = 0, False
+        while not complete:
             filling = filling or _Filling(sink)
             count = filling.add(name, flat, start, shape, kind)
             start += max(count, 0)
-            done = count >= 0 and start == flat.numel()
-            if not done or sink.early(filling.used):
+            complete = count >= 0 and start == flat.numel()
+            if not complete or sink.early(filling.used):
                 filling.publish()
                 filling = None
     if filling is not None:

@@ -106,11 +106,11 @@ class WeightGroup:
     def gather(self, text: str) -> list[str]:
         """The text of every rank, cut to so many bytes, by rank."""
         content = bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0"))
-        own = torch.frombuffer(content, dtype=torch.uint8)
-        out = [torch.empty_like(own, device=self.device) for _ in range(self.size)]
+        encoded = torch.frombuffer(content, dtype=torch.uint8)
+        out = [torch.empty_like(encoded, device=self.device) for _ in range(self.size)]
         with _named(f"the end of a transfer, seen by rank {self.rank}"):
-            self._group.allgather([out], [own.to(self.device)]).wait()
-        return [bytes(found.tolist()).rstrip(b"\0").decode(errors="replace") for found in out]
+            self._group.allgather([out], [encoded.to(self.device)]).wait()
+        return [bytes(part.tolist()).rstrip(b"\0").decode(errors="replace") for part in out]
 
     def close(self) -> None:
         """Leave."""
@@ -146,13 +146,13 @@ def _process_group(
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _named(operation: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
         if isinstance(error, WeightSyncError):
             raise
-        raise WeightSyncError(f"{what}: {error}") from error
+        raise WeightSyncError(f"{operation}: {error}") from error
 
 
 def broadcast(

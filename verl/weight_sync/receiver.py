@@ -14,17 +14,17 @@ class WeightReceiver(ABC):
     def load_weights(
         self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
     ) -> dict[str, str]:
-        """Replace weights from (Hugging Face name, full tensor) pairs, asleep or not; with an adapter of the engine's own,
-        the adapter's. With `verify` (`verl.weight_sync.base`) returns checksums by name of what the engine holds then, or
-        of what came where that cannot be compared.
+        """Replace weights from (Hugging Face name, full tensor) pairs, asleep or not; those of the adapter if the
+        engine has one of its own. With `verify` (`verl.weight_sync.base`) returns checksums by name of what the
+        engine then holds, or of what it received where that cannot be compared.
 
-        Raises on unknown or missing names; the engine then refuses to sample. A tensor must stay as it is until the call
-        returns.
+        Raises on unknown or missing names; the engine then refuses to sample. A tensor must stay unchanged until the
+        call returns.
         """
 
     @property
     def weights_dtype(self) -> Any:
-        """The torch data type that floating point weights may be converted to on their way here; None for as they are."""
+        """The torch data type that floating point weights may be converted to before the transfer, or None."""
         return None
 
     @property

@@ -51,8 +51,8 @@ class SharesWeights(Protocol):
 
 
 class InProcessSync(WeightSync):
-    """The sampler reads the trainer's own tensors, nothing is copied. A push tells it that the values changed (it refreshes
-    what it derived from them) and names the version."""
+    """The sampler reads the trainer's own tensors; nothing is copied. A push tells it that the values changed (it
+    refreshes what it derived from them) and names the version."""
 
     def __init__(self, trainer: TrainingEngine, sampler: SharesWeights):
         self._trainer, self._sampler = trainer, sampler
@@ -86,9 +86,9 @@ class StreamedSync(WeightSync):
         moved, sent, dtype = [0], dict[str, str](), self._receiver.weights_dtype
         if verify:
             weights = digesting(weights, sent, verify, dtype=dtype)
-        held = self._receiver.load_weights(_counted(weights, dtype, moved), version, verify=verify)
+        received = self._receiver.load_weights(_counted(weights, dtype, moved), version, verify=verify)
         if verify:
-            compare(sent, held)
+            compare(sent, received)
         self._trainer.release_cached_memory()
         return SyncResult(moved[0], time.monotonic() - started, len(sent))
 

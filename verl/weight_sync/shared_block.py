@@ -42,9 +42,9 @@ def _integers(*names: str) -> list[tuple[str, Any]]:
 
 
 class Control(ctypes.Structure):
-    """The control page. pid, start: of the sender; readers: how many each bucket has; bucket: bytes of one; status: of the
-    sender; produced: buckets published so far; on_device: buckets carry handles of device memory; header, used: bytes of
-    the two buckets; reason: why the sender failed."""
+    """The control page. pid, start: of the sender; readers: how many each bucket has; bucket: bytes of one; status: of
+    the sender; produced: buckets published so far; on_device: buckets carry handles of device memory; header, used:
+    bytes of the two buckets; reason: why the sender failed."""
 
     _fields_ = [
         *_integers("magic", "pid", "start", "readers", "bucket", "version"),
@@ -116,7 +116,7 @@ def _fence() -> None:
 
 
 class SharedMemoryBlock:
-    """A mapped segment; `control` and `readers` are its fields. Use `create` on the writing side, `open` on the reading one."""
+    """A mapped segment; `control` and `readers` are its fields. Writers use `create`, readers use `open`."""
 
     def __init__(self, path: Path, fd: int, size: int, readers: int = 0):
         self.path = path
@@ -216,9 +216,9 @@ class SharedMemoryBlock:
     def reserve(self, number: int, upto: int) -> None:
         """Make sure that bytes below `upto` of bucket `number` have memory. WeightSyncError if there is none left."""
         have = self._reserved[number % 2]
-        wanted = HEADER_BYTES + upto
-        if wanted > have:
-            more = min(max(wanted, have + _STEP), HEADER_BYTES + self.control.bucket)
+        needed = HEADER_BYTES + upto
+        if needed > have:
+            more = min(max(needed, have + _STEP), HEADER_BYTES + self.control.bucket)
             _reserve(self._fd, self._at(number) + have, more - have)
             self._reserved[number % 2] = more
 
@@ -279,8 +279,8 @@ def _reserve(fd: int, start: int, size: int) -> None:
         free = info.f_bavail * info.f_frsize
         raise WeightSyncError(
             f"{folder()} has {free >> 20} MiB left, a bucket needs {size >> 20} MiB: lower "
-            "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or give the container more shared "
-            "memory (docker run --shm-size, an emptyDir of medium Memory)"
+            "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or give the container "
+            "more shared memory (docker run --shm-size, an emptyDir of medium Memory)"
         ) from error
 
 

@@ -31,8 +31,8 @@ HOST_BUCKET = 16 << 20
 buckets of 64 MiB measured half as fast, and two of them fit into a container's smallest /dev/shm."""
 
 DEVICE_BUCKET = 256 << 20
-"""Most bytes of a bucket on a device, whatever was asked for: two of them, and as much of gathered tensors, lie beside the
-trainer's memory and the sampler's just when both are short of it."""
+"""Most bytes of a bucket on a device, whatever was asked for: two buckets, and as much memory of gathered tensors, lie
+beside the trainer's memory and the sampler's just when both are short of memory."""
 
 _EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
 
@@ -46,9 +46,9 @@ def host_bucket(wanted: int) -> int:
 class Channel:
     """What one transfer goes through, on the side that writes.
 
-    name: letters, digits, `_ . -`. readers: how many processes read it. expected: those processes, by reader number: one
-    that dies before it comes is not waited for; nor are any when `over()`, which says that what they were asked for has ended.
-    timeout: seconds without progress after which the sender gives up.
+    name: letters, digits, `_ . -`. readers: how many processes read it. expected: those processes, by reader number.
+    The sender does not wait for one that dies before it comes, nor for any when `over()` says that the call that they
+    serve has ended. timeout: seconds without progress after which the sender gives up.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Channel:
 
 @dataclass
 class BucketSender(Channel):
-    """A channel with what is sent through it: weights to `readers` processes of this host that call `receive` with its name.
+    """A channel that sends weights to `readers` processes of this host, each of which calls `receive` with its name.
 
     bucket_bytes: most bytes of one bucket (at most HOST_BUCKET, on a device DEVICE_BUCKET); two are in memory.
     dtype: what floating point weights are converted to before they are written; None sends them as they are.
@@ -98,7 +98,7 @@ class BucketSender(Channel):
 
 
 class SharedMemorySink(buckets.Sink):
-    """The writing side of one transfer. A context: leaving it by an exception tells the readers, and removes the file."""
+    """The writing side of one transfer. A context: an exception inside tells the readers and removes the file."""
 
     def __init__(self, channel: Channel, bucket_bytes: int, version: int, *, on_device: bool = False):
         self._channel = channel
@@ -119,8 +119,8 @@ class SharedMemorySink(buckets.Sink):
 
     def room(self) -> torch.Tensor:
         """See Sink.room: bucket n is free when every reader has taken bucket n - 2."""
-        wanted = self._number - 1
-        self._wait(lambda: self._least() >= wanted, wanted)
+        needed = self._number - 1
+        self._wait(lambda: self._least() >= needed, needed)
         return self._segment.room(self._number)
 
     def reserve(self, upto: int) -> None:
@@ -141,8 +141,8 @@ class SharedMemorySink(buckets.Sink):
         self._segment.finish()
         self._wait(lambda: all(reader.status == DONE for reader in self._readers), self._number)
 
-    def _wait(self, until: Callable[[], bool], wanted: int) -> None:
-        wait(until, self._check, self._channel.timeout, lambda: self._waiting(wanted))
+    def _wait(self, until: Callable[[], bool], needed: int) -> None:
+        wait(until, self._check, self._channel.timeout, lambda: self._waiting(needed))
 
     def _least(self) -> int:
         return min(reader.taken for reader in self._readers)
@@ -170,12 +170,12 @@ class SharedMemorySink(buckets.Sink):
         if not alive(pid, start) and not self._readers[number].status:
             raise WeightSyncError(f"{text} died before it came")
 
-    def _waiting(self, wanted: int) -> str:
+    def _waiting(self, needed: int) -> str:
         late = []
         for number, reader in enumerate(self._readers):
             if not reader.status:
                 late.append(f"reader {number}, which has not come")
-            elif reader.status != DONE and reader.taken <= wanted:
+            elif reader.status != DONE and reader.taken <= needed:
                 late.append(f"reader {number} (process {reader.pid}, {reader.taken} buckets taken)")
         return f"the sender of channel {self._channel.name!r} waits for {', '.join(late)}"
 
@@ -184,8 +184,8 @@ _HANDLES_BYTES = 1 << 16
 
 
 class HandleSink(SharedMemorySink):
-    """A `SharedMemorySink` whose buckets stay on `device`, for readers of the same device: the segment carries the counters,
-    the headers, and in place of a bucket's bytes the handles of the two device buffers, one for each reader."""
+    """A `SharedMemorySink` whose buckets stay on `device`, for readers of the same device: the segment carries the
+    counters, the headers, and instead of a bucket's bytes the handles of the two device buffers, one per reader."""
 
     def __init__(self, channel: Channel, bucket_bytes: int, version: int, device: torch.device):
         self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -204,8 +204,8 @@ class HandleSink(SharedMemorySink):
         buffer = self._buffers[self._number % 2]
         platform = platform_of(buffer.device)
         platform.synchronize()
-        told = [platform.share_memory(buffer) for _ in self._readers] if self._number < 2 else []
-        text = json.dumps({"used": used, "kind": platform.name, "handles": told}).encode("ascii")
+        handles = [platform.share_memory(buffer) for _ in self._readers] if self._number < 2 else []
+        text = json.dumps({"used": used, "kind": platform.name, "handles": handles}).encode("ascii")
         super().reserve(len(text))
         super().room()[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         super().publish(header, len(text))
@@ -234,7 +234,7 @@ def receive(
     `timeout` seconds, and when another version or another number of readers is on the channel.
     """
     segment = _attach(channel, reader, timeout)
-    done = False
+    complete = False
     try:
         carried = segment.control.version
         if version is not None and carried != version:
@@ -242,9 +242,9 @@ def receive(
             raise WeightSyncError(text)
         stream = _buckets(segment, channel, reader, timeout)
         yield from buckets.unpack(opened(stream, reader) if segment.control.on_device else stream)
-        done = True
+        complete = True
     finally:
-        segment.leave(reader, done=done)
+        segment.leave(reader, done=complete)
         if not segment.sender_alive():
             segment.remove()
         segment.close()
@@ -272,14 +272,14 @@ def called_off(places: Iterable[tuple[str, int]], version: int, why: str) -> Ite
 def _attach(channel: str, reader: int, timeout: float) -> SharedMemoryBlock:
     """The segment of a living sender, as soon as there is one that this reader has not read."""
     path = path_of(channel)
-    found: list[SharedMemoryBlock] = []
+    attached: list[SharedMemoryBlock] = []
 
     def come() -> bool:
         if not shared_block.live_sender(path) or (segment := SharedMemoryBlock.open(path)) is None:
             return False
         count = len(segment.readers)
         if reader < count and segment.attach(reader):
-            found.append(segment)
+            attached.append(segment)
             return True
         segment.close()
         if reader >= count:
@@ -288,7 +288,7 @@ def _attach(channel: str, reader: int, timeout: float) -> SharedMemoryBlock:
 
     who = f"reader {reader} of channel {channel!r} waits for a sender to begin"
     wait(come, lambda: None, timeout, lambda: who)
-    return found[0]
+    return attached[0]
 
 
 def _buckets(
@@ -339,8 +339,8 @@ def offer(
 def attempt(channel: str, reader: int, timeout: float) -> str:
     """A reader's side of `offer`: what went wrong, "" for nothing."""
     try:
-        found = [(name, tensor.cpu().clone()) for name, tensor in receive(channel, reader, timeout=timeout)]
+        weights = [(name, tensor.cpu().clone()) for name, tensor in receive(channel, reader, timeout=timeout)]
     except Exception as error:  # as above
         return f"{type(error).__name__}: {error}"
-    same = len(found) == 1 and found[0][0] == _TRIAL[0] and torch.equal(found[0][1], _TRIAL[1])
+    same = len(weights) == 1 and weights[0][0] == _TRIAL[0] and torch.equal(weights[0][1], _TRIAL[1])
     return "" if same else "other bytes came than were sent"

@@ -1,7 +1,7 @@
 """Do both sides hold the same weights? Digests by name, of whole tensors or of a sample of each.
 
-A sample takes up to 16,384 elements of a tensor, spread evenly over each of its dimensions: enough to find a tensor that
-was not sent, was sent under another's name, or of which a shard is old; it costs milliseconds for a whole model. It
+A sample takes up to 16,384 elements of a tensor, spread evenly over each of its dimensions. It finds a tensor that was
+not sent, that was sent under another name, or that has an outdated shard, and costs milliseconds for a whole model. It
 does not find a single wrong element: that is what the full mode is for.
 """
 
@@ -23,8 +23,8 @@ _NAMED = 3  # tensors of an error message
 def checksums(weights: Weights, verify: str = FULL, *, dtype: torch.dtype | None = None) -> dict[str, str]:
     """Name → BLAKE2b of the tensor's bytes, shape and dtype included. Tensors may live on any device.
 
-    verify: `FULL` or `SAMPLED`. dtype: hash floating point weights as they are after conversion to it (what a sampler of
-    that type receives).
+    verify: `FULL` or `SAMPLED`. dtype: hash floating point weights as they are after conversion to it (what a sampler
+    of that type receives).
     """
     return {name: digest(tensor, verify, dtype) for name, tensor in weights}
 
@@ -37,9 +37,9 @@ def digest(tensor: torch.Tensor, verify: str = FULL, dtype: torch.dtype | None =
     if dtype is not None and values.is_floating_point():
         values = values.to(dtype)
     flat = values.contiguous().cpu().reshape(-1).view(torch.uint8)
-    found = hashlib.blake2b(f"{tuple(tensor.shape)}{values.dtype}".encode(), digest_size=16)
-    found.update(flat.numpy().data)
-    return found.hexdigest()
+    hasher = hashlib.blake2b(f"{tuple(tensor.shape)}{values.dtype}".encode(), digest_size=16)
+    hasher.update(flat.numpy().data)
+    return hasher.hexdigest()
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,17 +73,17 @@ def close_stream(weights: object) -> None:
 
 def compare(trainer: dict[str, str], sampler: dict[str, str]) -> None:
     """Raise WeightSyncError that names the weights which are missing on a side or differ."""
-    for wrong, what in (
+    for wrong, problem in (
         (trainer.keys() - sampler.keys(), "the sampler lacks {}"),
         (sampler.keys() - trainer.keys(), "the sampler holds {}, which the trainer does not have"),
         ({n for n in trainer if trainer[n] != sampler.get(n)}, "trainer and sampler differ in {}"),
     ):
         if wrong:
-            raise WeightSyncError(f"{what.format(named(wrong))}")
+            raise WeightSyncError(f"{problem.format(named(wrong))}")
 
 
 def named(names: Iterable[str]) -> str:
     """The first names in order, and how many more there are."""
-    found = sorted(names)
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return ", ".join(found[:_NAMED]) + more
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _NAMED} more" if len(ordered) > _NAMED else ""
+    return ", ".join(ordered[:_NAMED]) + more

@@ -47,11 +47,11 @@ def roles_by_pool(config: Any) -> dict[str, list[str]]:
         roles.append("critic")
     if scores_by_model(config):
         roles.append("reward_model")
-    own, found = own_pools(config), dict[str, list[str]]()
+    separate, by_pool = own_pools(config), dict[str, list[str]]()
     for role in roles:
         pool = "teacher" if role.startswith("teacher_") else role
-        found.setdefault(pool if pool in own else "training", []).append(role)
-    return found
+        by_pool.setdefault(pool if pool in separate else "training", []).append(role)
+    return by_pool
 
 
 def engines_of(
@@ -77,7 +77,7 @@ def engines_of(
 def actor_engine(
     config: Any, total_steps: int, platform: Platform, *, shared: bool = False
 ) -> TrainingEngine:
-    """The engine of the policy in training, its schedule set, idle. Where there are several ranks they must have joined.
+    """The idle engine of the policy in training, its schedule set. With several ranks, they must have joined before.
 
     shared: a sampler of this process is to work on its tensors (one rank only).
     """
@@ -88,7 +88,7 @@ def actor_engine(
 
 
 def reference_engine(config: Any, actor: TrainingEngine, platform: Platform) -> TrainingEngine:
-    """The engine of the frozen reference. With LoRA the actor's, whose base it is, unless ref.model.path names another."""
+    """The engine of the frozen reference. With LoRA it is the actor's, unless ref.model.path names another."""
     arr = config.actor_rollout_ref
     if actor.adapted and not arr.ref.model.path:
         return actor
@@ -104,7 +104,7 @@ def _frozen(policys: Any) -> dict[str, Any]:
 
 
 def teacher_engine(config: Any, role: str, teacher: Any, platform: Platform) -> TrainingEngine:
-    """The engine of a frozen teacher, with the reference's settings. UserError if it has fewer tokens than the policy."""
+    """A frozen teacher's engine, with the reference's settings. UserError if it has fewer tokens than the policy."""
     arr, loss = config.actor_rollout_ref, config.distillation.distillation_loss
     path, key = teacher["model_path"], f"distillation.teacher_models.{role.removeprefix('teacher_')}"
     inference = teacher.get("inference") or {}
@@ -115,9 +115,9 @@ def teacher_engine(config: Any, role: str, teacher: Any, platform: Platform) -> 
     model = _frozen(arr.model)
     topk = loss.topk if loss.loss_mode == "forward_kl_topk" else 0
     try:
-        own, policys = _vocabulary(path, model), _vocabulary(arr.model.path, arr.model)
-        if own < policys:
-            raise UserError(f"model_path={path}: its vocabulary has {own} tokens, the policy's {policys}")
+        size, needed = _vocabulary(path, model), _vocabulary(arr.model.path, arr.model)
+        if size < needed:
+            raise UserError(f"model_path={path}: its vocabulary has {size} tokens, the policy's {needed}")
         options = {"model_cfg": model, "trainable": False, "role": role, "topk": topk}
         return _engine(config, path, settings, platform, **options)
     except UserError as error:
@@ -144,11 +144,11 @@ def critic_engine(config: Any, total_steps: int, platform: Platform) -> Training
     path = critic.model.path or policy.path
     options = {"model_cfg": critic.model, "head": "value", "role": "critic"}
     try:
-        own, theirs = _vocabulary(path, critic.model), _vocabulary(policy.path, policy)
-        if own != theirs:
+        tokens, policy_tokens = _vocabulary(path, critic.model), _vocabulary(policy.path, policy)
+        if tokens != policy_tokens:
             raise UserError(
-                f"model.path={path}: its vocabulary has {own} tokens, the policy's {theirs}; the critic reads the policy's tokens, "
-                "so use a model of the same family"
+                f"model.path={path}: its vocabulary has {tokens} tokens, the policy's {policy_tokens}; "
+                "the critic reads the policy's tokens, so use a model of the same family"
             )
         engine = _engine(config, path, settings, platform, **options)
     except UserError as error:
@@ -158,26 +158,26 @@ def critic_engine(config: Any, total_steps: int, platform: Platform) -> Training
 
 
 def reward_engine(config: Any, platform: Platform) -> Any:
-    """The engine of a sequence classifier that scores, cut over all ranks; one that cannot be packed is a `PaddedClassifier`, whole
-    on each. UserError if it is none with one label."""
+    """The engine of a sequence classifier that scores, sharded over all ranks; one that cannot be packed is a
+    `PaddedClassifier`, whole on each. UserError if the model is no classifier with one label."""
     from verl.engine.training.padded_classifier import PaddedClassifier
     from verl.models.load import NotPacked, check_directory
 
-    own = config.reward_model
+    cfg = config.reward_model
     settings = {
         "strategy": config.actor_rollout_ref.actor.strategy,
-        "ppo_max_token_len_per_gpu": own.rollout.max_num_batched_tokens,
-        "fsdp_config": {"dtype": own.rollout.dtype, "param_offload": "reward_model" not in own_pools(config)},
+        "ppo_max_token_len_per_gpu": cfg.rollout.max_num_batched_tokens,
+        "fsdp_config": {"dtype": cfg.rollout.dtype, "param_offload": "reward_model" not in own_pools(config)},
     }
-    options = {"model_cfg": own.model, "head": "score", "role": "reward_model", "trainable": False}
+    options = {"model_cfg": cfg.model, "head": "score", "role": "reward_model", "trainable": False}
     try:
-        check_directory(own.model.path)
+        check_directory(cfg.model.path)
         try:
             return _engine(
-                config, own.model.path, settings, platform, longest=own.rollout.max_model_len, **options
+                config, cfg.model.path, settings, platform, longest=cfg.rollout.max_model_len, **options
             )
         except NotPacked:
-            whole = PaddedClassifier(own.model.path, model_cfg=own.model, role_cfg=settings, device=platform)
+            whole = PaddedClassifier(cfg.model.path, model_cfg=cfg.model, role_cfg=settings, device=platform)
             whole.offload()
             return whole
     except UserError as error:
@@ -252,7 +252,8 @@ def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
 
 
 def judge(config: Any, sampler: RolloutEngine | None = None) -> ServedJudge:
-    """`reward_model.model`, sampled as `reward_model.rollout` says, at an address; in an engine of this process, or in `sampler`."""
+    """`reward_model.model`, sampled as `reward_model.rollout` says, at an address; in `sampler` or an engine of this
+    process."""
     run = judge_config(config)
     model = run.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
@@ -263,9 +264,9 @@ def judge(config: Any, sampler: RolloutEngine | None = None) -> ServedJudge:
 
 def judge_config(config: Any) -> Any:
     """The configuration of a run whose policy is the judge: what its engine is built from."""
-    own, run = config.reward_model, copy.deepcopy(config)
+    cfg, run = config.reward_model, copy.deepcopy(config)
     model = run.actor_rollout_ref.model = type(run.actor_rollout_ref.model)()
-    model.path, model.trust_remote_code = own.model.path, own.model.trust_remote_code
+    model.path, model.trust_remote_code = cfg.model.path, cfg.model.trust_remote_code
     rollout = run.actor_rollout_ref.rollout = run.reward_model.rollout
     run.data.tokenizer = None
     if pool := own_pools(config).get("judge"):

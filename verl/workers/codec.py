@@ -4,9 +4,10 @@
     segments ◀──fill──── {"old_log_probs": float32 [ΣL], …} ◀──collect── segments
     requests  ──encode_requests──▶ decode_requests      results ──encode_results──▶ decode_results
 
-Of the columns only those a call needs travel, each as one array, so that the cost is that of copying memory and not of visiting
+Only the columns that a call needs travel, each as one array: the cost is that of copying memory, not of visiting
 tokens. A context goes once for all segments that share it. The inputs of images go beside a payload, in the order of
-`distinct_media`, so that whoever sends it can send them once for several payloads. Which columns there are is `verl.trajectory.COLUMNS`' business.
+`distinct_media`, so that the sender can send them once for several payloads. `verl.trajectory.COLUMNS` defines the
+columns.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def encode(rows: Sequence[Segment], columns: Sequence[str] = ()) -> Payload:
 
 
 def decode(payload: Mapping[str, Any], inputs: Sequence[Mapping[str, np.ndarray]] = ()) -> list[Segment]:
-    """The segments again; those with the same context share its array. Float columns and masks are views of the payload.
-    inputs: those of `distinct_media(rows)`.
+    """The segments again; those with the same context share its array. Float columns and masks are views of the
+    payload. inputs: those of `distinct_media(rows)`.
 
     Only what `encode` was given comes back: texts, scores and timings stay with the driver.
     """
@@ -86,38 +87,38 @@ def decode(payload: Mapping[str, Any], inputs: Sequence[Mapping[str, np.ndarray]
 
 def distinct_media(media: Iterable[Media | None]) -> list[Media]:
     """Each image once, in the order of their first use."""
-    return list({leaf.key: leaf for one in media if one is not None for leaf in one.leaves}.values())
+    return list({leaf.key: leaf for item in media if item is not None for leaf in item.leaves}.values())
 
 
 def _encode_media(media: Sequence[Media | None]) -> Payload:
     """Of contexts or prompts: their images, each once, and whose each is; {} where none has any."""
-    distinct = [(one.key, one.tokens) for one in distinct_media(media)]
+    distinct = [(item.key, item.tokens) for item in distinct_media(media)]
     if not distinct:
         return {}
-    whose = [None if one is None else [one.key, *(leaf.key for leaf in one.parts)] for one in media]
+    whose = [None if item is None else [item.key, *(leaf.key for leaf in item.parts)] for item in media]
     return {"media": distinct, "media_of": whose}
 
 
 def _decode_media(
     payload: Mapping[str, Any], count: int, inputs: Sequence[Mapping[str, np.ndarray]]
 ) -> list[Media | None]:
-    """Inverse of `_encode_media`: what has the same key is the same object, also as an earlier payload's that is still in use."""
+    """Inverse of `_encode_media`. Equal keys give the same object, also one of an earlier payload still in use."""
     if "media" not in payload:
         return [None] * count
-    held = {}
-    for (key, tokens), given in zip(payload["media"], inputs, strict=True):
-        held[key] = _MEDIA.get(key) or Media(dict(given), tokens, key=key)
+    by_key = {}
+    for (key, tokens), values in zip(payload["media"], inputs, strict=True):
+        by_key[key] = _MEDIA.get(key) or Media(dict(values), tokens, key=key)
     for key, *parts in filter(None, payload["media_of"]):
-        if key not in held:
-            held[key] = _MEDIA.get(key) or Media.joined([held[part] for part in parts], key=key)
-    _MEDIA.update(held)
-    return [None if keys is None else held[keys[0]] for keys in payload["media_of"]]
+        if key not in by_key:
+            by_key[key] = _MEDIA.get(key) or Media.joined([by_key[part] for part in parts], key=key)
+    _MEDIA.update(by_key)
+    return [None if keys is None else by_key[keys[0]] for keys in payload["media_of"]]
 
 
 def collect(rows: Sequence[Segment], columns: Iterable[str]) -> Payload:
-    """Columns alone, in the order of the rows. A column that no row has is left out; where only some have it, an array under
-    "has.{name}" says which; where contexts have values too, "contexts.{name}" are their arrays, each once, and "context.{name}"
-    says whose is which. ValueError for an unknown column or a wrong length."""
+    """Columns alone, in the order of the rows. A column that no row has is left out; where only some have it, an array
+    under "has.{name}" says which; where contexts have values too, "contexts.{name}" are their arrays, each once, and
+    "context.{name}" says whose is which. ValueError for an unknown column or a wrong length."""
     out: Payload = {}
     for name in columns:
         if name not in COLUMNS:
@@ -146,7 +147,7 @@ def fill(rows: Sequence[Segment], columns: Mapping[str, np.ndarray]) -> None:
         if name not in COLUMNS:
             continue
         present = columns.get(_PRESENT + name)
-        have = rows if present is None else [row for row, there in zip(rows, present, strict=True) if there]
+        have = rows if present is None else [row for row, has in zip(rows, present, strict=True) if has]
         lengths = [row.length for row in have]
         if len(values) != sum(lengths):
             raise ValueError(f"column {name}: {len(values)} values for {sum(lengths)} response tokens")
@@ -222,12 +223,12 @@ def decode_requests(
 
 def encode_results(results: Sequence[GenerateResult]) -> Payload:
     """Token ids and log-probs joined; everything else as it is."""
-    done = [r.completion for r in results if r.completion is not None]
+    completions = [r.completion for r in results if r.completion is not None]
     return {
         "entries": [(r.id, r.error, None if r.completion is None else _facts(r.completion)) for r in results],
-        "lengths": _lengths(c.token_ids for c in done),
-        "token_ids": _join([c.token_ids for c in done], np.int32),
-        "log_probs": _join([c.log_probs for c in done], np.float32),
+        "lengths": _lengths(c.token_ids for c in completions),
+        "token_ids": _join([c.token_ids for c in completions], np.int32),
+        "log_probs": _join([c.log_probs for c in completions], np.float32),
     }
 
 

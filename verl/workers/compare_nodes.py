@@ -55,12 +55,12 @@ def graded(area: str, name: str, text: str, *faults: tuple[bool, str, str]) -> F
 
 
 def verdict(findings: Collection[Finding], broken: str, fine: str) -> tuple[int, str]:
-    """(exit status, one sentence): 1, and `broken` until …, if a finding says that it does not work at all; else `fine`."""
+    """(exit status, one sentence): 1 and `broken` until … if a finding says that nothing works at all; else `fine`."""
     stops = dict.fromkeys(f.name for f in findings if f.level == BAD and f.base)
     if stops:
         return 1, f"{broken} until this is put right: {', '.join(stops)}."
-    others = dict.fromkeys(f.name for f in findings if f.level in (BAD, WARN))
-    return 0, f"{fine} Worth a look: {', '.join(others)}." if others else fine
+    remarks = dict.fromkeys(f.name for f in findings if f.level in (BAD, WARN))
+    return 0, f"{fine} Worth a look: {', '.join(remarks)}." if remarks else fine
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _models(config: Any) -> tuple[str, ...]:
     if "ref_log_probs" in needed_columns(config):
         paths.append(plain["actor_rollout_ref"]["ref"]["model"].get("path"))
     if teacher_roles(config):
-        paths += [one["model_path"] for one in plain["distillation"]["teacher_models"].values()]
+        paths += [teacher["model_path"] for teacher in plain["distillation"]["teacher_models"].values()]
     if "values" in needed_columns(config):
         paths.append(plain["critic"]["model"].get("path"))
     if scores_by_model(config):
@@ -125,22 +125,22 @@ def _transfer_room(rollout: Any, model: str) -> int:
 
 
 def compare(nodes: Sequence[Facts], driver: Facts, needs: NodeNeeds) -> Iterator[Finding]:
-    """What has to be like the driver's on every node, and what each must have for itself. A node is a dict of facts with
-    a "name"; the driver's own node may be among them."""
+    """What must equal the driver's on every node, and what each must have for itself. A node is a dict of facts with a
+    "name"; the driver's own node may be among them."""
     if not nodes:
         return
-    found = {node["name"]: node for node in nodes}
-    every = {"the driver": driver} | found
+    by_name = {node["name"]: node for node in nodes}
+    every = {"the driver": driver} | by_name
     for name in dict.fromkeys(name for node in every.values() for name in node["versions"]):
         have = {who: node["versions"].get(name, _MISSING) for who, node in every.items()}
         todo = _SAME_CODE if name == CODE else f"install one {name} on every node and for the driver"
         yield _alike("versions", name, have, todo, partial(_decisive, name, packages=needs.packages))
         for who, text in have.items() if name in HOLES and name in needs.packages else ():
             if text != _MISSING and satisfies(text, HOLES[name]):
-                said = f"{text} on {who} has a known security hole; it is refused"
-                yield bad("versions", name, said, f"pip install -U {name} there")
-    if any(name.endswith("(driver)") for name in found):
-        every = found  # one of them sees the driver's disk
+                problem = f"{text} on {who} has a known security hole; it is refused"
+                yield bad("versions", name, problem, f"pip install -U {name} there")
+    if any(name.endswith("(driver)") for name in by_name):
+        every = by_name  # one of them sees the driver's disk
     for path in needs.models:
         yield from _model(path, {who: node["models"][path] for who, node in every.items()})
     for node in nodes:
@@ -175,16 +175,16 @@ def _decisive(name: str, version: str, packages: Collection[str]) -> str:
     return re.split("[+,]", version)[0] if name in packages else ""
 
 
-def _model(path: str, found: Mapping[str, Facts]) -> Iterator[Finding]:
+def _model(path: str, models: Mapping[str, Facts]) -> Iterator[Finding]:
     """Every node's model against the driver's; one that has yet to be fetched from a hub is no difference."""
-    for name, model in found.items():
+    for name, model in models.items():
         if model.get("to_fetch"):
             text = f"{path} is not in its cache of models: the run fetches it, and it cannot be compared"
             yield Finding("model", name, text, NOTE)
         elif "problem" in model:
             todo = "put the model at the same path on every node, or on a file system that all nodes see"
             yield bad("model", name, model["problem"], todo)
-    if have := {name: model["text"] for name, model in found.items() if "text" in model}:
+    if have := {name: model["text"] for name, model in models.items() if "text" in model}:
         todo = "copy the same model to every node (a hub's: fetch the same revision)"
         yield _alike("model", path, have, todo, str)
 
@@ -210,11 +210,11 @@ def judge(
     """What `verl doctor --cluster` says of nodes with devices of a kind: facts of `NodeProbe.everything` and of
     `verl.workers.ray.cluster_report`. `driver`: the facts of this process; `pools`, `needs`: what the run asks for."""
     have = ", ".join(f"{node['name']} has {node['devices']}" for node in nodes)
-    asked = " and ".join(map(str, pools))
+    request = " and ".join(map(str, pools))
     todo = "start Ray on more nodes or with more devices there (examples/ray_start.sh), or lower "
     todo += " or ".join(f"{pool.keys}.nnodes, {pool.keys}.n_gpus_per_node" for pool in pools)
     fits = placeable([node["devices"] for node in nodes], pools)
-    text = f"{len(nodes)} node{'s' * (len(nodes) != 1)}, devices: {kind}; the run asks for {asked}; {have}"
+    text = f"{len(nodes)} node{'s' * (len(nodes) != 1)}, devices: {kind}; the run asks for {request}; {have}"
     yield graded("nodes", "nodes", text, (not fits, BAD, todo))
     for node in nodes:
         finding = _node(node, kind)
@@ -227,7 +227,7 @@ def judge(
 
 
 def large_enough(nodes: Sequence[Facts], pools: Sequence[ResourceRequest]) -> list[Facts]:
-    """The nodes that work and can hold a part of a pool; all that work where none can. A run leaves the others alone."""
+    """The working nodes that can hold a part of a pool; all working ones if none can. A run leaves the others alone."""
     alive = [node for node in nodes if "problem" not in node]
     return [node for node in alive if node["devices"] >= _least(pools)] or alive
 
@@ -242,10 +242,13 @@ def _node(node: Facts, kind: str) -> Finding:
     if "problem" in node:
         todo = "install the same code on the node, or give it the path (PYTHONPATH, a shared folder)"
         return bad("nodes", name, f"no worker runs there: {node['problem']}", todo)
-    there = node["accelerators"].get(kind, ["core"] * node["devices"])
-    names = ", ".join(dict.fromkeys(there))
-    text = f"{node['hostname']}: {node['devices']} {kind} devices for Ray, {len(there)} there ({names}), {node['cores']} cores"
-    other = (node["devices"] != len(there), WARN, "ray stop, and start it with all devices visible")
+    accelerators = node["accelerators"].get(kind, ["core"] * node["devices"])
+    names = ", ".join(dict.fromkeys(accelerators))
+    text = (
+        f"{node['hostname']}: {node['devices']} {kind} devices for Ray, {len(accelerators)} there ({names}), "
+        f"{node['cores']} cores"
+    )
+    other = (node["devices"] != len(accelerators), WARN, "ray stop, and start it with all devices visible")
     return graded("nodes", name, text, other)
 
 

@@ -1,8 +1,8 @@
 """The ranks of a run, called together: directly in one process, through Ray on many devices.
 
-A batch's segments travel once. Each mini-batch's groups are spread over the ranks, and the same ranks keep those rows for every
-call of the step: only columns that came into being since then follow. In one process the rank works on the driver's own
-segments, and nothing travels.
+A batch's segments travel once. Each mini-batch's groups are spread over the ranks, and the same ranks keep those rows
+for every call of the step: only newer columns follow. In one process the rank works on the driver's own segments, and
+nothing travels.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class DirectCalls:
 
     def share(self, value: Any, media: Iterable[Media | None] = ()) -> Sequence[Any]:
         """See `Calls.share`."""
-        return [value, *(one.inputs for one in codec.distinct_media(media))]
+        return [value, *(item.inputs for item in codec.distinct_media(media))]
 
 
 @dataclass(slots=True)
 class Placed:
-    """A batch on the ranks. `parts[d]` are the segments of data-parallel rank d; `known` the columns they have there."""
+    """A batch on the ranks. `parts[d]` are the segments of data-parallel rank d, `known` the columns there."""
 
     batch: Batch
     parts: list[list[Segment]]
@@ -73,18 +73,18 @@ class Placed:
 
     def positions(self, rows: Sequence[Segment]) -> list[list[int]]:
         """Where these rows are, by data-parallel rank, in their order."""
-        found: list[list[int]] = [[] for _ in self.parts]
+        places: list[list[int]] = [[] for _ in self.parts]
         for row in rows:
             rank, place = self.where[id(row)]
-            found[rank].append(place)
-        return found
+            places[rank].append(place)
+        return places
 
 
 class WorkerGroup:
-    """`facts[i]` is what `Worker.build` of rank i returned. Ranks that share rows have the same dp_rank; of the ranks of one
-    dp_rank the first whose `holds_outputs` is not False returns the results for all.
+    """`facts[i]` is what `Worker.build` of rank i returned. Ranks that share rows have the same dp_rank; of the
+    ranks of one dp_rank the first whose `holds_outputs` is not False returns the results for all.
 
-    `lock` is held through every call, so that a sampler that is restarted finds the weights of one version; `moved` is True
+    `lock` is held through every call, so that a restarted sampler receives the weights of one version; `moved` is True
     between an update and the push of its weights.
     """
 
@@ -134,8 +134,8 @@ class WorkerGroup:
             self.call("take_rows", parts[0], doing=doing)
         else:
             payloads = [codec.encode(part, columns) for part in parts]
-            each = self._shared(payloads, [[row.media for row in part] for part in parts])
-            self.call("receive_rows", each=each, doing=doing)
+            arguments = self._shared(payloads, [[row.media for row in part] for part in parts])
+            self.call("receive_rows", each=arguments, doing=doing)
         return placed
 
     def _shared(
@@ -143,25 +143,25 @@ class WorkerGroup:
     ) -> list[Sequence[Any]]:
         """Arguments by worker: one payload, with its images, for each data-parallel rank, shared by its neighbours."""
         images = media or [[]] * len(payloads)
-        shared = [self.calls.share(payload, own) for payload, own in zip(payloads, images, strict=True)]
+        shared = [self.calls.share(payload, used) for payload, used in zip(payloads, images, strict=True)]
         return [shared[rank] for rank in self.dp_ranks]
 
     def news(self, placed: Placed, columns: Sequence[str]) -> list[Sequence[Any]]:
         """Arguments by worker: those of `columns` that the ranks do not have yet."""
-        wanted = [name for name in columns if name not in placed.known]
-        placed.known |= set(wanted)
+        missing = [name for name in columns if name not in placed.known]
+        placed.known |= set(missing)
         if self.calls.shares_rows:
             return [({},)] * len(self.dp_ranks)
-        return self._shared([codec.collect(part, wanted) for part in placed.parts])
+        return self._shared([codec.collect(part, missing) for part in placed.parts])
 
     def fill(
         self, placed: Placed, columns: Sequence[codec.Payload], positions: list[list[int]] | None = None
     ) -> None:
-        """Put columns that the workers returned on the driver's rows; `positions`: on those alone, by data-parallel rank."""
+        """Put columns that the workers returned on the driver's rows; only on `positions`, by data-parallel rank."""
         parts = placed.parts
         if positions is not None:
-            parts = [[part[i] for i in own] for part, own in zip(parts, positions, strict=True)]
-        for part, found in zip(parts, self.by_dp_rank(columns), strict=True):
+            parts = [[part[i] for i in places] for part, places in zip(parts, positions, strict=True)]
+        for part, returned in zip(parts, self.by_dp_rank(columns), strict=True):
             if not self.calls.shares_rows:
-                codec.fill(part, {name: np.array(values) for name, values in found.items()})
-            placed.known |= set(found)
+                codec.fill(part, {name: np.array(values) for name, values in returned.items()})
+            placed.known |= set(returned)

@@ -1,8 +1,8 @@
-"""What one node has, as plain data: packages, our own code, devices, limits, room, addresses, files of models; and a process
-on a node that tells it, who it can reach and where its processes stand, and takes part in an all-reduce.
+"""What one node has, as plain data: packages, our own code, devices, limits, room, addresses, files of models; and a
+process on a node that reports it, which nodes it reaches and where its processes stand, and joins an all-reduce.
 
-Runs in a process of that node. Reads files and asks small tools; knows nothing of Ray, and imports torch for the all-reduce alone.
-Arguments and results are JSON-like: the code on the other side may be another.
+Runs in a process of that node. Reads files and runs small tools; knows nothing of Ray, and imports torch for the
+all-reduce alone. Arguments and results are JSON-like: the code on the other side may be of another version.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CONNECT_S = 5.0
 
 
 def collect(models: Sequence[str] = ()) -> dict[str, Any]:
-    """What a run compares between nodes, and what each must have for itself; JSON-like. `models`: directories or hub ids."""
-    versions = {name: found for name in PACKAGES if (found := probe.version(name))}
+    """What a run compares between nodes and what each must have, JSON-like. `models`: directories or hub ids."""
+    versions = {name: version for name in PACKAGES if (version := probe.version(name))}
     if "torch" in versions:
         versions["torch"] += f", {probe.torch_build()}"
     return {
@@ -57,8 +57,8 @@ def code_hash(root: Path = _ROOT) -> str:
 
 
 def model_files(path: str) -> dict[str, Any]:
-    """What tells one model from another: {"bytes", "text"}: the revision of a hub's model, else hashes of config.json and
-    of the weight files' names and sizes. {"problem", "to_fetch": would a run fetch it} where it is not on this disk."""
+    """What identifies a model: {"bytes", "text"}: the revision of a hub's model, else hashes of config.json and of the
+    weight files' names and sizes. {"problem", "to_fetch": would a run fetch it} where it is not on this disk."""
     from verl.config.model_facts import ModelTrouble, find
 
     try:
@@ -110,16 +110,16 @@ class NodeProbe:
     def unreached(self, targets: Mapping[str, tuple[str, int]]) -> dict[str, str]:
         """What went wrong with those of some (address, port) by name that no connection comes about with."""
         with ThreadPoolExecutor(32) as threads:
-            said = zip(targets, threads.map(_connect, targets.values()), strict=True)
-            return {name: why for name, why in said if why}
+            results = zip(targets, threads.map(_connect, targets.values()), strict=True)
+            return {name: why for name, why in results if why}
 
     def all_reduce(
         self, rank: int, world: int, address: str, port: int, kind: str, timeout: float, count: int
     ) -> dict[str, float]:
-        """Meet the other ranks as training ranks do and sum `count` float32 over all of them, in host memory and then on
-        the device if there is one.
+        """Meet the other ranks as training ranks do and sum `count` float32 over all of them, in host memory and then
+        on the device if there is one.
 
-        Returns the seconds by the library it went over. UserError if the ranks do not meet, RuntimeError if a sum is wrong.
+        Returns the seconds by collective library. UserError if the ranks do not meet, RuntimeError if a sum is wrong.
         """
         import torch
 
@@ -130,7 +130,7 @@ class NodeProbe:
         platform.select(0)
         init_process_group(rank, world, address, port, platform, timeout)
         places = {"gloo": torch.device("cpu"), platform.collectives: platform.device()}
-        found = {}
+        seconds = {}
         for name, device in places.items():
             for _ in range(2):  # the first one sets up connections
                 tensor = torch.ones(count, device=device)
@@ -139,11 +139,11 @@ class NodeProbe:
                 start = time.perf_counter()
                 torch.distributed.all_reduce(tensor)
                 platform.synchronize()
-                found[name] = time.perf_counter() - start
+                seconds[name] = time.perf_counter() - start
             if not bool((tensor == world).all()):
                 raise RuntimeError(f"all-reduce over {name}: rank {rank} got a wrong sum")
         leave()
-        return found
+        return seconds
 
 
 def _connect(target: tuple[str, int]) -> str:

@@ -1,6 +1,6 @@
 """What a step's updates are, decided before any of them runs: mini-batches, epochs, global counts, the order.
 
-Pure, and the same however many ranks execute it. Counts are those of whole mini-batches, so parts on several ranks add up.
+Pure, and the same for any number of ranks. Counts are those of whole mini-batches, so parts on several ranks add up.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """The trajectories of one optimizer step. `usable` segments have a token to train on; without any the step is left out.
+    """The trajectories of one optimizer step. `usable` segments have a token to train on; without any it is skipped.
 
     `masks` are the loss masks of `rows` as the plan found them; `metrics` those of its correction.
     """
@@ -79,8 +79,8 @@ class UpdatePlan:
 
     `actor_cfg` is `actor_rollout_ref.actor`; `max_response_length` is H of seq-mean-token-sum-norm; `batch_prompts` the
     prompts of a step (fixes the number of mini-batches); `rollout_correction` is `algorithm.rollout_correction`.
-    `columns`: those that an update reads; `of_critic`: an update of the critic, whose group takes the place of the actor's;
-    `of_distillation`: columns that distillation reads.
+    `columns`: those that an update reads; `of_critic`: an update of the critic, whose group takes the place of the
+    actor's; `of_distillation`: columns that distillation reads.
     """
 
     def __init__(
@@ -141,10 +141,11 @@ class UpdatePlan:
         step: int = 0,
         number: int = 1,
     ) -> MiniBatch:
-        """The mini-batch with what follows from its current log-probs: rejection, weights, `mini_batch_values`, metrics.
+        """The mini-batch with all that depends on its current log-probs: rejection, weights, `mini_batch_values`,
+        metrics.
 
-        `log_probs(segments)` computes those, [ΣL], with the weights of this moment; `number` is that of the update in the step:
-        before the first, old log-probs are they.
+        `log_probs(segments)` computes those, [ΣL], with the current weights; `number` is that of the update in the
+        step: before the first, they are the old log-probs.
         """
         for row, mask in zip(mini.rows, mini.masks, strict=True):
             row.loss_mask = mask
@@ -167,13 +168,13 @@ class UpdatePlan:
     def _current(
         self, segments: list[Segment], log_probs: Callable[[list[Segment]], np.ndarray], first: bool
     ) -> dict[int, np.ndarray]:
-        """Log-probs of the weights of this moment by segment (its id). Where they are the old ones, and those are not known
-        yet, any number will do: only the difference, 0, is asked for."""
+        """Log-probs of the current weights by segment (its id). Where they equal the old ones, and those are not
+        computed yet, any number will do: only the difference, 0, is used."""
         if first and not self.correction.bypass:
             old = [segment.columns.get("old_log_probs") for segment in segments]
             return {
-                id(segment): np.zeros(segment.length) if own is None else own
-                for segment, own in zip(segments, old, strict=True)
+                id(segment): np.zeros(segment.length) if values is None else values
+                for segment, values in zip(segments, old, strict=True)
             }
         ends = np.cumsum([segment.length for segment in segments])[:-1]
         return dict(zip(map(id, segments), np.split(log_probs(segments), ends), strict=True))
@@ -245,9 +246,9 @@ def summarise(outcomes: Iterable[tuple[MiniBatch, TrainStepResult | None]]) -> U
 def partition(rows: Sequence[Segment], ranks: int, *, balance: bool = True) -> list[list[int]]:
     """Positions in `rows` for each of `ranks`, ascending; every position exactly once, some ranks maybe none.
 
-    Groups stay whole, so that a prompt is computed once, unless there are fewer of them than ranks; then the longest are
-    halved. `balance` gives the heaviest group that is left to the rank that has least, otherwise ranks get runs of the rows
-    in their order. The same rows give the same partition.
+    Groups stay whole, so that a prompt is computed once, unless there are fewer groups than ranks; then the longest are
+    halved. `balance` gives the heaviest remaining group to the rank with the least load; otherwise ranks get runs of
+    the rows in their order. The same rows give the same partition.
     """
     units = _units(rows, ranks)
     if not balance:

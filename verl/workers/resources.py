@@ -43,7 +43,7 @@ def placeable(devices: Iterable[int], pools: Sequence[ResourceRequest]) -> bool:
         free.sort(reverse=True)
         if len(free) < pool.nodes or free[pool.nodes - 1] < pool.devices:
             return False
-        free[: pool.nodes] = [left - pool.devices for left in free[: pool.nodes]]
+        free[: pool.nodes] = [count - pool.devices for count in free[: pool.nodes]]
     return True
 
 

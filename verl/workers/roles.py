@@ -1,5 +1,5 @@
-"""The roles of a run, over the ranks that play them: what the loop asks of the policy, the reference, a critic, teachers and a
-classifier."""
+"""The roles of a run, over the ranks that execute them: what the loop asks of the policy, the reference, a critic,
+teachers and a classifier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Outcome = tuple[MiniBatch, TrainStepResult | None]
 
 
 class Role:
-    """A model on the ranks of a group, under the name that its checkpoint has. Base class and, as it is, a frozen role."""
+    """A model on the ranks of a group, under the name that its checkpoint has. The base class, and a frozen role."""
 
     trained = False
 
@@ -42,7 +42,8 @@ class Role:
         self.group.fill(placed, self.group.call("forward", phase, self.name, dict(outputs), doing=phase))
 
     def onload(self, *, optimizer: bool) -> None:
-        """Bring to the device what is in host memory while the role is idle: weights, and for an update the optimizer's state."""
+        """Bring to the device what is in host memory while the role is idle: weights, and for updates the optimizer's
+        state."""
         self.group.call("onload", self.name, optimizer, doing="onload")
 
     def offload(self) -> None:
@@ -50,8 +51,8 @@ class Role:
         self.group.call("offload", self.name, doing="offload")
 
     def save(self, part: str, directory: Path) -> None:
-        """Write the `weights` (a Hugging Face directory) or the `optimizer`; ranks write in parallel, to a folder that all
-        nodes see."""
+        """Write the `weights` (a Hugging Face directory) or the `optimizer`; ranks write in parallel, to a folder that
+        all nodes see."""
         self.group.call("save", self.name, part, str(directory.absolute()), doing="save_checkpoint")
 
     def load(self, part: str, directory: Path) -> None:
@@ -63,8 +64,8 @@ class Classifier(Role):
     """A sequence classifier that scores."""
 
     async def scores(self, computing: Callable[[Role], AbstractContextManager[None]], batch: Batch) -> None:
-        """Fill the column `scores`, in `computing(self)`. Ranks elsewhere compute while the event loop goes on; a device of this
-        process has one caller at a time."""
+        """Fill the column `scores`, in `computing(self)`. Remote ranks compute while the event loop goes on; a device
+        of this process has one caller at a time."""
 
         def compute() -> None:
             with computing(self):
@@ -86,9 +87,9 @@ class Teacher(Role):
     def forward(self, batch: Batch, phase: str, outputs: Mapping[str, str]) -> None:
         """See `Role.forward`. UserError for a prompt without a teacher."""
         group, placed = self.group, self.group.place(batch, phase)
-        own = placed.positions(segments_of(t for t in batch if self._choose(t.prompt) == self.name))
-        each = [(phase, self.name, dict(outputs), np.array(own[rank], np.int64)) for rank in group.dp_ranks]
-        group.fill(placed, group.call("forward", each=each, doing=phase), own)
+        rows = placed.positions(segments_of(t for t in batch if self._choose(t.prompt) == self.name))
+        calls = [(phase, self.name, dict(outputs), np.array(rows[rank], np.int64)) for rank in group.dp_ranks]
+        group.fill(placed, group.call("forward", each=calls, doing=phase), rows)
 
 
 def _tokens(rows: Iterable[Segment]) -> int:
@@ -121,8 +122,8 @@ class TrainedRole(Role):
 
     def cost(self) -> ModelCost | None:
         """What a pass takes, and the peak of all devices together; None where the peak is not known."""
-        found = self.group.call("cost", self.name, doing="cost")[0]
-        return None if found is None else ModelCost(**found)
+        facts = self.group.call("cost", self.name, doing="cost")[0]
+        return None if facts is None else ModelCost(**facts)
 
     def _outcomes(self, minis: Sequence[MiniBatch], placed: Placed, step: int) -> list[Outcome]:
         return self._execute(minis, placed)
@@ -135,10 +136,10 @@ class TrainedRole(Role):
             return [(mini, None) for mini in minis]
         news = group.news(placed, self.plan.columns)
         orders = self._orders(work, placed)
-        each = [(self.name, *new, orders[rank]) for new, rank in zip(news, group.dp_ranks, strict=True)]
-        done = group.call("update", each=each, doing=self.phase)
-        group.fill(placed, [one["columns"] for one in done])
-        results = iter(TrainStepResult(**result) for result in group.by_dp_rank(done)[0]["results"])
+        arguments = [(self.name, *new, orders[rank]) for new, rank in zip(news, group.dp_ranks, strict=True)]
+        replies = group.call("update", each=arguments, doing=self.phase)
+        group.fill(placed, [reply["columns"] for reply in replies])
+        results = iter(TrainStepResult(**result) for result in group.by_dp_rank(replies)[0]["results"])
         return [(mini, next(results) if mini.usable else None) for mini in minis]
 
     def _orders(self, minis: Sequence[MiniBatch], placed: Placed) -> list[list[dict[str, Any]]]:
@@ -149,15 +150,15 @@ class TrainedRole(Role):
             by_row = None if counts is None else dict(zip(map(id, mini.usable), counts, strict=True))
             for rank, rows in enumerate(placed.positions(mini.usable)):
                 part = placed.parts[rank]
-                own = None if by_row is None else [by_row[id(part[i])] for i in rows]
-                shares = {"denominators": asdict(mini.denominators), "trajectory_tokens": own}
+                tokens = None if by_row is None else [by_row[id(part[i])] for i in rows]
+                shares = {"denominators": asdict(mini.denominators), "trajectory_tokens": tokens}
                 out[rank].append({"rows": np.array(rows, np.int64), **shares})
         return out
 
 
 class Policy(TrainedRole):
-    """The policy. An update fills `old_log_probs` and `entropy` of rows that have none: a step's only update is its own old
-    policy. One call for the whole step, unless each mini-batch has to be corrected by itself."""
+    """The policy. An update fills `old_log_probs` and `entropy` of rows that have none: the only update of a step is
+    its own old policy. One call for the whole step, unless each mini-batch must be corrected by itself."""
 
     @property
     def compute_dtype(self) -> str:
@@ -179,9 +180,9 @@ class Policy(TrainedRole):
 
     def _log_probs(self, rows: list[Segment], placed: Placed) -> np.ndarray:
         """Log-probs of some of the batch's rows with the weights of this moment, float32 [ΣL]."""
-        group, own = self.group, placed.positions(rows)
-        each = [(np.array(own[rank], np.int64),) for rank in group.dp_ranks]
-        flats = group.by_dp_rank(group.call("log_probs_of", each=each, doing="update_actor"))
+        group, positions = self.group, placed.positions(rows)
+        arguments = [(np.array(positions[rank], np.int64),) for rank in group.dp_ranks]
+        flats = group.by_dp_rank(group.call("log_probs_of", each=arguments, doing="update_actor"))
         starts = [0] * group.dp_size
         out = []
         for row in rows:
@@ -192,8 +193,8 @@ class Policy(TrainedRole):
 
     def memory(self) -> dict[str, float]:
         """perf/max_memory_{allocated,reserved}_gb of an accelerator, GiB, the largest of all ranks; empty on a CPU."""
-        found = self.group.call("peak_memory", doing="peak_memory")
-        return {f"perf/max_memory_{kind}_gb": max(peak[kind] for peak in found) for kind in found[0]}
+        peaks = self.group.call("peak_memory", doing="peak_memory")
+        return {f"perf/max_memory_{kind}_gb": max(peak[kind] for peak in peaks) for kind in peaks[0]}
 
     def balance(self, batch: Batch) -> dict[str, float]:
         """global_seqlen/*: tokens of each rank, were the batch split in its order, and as it is; empty for one rank."""
@@ -209,16 +210,17 @@ class Policy(TrainedRole):
 
     def images(self) -> dict[str, int]:
         """See `TrainingEngine.images`; of all ranks together."""
-        found = self.group.by_dp_rank(self.group.call("images", doing="images"))
-        return {name: sum(one[name] for one in found) for name in found[0]}
+        counts = self.group.by_dp_rank(self.group.call("images", doing="images"))
+        return {name: sum(part[name] for part in counts) for name in counts[0]}
 
 
 @dataclass(slots=True)
 class WorkerSet:
     """What the loop talks to, wherever it runs.
 
-    roles    by name: "actor" is the policy, "ref" the reference and "critic" the value model if a pass of them is needed,
-             "reward_model" a classifier that scores, "teacher_…" the teachers of distillation; none where only samples are wanted
+    roles    by name: "actor" is the policy, "ref" the reference and "critic" the value model if a pass of them is
+             needed, "reward_model" a classifier that scores, "teacher_…" the teachers of distillation; none for
+             sampling alone
     weight_sync  None without a policy: then the samplers have the weights of the model's files
     describe the devices, in words
     devices  training and sampling devices together, for rates per device
@@ -245,8 +247,8 @@ class WorkerSet:
 
     def trained(self, *, policy: bool) -> list[TrainedRole]:
         """The roles that a step updates, the critic first; without the policy while the critic warms up."""
-        found = [role for role in self.roles.values() if isinstance(role, TrainedRole)]
-        chosen = [role for role in found if policy or role is not self.policy]
+        trained_roles = [role for role in self.roles.values() if isinstance(role, TrainedRole)]
+        chosen = [role for role in trained_roles if policy or role is not self.policy]
         return sorted(chosen, key=lambda role: role is self.policy)
 
     def close(self) -> None:
@@ -283,9 +285,9 @@ def update_plan(config: Any) -> UpdatePlan:
 
 
 def teacher_of(config: Any) -> Callable[[Prompt], str]:
-    """Which teacher's role a prompt is for: with several, the one whose key is the prompt's value of `distillation.teacher_key`."""
+    """The teacher's role for a prompt: of several, the one whose key is the prompt's `distillation.teacher_key`."""
     roles, column = teacher_roles(config), config.distillation.teacher_key
-    by_key = {str(one.get("key") or name.removeprefix("teacher_")): name for name, one in roles.items()}
+    by_key = {str(cfg.get("key") or name.removeprefix("teacher_")): name for name, cfg in roles.items()}
     sources = ("data_source", config.data.reward_fn_key)
 
     def choose(prompt: Prompt) -> str:

@@ -77,26 +77,26 @@ class RolloutWorker(Profiled):
     async def submit(
         self, payload: Payload, ended: Sequence[str] = (), *inputs: Mapping[str, np.ndarray]
     ) -> None:
-        """Begin requests, after these sessions have ended; returns at once. A request id that is under way is left as it is.
+        """End these sessions, then begin requests; returns at once. A request id that is under way is left as it is.
         inputs: of the requests' images."""
         for session in ended:
             self.engine.end_session(session)
-        known = {task.get_name() for task in self._running}
+        running = {task.get_name() for task in self._running}
         for request in codec.decode_requests(payload, inputs):
-            if request.id not in known:
+            if request.id not in running:
                 task = asyncio.create_task(self._serve(request), name=request.id)
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
 
     async def _serve(self, request: codec.GenerateRequest) -> None:
         try:
-            given = {"session": request.session, "media": request.media}
-            more = {name: value for name, value in given.items() if value is not None}
-            done = await self.engine.generate(
+            optional = {"session": request.session, "media": request.media}
+            more = {name: value for name, value in optional.items() if value is not None}
+            completion = await self.engine.generate(
                 request.prompt_ids, request.sampling, request_id=request.id, group=request.group, **more
             )
-            done.text = self._text(request, done)
-            self._done.append(codec.GenerateResult(request.id, done))
+            completion.text = self._text(request, completion)
+            self._done.append(codec.GenerateResult(request.id, completion))
         except Exception as error:  # it is the result: the driver raises it where the request was made
             if self.engine.dead:
                 self._note_death(error)
@@ -104,12 +104,12 @@ class RolloutWorker(Profiled):
                 self._done.append(codec.GenerateResult(request.id, error=(type(error).__name__, str(error))))
         self._wakeup.set()
 
-    def _text(self, request: codec.GenerateRequest, done: Completion) -> str | None:
+    def _text(self, request: codec.GenerateRequest, completion: Completion) -> str | None:
         """See `Completion.text`. None for a response that was stopped: mostly it goes on, and is decoded at its end."""
-        if done.finish_reason == "abort" or self._decode is None:
+        if completion.finish_reason == "abort" or self._decode is None:
             return None
         begun = request.prompt_ids[len(request.prompt_ids) - request.sampling.start :]
-        return self._decode(np.concatenate([begun, done.token_ids]))
+        return self._decode(np.concatenate([begun, completion.token_ids]))
 
     def _note_death(self, error: Exception) -> EngineDead:
         """The engine is dead: no request gets its error as its result, the worker is to be replaced."""
@@ -132,13 +132,13 @@ class RolloutWorker(Profiled):
             self._wakeup.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wakeup.wait(), timeout)
-        # Each of these calls costs the driver as much as many responses. Where many are under way none is waited for alone;
-        # where few are, only those that end in the same pass of the model leave together.
+        # Each of these calls costs the driver as much as many responses. Where many are under way none is waited for
+        # alone; where few are, only those that end in the same pass of the model leave together.
         await asyncio.sleep(min(len(self._running) * _GATHER_S, _GATHER_MOST_S))
         if not self._done and self._death:
             raise EngineDead(self._death)
-        done, self._done = self._done, []
-        return codec.encode_results(done)
+        finished, self._done = self._done, []
+        return codec.encode_results(finished)
 
     async def alive(self) -> None:
         """Returns; EngineDead if the engine can answer nothing any more."""

@@ -1,8 +1,8 @@
 """The workers of a run: in this process for one device, on a Ray cluster for more.
 
-In one process the policy's engine owns the weights; the embedded sampler works on the same tensors, an engine with weights of its
-own is sent them; the reference is a frozen engine of its own (with LoRA the policy's, its adapter off), built only when a pass of
-it is needed.
+In one process the policy's engine owns the weights. The embedded sampler works on the same tensors; an engine with
+weights of its own receives them. The reference is a frozen engine of its own (with LoRA the policy's, its adapter off),
+built only when a pass of it is needed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def start_workers(config: Any, tokenizer: Any, total_steps: int, hooks: RunHooks
 
 
 def start_samplers(config: Any, tokenizer: Any, hooks: RunHooks) -> WorkerSet:
-    """Sampling engines alone, on the devices of `trainer.*`, with the weights of the model's files. UserError as above."""
+    """Sampling engines alone, on the devices of `trainer.*`, with the weights of the model's files. UserError as
+    above."""
     if wants_ray(config):
         return _on_cluster(config, hooks)
     platform = detect(config.trainer.device)

@@ -1,7 +1,7 @@
 """One training rank: the engines of its roles, and the segments of the step.
 
-Every rank of a group gets the same calls in the same order (SPMD), directly or from afar (`verl.workers.group`). Arguments and
-results are arrays and JSON-like values. Knows nothing of how it is called.
+Every rank of a group gets the same calls in the same order (SPMD), directly or from afar (`verl.workers.group`).
+Arguments and results are arrays and JSON-like values. Knows nothing of how it is called.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Worker(Profiled):
             init_process_group(self.rank, self.world, address, port, self.platform, timeout)
 
     def build(self, total_steps: int, shared: bool = False, pool: str = "training") -> dict[str, Any]:
-        """Load the models of a pool's roles. Returns where this rank stands: dp_rank, holds_outputs, the device in words, its
-        id, its roles, in which data type the policy computes.
+        """Load the models of a pool's roles. Returns the place of this rank: dp_rank, holds_outputs, the device in
+        words, its id, its roles, in which data type the policy computes.
 
         shared: a sampler of this process works on the policy's tensors.
         """
@@ -112,14 +112,14 @@ class Worker(Profiled):
     def forward(
         self, phase: str, role: str, outputs: Mapping[str, str], positions: Sequence[int] | None = None
     ) -> codec.Payload:
-        """A forward pass over the rows, or those at `positions`: fill and return the columns of `outputs` (output of the engine →
-        column)."""
+        """A forward pass over the rows, or those at `positions`: fill and return the columns of `outputs` (output of
+        the engine → column)."""
         engine = self.engine(role)
         rows = self._rows if positions is None else [self._rows[i] for i in positions]
         base = engine.without_adapter() if role == "ref" and engine.adapted else nullcontext()
         with self.span(phase), base:
-            found = engine.forward(rows, tuple(outputs), temperature=self._temperature)
-        columns = {outputs[name]: values for name, values in found.items()}
+            results = engine.forward(rows, tuple(outputs), temperature=self._temperature)
+        columns = {outputs[name]: values for name, values in results.items()}
         for name, values in columns.items():
             fill_flat(rows, name, values)
         if ROUTES in outputs and self._remote:  # the engine puts them on the rows, the context's too
@@ -166,10 +166,10 @@ class Worker(Profiled):
         return engine.step(rows, record_old_log_probs(objective), outputs, temperature=self._temperature)
 
     def log_probs_of(self, positions: Sequence[int]) -> np.ndarray:
-        """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]; [0] where this rank holds no outputs."""
+        """Log-probs of some rows with the current weights, float32 [ΣL]; [0] where this rank holds no outputs."""
         rows, engine = [self._rows[i] for i in positions], self.engine()
-        found = engine.forward(rows, temperature=self._temperature)
-        return found.get("log_probs", np.zeros(0, np.float32))
+        results = engine.forward(rows, temperature=self._temperature)
+        return results.get("log_probs", np.zeros(0, np.float32))
 
     def onload(self, role: str, optimizer: bool) -> None:
         """`TrainingEngine.onload` of a role."""
@@ -197,9 +197,9 @@ class Worker(Profiled):
     ) -> dict[str, Any]:
         """Gather the weights together with the other ranks and, with a channel, write them to its readers.
 
-        dtype: what floating point ones are converted to on the way (None: as they are). on_device: the readers are on this
-        rank's device, buckets stay there. With a rendezvous they are broadcast to the relays that come there, too.
-        Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`, of the weights as they travel.
+        dtype: what floating point ones are converted to on the way (None: no conversion). on_device: the readers are on
+        this rank's device, buckets stay there. With a rendezvous they are also broadcast to the relays that join it.
+        Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`, of the weights as they are sent.
         """
         from verl.engine.training.settings import named_dtype
         from verl.weight_sync.verify import digesting
@@ -281,8 +281,8 @@ class Worker(Profiled):
 
     def cost(self, role: str) -> dict[str, Any] | None:
         """`TrainingEngine.cost` of a role as plain data."""
-        found = self.engine(role).cost()
-        return None if found is None else asdict(found)
+        estimate = self.engine(role).cost()
+        return None if estimate is None else asdict(estimate)
 
 
 def record_old_log_probs(objective: ActorObjective) -> MicroLoss:

@@ -44,12 +44,12 @@ class SamplingParams:
 @dataclass(slots=True)
 class Completion:
     """What came back. token_ids int64 [L], log_probs float32 [L] of the distribution sampled from; routed_experts int16
-    [P + L − 1, layers, k], where recorded: the experts that the tokens of prompt and response went to, the last left out.
+    [P + L − 1, layers, k], where recorded: the experts that prompt and response tokens went to, without the last token.
 
     finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
-    `parts`: how many requests it took, more than one after changes of weights. `prefilled`: tokens that were computed before
-    the first was sampled (those computed again too), not those found in the cache. `text`: of the whole response (the `start`
-    tokens that the prompt ends with, then token_ids), where the engine has decoded it as
+    `parts`: how many requests it took, more than one after changes of weights. `prefilled`: tokens that were computed
+    before the first was sampled (recomputed ones too), not those found in the cache. `text`: of the whole response (the
+    `start` tokens that the prompt ends with, then token_ids), where the engine has decoded it as
     `verl.data.rows.text_of` does.
     """
 
@@ -76,7 +76,10 @@ def check_request(request_id: str, prompt_tokens: int, sampling: SamplingParams,
             "shorten the prompt or raise max_model_len"
         )
     elif not (budgets and 0 < s.top_p <= 1 and 0 <= s.min_p <= 1):
-        problem = f"{s} must have max_tokens ≥ 1, temperature ≥ 0, repetition_penalty > 0, top_p in (0, 1] and min_p in [0, 1]"
+        problem = (
+            f"{s} must have max_tokens ≥ 1, temperature ≥ 0, repetition_penalty > 0, top_p in (0, 1] "
+            "and min_p in [0, 1]"
+        )
     if problem:
         raise ValueError(f"request {request_id!r}: {problem}")
 
@@ -84,9 +87,9 @@ def check_request(request_id: str, prompt_tokens: int, sampling: SamplingParams,
 def not_finite(tokens: int, version: int) -> FloatingPointError:
     """The error for a response of which only the first `tokens` have a log-prob. version: of the weights."""
     return FloatingPointError(
-        f"the model's logits are not finite after {tokens} tokens of a response, with the weights of version {version}: "
-        "training has blown them up (a lower learning rate, an earlier checkpoint), or the model cannot be computed in "
-        "this precision (rollout.dtype=float32)"
+        f"the model's logits are not finite after {tokens} tokens of a response, with the weights of "
+        f"version {version}: training has blown them up (a lower learning rate, an earlier checkpoint), or the "
+        "model cannot be computed in this precision (rollout.dtype=float32)"
     )
 
 
@@ -112,8 +115,8 @@ class RolloutEngine(ABC):
         media: Media | None = None,
     ) -> Completion:
         """Sample one response. Requests that name the same `group` have the same prompt: it is prefilled once.
-        `session`: names the trajectory in all its calls: where this one goes on from an earlier one, what that computed is
-        used again. Without it no call follows.
+        `session`: names the trajectory in all its calls: a call that continues an earlier one reuses its cached keys
+        and values. Without it no call follows.
 
         Raises ValueError for a prompt that cannot fit (prompt + 1 > max_model_len), naming both numbers.
         """
@@ -144,7 +147,7 @@ class RolloutEngine(ABC):
         return False
 
     def stats(self) -> dict[str, float]:
-        """Since the last call: busy_s (time with requests running), and of an engine that encodes images itself how many: images."""
+        """Since the last call: busy_s (time with requests running), and images, how many an engine encoded itself."""
         return {}
 
     def close(self) -> None:  # noqa: B027
@@ -175,12 +178,13 @@ class RecordedRoutes:
 
 
 def first_routes(parts: Iterable[np.ndarray], length: int) -> np.ndarray | None:
-    """Of each of the first `length` tokens of a sequence the routes of the first part that has it, UNKNOWN_EXPERT where none
-    does: int16 [length, layers, k]. Every part begins with the first token. None without parts."""
-    known = RecordedRoutes()
+    """For each of the first `length` tokens of a sequence the routes of the first part that has the token,
+    UNKNOWN_EXPERT if none does: int16 [length, layers, k]. Every part begins with the first token. None without parts.
+    """
+    recorded = RecordedRoutes()
     for part in parts:
-        known.add(0, part[:length])
-    if not known.parts:
+        recorded.add(0, part[:length])
+    if not recorded.parts:
         return None
-    rest = np.full((length - known.count, *known.parts[0].shape[1:]), UNKNOWN_EXPERT, np.int16)
-    return np.concatenate([*known.parts, rest])
+    padding = np.full((length - recorded.count, *recorded.parts[0].shape[1:]), UNKNOWN_EXPERT, np.int16)
+    return np.concatenate([*recorded.parts, padding])

@@ -15,7 +15,7 @@ STRATEGIES = {"fsdp": _FSDP, "fsdp2": _FSDP}
 def get_engine(strategy: str) -> Any:
     """The class of training engines with that name. UserError for a strategy that is not here (megatron)."""
     if strategy not in STRATEGIES:
-        known = ", ".join(STRATEGIES)
-        raise UserError(f"strategy={strategy}: there is no such training engine here; choose one of {known}")
+        names = ", ".join(STRATEGIES)
+        raise UserError(f"strategy={strategy}: there is no such training engine here; choose one of {names}")
     module, name = STRATEGIES[strategy]
     return getattr(import_module(module), name)

@@ -30,8 +30,8 @@ LOG_PROBS_AND_ENTROPY = ("log_probs", "entropy")
 class MicroBatch:
     """The rows of one forward/backward, and what the loss sees of them.
 
-    The outputs of the pass: float32 [ΣL] (of candidates [ΣL, k]) over the rows' response tokens, row after row, with grad; None
-    for those that were not asked for. Scratch for the loss lives in `cache`.
+    The outputs of the pass: float32 [ΣL] (of candidates [ΣL, k]) over the rows' response tokens, row after row, with
+    grad; None for those that were not requested. Scratch for the loss lives in `cache`.
     """
 
     rows: Sequence[Segment]
@@ -45,8 +45,8 @@ class MicroBatch:
 
 
 # Loss of a micro-batch: returns the scalar to differentiate (already divided by the global counts, so that
-# micro-batches add up) and metrics as name → (sum, weight): the logged number is Σsum / Σweight; of names that end in _min
-# or _max the least or the largest sum / weight of all micro-batches.
+# micro-batches add up) and metrics as name → (sum, weight): the logged number is Σsum / Σweight; for names that end in
+# _min or _max the least or the largest sum / weight of all micro-batches.
 MicroLoss = Callable[[MicroBatch], "tuple[torch.Tensor, dict[str, tuple[float, float]]]"]
 
 
@@ -71,7 +71,8 @@ class TrainingEngine(ABC):
     platform: Platform
     #: The model. On one rank a sampler of this process may read its tensors.
     module: torch.nn.Module
-    #: What turns hidden states into outputs: "lm" (log_probs, entropy, sum_pi_squared), "value" (values), "score" (scores).
+    #: What computes outputs of hidden states: "lm" (log_probs, entropy, sum_pi_squared), "value" (values) or
+    #: "score" (scores).
     head: str = "lm"
     #: Whether `forward` returns outputs on this rank. Under pipeline parallelism only the last stage's ranks do.
     holds_outputs: bool = True
@@ -86,9 +87,9 @@ class TrainingEngine(ABC):
     ) -> dict[str, np.ndarray]:
         """Name → float32 [ΣL] over the response tokens in the order of the rows, without gradient; topk_… [ΣL, k].
 
-        outputs: of the head's: log_probs, entropy, sum_pi_squared, and log-probs and ids of the k most likely tokens under
-        softmax(logits / temperature). KeyError for one that the head does not have. routed_experts, the experts that the tokens
-        went to, are no part of the result: they are put on the rows, for their contexts have them too.
+        outputs: of the head's: log_probs, entropy, sum_pi_squared, and log-probs and ids of the k most likely tokens
+        under softmax(logits / temperature). KeyError for one that the head does not have. routed_experts, the experts
+        that the tokens went to, are not in the result: they are put on the rows, for their contexts have them too.
         """
 
     @abstractmethod
@@ -154,7 +155,7 @@ class TrainingEngine(ABC):
         """Inverse of `save_optimizer`, bit for bit."""
 
     def images(self) -> dict[str, int]:
-        """Since the last call: images encoded, and how many of them were distinct within a pass over rows. Empty: not counted."""
+        """Since the last call: images encoded, and how many were distinct within a pass. Empty: not counted."""
         return {}
 
     def cost(self) -> ModelCost | None:
@@ -169,5 +170,5 @@ class TrainingEngine(ABC):
         both; everything else works from wherever they are."""
 
     def release_cached_memory(self) -> None:  # noqa: B027
-        """Memory of a device that is kept for reuse goes back to it, that of gradients too: a sampler is about to take it. Not
-        between a backward pass and its update."""
+        """Return a device's memory that is kept for reuse, and that of gradients, to it: a sampler is about to take it.
+        Not between a backward pass and its update."""

@@ -9,9 +9,10 @@
     rank 2   (none) ──▶ dummies       ─┘
 
 Master weights, gradients and optimizer state are float32; matrix products run in the compute data type. In one process
-nothing is wrapped: `module` is the Hugging Face model itself, gradient buffers are cleared in place, and on a processor made
-once (elsewhere the sampler has better use for their memory). On many ranks weights, gradients and state are cut over them, and all run the same number of passes, so that none waits in a
-collective that another never enters: one with fewer rows runs passes over a token that counts for nothing.
+nothing is wrapped: `module` is the Hugging Face model itself. Its gradient buffers are cleared in place; on a processor
+they are allocated once (elsewhere the sampler has better use for their memory). On many ranks weights, gradients and
+state are sharded, and all ranks run the same number of passes, so that none waits in a collective that another never
+enters: a rank with fewer rows runs passes over a token that counts for nothing.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ if TYPE_CHECKING:
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
 _ACTIVATION_SHARE = 0.4
 
-# What the loss is multiplied with before the backward pass of float16, whose smallest numbers are far above the parts of a
-# loss over 10⁵ tokens; the next one is tried where the gradients overflow. Powers of two change no other bit.
+# Factors of the loss before the backward pass of float16, whose smallest numbers are far above the parts of a loss over
+# 10⁵ tokens; the next one is tried where the gradients overflow. Powers of two change no other bit.
 _LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
@@ -171,10 +172,10 @@ class FSDPEngine(TrainingEngine):
     def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
         preferred = preferred_tokens(self.platform, self._token_bytes)
         share = setting(role_cfg, "use_prefix_grouper")
-        how = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
+        batching = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
         # A sequence lies on all devices that share it.
-        tokens, limit = (size * self.layout.sequence_size for size in (how.tokens, how.limit))
-        return replace(how, tokens=tokens, limit=limit, one_by_one=is_recurrent(self.module))
+        tokens, limit = (size * self.layout.sequence_size for size in (batching.tokens, batching.limit))
+        return replace(batching, tokens=tokens, limit=limit, one_by_one=is_recurrent(self.module))
 
     @torch.no_grad()
     def _find_layer(self) -> None:
@@ -196,8 +197,8 @@ class FSDPEngine(TrainingEngine):
         if not self.module.supports_gradient_checkpointing:
             if self._checkpointing:
                 raise UserError(
-                    f"model.enable_gradient_checkpointing=True: {type(self.module).__name__} cannot recompute its layers; "
-                    "set it to False"
+                    f"model.enable_gradient_checkpointing=True: {type(self.module).__name__} cannot recompute its "
+                    "layers; set it to False"
                 )
             self._checkpointing = False
         if self._checkpointing is not False and self._layers:
@@ -225,28 +226,28 @@ class FSDPEngine(TrainingEngine):
         """See `TrainingEngine.forward`."""
         with self._model.fused.active():
             packs = self._packs(rows, self.forward_batching)
-            found = [self._outputs(batch, outputs, temperature) for batch, _ in packs]
+            results = [self._outputs(batch, outputs, temperature) for batch, _ in packs]
         self._after_passes()
         names, nothing = [name for name in outputs if name != ROUTES], torch.zeros(0)
-        return {name: torch.cat([f[name] for f in found] or [nothing]).cpu().numpy() for name in names}
+        return {name: torch.cat([f[name] for f in results] or [nothing]).cpu().numpy() for name in names}
 
-    def _packs(self, rows: Sequence[Segment], how: MicroBatching) -> Iterator[tuple[Pack, bool]]:
+    def _packs(self, rows: Sequence[Segment], batching: MicroBatching) -> Iterator[tuple[Pack, bool]]:
         """(pack, whether it is the last): as many on every rank, without rows where this one has fewer."""
         adapter = self._model.adapter
         # Without its adapter this is the reference, which is nobody else's routes.
-        how = replace(how, replay=self._replays and (adapter is None or adapter.is_on))
-        chunks = split_rows(rows, how)
-        seen = {row.media for row in rows if row.media is not None and row.length}
-        self._images["distinct"] += sum(media.images for media in seen)
-        said = all_gather_json([len(chunks), self.platform.room(self._index), bool(seen)])
-        count = max(number for number, *_ in said)
+        batching = replace(batching, replay=self._replays and (adapter is None or adapter.is_on))
+        chunks = split_rows(rows, batching)
+        distinct = {row.media for row in rows if row.media is not None and row.length}
+        self._images["distinct"] += sum(media.images for media in distinct)
+        reports = all_gather_json([len(chunks), self.platform.room(self._index), bool(distinct)])
+        count = max(number for number, *_ in reports)
         # The least of all ranks: with a split sequence, recomputing is collective too.
-        self._free = min(free for _, free, _ in said)
+        self._free = min(free for _, free, _ in reports)
         # Where one rank's images go through the tower, the others gather its weights with it.
-        together = bool(self._sharded) and any(seeing for *_, seeing in said)
+        together = bool(self._sharded) and any(seeing for *_, seeing in reports)
         for number in range(count):
             chunk = chunks[number] if number < len(chunks) else []
-            batch = pack(chunk, how, self.device, self._vision, tower=together)
+            batch = pack(chunk, batching, self.device, self._vision, tower=together)
             self._images["encoded"] += batch.images
             yield batch, number + 1 == count
 
@@ -264,14 +265,14 @@ class FSDPEngine(TrainingEngine):
         computes = bool(batch.targets.numel())
         counted = batch.targets.numel() - batch.blank
         with waiting("a forward pass"):
-            found = self._computed(batch if computes else _dummy(batch), outputs, temperature)
+            computed = self._computed(batch if computes else _dummy(batch), outputs, temperature)
         # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
         whole = computes and not batch.blank
-        return found if whole else {name: column[:counted] for name, column in found.items()}
+        return computed if whole else {name: column[:counted] for name, column in computed.items()}
 
     def _computed(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        """Outputs of a pack, `ROUTES` put on its rows. Where routes are replayed also `Routing.changed` of the tokens that the
-        response's are predicted from."""
+        """Outputs of a pack, `ROUTES` put on its rows. Where routes are replayed also `Routing.changed` of the tokens
+        that the response's are predicted from."""
         head, sequence, names = self._model.head, self._model.sequence, [n for n in outputs if n != ROUTES]
         if sequence is None:
             part, plan = batch, batch.plan(self._heads)
@@ -281,18 +282,18 @@ class FSDPEngine(TrainingEngine):
         routed = records or part.routes is not None
         self._routing = Routing(self.module, None if records else part.routes) if routed else None
         with self._autocast(), attention.use(plan), self._routing or nullcontext():
-            found = head(head.compute, part, names, temperature)
+            computed = head(head.compute, part, names, temperature)
         if self._routing is not None:
             used, changed = self._routing.recorded(), self._routing.changed
             if records:
                 used = used if sequence is None else sequence.all_tokens(used)
                 keep_routes(batch, used.cpu().numpy().astype(np.int16))
             if changed is not None:
-                found["changed"] = changed[part.source]
-        return found if sequence is None else sequence.whole(found, mine, batch.targets.numel())
+                computed["changed"] = changed[part.source]
+        return computed if sequence is None else sequence.whole(computed, mine, batch.targets.numel())
 
     def _both_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Contexts of a checkpointed layer: the second runs in the backward pass, when plan and routes are long gone."""
+        """Contexts of a checkpointed layer: the second runs in the backward pass, when plan and routes are gone."""
         routing = None if self._routing is None else self._routing.again()
         return nullcontext(), _recomputed_with(attention.current(), routing)
 
@@ -313,14 +314,14 @@ class FSDPEngine(TrainingEngine):
     ) -> TrainStepResult:
         """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
         optimizer = self._require_optimizer()
-        done, norm = self._scaled_gradients(rows, loss, outputs, temperature)
-        if not done.refused and not math.isfinite(norm):
-            done.refused = f"the gradient norm is {norm}"
-        metrics = {} if done.refused else done.metrics()
-        if not done.refused:
+        total, norm = self._scaled_gradients(rows, loss, outputs, temperature)
+        if not total.refused and not math.isfinite(norm):
+            total.refused = f"the gradient norm is {norm}"
+        metrics = {} if total.refused else total.metrics()
+        if not total.refused:
             clip_gradients(self._gradients(), norm, self._grad_clip)
             optimizer.step()
-        return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, done.refused, done.tokens)
+        return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, total.refused, total.tokens)
 
     def _scaled_gradients(
         self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float
@@ -329,12 +330,12 @@ class FSDPEngine(TrainingEngine):
         which nothing overflows is found anew in each step: what a run does then depends on nothing before it."""
         for scale in _LOSS_SCALES if self.compute_dtype == torch.float16 else (1.0,):
             self._clear_gradients()
-            done, norm = self._conclude(self._accumulate(rows, loss, outputs, temperature, scale))
-            if done.refused or math.isfinite(norm):
+            total, norm = self._conclude(self._accumulate(rows, loss, outputs, temperature, scale))
+            if total.refused or math.isfinite(norm):
                 break
         if scale != 1.0:
             torch._foreach_mul_(self._gradients(), 1.0 / scale)
-        return done, norm / scale
+        return total, norm / scale
 
     def _accumulate(
         self,
@@ -345,34 +346,34 @@ class FSDPEngine(TrainingEngine):
         scale: float,
     ) -> StepAccumulator:
         """Forward and backward of all micro-batches. A loss that is not finite ends it, where no rank waits."""
-        done = StepAccumulator()
+        total = StepAccumulator()
         for number, (batch, last) in enumerate(self._packs(rows, self.update_batching)):
             if self._sharded:
                 self._model.head.set_is_last_backward(last)  # type: ignore[operator]
                 self._model.head.set_requires_all_reduce(last or not self.layout.hybrid)  # type: ignore[operator]
-            done.tokens += batch.size
+            total.tokens += batch.size
             recomputing = self._recomputing(-(-batch.size // self.layout.sequence_size))
             with self._model.fused.active(), recomputing, waiting("the passes of a step"):
-                found = self._outputs(batch, outputs, temperature)
-                changed = found.pop("changed", None)
-                value, metrics = _backward(found, batch.rows, loss, scale)
+                computed = self._outputs(batch, outputs, temperature)
+                changed = computed.pop("changed", None)
+                value, metrics = _backward(computed, batch.rows, loss, scale)
             if not math.isfinite(value):
                 why = f"the loss of micro-batch {number} is {value} ({_name_rows(batch.rows)})"
-                done.refused = done.refused or why
+                total.refused = total.refused or why
                 if not self._sharded:
                     break
-            done.add(metrics)
+            total.add(metrics)
             if changed is not None:
-                known = changed[changed >= 0]
-                done.add({f"{self.role}/router_replay/changed_frac": (float(known.sum()), len(known))})
+                valid = changed[changed >= 0]
+                total.add({f"{self.role}/router_replay/changed_frac": (float(valid.sum()), len(valid))})
         self._after_passes()
-        return done
+        return total
 
     @torch.no_grad()
-    def _conclude(self, own: StepAccumulator) -> tuple[StepAccumulator, float]:
+    def _conclude(self, total: StepAccumulator) -> tuple[StepAccumulator, float]:
         """What all ranks' micro-batches came to, and the norm of all gradients (NaN for a refused step)."""
         if not self._sharded:
-            return own, math.nan if own.refused else float(global_norm(self._gradients()))
+            return total, math.nan if total.refused else float(global_norm(self._gradients()))
         tensor, speaks = self._model.tensor, self.layout.counts_rows
         # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
         self._fill_gradients()
@@ -381,25 +382,25 @@ class FSDPEngine(TrainingEngine):
                 tensor.complete(self._names)
         counted = [p for p in self._parameters if self.layout.counts and (tensor is None or tensor.own(p))]
         squares = sum_of_squares([local(p.grad) for p in counted if p.grad is not None])
-        counted = [own.sums, own.tokens] if speaks else [{}, 0]
-        said = all_gather_json([*counted, own.refused, squares])
-        merged = StepAccumulator(tokens=sum(tokens for _, tokens, *_ in said))
-        for sums, *_ in said:
+        counted = [total.sums, total.tokens] if speaks else [{}, 0]
+        reports = all_gather_json([*counted, total.refused, squares])
+        merged = StepAccumulator(tokens=sum(tokens for _, tokens, *_ in reports))
+        for sums, *_ in reports:
             merged.add(sums)
-        merged.refused = next((why for *_, why, _ in said if why), "")
-        return merged, math.nan if merged.refused else math.sqrt(sum(one for *_, one in said))
+        merged.refused = next((why for *_, why, _ in reports if why), "")
+        return merged, math.nan if merged.refused else math.sqrt(sum(square for *_, square in reports))
 
     def _gradients(self) -> list[torch.Tensor]:
         """The gradients, this rank's share."""
-        found = [p.grad for p in self._parameters if p.grad is not None]
-        return [local(gradient) for gradient in found] if self._sharded else found
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return [local(gradient) for gradient in gradients] if self._sharded else gradients
 
     def _clear_gradients(self) -> None:
         """Make all gradients zero: in place where products are added straight into them; FSDP makes its own."""
         if self._sharded:
             return self._drop_gradients()
-        if kept := self._gradients():
-            torch._foreach_zero_(kept)
+        if gradients := self._gradients():
+            torch._foreach_zero_(gradients)
         self._fill_gradients()
 
     def _fill_gradients(self) -> None:
@@ -418,10 +419,10 @@ class FSDPEngine(TrainingEngine):
         transformers looks at each layer's own `training` flag. Nothing below it is told, so dropout stays off there;
         a layer's own was switched off for good.
         """
-        wanted = self._checkpointing
-        if wanted is None:
-            wanted = tokens * self._token_bytes > _ACTIVATION_SHARE * self._free
-        layers = self._layers if wanted else []
+        recompute = self._checkpointing
+        if recompute is None:
+            recompute = tokens * self._token_bytes > _ACTIVATION_SHARE * self._free
+        layers = self._layers if recompute else []
         try:
             for layer in layers:
                 layer.training = True
@@ -466,8 +467,8 @@ class FSDPEngine(TrainingEngine):
             move_state(self._optimizer, device)
 
     def release_cached_memory(self) -> None:
-        """See `TrainingEngine.release_cached_memory`: gradients are let go, too. A processor's heap and gradients are kept: new
-        pages cost more than they are worth to others."""
+        """See `TrainingEngine.release_cached_memory`: gradients are freed too. A processor's heap and gradients are
+        kept: new pages cost more than they are worth to others."""
         if not self.platform.on_host:
             self._drop_gradients()
             self.platform.empty_cache()

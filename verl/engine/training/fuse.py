@@ -1,9 +1,10 @@
 """Normalisation, gated MLP and layers with adapters with fewer passes over memory, in place of the model's own.
 
 Written as single operations, a normalisation costs four times what it must backward, and a gated MLP keeps twice
-what it must; peft's layer takes five more passes over memory than its products, and casts the input first. A replacement is used only where a probe shows that it computes the same function as the module it
-stands in for; anything unusual keeps its own code. They are in force inside `active()` only, as `forward` of
-single modules, so a sampler that shares the model sees it untouched.
+what it must; peft's layer takes five more passes over memory than its products, and casts the input first. A
+replacement is used only where a probe shows that it computes the same function as the module it replaces; anything
+unusual keeps its own code. They are in force inside `active()` only, as `forward` of single modules, so a sampler that
+shares the model sees it untouched.
 
     y = w·x/rms(x)                     keeps x and 1/rms
     y = (silu(xGᵀ) ∘ xUᵀ)Dᵀ            keeps x and the two products; the gate is computed again backward
@@ -56,8 +57,8 @@ class FusedForwards:
 def _norm_for(module: nn.Module) -> Callable[..., Any] | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    named = type(module).__name__.endswith("RMSNorm") and isinstance(eps, float)
-    if not named or not isinstance(weight, torch.Tensor) or weight.ndim != 1:
+    is_norm = type(module).__name__.endswith("RMSNorm") and isinstance(eps, float)
+    if not is_norm or not isinstance(weight, torch.Tensor) or weight.ndim != 1:
         return None
     for offset in (0.0, 1.0):
 
@@ -197,7 +198,7 @@ class _Adapted(torch.autograd.Function):
 
 
 def _unflattened(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[n, width] with the leading dimensions of `like`, and no view to autograd: an architecture may change it in place."""
+    """[n, width] with the leading dimensions of `like`, no view to autograd: an architecture may change it in place."""
     return torch.ops.aten._unsafe_view(rows, [*like.shape[:-1], rows.shape[-1]])
 
 
@@ -222,12 +223,12 @@ def _same(module: nn.Module, forward: Callable[..., Any], x: torch.Tensor) -> bo
     like = next(module.parameters())
     x = x.to(device=like.device, dtype=like.dtype)
     try:
-        theirs = module(x)
+        expected = module(x)
     except (TypeError, ValueError, RuntimeError):
-        theirs = None
-    if not isinstance(theirs, torch.Tensor):
+        expected = None
+    if not isinstance(expected, torch.Tensor):
         return False
     # Measured by the output: beside a fixed number small weights hide which function it is, and zeros say nothing.
-    size = float(theirs.abs().max())
+    size = float(expected.abs().max())
     tolerance = 1e-5 if like.dtype == torch.float32 else 1e-2
-    return size > 0 and torch.allclose(forward(x), theirs, rtol=tolerance, atol=tolerance * size)
+    return size > 0 and torch.allclose(forward(x), expected, rtol=tolerance, atol=tolerance * size)

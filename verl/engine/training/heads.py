@@ -48,8 +48,8 @@ class OutputHead(torch.nn.Module, ABC):
 
     @abstractmethod
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        """The outputs asked for, float32 [R] or [R, k] each, of the pack's response tokens: what the hidden state `source` of
-        a token says of its `targets` and `candidates`. The attention plan must be in force."""
+        """The requested outputs, float32 [R] or [R, k] each, of the pack's response tokens: what the hidden state
+        `source` of a token says of its `targets` and `candidates`. The attention plan must be in force."""
 
     def find_layer(self) -> LogitLayer | None:
         """The `layer` that fits. Called once, on every rank, when the weights have their values."""
@@ -77,8 +77,8 @@ class LogProbHead(OutputHead):
             return outputs_of_logits(logits, batch.targets, outputs, **options)
         hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
         # Sharding exchanges the weights.
-        own = self.module.get_output_embeddings()
-        layer = replace(self.layer, weight=own.weight, bias=self._bias(own))
+        output_layer = self.module.get_output_embeddings()
+        layer = replace(self.layer, weight=output_layer.weight, bias=self._bias(output_layer))
         return token_outputs(hidden, batch.targets, layer, outputs, temperature=temperature, **options)
 
     def find_layer(self) -> LogitLayer | None:
@@ -91,8 +91,8 @@ class LogProbHead(OutputHead):
         scale /= float(getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
         bias = getattr(layer, "bias", None)
-        found = LogitLayer(layer.weight, bias, scale, float(softcap) if softcap else None)
-        return found if self._agrees(found) else None
+        logit_layer = LogitLayer(layer.weight, bias, scale, float(softcap) if softcap else None)
+        return logit_layer if self._agrees(logit_layer) else None
 
     def _bias(self, layer: torch.nn.Module) -> torch.Tensor | None:
         """The layer's bias, with what bars special tokens."""
@@ -107,22 +107,22 @@ class LogProbHead(OutputHead):
     @torch.no_grad()
     def _agrees(self, layer: LogitLayer) -> bool:
         """Compare with the model's logits on four tokens, as closely as the weights' data type allows."""
-        theirs, hidden = _probe(self.module, layer.weight)
+        expected, hidden = _probe(self.module, layer.weight)
         tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
-        return torch.allclose(layer.logits(hidden), theirs, rtol=tolerance, atol=tolerance)
+        return torch.allclose(layer.logits(hidden), expected, rtol=tolerance, atol=tolerance)
 
 
 def _probe(module: PreTrainedModel, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's own logits of four tokens, float32, and their hidden states. weight: of the embedding or of the head."""
+    """The model's own logits of four tokens, float32, and their hidden states. weight: of embedding or head."""
     positions, vocabulary = torch.arange(4, device=weight.device), int(weight.shape[0])
     inputs = model_inputs((positions + 1) * 7 % vocabulary, positions)
     with attention.use(PackedPlan([TokenSpan(0, 4)], positions, 1)):
-        theirs = module(**inputs).logits.float()
-        return theirs, module.base_model(**inputs).last_hidden_state
+        logits = module(**inputs).logits.float()
+        return logits, module.base_model(**inputs).last_hidden_state
 
 
 class ValueHead(OutputHead):
-    """A linear layer from hidden state to one number, in float32: the value before the token that the state predicts."""
+    """A linear layer from hidden state to one number, in float32: the value before the token the state predicts."""
 
     outputs = ("values",)
 
@@ -140,7 +140,7 @@ class ValueHead(OutputHead):
 
 
 class ScoreHead(ValueHead):
-    """The head of a sequence classifier with one label: the score of the sequence that ends before each response token."""
+    """The head of a sequence classifier with one label: the score of the sequence before each response token."""
 
     outputs = ("scores",)
 
@@ -148,9 +148,9 @@ class ScoreHead(ValueHead):
     def find_layer(self) -> LogitLayer | None:
         """None. NotPacked where the model's own score of a probe is none of ours: its head is no linear layer alone."""
         layer, embedding = value_layer(self.module), self.module.get_input_embeddings().weight
-        theirs, hidden = _probe(self.module, embedding)
+        expected, hidden = _probe(self.module, embedding)
         # Which of the tokens counts depends on the padding token.
-        if layer is None or not torch.isclose(layer(hidden).float(), theirs, rtol=1e-2, atol=1e-2).any():
+        if layer is None or not torch.isclose(layer(hidden).float(), expected, rtol=1e-2, atol=1e-2).any():
             raise NotPacked(f"{type(self.module).__name__}: its head is more than a linear layer")
         return None
 

@@ -1,16 +1,17 @@
 """From hidden states to log-probs, entropy, Σπ² and the most likely tokens, without ever holding the logits.
 
 Rows and vocabulary are walked in blocks of at most BLOCK_SCORES logits (DEVICE_BLOCK_SCORES on an accelerator); a
-running maximum and running sums give the log-normaliser. The backward pass makes each block of logits again, turns it into the gradient of the logits
-in place, and multiplies it into the gradients of hidden states and head. Memory: one block, whatever R and V.
+running maximum and running sums give the log-normaliser. The backward pass computes each block of logits again, turns
+it into the gradient of the logits in place, and multiplies it into the gradients of hidden states and head. Memory: one
+block, whatever R and V.
 Keeping the logits' gradient from the forward pass is no alternative: the head's gradient needs Σ_r g_r·p_r·h_rᵀ,
 and g is not known before the loss is.
 
 With z = cap(s·h·Wᵀ)/τ, ℓ = logsumexp z, π = exp(z − ℓ), H = ℓ − Σπz, q = Σπ²:
     ∂logp_t/∂z = 1[t] − π        ∂H/∂z = −π(z − ℓ + H)        ∂q/∂z = 2π(π − q)
 
-Beside the token that follows, a row may have k candidates whose log-probs are asked for, and its k most likely tokens may be:
-those of the blocks seen so far are carried along.
+Beside the token that follows, a row may have k candidates, and its k most likely tokens may be requested: those of the
+blocks seen so far are carried along.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def token_outputs(
 ) -> dict[str, Tensor]:
     """The outputs asked for, float32, of `targets` int64 [R] under softmax(logits(hidden)/temperature); hidden [R, H].
 
-    log_probs, entropy, sum_pi_squared: [R]. topk_log_probs, topk_ids: [R, k] of the `topk` most likely tokens, the likeliest
-    first. candidate_log_probs: [R, k] of `candidates` int64 [R, k], −inf where the vocabulary has no such token;
+    log_probs, entropy, sum_pi_squared: [R]. topk_log_probs, topk_ids: [R, k] of the `topk` most likely tokens, the
+    likeliest first. candidate_log_probs: [R, k] of `candidates` int64 [R, k], −inf where the vocabulary lacks it;
     candidates_in_topk: [R, k], 1 for those among the k most likely.
 
     Differentiable in hidden states, weight and bias, but for what is said of the k most likely tokens.
@@ -71,11 +72,11 @@ def token_outputs(
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     columns, topk = _columns(targets, outputs, candidates, topk)
-    asked = ("entropy" in outputs, "sum_pi_squared" in outputs, topk)
-    how = _BlockSettings(layer.scale, layer.softcap, temperature, product_dtype(hidden), *asked)
+    requested = ("entropy" in outputs, "sum_pi_squared" in outputs, topk)
+    settings = _BlockSettings(layer.scale, layer.softcap, temperature, product_dtype(hidden), *requested)
     with torch.autocast(hidden.device.type, enabled=False):
-        found = _TokenOutputs.apply(hidden, layer.weight, layer.bias, columns, how)
-    return _named(found, outputs)
+        results = _TokenOutputs.apply(hidden, layer.weight, layer.bias, columns, settings)
+    return _named(results, outputs)
 
 
 def outputs_of_logits(
@@ -99,16 +100,16 @@ def _columns(
     return torch.cat((targets[:, None], candidates), 1), candidates.shape[1]
 
 
-def _named(found: Sequence[Tensor | None], outputs: Collection[str]) -> dict[str, Tensor]:
-    """Of log-probs [R, 1 + k], entropy, Σπ², and log-probs and ids of the most likely tokens [R, k], what is asked for."""
-    logp, entropy, squares, best, ids = found
+def _named(results: Sequence[Tensor | None], outputs: Collection[str]) -> dict[str, Tensor]:
+    """The requested of log-probs [R, 1 + k], entropy, Σπ², and log-probs and ids of the likeliest tokens [R, k]."""
+    logp, entropy, squares, best, ids = results
     assert logp is not None and best is not None and ids is not None
-    named = {"log_probs": logp[:, 0], "entropy": entropy, "sum_pi_squared": squares}
+    columns = {"log_probs": logp[:, 0], "entropy": entropy, "sum_pi_squared": squares}
     # Whole numbers below 2²⁴ are exact in float32.
-    named |= {"topk_log_probs": best, "topk_ids": ids.float(), "candidate_log_probs": logp[:, 1:]}
+    columns |= {"topk_log_probs": best, "topk_ids": ids.float(), "candidate_log_probs": logp[:, 1:]}
     if "candidates_in_topk" in outputs:
-        named["candidates_in_topk"] = (logp[:, 1:] >= best[:, -1:]).float()
-    return {name: column for name, column in named.items() if name in outputs and column is not None}
+        columns["candidates_in_topk"] = (logp[:, 1:] >= best[:, -1:]).float()
+    return {name: column for name, column in columns.items() if name in outputs and column is not None}
 
 
 def _blocks(rows: int, columns: int, device: torch.device) -> tuple[int, int]:
@@ -126,7 +127,7 @@ def _ranges(total: int, size: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class _BlockSettings:
-    """The scalars of one call, the type of its products, what is asked for; and how a block of scaled logits is made."""
+    """The scalars of one call, the type of its products, the requested outputs; computes a block of scaled logits."""
 
     scale: float
     softcap: float | None
@@ -156,50 +157,50 @@ class _BlockSettings:
 
 class _TokenOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, how):  # type: ignore[no-untyped-def]
-        h, w = hidden.to(how.dtype), weight.to(how.dtype)
+    def forward(ctx, hidden, weight, bias, targets, settings):  # type: ignore[no-untyped-def]
+        h, w = hidden.to(settings.dtype), weight.to(settings.dtype)
         rows = h.shape[0]
         stats = h.new_zeros((3, rows), dtype=torch.float32)  # lse, entropy, q
         logp = h.new_full(targets.shape, float("-inf"), dtype=torch.float32)
-        best = h.new_full((rows, how.topk), float("-inf"), dtype=torch.float32)
-        ids = targets.new_zeros((rows, how.topk))
+        best = h.new_full((rows, settings.topk), float("-inf"), dtype=torch.float32)
+        ids = targets.new_zeros((rows, settings.topk))
         height, width = _blocks(rows, w.shape[0], h.device)
         for r in _ranges(rows, height):
             likely = (best[r], ids[r])
-            _forward_rows(stats[:, r], logp[r], likely, h[r], w, bias, targets[r], how, width)
+            _forward_rows(stats[:, r], logp[r], likely, h[r], w, bias, targets[r], settings, width)
         ctx.save_for_backward(hidden, weight, bias, targets, stats)
-        ctx.how = how
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         # Copies: the saved statistics must not be views of what the caller may change in place.
         h_out, q_out = stats[1].clone(), stats[2].clone()
-        fixed = [best, ids, *([] if how.entropy else [h_out]), *([] if how.squares else [q_out])]
+        fixed = [best, ids, *([] if settings.entropy else [h_out]), *([] if settings.squares else [q_out])]
         ctx.mark_non_differentiable(*fixed)
         return logp, h_out, q_out, best, ids
 
     @staticmethod
     def backward(ctx, g_logp, g_entropy, g_squares, *_):  # type: ignore[no-untyped-def]
-        (hidden, weight, bias, targets, stats), how = ctx.saved_tensors, ctx.how
-        h, w = hidden.to(how.dtype), weight.to(how.dtype)
+        (hidden, weight, bias, targets, stats), settings = ctx.saved_tensors, ctx.settings
+        h, w = hidden.to(settings.dtype), weight.to(settings.dtype)
         rows, columns = h.shape[0], w.shape[0]
         needs_h, needs_w, needs_b = ctx.needs_input_grad[:3]
         dh = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if needs_h else None
         dw, direct = _weight_gradient(weight) if needs_w else (None, False)
         db = torch.zeros(columns, dtype=torch.float32, device=h.device) if needs_b else None
-        gradients = (g_logp, g_entropy if how.entropy else None, g_squares if how.squares else None)
+        gradients = (g_logp, g_entropy if settings.entropy else None, g_squares if settings.squares else None)
         height, width = _blocks(rows, columns, h.device)
         for r in _ranges(rows, height):
             for c in _ranges(columns, width):
-                z, slope = how.z(h[r], w[c], None if bias is None else bias[c])
+                z, slope = settings.z(h[r], w[c], None if bias is None else bias[c])
                 dz = _logit_gradient(z, stats[:, r], targets[r] - c.start, gradients, r)
                 if slope is not None:
                     dz = dz.mul_(slope)
                 if db is not None:
-                    db[c].add_(dz.sum(0), alpha=how.outer)
-                dz = dz.to(how.dtype)
+                    db[c].add_(dz.sum(0), alpha=settings.outer)
+                dz = dz.to(settings.dtype)
                 if dh is not None:
-                    _add_product(dh[r], dz, w[c], how.outer)
+                    _add_product(dh[r], dz, w[c], settings.outer)
                 if dw is not None:
-                    _add_product(dw[c], dz.t(), h[r], how.outer)
+                    _add_product(dw[c], dz.t(), h[r], settings.outer)
         dh = dh.to(hidden.dtype) if dh is not None else None
         dw = None if dw is None or direct else dw.to(weight.dtype)
         db = db.to(bias.dtype) if db is not None else None
@@ -221,37 +222,37 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
         total.add_(a @ b, alpha=alpha)
 
 
-def _forward_rows(stats, logp, likely, h, w, bias, targets, how, width):  # type: ignore[no-untyped-def]
+def _forward_rows(stats, logp, likely, h, w, bias, targets, settings, width):  # type: ignore[no-untyped-def]
     """Fill stats [3, r], logp [r, n] and the most likely tokens for a block of rows, walking the vocabulary once."""
     rows = h.shape[0]
     top = torch.full((rows,), float("-inf"), device=h.device)
     total, weighted, squares = (torch.zeros(rows, device=h.device) for _ in range(3))
     for c in _ranges(w.shape[0], width):
-        z, _ = how.z(h, w[c], None if bias is None else bias[c])
+        z, _ = settings.z(h, w[c], None if bias is None else bias[c])
         inside = (targets >= c.start) & (targets < c.stop)
         picked = z.gather(1, (targets - c.start).clamp(0, z.shape[1] - 1))
         logp.copy_(torch.where(inside, picked, logp))
-        if how.topk:
+        if settings.topk:
             _keep_likely(*likely, z, c.start)
         new_top = torch.maximum(top, z.amax(1))
         shrink = torch.exp(top - new_top)
         centred = z.sub_(new_top[:, None])
-        e = centred.exp() if how.entropy else centred.exp_()
-        if how.entropy:
+        e = centred.exp() if settings.entropy else centred.exp_()
+        if settings.entropy:
             # Σ e·(z − top): moving the top from old to new adds (old − new)·Σe to each centred term.
             moved = torch.where(total > 0, (top - new_top) * total, torch.zeros_like(total))
             weighted = (weighted + moved) * shrink + torch.linalg.vecdot(e, centred)
         total = total * shrink + e.sum(1)
-        if how.squares:
+        if settings.squares:
             squares = squares * shrink * shrink + torch.linalg.vecdot(e, e)
         top = new_top
     log_total = torch.log(total)
     stats[0] = top + log_total
     logp.sub_(stats[0][:, None])
     likely[0].sub_(stats[0][:, None])
-    if how.entropy:
+    if settings.entropy:
         stats[1] = log_total - weighted / total
-    if how.squares:
+    if settings.squares:
         stats[2] = squares / (total * total)
 
 

@@ -35,8 +35,8 @@ _ALL_LINEAR = "all-linear"
 _PREFIX = "base_model.model."
 _TOLERANCE = 1e-5  # of a weight's largest element: what orders of summation may change in B·A
 
-# Settings of an adapter by which it is more than A and B, those that are no more than a record, and starts that write into
-# the base.
+# Settings of an adapter by which it is more than A and B, those that are only a record, and starts that write into the
+# base.
 _MORE = {"use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "modules_to_save"}
 _MORE |= {"bias", "layer_replication", "trainable_token_indices"}
 _NO_EFFECT = ("megatron_config", "runtime_config", "loftq_config")
@@ -90,8 +90,8 @@ class LoraSettings:
         }
 
 
-def _patterns(given: Any) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(str(g) for g in given)
+def _patterns(patterns: Any) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(str(g) for g in patterns)
 
 
 def _peft_pattern(patterns: tuple[str, ...]) -> str | list[str] | None:
@@ -126,8 +126,8 @@ def _peft_config(peft: Any, settings: LoraSettings) -> Any:
         raise UserError(f"{where}: {'; '.join(odd)}; adapters here are A and B of linear layers alone")
     if settings.rank > 0 and config.r != settings.rank:
         raise UserError(
-            f"model.lora_rank={settings.rank}, but the adapter of model.lora_adapter_path has rank {config.r} ({where}): "
-            f"set model.lora_rank={config.r}"
+            f"model.lora_rank={settings.rank}, but the adapter of model.lora_adapter_path has rank {config.r} "
+            f"({where}): set model.lora_rank={config.r}"
         )
     config.lora_dropout = 0.0
     config.base_model_name_or_path = settings.base
@@ -176,11 +176,11 @@ def _with_value_layer(targets: set[str] | str) -> set[str] | str:
 
 def _no_match(module: PreTrainedModel, settings: LoraSettings, error: Exception) -> str:
     """peft's refusal, mostly of patterns that match nothing, with the names of the model's modules."""
-    given = f"target_modules=[{', '.join(settings.targets)}]"
+    option = f"target_modules=[{', '.join(settings.targets)}]"
     if settings.adapter is not None:
-        given = f"lora_adapter_path={settings.adapter}"
+        option = f"lora_adapter_path={settings.adapter}"
     ends = sorted({n.rpartition(".")[2] for n, part in module.named_modules() if hasattr(part, "weight")})
-    return f"model.{given}: {error}; the model's modules are {', '.join(ends)}"
+    return f"model.{option}: {error}; the model's modules are {', '.join(ends)}"
 
 
 def _refuse_unfit(module: PreTrainedModel, layers: Mapping[str, Any]) -> None:
@@ -210,8 +210,8 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """In this block the model is its base: its layers compute what they did before they had adapters. What is trained
-        stays as it is."""
+        """In this block the model is its base: its layers compute what they did before they had adapters. Trained
+        parameters stay as they are."""
         try:
             for layer in self._layers:
                 # peft's own switch changes requires_grad too, which would take parameters out of the optimizer's
@@ -258,16 +258,16 @@ class Adapter:
         saved = on_all_ranks(lambda: _read_tensors(directory / model_facts.ADAPTER_FOLDER, state))
         for name, tensor in state.items():
             take_share(tensor, saved[name])
-        source, kept = FileSource(directory, self._module), untied(self._module)
+        source, weights = FileSource(directory, self._module), untied(self._module)
         view = adapters.PlainView(self._module)
-        for name, tensor in kept.items() if not source.missing(kept) else ():
-            ours = view.merged(name, tensor, whole).cpu()
-            theirs = source.read(name, ours)
-            if ours.numel() and not (ours - theirs).abs().max() <= _TOLERANCE * theirs.abs().max():
+        for name, tensor in weights.items() if not source.missing(weights) else ():
+            current = view.merged(name, tensor, whole).cpu()
+            original = source.read(name, current)
+            if current.numel() and not (current - original).abs().max() <= _TOLERANCE * original.abs().max():
                 raise UserError(
                     f"{directory}: {name} is not the base of this run plus the saved adapter: model.path="
-                    f"{self._settings.base} is not the model that the checkpoint was trained on. Put that model back, or "
-                    f"start anew from the merged weights: model.path={directory}"
+                    f"{self._settings.base} is not the model that the checkpoint was trained on. Put that model "
+                    f"back, or start anew from the merged weights: model.path={directory}"
                 )
 
 
@@ -302,20 +302,21 @@ def _start_value(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
     return out.uniform_(-bound, bound, generator=generator)
 
 
-def _read_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _read_tensors(directory: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """adapter_model.safetensors under names less peft's prefix. UserError if it is damaged or fits another model."""
     file = directory / model_facts.ADAPTER_WEIGHTS
     if not file.is_file():
         raise UserError(f"{directory}: no {model_facts.ADAPTER_WEIGHTS} here; is it a peft adapter?")
     with reading(file):
-        found = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        theirs, ours = (list(side[name].shape) if name in side else "absent" for side in (found, wanted))
-        if theirs != ours:
+        tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
+    for name in sorted(expected.keys() | tensors.keys()):
+        saved, shape = (list(side[name].shape) if name in side else "absent" for side in (tensors, expected))
+        if saved != shape:
             raise UserError(
-                f"{file}: {name} is {theirs}, in this run it is {ours}: an adapter of other layers, of another rank or model"
+                f"{file}: {name} is {saved}, in this run it is {shape}: an adapter of other layers, of another rank "
+                "or model"
             )
-    return found
+    return tensors
 
 
 def refuse_adapter_checkpoint(directory: Path) -> None:

@@ -134,7 +134,7 @@ def _sequence_parallel(module: PreTrainedModel, layout: Layout) -> SequenceParal
 def _source(module: PreTrainedModel, path: str | Path, settings: ModelSettings) -> WeightSource:
     """Weights for the meta parameters; buffers get theirs here."""
     unknown = set(models.fill_buffers(module))
-    wanted: dict[str, torch.Tensor] = dict(module.named_parameters())
+    parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
     # Where a buffer's value is unknown only a model that was loaded whole can tell.
     buffers = {n: b for n, b in module.named_buffers() if n in module.state_dict() or n in unknown}
 
@@ -143,7 +143,7 @@ def _source(module: PreTrainedModel, path: str | Path, settings: ModelSettings) 
         return dict(loaded.named_parameters()) | dict(loaded.named_buffers())
 
     fresh = dict(models.value_weights(module)) if settings.head == "value" else {}
-    source = open_source(path, module, wanted | buffers, load, fresh)
+    source = open_source(path, module, parameters | buffers, load, fresh)
     for name, buffer in buffers.items():
         buffer.copy_(source.read(name, buffer))
     return source
@@ -184,8 +184,8 @@ def _shard(model: EngineModel, source: WeightSource, layout: Layout, settings: M
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     if setting(cfg, "forward_prefetch", False):
-        for one, following in pairwise(unit[0] for unit in units):
-            one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        for current, following in pairwise(unit[0] for unit in units):
+            current.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
 
 
 def _unit_options(cfg: Any, layout: Layout, settings: ModelSettings) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule, the clipped global gradient norm, and what a step's micro-batches add up to."""
+"""The optimizer, its learning-rate schedule, the clipped global gradient norm, and sums over a step's micro-batches."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def optim_config(group: Mapping[str, Any] | None) -> OptimConfig:
 
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer class that the settings name, over all parameters. UserError if there is no such class, if it refuses
-    its arguments, or if it cannot step weights that are cut over ranks, as these are."""
+    """The optimizer class that the settings name, over all parameters. UserError if there is no such class, if it
+    refuses its arguments, or if it cannot step weights that are sharded over ranks, as these are."""
     parameters = list(parameters)
     sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
     where = f"{optim.optimizer_impl}.{optim.optimizer}"
@@ -65,9 +65,9 @@ def _groups(parameters: Iterable[torch.nn.Parameter]) -> list[Any]:
 def lr_factor(optim: OptimConfig, total: int) -> Callable[[int], float]:
     """Share of lr used in training step s = 0, 1, …
 
-    With W warm-up steps (`lr_warmup_steps` if ≥ 0, else the ratio of the total, rounded down) and floor f: s/W while s < W
-    ((s+1)/W if not zero_indexed_step); then 1 (constant), f + (1−f)·(1 + cos 2π·c·x)/2 (cosine, c = num_cycles) or
-    f + (1−f)·(1−x) (linear), x = (s−W)/(total−W).
+    With W warm-up steps (`lr_warmup_steps` if ≥ 0, else the ratio of the total, rounded down) and floor f: s/W while
+    s < W ((s+1)/W if not zero_indexed_step); then 1 (constant), f + (1−f)·(1 + cos 2π·c·x)/2 (cosine, c = num_cycles)
+    or f + (1−f)·(1−x) (linear), x = (s−W)/(total−W).
     """
     warm, floor = optim.lr_warmup_steps, optim.min_lr_ratio
     if warm is None or warm < 0:
@@ -151,8 +151,8 @@ class StepAccumulator:
         for name, (total, weight) in metrics.items():
             if extreme := _EXTREMES.get(name[-4:]):
                 if weight:
-                    kept = self.sums.setdefault(name, [total / weight, 1.0])
-                    kept[0] = extreme(kept[0], total / weight)
+                    entry = self.sums.setdefault(name, [total / weight, 1.0])
+                    entry[0] = extreme(entry[0], total / weight)
                 continue
             entry = self.sums.setdefault(name, [0.0, 0.0])
             entry[0] += total

@@ -115,13 +115,13 @@ class StateReader(dcp.FileSystemReader):
         path = Path(str(self._get_metadata_path(kwargs.get("rank"))))
         try:
             with path.open("rb") as file:
-                found = _Restricted(file).load()
-            names = [str(stored.relative_path) for stored in found.storage_data.values()]
+                contents = _Restricted(file).load()
+            names = [str(stored.relative_path) for stored in contents.storage_data.values()]
         except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
             raise UserError(f"{path}: this is no list of tensors ({error}); it was not read") from error
         for name in names:
             if name in ("", ".", "..") or PurePath(name).name != name:
                 raise UserError(f"{path}: names a file outside of its folder ({name}); it was not read")
-        found.storage_meta = found.storage_meta or metadata.StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        contents.storage_meta = contents.storage_meta or metadata.StorageMeta()
+        contents.storage_meta.load_id = self.load_id
+        return contents

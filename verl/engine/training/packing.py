@@ -27,8 +27,9 @@ class MicroBatching:
     """How rows are cut into micro-batches: at most `tokens` tokens, or exactly `rows` responses if that is set.
 
     share_prompt: None computes the prompt once for the responses of a group that meet in a pack, True says so,
-    False repeats it for each. replay: packs say to which experts their tokens went. one_by_one: one response per pack, for
-    layers that carry a state along the row. limit: tokens that a pack may have where a prompt alone is larger than `tokens`.
+    False repeats it for each. replay: packs say to which experts their tokens went. one_by_one: one response per pack,
+    for layers that carry a state along the row. limit: tokens that a pack may have where a prompt alone is larger than
+    `tokens`.
     """
 
     tokens: int = 16384
@@ -79,7 +80,8 @@ class Pack:
     blank: int = 0
 
     def inputs(self, base: Any) -> dict[str, Any]:
-        """Arguments of the forward of a model that `base` is without its head. Of a share the tower runs here, over all images."""
+        """Arguments of the forward of `base`, the model without its head. For a share the tower runs here, over all
+        images."""
         media: dict[str, Any] = self.media
         if self.image_span is not None:
             media = ImageFeatures.argument([ImageFeatures.of(base, media).part(*self.image_span)])
@@ -193,24 +195,24 @@ def pack(
         first = put(run[0], prompt, 0)
         for row in run:
             start = put(row, row.response_ids[:-1], length, (first, first + length))
-            own = np.arange(start - 1, start - 1 + row.length)
-            own[0] = first + length - 1
-            source.append(own)
+            places = np.arange(start - 1, start - 1 + row.length)
+            places[0] = first + length - 1
+            source.append(places)
 
     tensor = partial(_joined, device=device)
     laid = [row for run in runs for row in run]
     targets = tensor([row.response_ids for row in laid])
     packed = Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets, runs=runs)
     packed.blank = int(blank)
-    others = [getattr(row, CANDIDATES) for row in laid]
-    if others and all(own is not None for own in others):
-        packed.candidates = tensor(others)
+    candidates = [getattr(row, CANDIDATES) for row in laid]
+    if candidates and all(value is not None for value in candidates):
+        packed.candidates = tensor(candidates)
     if how.replay and (routes := _routes(runs)):
         packed.routes = tensor(routes)
     if seeing:
         packed.axes = torch.from_numpy(np.concatenate(axes, axis=1)).to(device)
         packed.media = VisionInputs.tensors(media, device)
-        packed.images = sum(one.images for one in media) - packed.blank
+        packed.images = sum(item.images for item in media) - packed.blank
     return packed
 
 
@@ -222,7 +224,7 @@ def _joined(parts: Sequence[np.ndarray], device: torch.device | str) -> torch.Te
 def _blank_row(rows: Sequence[Segment], vision: VisionInputs) -> Segment:
     """A row of nobody's with an image of one token; with candidates where the others have them."""
     nothing = np.zeros(1, np.int64)
-    likely = next((found for row in rows if (found := getattr(row, CANDIDATES)) is not None), None)
+    likely = next((ids for row in rows if (ids := getattr(row, CANDIDATES)) is not None), None)
     columns = {} if likely is None else {CANDIDATES: np.zeros_like(likely[:1])}
     context = np.array([vision.image_token])
     return Segment(context, nothing, nothing.astype(bool), media=vision.blank, **columns)
@@ -239,7 +241,7 @@ def _axes(row: Segment, first: int, count: int, vision: VisionInputs | None) -> 
 
 
 def _routes(runs: Sequence[Sequence[Segment]]) -> list[np.ndarray]:
-    """The recorded experts of a pack's tokens in their order, UNKNOWN_EXPERT where a row has none; empty if no row has any."""
+    """The recorded experts of a pack's tokens in order, UNKNOWN_EXPERT where a row has none; empty if none has any."""
     parts = []
     for run in runs:
         parts.append((_context_routes(run[0]), len(run[0].context_ids)))
@@ -258,8 +260,8 @@ def keep_routes(batch: Pack, routes: np.ndarray) -> None:
         context = routes[at : at + len(run[0].context_ids)]
         at += len(context)
         for row in run:
-            own, at = routes[at : at + row.length - 1], at + row.length - 1
-            row.put("routed_experts", np.pad(own, ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT))
+            part, at = routes[at : at + row.length - 1], at + row.length - 1
+            row.put("routed_experts", np.pad(part, ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT))
             row.context_columns["routed_experts"] = context
 
 

@@ -1,5 +1,5 @@
-"""A sequence classifier in batches padded to their longest sequence: for one that cannot be packed (an encoder such as BERT, or
-a head of several layers). Every rank holds all of it."""
+"""A sequence classifier in batches padded to their longest sequence: for one that cannot be packed (an encoder such as
+BERT, or a head of several layers). Every rank holds all of it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from verl.trajectory import Segment
 
 
 class PaddedClassifier:
-    """What `TrainingEngine` is to a role that only scores. role_cfg: `ppo_max_token_len_per_gpu` limits the tokens of a batch,
-    padding among them; `fsdp_config` names `dtype` and `param_offload`. UserError for a model that cannot be loaded."""
+    """What `TrainingEngine` is to a role that only scores. role_cfg: `ppo_max_token_len_per_gpu` limits the tokens of a
+    batch, padding included; `fsdp_config` names `dtype` and `param_offload`. UserError if the model cannot be loaded.
+    """
 
     holds_outputs = True
 
@@ -50,11 +51,11 @@ class PaddedClassifier:
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Positions of the sequences of each batch, the longest first, which those of like length join."""
-        left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        while left:
-            rows = 1 if self._padding is None else max(1, self._tokens // lengths[left[0]])
-            yield left[:rows]
-            left = left[rows:]
+        remaining = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        while remaining:
+            rows = 1 if self._padding is None else max(1, self._tokens // lengths[remaining[0]])
+            yield remaining[:rows]
+            remaining = remaining[rows:]
 
     def _scores(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
         rows = [torch.from_numpy(ids) for ids in sequences]

@@ -50,8 +50,8 @@ def init_process_group(
 ) -> None:
     """Join `world` ranks that meet at master_addr:master_port; rank 0 listens there, on that address only.
 
-    `timeout` in seconds holds for the rendezvous and for every collective of every group. UserError if the port is taken
-    or the ranks do not meet.
+    `timeout` in seconds holds for the rendezvous and for every collective of every group. UserError if the port is
+    taken or the ranks do not meet.
     """
     global _limit, _limit_key
     _stay_on_loopback(master_addr)
@@ -157,13 +157,13 @@ def on_all_ranks(work: Callable[[], _T]) -> _T:
     """
     result: Any = None
     failure: Exception | None = None
-    said = ""
+    text = ""
     try:
         result = work()
     except Exception as error:
         failure = error
-        said = str(error) if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: {error}"
-    problems = all_gather_json(said)
+        text = str(error) if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: {error}"
+    problems = all_gather_json(text)
     if failure is not None:
         raise failure
     for rank, problem in enumerate(problems):

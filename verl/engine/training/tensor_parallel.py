@@ -38,17 +38,18 @@ class TensorParallel:
         # What is outside of layers is the root's, and stays whole.
         plan = {name: style for name, style in (module.tp_plan or {}).items() if "*" in name}
         self._plan = [(re.escape(name).replace(r"\*", r"\d+"), style) for name, style in plan.items()]
-        asked = f"fsdp_config.tensor_parallel_size={self._size}"
+        option = f"fsdp_config.tensor_parallel_size={self._size}"
         if not plan:
-            raise UserError(f"{asked}: transformers has no plan for {kind}; set it to 1")
+            raise UserError(f"{option}: transformers has no plan for {kind}; set it to 1")
         for name, part in module.named_modules():
             style = self._style(name)
             fits = isinstance(part, torch.nn.Linear) if style in _STYLES else style in (None, _PARTIAL)
             if not fits:
-                raise UserError(f"{asked}: {name} of {kind} cannot be cut ({style}); set it to 1")
+                raise UserError(f"{option}: {name} of {kind} cannot be cut ({style}); set it to 1")
         for name in self._unplanned(module):
             raise UserError(
-                f"{asked}: {name} of {kind} works on parts of what is cut, and its plan says nothing of it; set it to 1"
+                f"{option}: {name} of {kind} works on parts of what is cut, and its plan says nothing of it; "
+                "set it to 1"
             )
 
     def _unplanned(self, module: PreTrainedModel) -> Iterator[str]:

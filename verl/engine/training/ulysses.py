@@ -23,16 +23,16 @@ from verl.trajectory import UNKNOWN_EXPERT
 
 
 class SequenceParallel:
-    """The ranks of `group`, whose number divides `heads`, share each pack. image_token: of a vision-language model, else None;
-    each of the ranks runs its tower over all images of a pack and goes on with those of its own tokens."""
+    """The ranks of `group`, whose number divides `heads`, share each pack. image_token: of a vision-language model,
+    else None; each rank runs its tower over all images of a pack and goes on with those of its own tokens."""
 
     def __init__(self, group: dist.ProcessGroup, heads: int, image_token: int | None = None):
         self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
         self._heads, self._image_token = heads, image_token
 
     def share(self, batch: Pack) -> tuple[Pack, Tensor, AttentionPlan]:
-        """This rank's tokens [S/n] and those of the response tokens that are predicted from them, with their places among
-        all response tokens. The pack is filled up to a multiple of the ranks with a segment nothing looks at."""
+        """This rank's tokens [S/n] and those of the response tokens that are predicted from them, with their places
+        among all response tokens. A segment that nothing attends to pads the pack to a multiple of the ranks."""
         width = -(-batch.size // self._size)
         fill = width * self._size - batch.size
         ids = torch.nn.functional.pad(batch.input_ids, (0, fill))
@@ -48,11 +48,11 @@ class SequenceParallel:
             routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, fill), value=UNKNOWN_EXPERT)[here]
         part = Pack(batch.rows, ids[here], positions[here], [], source, targets, candidates, routes)
         if batch.media:
-            rest = torch.arange(fill, device=ids.device).expand(3, -1)
+            padding = torch.arange(fill, device=ids.device).expand(3, -1)
             axes = batch.positions.expand(3, -1) if batch.axes is None else batch.axes
             is_image = ids == self._image_token
             first = int(is_image[:start].sum())
-            part.axes, part.media = torch.cat((axes, rest), 1)[:, here], batch.media
+            part.axes, part.media = torch.cat((axes, padding), 1)[:, here], batch.media
             part.image_span = first, first + int(is_image[here].sum())
         whole = PackedPlan(segments, positions, self._heads // self._size)
         return part, mine, UlyssesPlan(whole, self._group, self._rank, self._size)
@@ -65,11 +65,11 @@ class SequenceParallel:
 
     def whole(self, outputs: dict[str, Tensor], mine: Tensor, count: int) -> dict[str, Tensor]:
         """Outputs of all `count` response tokens on every rank; gradients go back to the rank they came from."""
-        columns = [own.unsqueeze(0) if own.ndim == 1 else own.t() for own in outputs.values()]
+        columns = [output.unsqueeze(0) if output.ndim == 1 else output.t() for output in outputs.values()]
         joined = _Join.apply(torch.cat(columns), mine, count, self._group)
         parts = torch.split(joined, [len(column) for column in columns])
-        named = zip(outputs.items(), parts, strict=True)
-        return {name: part[0] if own.ndim == 1 else part.t() for (name, own), part in named}
+        pairs = zip(outputs.items(), parts, strict=True)
+        return {name: part[0] if output.ndim == 1 else part.t() for (name, output), part in pairs}
 
 
 class UlyssesPlan:

@@ -52,7 +52,7 @@ class WeightSource(ABC):
         trainable: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        """Give these modules' meta parameters their values. They stay the same objects, so tied ones stay one. names: id → name."""
+        """Give these modules' meta parameters their values, in place, so that tied ones stay tied. names: id → name."""
         for part in parts:
             for parameter in part.parameters(recurse=False):
                 if parameter.is_meta:
@@ -75,8 +75,8 @@ class FileSource(WeightSource):
 
     def missing(self, wanted: Mapping[str, torch.Tensor]) -> list[str]:
         """What the files lack of the parts that these tensors, by name, are made of."""
-        named = ((name, like) for name, like in wanted.items() if name not in self._zero)
-        parts = (part for name, like in named for part in self._parts(name, like))
+        needed = ((name, like) for name, like in wanted.items() if name not in self._zero)
+        parts = (part for name, like in needed for part in self._parts(name, like))
         return [part for part in parts if part not in self._files]
 
     def _parts(self, name: str, like: torch.Tensor) -> Iterable[str]:
@@ -87,9 +87,9 @@ class FileSource(WeightSource):
             return torch.zeros(like.shape, dtype=like.dtype)
         parts = list(self._parts(name, like))
         if len(parts) == 1:
-            found = self._tensor(parts[0])
-            if found.shape == like.shape:
-                return found.to(like.dtype)
+            stored = self._tensor(parts[0])
+            if stored.shape == like.shape:
+                return stored.to(like.dtype)
         # Where the elements of each stored tensor belong: number them, and have the numbers taken apart.
         # In the smallest type that can, and let go one after the other: fused experts are most of a large model.
         kind = torch.int32 if like.numel() < 2**31 else torch.int64
@@ -99,11 +99,11 @@ class FileSource(WeightSource):
         out = torch.empty(like.numel(), dtype=like.dtype)
         for part in list(apart):
             places = apart.pop(part)
-            found = self._tensor(part)
-            if found.shape != places.shape:
-                shapes = f"{list(found.shape)}, not {list(places.shape)}"
+            stored = self._tensor(part)
+            if stored.shape != places.shape:
+                shapes = f"{list(stored.shape)}, not {list(places.shape)}"
                 raise UserError(f"{self._files[part]}: {part} is {shapes}")
-            out[places.reshape(-1)] = found.reshape(-1).to(like.dtype)
+            out[places.reshape(-1)] = stored.reshape(-1).to(like.dtype)
         return out.view(like.shape)
 
     def _tensor(self, part: str) -> torch.Tensor:
@@ -136,7 +136,7 @@ def open_source(
     load: Callable[[], Mapping[str, torch.Tensor]],
     fresh: Iterable[str] = (),
 ) -> WeightSource:
-    """The source for these tensors: the files where every rank can use them, else `load` on rank 0. See `FileSource`."""
+    """The source for these tensors: the files if every rank can use them, else `load` on rank 0. See `FileSource`."""
     files = on_all_ranks(lambda: FileSource(Path(directory), module, fresh))
     return files if all(all_gather_json(not files.missing(wanted))) else RankZeroSource(load)
 
@@ -146,8 +146,8 @@ def _names_in(directory: Path) -> dict[str, Path]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
         with reading(index):
-            listed = json.loads(index.read_text("utf-8"))["weight_map"]
-        return {name: directory / file for name, file in listed.items()}
+            weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        return {name: directory / file for name, file in weight_map.items()}
     if not single.is_file():
         return {}
     with reading(single), safe_open(single, framework="pt") as file:
@@ -200,13 +200,14 @@ def refuse_non_finite(module: PreTrainedModel) -> None:
 def save_weights(module: PreTrainedModel, directory: Path, serving: str) -> None:
     """Write what `from_pretrained` loads: safetensors files with an index, configuration, generation config.
 
-    Adapters are merged; `serving` is the data type that the configuration names. Collective: what fails on one rank (a full disk) is raised by all.
+    Adapters are merged; `serving` is the data type that the configuration names. Collective: an error on one rank (a
+    full disk) is raised by all.
     """
     on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
     state, view, rank = untied(module), PlainView(module), this_rank()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     files = plan_files([(name, t.numel() * t.element_size()) for name, t in state.items()], ranks)
-    listed: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for start in range(0, len(files), ranks):
         mine: dict[str, torch.Tensor] = {}
         for number, names in enumerate(files[start : start + ranks]):
@@ -216,8 +217,8 @@ def save_weights(module: PreTrainedModel, directory: Path, serving: str) -> None
                     mine |= _stored(module, name, full)
         file = file_name(start + rank, len(files))
         on_all_ranks(lambda mine=mine, file=file: _write_file(mine, directory / file))  # type: ignore[misc]
-        listed |= dict.fromkeys(mine, file)
-    index = all_gather_json(listed)
+        weight_map |= dict.fromkeys(mine, file)
+    index = all_gather_json(weight_map)
     on_all_ranks(lambda: _describe(module, directory, serving, index, len(files)) if rank == 0 else None)
 
 

@@ -28,8 +28,8 @@ class RayWorker(Worker):
 
     def device_ids(self) -> list[str]:
         """Ids of its devices on the node, as the driver of the device counts them; empty on a processor."""
-        given: dict[str, Any] = ray.get_runtime_context().get_accelerator_ids()
-        return [str(i) for i in given.get(self.platform.ray_resource, [])]
+        ids: dict[str, Any] = ray.get_runtime_context().get_accelerator_ids()
+        return [str(i) for i in ids.get(self.platform.ray_resource, [])]
 
     @ray.method(concurrency_group="watch")
     def stay(self) -> None:

@@ -33,8 +33,8 @@ _RESTART_S, _PATIENCE = 180.0, 3.0
 
 
 def start_on_cluster(config: Config, hooks: RunHooks = SILENT, total_steps: int | None = None) -> WorkerSet:
-    """Start or join Ray and place every role; without `total_steps` samplers alone, on the devices of `trainer.*`, with the
-    weights of the model's files. UserError for a cluster or a model that cannot be used."""
+    """Start or join Ray and place every role; without `total_steps` samplers alone, on the devices of `trainer.*`, with
+    the weights of the model's files. UserError for a cluster or a model that cannot be used."""
     builder = _Builder(config, hooks)
     try:
         return builder.build_samplers() if total_steps is None else builder.build(total_steps)
@@ -68,13 +68,13 @@ class _Builder:
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
         self.kind = self.plain["trainer"]["device"] = self.cluster.settle_kind()
         trainer = self._pool("training", "trainer", config.trainer.nnodes, config.trainer.n_gpus_per_node)
-        own = rollout.nnodes > 0
+        separate = rollout.nnodes > 0
         apart = {
             name: self._pool(name.replace("_", " "), pool.keys, pool.nodes, pool.per_node)
             for name, pool in own_pools(config).items()
         }
         sampling = trainer
-        if own:
+        if separate:
             name = "actor_rollout_ref.rollout"
             sampling = self._pool("sampling", name, rollout.nnodes, rollout.n_gpus_per_node)
         share_cores(self.cluster, self.pools)
@@ -82,23 +82,23 @@ class _Builder:
         self._say(f"starting {_some(trainer.devices, 'training worker')} on {_some(trainer.nodes, 'node')}")
         group, nodes, devices = self._ranks_of(trainer, "training worker")
         judge = self._judge(apart.pop("judge")) if "judge" in apart else None
-        others = {
+        groups = {
             name: self._ranks_of(pool, f"{name.replace('_', ' ')} worker")[0] for name, pool in apart.items()
         }
-        replicas = self.replicas = self._samplers(sampling, None if own else devices)
+        replicas = self.replicas = self._samplers(sampling, None if separate else devices)
         engines = self._group([replica.worker for replica in replicas])
         self._say(f"loading the model, starting {_some(len(replicas), 'sampler')}")
-        loading = {name: calls.start("build", total_steps, False, name) for name, calls in others.items()}
-        facts = self._load(group, engines, total_steps, own)
+        loading = {name: calls.start("build", total_steps, False, name) for name, calls in groups.items()}
+        facts = self._load(group, engines, total_steps, separate)
         training = self._worker_group(group, facts)
         roles = roles_of(training, config)
-        for name, calls in others.items():
-            there = calls.wait(loading[name], f"loading the {name.replace('_', ' ')}")
-            roles |= roles_of(self._worker_group(calls, there), config)
+        for name, calls in groups.items():
+            role_facts = calls.wait(loading[name], f"loading the {name.replace('_', ' ')}")
+            roles |= roles_of(self._worker_group(calls, role_facts), config)
         ranks = [handle for _, handle in self.ranks]
         pool = self._watched(replicas, ranks)
         words = f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}"
-        words += "".join(f"; {_some(len(calls), 'rank')} of the {name}" for name, calls in others.items())
+        words += "".join(f"; {_some(len(calls), 'rank')} of the {name}" for name, calls in groups.items())
         limit = float(config.actor_rollout_ref.nccl_timeout)
         sync, plan = RemoteWeightSync(training, nodes, pool, limit), plan_of(config, "driver")
         return WorkerSet(
@@ -106,7 +106,7 @@ class _Builder:
             pool,
             sync,
             f"{words}; {_some(len(replicas), 'sampler')}",
-            devices=sum(one.devices for one in self.pools),
+            devices=sum(pool.devices for pool in self.pools),
             judge=judge,
             release=self.release,
             profiler=None if plan is None else WorkerProfiler(ranks, pool, plan),
@@ -143,16 +143,16 @@ class _Builder:
     def _watched(self, replicas: list[Replica], ranks: Sequence[WorkerHandle] = ()) -> ReplicaPool:
         """All workers are there: which process is which is recorded, and their deaths are noticed from now on."""
         workers = [*ranks, *(replica.worker for replica in replicas)]
-        named = [{"name": worker.name, "node": worker.node, "pid": worker.pid} for worker in workers]
-        self.hooks.event("workers", workers=named)
+        records = [{"name": worker.name, "node": worker.node, "pid": worker.pid} for worker in workers]
+        self.hooks.event("workers", workers=records)
         self._say("all workers are ready")
         self.pool = ReplicaPool(replicas, event=self._of_sampler)
         self.watch.add(RayCalls(ranks))
         return self.pool
 
-    def _say(self, what: str) -> None:
+    def _say(self, message: str) -> None:
         """What happens outside of the loop, on the terminal, with the seconds since the start."""
-        print(f"verl: {what} ({time.monotonic() - self.began:.0f} s)", file=sys.stderr, flush=True)
+        print(f"verl: {message} ({time.monotonic() - self.began:.0f} s)", file=sys.stderr, flush=True)
 
     def _check_nodes(self) -> None:
         """Agents on the nodes of the pools; UserError where a node is not like the driver's."""
@@ -180,11 +180,11 @@ class _Builder:
         """For the watchdog: who is waited for, what each of them does, and where it stands."""
         calling = [group.calling for group in self.groups if group.calling]
         waited = [worker for group in self.groups for worker in group.waiting]
-        asked = [(node, worker) for node, worker in self.ranks if worker in waited]
-        asked += [(r.node, r.worker) for r in self.replicas if r.requests or not waited or r.worker in waited]
-        found = {} if self.agents is None else self.agents.stacks(asked)
-        lines = [f"{name} {stacks.summary(text)}" for name, text in found.items()]
-        whole = [f"--- {name}:\n{text}" for name, text in found.items()]
+        pairs = [(node, worker) for node, worker in self.ranks if worker in waited]
+        pairs += [(r.node, r.worker) for r in self.replicas if r.requests or not waited or r.worker in waited]
+        texts = {} if self.agents is None else self.agents.stacks(pairs)
+        lines = [f"{name} {stacks.summary(text)}" for name, text in texts.items()]
+        whole = [f"--- {name}:\n{text}" for name, text in texts.items()]
         return "\n".join([*calling, *lines, *whole]).strip()
 
     def _group(self, workers: list[WorkerHandle]) -> RayCalls:
@@ -193,25 +193,27 @@ class _Builder:
         return self.groups[-1]
 
     def _pool(self, name: str, keys: str, nodes: int, per_node: int) -> DevicePool:
-        what = f"the {name} pool ({keys}.nnodes={nodes}, {keys}.n_gpus_per_node={per_node})"
+        label = f"the {name} pool ({keys}.nnodes={nodes}, {keys}.n_gpus_per_node={per_node})"
         timeout = self.config.trainer.ray_wait_register_center_timeout
-        pool = DevicePool(self.cluster, what, nodes, per_node, timeout, self.hooks.notice)
+        pool = DevicePool(self.cluster, label, nodes, per_node, timeout, self.hooks.notice)
         pool.runtime_env = nsight_options(self.config)
         self.pools.append(pool)
         return pool
 
-    def _load(self, group: RayCalls, engines: RayCalls, total_steps: int, own: bool) -> list[dict[str, Any]]:
+    def _load(
+        self, group: RayCalls, engines: RayCalls, total_steps: int, apart: bool
+    ) -> list[dict[str, Any]]:
         """Models into the trainers, engines into the samplers; what each training worker says of itself."""
         building = group.start("build", total_steps)
         self._note_processes(engines, "pid", "starting the samplers")
-        facts = group.wait(building, "loading the model") if _take_turns(self.kind, own) else []
+        facts = group.wait(building, "loading the model") if _take_turns(self.kind, apart) else []
         starting, began = engines.start("start"), time.monotonic()
         facts = facts or group.wait(building, "loading the model")
         self._note_started(engines.wait(starting, "starting the samplers"), began)
         return facts
 
     def _note_processes(self, workers: RayCalls, method: str, doing: str) -> None:
-        """By a call that returns their ids, before they load anything: one that hangs there can be asked where it stands."""
+        """By a call that returns their ids, before they load anything: the stack of one that hangs can be read."""
         for worker, pid in zip(workers.workers, workers.call(method, doing=doing), strict=True):
             worker.pid = pid
 
@@ -224,7 +226,7 @@ class _Builder:
         plan = critic_plan if facts[0]["roles"] == ["critic"] else update_plan
         return WorkerGroup(calls, facts, plan=plan(self.config), balance=self.config.trainer.balance_batch)
 
-    def _ranks_of(self, pool: DevicePool, what: str) -> tuple[RayCalls, list[str], list[list[str]]]:
+    def _ranks_of(self, pool: DevicePool, label: str) -> tuple[RayCalls, list[str], list[list[str]]]:
         """Ranks on all devices of a pool, which have met; the node of each, and the ids of its devices."""
         bundles = [rank // pool.per_node for rank in range(pool.devices)]
         nodes, addresses = [pool.node_of(bundle) for bundle in bundles], self.cluster.addresses()
@@ -232,7 +234,7 @@ class _Builder:
         for rank, (bundle, node) in enumerate(zip(bundles, nodes, strict=True)):
             options = pool.owner_options(bundle, 1)
             handle = WorkerActor.options(**options).remote(self.plain, rank, pool.devices)
-            workers.append(WorkerHandle(handle, f"{what} {rank}", addresses[node]))
+            workers.append(WorkerHandle(handle, f"{label} {rank}", addresses[node]))
         self.workers += workers
         self.ranks += zip(nodes, workers, strict=True)
         group, doing = self._group(workers), "starting the workers"
@@ -247,11 +249,11 @@ class _Builder:
         pool: DevicePool,
         shared: list[list[str]] | None,
         config: Config | None = None,
-        what: str = "sampler",
+        label: str = "sampler",
     ) -> list[Replica]:
-        """Replicas of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`. Not started.
+        """Replicas of `tensor_model_parallel_size` devices each, not started; if `shared`, on the ranks' devices.
 
-        config: what they are built from, if it is not the run's; what: their names begin so.
+        config: what they are built from, if it is not the run's; label: their names begin with it.
         """
         size = sampler_devices((config or self.config).actor_rollout_ref.rollout)
         plain = self.plain if config is None else for_elsewhere(config)
@@ -265,17 +267,17 @@ class _Builder:
                 visible = [device for rank in shared[first : first + size] for device in rank]
                 options = pool.guest_options(bundle, visible)
             node = pool.node_of(bundle)
-            create = partial(self._sampler, options, plain, number, what)
+            create = partial(self._sampler, options, plain, number, label)
             again = partial(self._sampler_again, pool, bundle, create)
             replicas.append(Replica(number, again, create(node), node))
         return replicas
 
     def _sampler(
-        self, options: dict[str, Any], plain: dict[str, Any], number: int, what: str, node: str
+        self, options: dict[str, Any], plain: dict[str, Any], number: int, label: str, node: str
     ) -> WorkerHandle:
         """The process of a sampler; its engine is not there yet. It ends with the run."""
         handle = RolloutActor.options(**options).remote(plain, number)
-        worker = WorkerHandle(handle, f"{what} {number}", self.cluster.addresses()[node])
+        worker = WorkerHandle(handle, f"{label} {number}", self.cluster.addresses()[node])
         self.workers.append(worker)
         return worker
 
@@ -310,11 +312,11 @@ class _Builder:
         self.cluster.close()
 
 
-def _take_turns(kind: str, own: bool) -> bool:
-    """True if samplers may start only when the trainers have their models: on devices of both, a sampler sizes its cache
-    by how the free memory changes while it starts, and vLLM gives up when some comes free."""
-    return not platform_of(kind).on_host and not own
+def _take_turns(kind: str, apart: bool) -> bool:
+    """True if samplers may start only when the trainers have their models: on shared devices, a sampler sizes its cache
+    by how the free memory changes while it starts, and vLLM gives up when some becomes free."""
+    return not platform_of(kind).on_host and not apart
 
 
-def _some(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def _some(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

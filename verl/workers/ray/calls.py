@@ -76,13 +76,13 @@ def kill(handle: Any) -> None:
 
 
 def share_media(media: Iterable[Media | None]) -> list[Any]:
-    """References to the inputs of images, each once: an image is put into the object store once, and goes to a node once, whoever
-    asks for it there. One of STORE_FULL if there is no room."""
+    """References to the inputs of images, each once: an image is put into the object store once, and goes to a node
+    once, whichever worker there reads it. One of STORE_FULL if there is no room."""
     distinct = distinct_media(media)
-    for one in distinct:
-        if one.stored is None:
-            one.stored, one.puts = ray.put(one.inputs), one.puts + 1
-    return [one.stored for one in distinct]
+    for item in distinct:
+        if item.stored is None:
+            item.stored, item.puts = ray.put(item.inputs), item.puts + 1
+    return [item.stored for item in distinct]
 
 
 class WorkerFailed(RuntimeError):
@@ -135,10 +135,10 @@ class RayCalls:
 
     def start(self, method: str, *args: Any, each: Each = None) -> list[Any]:
         """Begin a call; returns its references, for `wait`. UserError if the object store is full."""
-        given = each if each is not None else [args] * len(self.workers)
-        calls = zip(self.workers, given, strict=True)
+        arguments = each if each is not None else [args] * len(self.workers)
+        calls = zip(self.workers, arguments, strict=True)
         try:
-            return [getattr(worker.handle, method).remote(*own) for worker, own in calls]
+            return [getattr(worker.handle, method).remote(*values) for worker, values in calls]
         except STORE_FULL as error:
             raise UserError(store_full(error)) from error
 
@@ -180,16 +180,16 @@ class RayCalls:
                     ray.get(pending.pop(i))
                 except faults.RayError as other:
                     failed[i] = other
-        for i, one in failed.items():
-            if is_dead(one):
-                gone = died(self.workers[i], doing, one)
+        for i, failure in failed.items():
+            if is_dead(failure):
+                gone = died(self.workers[i], doing, failure)
                 raise (_lost[-1] if _lost else gone) from None
-        for one in failed.values():
-            cause = getattr(one, "cause", None)
+        for failure in failed.values():
+            cause = getattr(failure, "cause", None)
             if isinstance(cause, UserError):
                 raise UserError(str(cause)) from None
-            if isinstance(one, STORE_FULL):
-                raise UserError(store_full(one)) from None
+            if isinstance(failure, STORE_FULL):
+                raise UserError(store_full(failure)) from None
         raise WorkerFailed(f"{self.workers[number]} failed in {doing}: {reason(error)}") from error
 
     def kill(self) -> None:
@@ -241,6 +241,6 @@ def store_full(error: BaseException) -> str:
     """What to do about a full object store."""
     return (
         "Ray's object store is full: the batch on its way to the workers does not fit. Give it more memory "
-        "(+ray_kwargs.ray_init.object_store_memory=BYTES, or ray start --object-store-memory), make /dev/shm larger, or "
-        f"lower data.train_batch_size or rollout.n ({' '.join(str(error).split())[:200]})"
+        "(+ray_kwargs.ray_init.object_store_memory=BYTES, or ray start --object-store-memory), make /dev/shm larger, "
+        f"or lower data.train_batch_size or rollout.n ({' '.join(str(error).split())[:200]})"
     )

@@ -74,12 +74,12 @@ class Cluster:
         processes = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
         self._connect(address_of(config), dict(config.ray_kwargs.ray_init), processes)
 
-    def _connect(self, address: str, given: dict[str, Any], processes: int) -> None:
+    def _connect(self, address: str, settings: dict[str, Any], processes: int) -> None:
         refuse_holes("ray")
         joined()
         if ray.is_initialized():
             return
-        options = {key: value for key, value in given.items() if value is not None}
+        options = {key: value for key, value in settings.items() if value is not None}
         self.own = not address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         defaults: dict[str, Any] = {"namespace": "verl", "logging_level": logging.WARNING}
@@ -106,8 +106,8 @@ class Cluster:
         except (ConnectionError, TimeoutError) as error:
             if "InvalidAuthToken" in f"{error}{error.__cause__}":
                 raise UserError(
-                    f"the Ray cluster at {address} asks for its token: export RAY_AUTH_MODE=token, and have the token in "
-                    "~/.ray/auth_token or RAY_AUTH_TOKEN (the head has it, see examples/ray_start.sh)"
+                    f"the Ray cluster at {address} asks for its token: export RAY_AUTH_MODE=token, and have the "
+                    "token in ~/.ray/auth_token or RAY_AUTH_TOKEN (the head has it, see examples/ray_start.sh)"
                 ) from error
             raise no_cluster(address, error) from error
         except Exception as error:  # Ray raises just that for a node that does not come up
@@ -127,12 +127,12 @@ class Cluster:
         """Living nodes, the driver's first, then by address and id."""
         mine = ray.get_runtime_context().get_node_id()
         name = platform_of(self.kind).ray_resource or "CPU"
-        found = []
+        nodes = []
         for node in ray.nodes():
             if node["Alive"]:
                 devices, cpus = (float(node["Resources"].get(kind, 0)) for kind in (name, "CPU"))
-                found.append(Node(node["NodeID"], node["NodeManagerAddress"], int(devices), cpus))
-        return sorted(found, key=lambda node: (node.id != mine, node.address, node.id))
+                nodes.append(Node(node["NodeID"], node["NodeManagerAddress"], int(devices), cpus))
+        return sorted(nodes, key=lambda node: (node.id != mine, node.address, node.id))
 
     def addresses(self) -> dict[str, str]:
         """Those of the living nodes, by id."""
@@ -141,9 +141,9 @@ class Cluster:
     def wait_for_nodes(
         self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
     ) -> list[Node]:
-        """The nodes with `devices` each (processors: cores, a rank needs one), as soon as there are `count`; UserError when they
-        do not come. A cluster that was joined may still be starting, a Ray of our own is complete."""
-        end, told = time.monotonic() + timeout, False
+        """The nodes with `devices` each (processors: cores, a rank needs one), as soon as there are `count`; UserError
+        when they do not come. A cluster that was joined may still be starting, a Ray of our own is complete."""
+        end, announced = time.monotonic() + timeout, False
         while True:
             nodes = self.nodes()
             fit = [node for node in nodes if node.devices >= devices]
@@ -151,10 +151,10 @@ class Cluster:
                 return fit
             if self.own or time.monotonic() >= end:
                 break
-            if not told:
-                asked = f"{len(fit)} of {count} with {devices} {self.kind} devices are there"
-                notice(f"waiting for nodes: {asked}")
-                told = True
+            if not announced:
+                progress = f"{len(fit)} of {count} with {devices} {self.kind} devices are there"
+                notice(f"waiting for nodes: {progress}")
+                announced = True
             time.sleep(1.0)
         have = ", ".join(map(str, nodes)) or "none"
         raise UserError(
@@ -188,14 +188,14 @@ class Cluster:
             Config.initialize("")
 
     def _private_folder(self) -> str:
-        """A folder that only this user enters: for Ray's logs and sockets, which it opens to every user, and the token. It is
-        swept when this process closes the cluster or ends, however it ends."""
+        """A folder that only this user can enter, for the token and for Ray's logs and sockets, which Ray opens to
+        every user. It is swept when this process closes the cluster or ends, however it ends."""
         place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
         if len(place) > _LONGEST_PLACE and not os.environ.get("RAY_TMPDIR"):
             place = "/tmp"
         os.makedirs(place, exist_ok=True)
         folder = tempfile.mkdtemp(prefix="ray_", dir=place)
-        # The agents of a Ray whose driver was killed live on for a minute: they try to tell its head, which is gone too.
+        # The agents of a Ray whose driver was killed live on for a minute: they keep trying to report to its dead head.
         self._sweeper = sweep_at_exit("cmdline", f"{folder}/", folder)
         return folder
 
@@ -206,7 +206,7 @@ def address_of(config: Any) -> str:
     return "" if address == "local" else address
 
 
-def _clustered(wanted: bool) -> None:
+def _clustered(allowed: bool) -> None:
     """Whether a Ray that is started here may listen on other addresses than the loopback.
 
     On Linux Ray replaces a loopback address by the machine's outer one and then listens on every interface; on
@@ -214,11 +214,11 @@ def _clustered(wanted: bool) -> None:
     """
     from ray._private import ray_constants
 
-    if wanted:
+    if allowed:
         os.environ.pop(_CLUSTER_SWITCH, None)
     else:
         os.environ[_CLUSTER_SWITCH] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = wanted
+    ray_constants.ENABLE_RAY_CLUSTER = allowed
 
 
 def _make_token(folder: str) -> bool:

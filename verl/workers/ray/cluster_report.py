@@ -69,7 +69,7 @@ def examine(config: Any, megabytes: int, timeout: float, say: Callable[[str], No
 
 def _nodes(cluster: Cluster) -> list[Facts]:
     """The living nodes, the driver's first, each with a name of its own and what Ray says of it."""
-    said = {node["NodeID"]: node for node in ray.nodes()}
+    by_id = {node["NodeID"]: node for node in ray.nodes()}
     nodes = cluster.nodes()
     on_address = Counter(node.address for node in nodes)
     out: list[Facts] = []
@@ -81,21 +81,21 @@ def _nodes(cluster: Cluster) -> list[Facts]:
                 "name": f"{name} (driver)" if not out else name,
                 "address": node.address,
                 "devices": node.devices,
-                "object_store": said[node.id]["Resources"].get("object_store_memory"),
-                "temporary": str(Path(said[node.id]["ObjectStoreSocketName"]).parents[2]),
+                "object_store": by_id[node.id]["Resources"].get("object_store_memory"),
+                "temporary": str(Path(by_id[node.id]["ObjectStoreSocketName"]).parents[2]),
             }
         )
     return out
 
 
 def _ask_facts(nodes: list[Facts], probes: dict[str, Any], models: Sequence[str], timeout: float) -> None:
-    """Add what each node says of itself, or "problem", and "clock", how far it is ahead of ours; half of a round trip is
-    "clock_error"."""
-    asked = {n["name"]: probes[n["name"]].everything.remote(models, n["temporary"]) for n in nodes}
-    said = ask_all(asked, timeout)
+    """Add what each node reports of itself, or "problem", and "clock", how far it is ahead of ours; half of a round
+    trip is "clock_error"."""
+    calls = {n["name"]: probes[n["name"]].everything.remote(models, n["temporary"]) for n in nodes}
+    replies = ask_all(calls, timeout)
     for node in nodes:
         name = node["name"]
-        facts, problem = said[name]
+        facts, problem = replies[name]
         if problem is None:
             before = time.time()
             clock, problem = ask_all({name: probes[name].now.remote()}, timeout)[name]
@@ -110,8 +110,8 @@ def _ports(nodes: list[Facts], probes: dict[str, Any], timeout: float) -> Iterat
     opened = ask_all({n["name"]: probes[n["name"]].free_port.remote(n["address"]) for n in nodes}, timeout)
     failed = {name: f"cannot listen on its address: {why}" for name, (_, why) in opened.items() if why}
     ports = {n["name"]: (n["address"], opened[n["name"]][0]) for n in nodes if n["name"] not in failed}
-    asked = {n["name"]: probes[n["name"]].unreached.remote(ports) for n in nodes}
-    for name, (unreached, why) in ask_all(asked, timeout).items():
+    calls = {n["name"]: probes[n["name"]].unreached.remote(ports) for n in nodes}
+    for name, (unreached, why) in ask_all(calls, timeout).items():
         failed |= {name: why} if why else {f"{name} → {other}": text for other, text in unreached.items()}
     for pair, why in failed.items():
         todo = "open all ports between the nodes (firewall, security group, network policy)"
@@ -132,27 +132,27 @@ def _all_reduce(
     say(f"all-reduce over {world} ranks ({kind}) …")
     probes = [start_probe(node["id"], **options) for node in ranks]
     try:
-        said = ask_all({"rank 0": probes[0].free_port.remote(address)}, timeout)
-        port, problem = said["rank 0"]
+        replies = ask_all({"rank 0": probes[0].free_port.remote(address)}, timeout)
+        port, problem = replies["rank 0"]
         if problem is None:
             size = (world, address, port, kind, timeout, megabytes << 18)
             calls = {f"rank {i}": probe.all_reduce.remote(i, *size) for i, probe in enumerate(probes)}
-            said = ask_all(calls, 2 * timeout + 30)
-        yield from _measured(said, kind, megabytes)
+            replies = ask_all(calls, 2 * timeout + 30)
+        yield from _measured(replies, kind, megabytes)
     finally:
         for probe in probes:
             kill(probe)
 
 
-def _measured(said: dict[str, tuple[Any, str | None]], kind: str, megabytes: int) -> Iterator[Finding]:
+def _measured(replies: dict[str, tuple[Any, str | None]], kind: str, megabytes: int) -> Iterator[Finding]:
     """A line for each library, from what the ranks said. A link carries each byte 2 (n - 1) / n times."""
-    ranks = len(said)
-    if failed := {rank: why for rank, (_, why) in said.items() if why}:
+    ranks = len(replies)
+    if failed := {rank: why for rank, (_, why) in replies.items() if why}:
         todo = "name the interface between the nodes (SOCKET_IFNAME of ray_start.sh; GLOO_, NCCL_, HCCL_SOCKET_IFNAME)"
         text = "; ".join(f"{rank}: {why}" for rank, why in failed.items())
         yield bad("network", f"all-reduce ({kind})", f"the ranks do not meet: {text}", todo)
         return
-    for name, seconds in said["rank 0"][0].items():
+    for name, seconds in replies["rank 0"][0].items():
         rate = megabytes * 2**20 * 2 * (ranks - 1) / ranks / seconds / 1e9
         text = f"{megabytes} MiB over {ranks} ranks in {seconds * 1000:.1f} ms ({rate:.2f} GB/s a link)"
         yield Finding("network", f"all-reduce ({name})", text)

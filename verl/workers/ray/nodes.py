@@ -42,8 +42,8 @@ def ask_all(refs: Mapping[str, Any], timeout: float) -> dict[str, tuple[Any, str
             out[name] = None, f"no reply within {timeout:g} s"
         except faults.RayError as error:
             missing = [line.strip() for line in str(error).splitlines() if "ModuleNotFoundError" in line]
-            said = f"this code cannot be imported there: {missing[0]}" if missing else reason(error)
-            out[name] = None, said
+            problem = f"this code cannot be imported there: {missing[0]}" if missing else reason(error)
+            out[name] = None, problem
     return out
 
 
@@ -59,10 +59,10 @@ def folder_is_shared(folder: Path, probes: Mapping[str, Any], timeout: float = _
     except OSError as error:
         return bad("model", "run folder", f"{place} cannot be written ({error.strerror})", todo)
     try:
-        seen = ask_all({name: probe.sees.remote(str(token)) for name, probe in probes.items()}, timeout)
+        replies = ask_all({name: probe.sees.remote(str(token)) for name, probe in probes.items()}, timeout)
     finally:
         token.unlink()
-    names = [name for name, (sees, _) in seen.items() if not sees]
+    names = [name for name, (sees, _) in replies.items() if not sees]
     if names:
         return bad("model", "run folder", f"{place} is not seen by {', '.join(names)}", todo)
     return Finding("model", "run folder", "seen by every node")
@@ -84,17 +84,17 @@ class Agents:
         host.raise_open_files(needs.files)
         mine = node_facts.collect(needs.models)
         nodes = [mine | {"name": "this machine (driver)"}] if self._works_here else []
-        named = {self._nodes[id].address: probe for id, probe in self._probes.items()}
+        probes = {self._nodes[id].address: probe for id, probe in self._probes.items()}
         findings = list[Finding]()
-        refs = {name: probe.facts.remote(needs.models) for name, probe in named.items()}
+        refs = {name: probe.facts.remote(needs.models) for name, probe in probes.items()}
         for name, (facts, problem) in ask_all(refs, _FACTS_S).items():
             if problem:
                 findings.append(bad("nodes", name, problem, "install the same code there"))
             else:
                 nodes.append(facts | {"name": name})
         findings += compare(nodes, mine, needs)
-        if needs.folder is not None and named:
-            findings.append(folder_is_shared(needs.folder, named))
+        if needs.folder is not None and probes:
+            findings.append(folder_is_shared(needs.folder, probes))
         if wrong := [f"{f.name}: {f.found} ({f.todo})" for f in findings if f.level == BAD]:
             raise UserError(f"the nodes of the cluster do not fit the run: {'; '.join(wrong)}")
         return [f"{f.name}: {f.found}" for f in findings if f.level == NOTE]
@@ -112,8 +112,8 @@ class Agents:
                 if node not in self._probes:  # a sampler that was started again on a node that came later
                     self._probes[node] = start_probe(node, max_restarts=-1)
                 refs[str(worker)] = self._probes[node].stack.remote(worker.pid)
-        for name, (found, problem) in ask_all(refs, _STACKS_S).items():
-            out[name] = f"its node does not reply: {problem}" if problem else found
+        for name, (text, problem) in ask_all(refs, _STACKS_S).items():
+            out[name] = f"its node does not reply: {problem}" if problem else text
         return out
 
     def release(self) -> None:

@@ -127,15 +127,15 @@ class DevicePool:
 
 
 def share_cores(cluster: Cluster, pools: Sequence[DevicePool]) -> None:
-    """Set each pool's `threads`: the cores of a node by the devices that all pools have on it. Guests work by turns with
-    the owners of their devices, and have the same."""
+    """Set each pool's `threads`: the cores of a node divided by the devices that all pools have on it. Guests take
+    turns with the owners of their devices, and have the same number."""
     cores = {node.id: int(node.cpus) for node in cluster.nodes()}
     places = [(pool, pool.node_of(bundle)) for pool in pools for bundle in range(pool.nodes)]
     crowd: Counter[str] = Counter()
     for pool, node in places:
         crowd[node] += pool.per_node
     for pool in pools:
-        pool.threads = max(1, min(cores.get(node, 1) // crowd[node] for one, node in places if one is pool))
+        pool.threads = max(1, min(cores.get(node, 1) // crowd[node] for p, node in places if p is pool))
 
 
 def _living() -> set[str]:

@@ -1,8 +1,8 @@
 """Weights from the training ranks to the sampler replicas, past the driver.
 
 On each node the first training rank writes what all ranks gather together into a channel of shared memory, and that
-node's replicas read it. Nodes that only sample get a broadcast of rank 0, which one of their replicas relays. Where samplers sit
-on the trainers' own devices, each rank keeps its buckets there and passes handles.
+node's replicas read it. Nodes that only sample get a broadcast of rank 0, which one of their replicas relays. Where
+samplers sit on the trainers' own devices, each rank keeps its buckets there and passes handles.
 
 by node     rank 0 ─▶ channel of node A ─▶ every sampler process of A        one copy a node, in host memory
             rank 4 ─▶ channel of node B ─▶ every sampler process of B
@@ -65,14 +65,14 @@ def by_node(nodes: Sequence[str], replicas: Sequence[Replica], name: str) -> Tra
         (_channel(name, node), readers[node]) if node in readers and node not in nodes[:rank] else None
         for rank, node in enumerate(nodes)
     ]
-    relayed = {node: (_channel(name, node), found) for node, found in readers.items() if node not in nodes}
+    relayed = {node: (_channel(name, node), local) for node, local in readers.items() if node not in nodes}
     return TransferPlan(writes, places, relayed)
 
 
 def by_device(devices: Sequence[str], replicas: Sequence[Replica], name: str) -> TransferPlan | None:
     """Through device memory, or None unless every sampler process is on the device of a training rank.
 
-    `devices[i]` is the id of the device of training rank i, "" for one without; each replica knows those of its readers.
+    `devices[i]` is the id of the device of training rank i, "" for none; each replica knows those of its readers.
     """
     readers: list[list[Identity]] = [[] for _ in devices]
     places: dict[Replica, list[Place]] = {}
@@ -83,7 +83,7 @@ def by_device(devices: Sequence[str], replicas: Sequence[Replica], name: str) ->
             rank = list(devices).index(device)
             places.setdefault(replica, []).append((f"{name}-r{rank}", len(readers[rank])))
             readers[rank].append(reader)
-    writes = [(f"{name}-r{rank}", found) if found else None for rank, found in enumerate(readers)]
+    writes = [(f"{name}-r{rank}", processes) if processes else None for rank, processes in enumerate(readers)]
     return TransferPlan(writes, places, on_device=True)
 
 
@@ -137,7 +137,7 @@ class RemoteWeightSync(WeightSync):
                 fresh = fresh | {replica} if replaced else fresh - {replica}
 
     def refill(self, replica: Replica) -> str | None:
-        """Give one fresh replica the weights that the ranks hold now, under their version. Returns why it died, if it did.
+        """Give a fresh replica the weights that the ranks hold now, under their version. Returns why it died, or None.
 
         The claim ends under the lock: a push that comes next counts the replica in, and one that came before has not.
         """
@@ -153,9 +153,9 @@ class RemoteWeightSync(WeightSync):
         """One pass from the ranks to `replicas`. Returns the replicas that turned out dead, and bytes moved, each
         weight once however many nodes got it."""
         plan = self._transfer_plan(replicas)
-        how = (version, verify, replicas[0].dtype, plan.on_device)
-        each = [(*(written or (None, [])), *how) for written in plan.writes]
-        relays = self._relays(plan, replicas, each)
+        common = (version, verify, replicas[0].dtype, plan.on_device)
+        arguments = [(*(write or (None, [])), *common) for write in plan.writes]
+        relays = self._relays(plan, replicas, arguments)
         receiving = {
             replica: replica.worker.handle.receive_weights.remote(
                 plan.places[replica], version, _TIMEOUT_S, verify
@@ -163,13 +163,13 @@ class RemoteWeightSync(WeightSync):
             for replica in replicas
         }
         try:
-            sent = self._training.call("send_weights", each=each, doing="update_weights")
+            sent = self._training.call("send_weights", each=arguments, doing="update_weights")
         except WorkerFailed as error:
             # One that still reads is left alone.
             dead, failed = troubles_of(receiving, _GRACE_S)
             if not dead:
-                others = "".join(f"; {replica.worker}: {why}" for replica, why in failed)
-                raise WorkerFailed(f"{error}{others}") from error
+                details = "".join(f"; {replica.worker}: {why}" for replica, why in failed)
+                raise WorkerFailed(f"{error}{details}") from error
             return dead, 0
         dead, failed = troubles_of(receiving, _TIMEOUT_S)
         if dead:  # which explains what others raised
@@ -197,31 +197,32 @@ class RemoteWeightSync(WeightSync):
     def _try(self, plan: TransferPlan) -> bool:
         """Do handles of device memory work between these processes? Says so in the run's events."""
         handles = {replica: replica.worker.handle for replica in plan.places}
-        asked = {
-            one: handles[one].try_channel.remote(places, _TRIAL_S) for one, places in plan.places.items()
+        calls = {
+            replica: handles[replica].try_channel.remote(places, _TRIAL_S)
+            for replica, places in plan.places.items()
         }
-        each = [(*(written or (None, [])), plan.on_device, _TRIAL_S) for written in plan.writes]
-        said = list(self._training.call("try_channel", each=each, doing="update_weights"))
-        for replica, ref in asked.items():
+        arguments = [(*(write or (None, [])), plan.on_device, _TRIAL_S) for write in plan.writes]
+        problems = list(self._training.call("try_channel", each=arguments, doing="update_weights"))
+        for replica, ref in calls.items():
             try:
-                said += ray.get(ref, timeout=_TIMEOUT_S)
+                problems += ray.get(ref, timeout=_TIMEOUT_S)
             except faults.RayError as error:
-                said.append(f"{replica.worker}: {reason(error)}")
-        failed = [text for text in said if text]
+                problems.append(f"{replica.worker}: {reason(error)}")
+        failed = [text for text in problems if text]
         self._pool.event("weights_by_device", works=not failed, reason=failed[0] if failed else "")
         return not failed
 
     def _relays(
-        self, plan: TransferPlan, replicas: Sequence[Replica], each: list[tuple[Any, ...]]
+        self, plan: TransferPlan, replicas: Sequence[Replica], arguments: list[tuple[Any, ...]]
     ) -> list[Any]:
-        """Nodes without a training rank get the weights by broadcast: worker 0 sends, the first replica of each relays."""
+        """Nodes without a training rank get weights by broadcast: worker 0 sends, the first replica of each relays."""
         if not plan.relayed:
             return []
         first = self._training.calls.workers[0]
         port = RayCalls([first]).call("free_port", first.node, doing="update_weights")[0]
         size = len(plan.relayed) + 1
         rendezvous = {"address": first.node, "port": port, "size": size, "timeout": self._limit}
-        each[0] = (*each[0], rendezvous)
+        arguments[0] = (*arguments[0], rendezvous)
         relays = []
         for rank, (node, (channel, readers)) in enumerate(plan.relayed.items(), 1):
             replica = next(replica for replica in replicas if replica.node == node)

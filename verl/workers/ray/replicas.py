@@ -1,7 +1,7 @@
 """Sampling engines in workers of their own, behind the interface of one engine.
 
     generate ─▶ queue of a replica ─ one call a tick ─▶ RolloutWorker.submit     a group's requests go to one replica,
-    future ◀─── responses ◀──── long poll ─────────── RolloutWorker.results        groups to the replica with least to do
+    future ◀─── responses ◀──── long poll ─────────── RolloutWorker.results        groups to the least loaded replica
 
 A worker that dies is started again, gets the current weights, and its unfinished requests are sent anew; a response is
 taken once.
@@ -120,12 +120,12 @@ class Replica:
 
     def unfinished(self) -> list[GenerateRequest]:
         """The requests under way whose response has not come."""
-        return [waiting.request for waiting in list(self.requests.values()) if not waiting.future.done()]
+        return [pending.request for pending in list(self.requests.values()) if not pending.future.done()]
 
     def fail(self, error: Exception) -> None:
         """Fail every request that is under way here."""
-        for waiting in list(self.requests.values()):
-            waiting.fail(error)
+        for pending in list(self.requests.values()):
+            pending.fail(error)
 
     def from_outside(self, call: Callable[..., object], *args: Any) -> None:
         """A call in the event loop that takes the results, from any thread; nothing if there is none."""
@@ -134,8 +134,8 @@ class Replica:
 
 
 class ReplicaPool(RolloutEngine):
-    """`refill(replica)` gives a fresh worker the current weights and says `reviving = False`; it returns why, if the worker
-    died again meanwhile. Blocking, called from a thread of its own."""
+    """`refill(replica)` gives a fresh worker the current weights and sets `reviving = False`; it returns the reason if
+    the worker died again meanwhile. It blocks, and is called from a thread of its own."""
 
     def __init__(self, replicas: Sequence[Replica], *, event: Callable[..., None]):
         self.replicas = list(replicas)
@@ -169,17 +169,17 @@ class ReplicaPool(RolloutEngine):
             self._sessions[session] = replica
             if len(self._sessions) > _SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
-        if any(request_id in each.requests for each in self.replicas):
+        if any(request_id in other.requests for other in self.replicas):
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         loop = asyncio.get_running_loop()
-        waiting = replica.requests[request_id] = _Waiting(request, loop.create_future())
+        pending = replica.requests[request_id] = _Waiting(request, loop.create_future())
         replica.count(request, 1)
         replica.queue.append(request)
         if not self._flushing:
             self._flushing = True
             loop.call_soon(self._flush)
         try:
-            return await waiting.future
+            return await pending.future
         except asyncio.CancelledError:
             self.abort([request_id])
             raise
@@ -212,8 +212,8 @@ class ReplicaPool(RolloutEngine):
                 replica.submitted.append(replica.worker.handle.submit.remote(payload, ended, *inputs))
             except calls.STORE_FULL as error:
                 self._ended = SamplerLost(calls.store_full(error))
-                for each in self.replicas:
-                    each.fail(self._ended)
+                for other in self.replicas:
+                    other.fail(self._ended)
                 return
             if replica.poll is None or replica.poll.done() or replica.poll.get_loop() is not loop:
                 replica.poll = loop.create_task(self._collect(replica), name=f"sampler-{replica.number}")
@@ -245,9 +245,9 @@ class ReplicaPool(RolloutEngine):
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """See `RolloutEngine.abort`."""
-        wanted = None if request_ids is None else set(request_ids)
+        chosen = None if request_ids is None else set(request_ids)
         for replica in self.replicas:
-            ids = {name for name in replica.requests if wanted is None or name in wanted}
+            ids = {name for name in replica.requests if chosen is None or name in chosen}
             unsent = ids if replica.reviving else ids & {request.id for request in replica.queue}
             replica.queue = [request for request in replica.queue if request.id not in unsent]
             nothing = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
@@ -295,8 +295,9 @@ class ReplicaPool(RolloutEngine):
                 raise self._ended
             if replica.deaths > MAX_RESTARTS:
                 raise SamplerLost(
-                    f"{replica.worker} died {replica.deaths} times since the last weight transfer; the last time: {why}. If "
-                    "memory is short, lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or max_model_len"
+                    f"{replica.worker} died {replica.deaths} times since the last weight transfer; the last time: "
+                    f"{why}. If memory is short, lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs "
+                    "or max_model_len"
                 )
             try:
                 replica.replace()
@@ -315,7 +316,7 @@ class ReplicaPool(RolloutEngine):
 
     def find_dead(self, replicas: Sequence[Replica]) -> list[tuple[Replica, str]]:
         """Those of `replicas` whose process or engine is gone, and why. One that is too busy to answer lives."""
-        return troubles_of({one: one.worker.handle.alive.remote() for one in replicas}, _PING_S)[0]
+        return troubles_of({r: r.worker.handle.alive.remote() for r in replicas}, _PING_S)[0]
 
     def replace_dead(self, replica: Replica, why: str) -> bool:
         """Start a dead replica again for a weight transfer, which brings its weights and then says `reviving = False`.
@@ -361,7 +362,10 @@ class ReplicaPool(RolloutEngine):
             try:
                 out.append(ray.get(ref, timeout=_CALL_S))
             except faults.GetTimeoutError:
-                text = f"{replica.worker} has not answered {method!r} for {_CALL_S:g} s: it hangs, or its node is overloaded"
+                text = (
+                    f"{replica.worker} has not answered {method!r} for {_CALL_S:g} s: "
+                    "it hangs, or its node is overloaded"
+                )
                 if needed:
                     raise SamplerLost(text) from None
                 self.event("sampler_silent", sampler=str(replica.worker), call=method)
@@ -373,8 +377,8 @@ class ReplicaPool(RolloutEngine):
     def stats(self) -> dict[str, float]:
         """Counters added up over replicas; busy_s is the largest of all."""
         out: dict[str, float] = {}
-        for found in self._everywhere("stats", needed=False):
-            for name, value in found.items():
+        for counters in self._everywhere("stats", needed=False):
+            for name, value in counters.items():
                 old = out.get(name, 0.0)
                 out[name] = max(old, value) if name == "busy_s" else old + value
         return out
@@ -401,7 +405,7 @@ Troubles = list[tuple[Replica, str]]
 
 
 def troubles_of(asked: Mapping[Replica, Any], timeout: float) -> tuple[Troubles, Troubles]:
-    """Among calls, after at most `timeout` seconds: replicas whose process is gone, and others that raised or are not done."""
+    """After at most `timeout` seconds: replicas whose process is gone, and others that raised or are not done."""
     refs = list(asked.values())
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=timeout)

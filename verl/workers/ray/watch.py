@@ -1,9 +1,9 @@
 """Notices between calls, for instance during a long sampling phase, that a training worker or the cluster is lost.
 
 The cluster is lost with its head, or with the Ray daemon of the driver's own node. Ray ends a process without a word a
-minute after it lost the head, and at the next object it hands over after it lost its node's daemon. The run hears of
-either before that, so that its end has a reason and its records are closed. Some of Ray's calls wait for the head: a run
-that is stuck in one of them shortly before that minute is over is ended here.
+minute after it lost the head, and at the next object it hands over after it lost its node's daemon. The run detects
+either before that, so that its end has a reason and its records are closed. Some of Ray's calls wait for the head: a
+run that is stuck in one of them shortly before that minute is over is ended here.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class ClusterLost(WorkerDied):
 
 
 class Watch:
-    """Threads that wait for the loss of the cluster and, from `add` on, for the death of any worker of a group, and tell `on_death`
-    once. `phase` names the run's."""
+    """Threads that wait for the loss of the cluster and, from `add` on, for the death of any worker of a group, and
+    tell `on_death` once. `phase` names the run's."""
 
     def __init__(self, on_death: Callable[[WorkerDied], None], phase: Callable[[], str] = lambda: ""):
         self._on_death, self._phase, self._pause = on_death, phase, "the start"
         self._refs: dict[Any, WorkerHandle] = {}
         context = ray.get_runtime_context()
         self._head = str(context.gcs_address)
-        own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-        self._daemon = str(own["NodeManagerAddress"]), int(own["NodeManagerPort"])
+        driver_node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        self._daemon = str(driver_node["NodeManagerAddress"]), int(driver_node["NodeManagerPort"])
         self._silent, self._refused = 0.0, 0
         self._stop, self._told = threading.Event(), False
         self._asking: list[threading.Thread] = []
@@ -114,20 +114,20 @@ class Watch:
             self._refused = self._refused + 1 if isinstance(error, ConnectionRefusedError) else 0
         where = self._phase() or self._pause
         if self._refused >= _REFUSALS:
-            own = f"{self._daemon[0]}:{self._daemon[1]}"
+            address = f"{self._daemon[0]}:{self._daemon[1]}"
             return (
-                f"the Ray daemon of the driver's node ({own}; head {self._head}) was lost in {where}: its process ended (ray "
-                "stop, a signal, the out-of-memory killer). A driver does not outlive it"
+                f"the Ray daemon of the driver's node ({address}; head {self._head}) was lost in {where}: its process "
+                "ended (ray stop, a signal, the out-of-memory killer). A driver does not outlive it"
             )
         if self._silent >= _SILENCE_S:
             return (
-                f"the head of the Ray cluster ({self._head}) was lost in {where}: no answer for {_SILENCE_S:g} s, so its "
-                "process or its machine ended, or the network failed. A cluster does not outlive its head"
+                f"the head of the Ray cluster ({self._head}) was lost in {where}: no answer for {_SILENCE_S:g} s, so "
+                "its process or its machine ended, or the network failed. A cluster does not outlive its head"
             )
         return ""
 
     def stop(self) -> None:
-        """Before workers are ended on purpose. The cluster is watched on if the end that now begins may be the stuck one."""
+        """Before workers are ended on purpose. Watching the cluster continues if the end that now begins may hang."""
         self._stop.set()
         # One may be finding out why a worker is out of reach, which is not asked any more.
         for thread in self._asking:

@@ -30,8 +30,8 @@ def _unfit(model: Any) -> str:
     if not getattr(model, "_supports_attention_backend", False):
         return "it has its own attention that cannot be replaced"
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if others := sorted(kinds - ATTENTION_LAYERS):
-        return f"its layers of kind {', '.join(others)} are no attention over all tokens or a window of them"
+    if other_kinds := sorted(kinds - ATTENTION_LAYERS):
+        return f"its layers of kind {', '.join(other_kinds)} are no attention over all tokens or a window of them"
     if is_recurrent(model):
         return "it carries a state along the row beside keys and values"
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
@@ -54,8 +54,8 @@ class _Measure:
 
 
 def bytes_to_come(model: nn.Module, compute: torch.dtype) -> int:
-    """Bytes that a device will hold for the model beside its weights: float32 gradients and AdamW's state of those that are
-    trained there, and the sampler's copies of those in another data type."""
+    """Bytes that a device will hold for the model beside its weights: float32 gradients and AdamW's state of the
+    weights trained there, and the sampler's copies of those in another data type."""
     weights = list(model.parameters())
     trained = sum(w.numel() for w in weights if w.requires_grad)
     copied = sum(w.numel() for w in weights if compute not in (torch.float32, w.dtype))
@@ -76,8 +76,8 @@ def bytes_per_token(model: Any, compute: torch.dtype) -> int:
         model(**model_inputs(zero, zero))
     if not plan.keys:
         raise UserError(
-            f"the embedded sampler cannot sample from {type(model).__name__}: it never asks for the attention function that "
-            f"is set, so its tokens would not see each other; {INSTEAD}"
+            f"the embedded sampler cannot sample from {type(model).__name__}: it never asks for the attention "
+            f"function that is set, so its tokens would not see each other; {INSTEAD}"
         )
     key_bytes = platform_of(device).key_dtype(compute).itemsize
     return plan.keys * key_bytes + plan.values * compute.itemsize

@@ -1,8 +1,8 @@
 """Key/value memory: one pool of blocks, and tables that say which block holds which tokens.
 
 A block holds `rows` sequences × `cols` consecutive tokens of every layer. A table is an array of slots, one per
-sequence; `rows` neighbouring slots form a block_row, and a block_row owns a list of blocks, one per `cols` tokens of its
-longest sequence. So memory grows with the tokens stored, has a hard limit (the pool), and yet attention over
+sequence; `rows` neighbouring slots form a block_row, and a block_row owns a list of blocks, one per `cols` tokens of
+its longest sequence. So memory grows with the tokens stored, has a hard limit (the pool), and yet attention over
 a whole block_row is one batched product on a strided view: nothing is gathered or copied to be read.
 
     slot        0 1 2 3 | 4 5 6 7 | …         rows = 4
@@ -57,8 +57,8 @@ class KVCacheLayout:
         if blocks < needed:
             raise UserError(
                 f"a key/value cache of {cache_tokens} tokens cannot hold one sequence of max_model_len={max_model_len} "
-                f"tokens (needs {needed * rows * cols}): raise rollout.gpu_memory_utilization (cache_tokens, where that is given) "
-                "or lower max_model_len"
+                f"tokens (needs {needed * rows * cols}): raise rollout.gpu_memory_utilization "
+                "(cache_tokens, where that is given) or lower max_model_len"
             )
         return cls(rows, cols, blocks)
 
@@ -81,23 +81,23 @@ def default_cache_tokens(
     """Room for max_num_seqs sequences of max_model_len tokens, or a share of the device's free memory, at `per_token`
     bytes. taken_later: bytes of it that something else is about to take.
 
-    On a CPU the share is of half the machine, which `engines` samplers divide, and what is free at the moment is not asked: a
-    resumed run must schedule exactly as the first one did. One sequence gets its room there in any case."""
+    On a CPU the share is of half the machine, divided among `engines` samplers, and does not depend on the memory free
+    at the moment: a resumed run must schedule exactly as the first one did. One sequence always has room."""
     # whole blocks of at most 16 × 128 tokens, and both tables as if all their sequences were longest
-    wanted = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
+    largest = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
     platform = platform_of(device)
     if platform.on_host:
         room, least = total_memory() // engines / 2, (-(-max_model_len // _NARROWEST) + 1) * _NARROWEST
     else:
         room, least = platform.room(device.index or 0) - taken_later, 0
-    return min(wanted, max(int(room * share) // per_token, least))
+    return min(largest, max(int(room * share) // per_token, least))
 
 
 class AttentionCalls:
     """Numbers the attention calls of a pass: the cache has a layer for each.
 
-    Not the architecture's own numbers, because some attend twice in a layer (DiffLlama), go through their layers several
-    times (HRM), or number nothing. Every pass makes the same calls in the same order, which is checked.
+    The architecture's own numbers do not serve, because some attend twice in a layer (DiffLlama), run their layers
+    several times (HRM), or number nothing. Every pass makes the same calls in the same order, which is checked.
     """
 
     def __init__(self) -> None:
@@ -118,8 +118,9 @@ class AttentionCalls:
         self._usual = self._usual or self._made
         if self._made != self._usual:
             raise RuntimeError(
-                f"a pass of {len(self._made)} attention calls differs from the passes before it, of {len(self._usual)}: the "
-                "embedded sampler cannot tell whose keys it stored; use another rollout engine (rollout.name=vllm)"
+                f"a pass of {len(self._made)} attention calls differs from the passes before it, of "
+                f"{len(self._usual)}: the embedded sampler cannot tell whose keys it stored; use another rollout "
+                "engine (rollout.name=vllm)"
             )
 
 
@@ -210,7 +211,7 @@ class KVSlotTable:
         self._limit = slots
 
     def acquire(self, length: int = 0) -> int | None:
-        """The first free slot, with room for `length` tokens; None (and nothing changed) when slots or pool are full."""
+        """The first free slot, with room for `length` tokens; None (and no change) when slots or pool are full."""
         if self.taken.sum() == self._limit:
             return None
         slot = int(np.argmin(self.taken))
@@ -224,13 +225,13 @@ class KVSlotTable:
         """Make room for `length` tokens in a slot; False (and nothing changed) when the pool is full."""
         g = self.pool.layout
         block_row = self.blocks[slot // g.rows]
-        wanted = -(-length // g.cols) - len(block_row)
-        if wanted > self.pool.free_blocks:
+        new_blocks = -(-length // g.cols) - len(block_row)
+        if new_blocks > self.pool.free_blocks:
             return False
         self.lengths[slot] = max(length, self.lengths[slot])
-        if wanted <= 0:
+        if new_blocks <= 0:
             return True
-        for _ in range(wanted):
+        for _ in range(new_blocks):
             block_row.append(self.pool.take(last=self._from_end))
         self.version += 1
         return True

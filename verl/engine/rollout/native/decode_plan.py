@@ -3,9 +3,9 @@
 The response's own cache and its group's prompt are two tables. Each is read for all responses at once, the responses of
 a group side by side against the one copy of their prompt, and the two results are merged by their log-sum-exp.
 
-A table is read by batched products on strided views. Neighbouring block_rows with the same number of blocks make a span.
-A span's scores are one batched product per block column and run of neighbouring blocks, one softmax over all columns,
-and one more product each with the values.
+A table is read by batched products on strided views. Neighbouring block_rows with the same number of blocks make a
+span. A span's scores are one batched product per block column and run of neighbouring blocks, one softmax over all
+columns, and one more product each with the values.
 
 What was measured (Zen 5, one thread, 256 responses): batched products of whole, contiguous blocks run near the
 memory's speed; torch's fused CPU attention with one query per head takes 1.4 (fp32) to 2.5 (bf16) times as long;
@@ -139,8 +139,8 @@ class TableReader:
 
     def _view(self, layer: int, number: int, heads: int) -> list[list[View]]:
         """Per column, per run: the query's rows, keys and values."""
-        found = self._views.get((layer, number))
-        if found is None:
+        views = self._views.get((layer, number))
+        if views is None:
             span = self.spans[number]
             rows = min(span.hi - span.lo, self.table.pool.layout.rows)
             stored = self.table.pool.stored(layer)
@@ -150,8 +150,8 @@ class TableReader:
                 per = rows * heads
                 return slice(block_row * per, (block_row + count) * per), keys, values
 
-            found = self._views[layer, number] = [[view(*run) for run in runs] for runs in span.columns]
-        return found
+            views = self._views[layer, number] = [[view(*run) for run in runs] for runs in span.columns]
+        return views
 
     def _read_span(
         self, layer: int, number: int, query: Tensor, mask: Tensor, options: AttentionOptions
@@ -212,8 +212,8 @@ class DecodePlan:
     ) -> None:
         """All int64 [B]; slots ascending; lengths count the response's tokens including the one being fed.
 
-        Length 0 marks a row that only fills a gap: it writes to the pool's spare block, since its slot may be that of a session
-        that waits, and its output means nothing.
+        Length 0 marks a row that only fills a gap: it writes to the pool's spare block, since its slot may belong to a
+        waiting session, and its output is unused.
         rounded: take the next power of two for the responses per prompt, so that fewer different shapes occur.
         """
         table, g = self._responses.table, self._pool.layout
@@ -223,25 +223,25 @@ class DecodePlan:
         own_lengths[slots] = lengths
         self._responses.plan(own_lengths, whole_block_rows=rounded)
         live = np.flatnonzero(lengths)
-        asked = prompt_slots[live]
+        prompt_of_row = prompt_slots[live]
         shared_lengths = np.zeros(self._prompts.table.slots, np.int64)
-        shared_lengths[asked] = prompt_lengths[live]
+        shared_lengths[prompt_of_row] = prompt_lengths[live]
         self._prompts.plan(shared_lengths, whole_block_rows=rounded)
 
         self._dense = len(slots) == self._responses.slots
         self._slots = slots
         # the responses of one prompt, side by side: (prompt slot, number among its responses) of each row
-        order = np.argsort(asked, kind="stable")
+        order = np.argsort(prompt_of_row, kind="stable")
         number = np.empty(len(live), np.int64)
-        number[order] = np.arange(len(live)) - np.searchsorted(asked[order], asked[order])
+        number[order] = np.arange(len(live)) - np.searchsorted(prompt_of_row[order], prompt_of_row[order])
         self._per_prompt = int(number.max()) + 1
         if rounded:
             self._per_prompt = 1 << (self._per_prompt - 1).bit_length()
         self._row_of_place, self._position = np.zeros((2, self._prompts.slots, self._per_prompt), np.int64)
-        self._row_of_place[asked, number] = live
-        self._position[asked, number] = prompt_lengths[live] + lengths[live] - 1
+        self._row_of_place[prompt_of_row, number] = live
+        self._position[prompt_of_row, number] = prompt_lengths[live] + lengths[live] - 1
         self._place_of_row = np.zeros((2, len(slots)), np.int64)
-        self._place_of_row[:, live] = asked, number
+        self._place_of_row[:, live] = prompt_of_row, number
         self.tensors = {}
 
     def forget(self) -> None:
@@ -307,19 +307,19 @@ class DecodePlan:
         # a part of one product for queries, keys and values (GPT-2) has gaps between its rows
         q = q.contiguous()
 
-        asked = q.view(rows * heads, per_head * dim).index_select(0, self._get("to_prompts", heads))
-        asked = asked.view(-1, self._per_prompt * per_head, dim)
+        prompt_q = q.view(rows * heads, per_head * dim).index_select(0, self._get("to_prompts", heads))
+        prompt_q = prompt_q.view(-1, self._per_prompt * per_head, dim)
         o_prompt, lse_prompt = self._prompts.read(
-            layer, asked, heads, lambda number: self._get("prompt_mask", number, window), options
+            layer, prompt_q, heads, lambda number: self._get("prompt_mask", number, window), options
         )
         back = self._get("from_prompts", heads)
         o_prompt = o_prompt.view(-1, per_head * o_prompt.shape[-1]).index_select(0, back)
         lse_prompt = lse_prompt.view(-1, per_head).index_select(0, back).view(rows, -1)
 
-        own = q if self._dense else q.index_select(0, self._get("row_of_slot"))
-        own = own.view(-1, per_head, dim)
+        response_q = q if self._dense else q.index_select(0, self._get("row_of_slot"))
+        response_q = response_q.view(-1, per_head, dim)
         o_own, lse_own = self._responses.read(
-            layer, own, heads, lambda number: self._get("response_mask", number, window), options
+            layer, response_q, heads, lambda number: self._get("response_mask", number, window), options
         )
         o_own, lse_own = o_own.view(self._responses.slots, -1), lse_own.view(self._responses.slots, -1)
         if not self._dense:
@@ -343,7 +343,7 @@ class DecodePlan:
 
 
 def _product(a: Tensor, b: Tensor, alpha: float, out: Tensor) -> None:
-    """out = alpha·a·b in float32, whatever a and b are: scores of 100 are common, and bfloat16 has no fractions there."""
+    """out = alpha·a·b in float32 for any type of a and b: scores of 100 are common, where bfloat16 has no fractions."""
     if a.dtype == out.dtype:
         out.baddbmm_(a, b, beta=0, alpha=alpha)
     elif platform_of(a.device).has_widening_product():

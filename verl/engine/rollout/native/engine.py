@@ -48,8 +48,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     eos_token_ids: tokens that end a response. max_model_len: most tokens of prompt + response.
     max_num_seqs: most responses at a time. max_num_batched_tokens: most tokens of one prefill pass.
     cache_tokens: capacity of the key/value cache (None: enough for max_num_seqs full sequences, as far as
-        gpu_memory_utilization of the device's free memory, less what the trainer will take, has room, or of half the machine's
-        on a CPU). When it is full, the newest responses wait and are computed again later.
+        gpu_memory_utilization of the device's free memory, less what the trainer will take, or on a CPU of half the
+        machine's, has room). When it is full, the newest responses wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
     tokenizer: only for stop strings. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
         a GPU.
@@ -218,18 +218,18 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         if work is not None:
             pieces = [(span.routes, span.start, len(span.ids)) for span in work.spans]
         at = 0
-        for kept, start, count in pieces:
-            kept.add(start, routes[at : at + count])
+        for recorded, start, count in pieces:
+            recorded.add(start, routes[at : at + count])
             at += count
 
     def _advance(self, requests: list[Request], logits: Tensor) -> None:
         """Draw the next token of each request and see who is done."""
         rows = Rows.of([r.sampling for r in requests], [r.sampling.start + r.written for r in requests])
-        seen = {}
+        penalised = {}
         for i in np.flatnonzero(rows.penalty != 1.0):
             ids = np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64)
-            seen[int(i)] = torch.from_numpy(np.unique(ids)).to(logits.device)
-        tokens, log_probs = sample(logits, rows, seen=seen)
+            penalised[int(i)] = torch.from_numpy(np.unique(ids)).to(logits.device)
+        tokens, log_probs = sample(logits, rows, seen=penalised)
         for request, token, log_prob in zip(requests, tokens.tolist(), log_probs.tolist(), strict=True):
             if math.isnan(log_prob):
                 raise not_finite(request.written, self._version)
@@ -261,8 +261,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         return any(is_adapted(part) for part in self._runner.model.modules())
 
     def checksums(self, verify: str = FULL, dtype: torch.dtype | None = None) -> dict[str, str]:
-        """Name → digest of every weight as the trainer sends them (`verl.weight_sync.verify.checksums`); of the adapter's
-        tensors alone where there is one.
+        """Name → digest of every weight as the trainer sends them (`verl.weight_sync.verify.checksums`); only of the
+        adapter's tensors if there is one.
 
         What is derived from the weights (packed products, copies in another data type) is compared with them.
         Raises WeightSyncError naming those that differ. dtype: hash the weights as converted to it.
@@ -270,12 +270,12 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         from verl.weight_sync.verify import checksums
 
         self._runner.linears.check(sampled=verify == SAMPLED)
-        held = PlainView(self._runner.model).adapter_state().items() if self.holds_adapter else None
-        return checksums(held or self.named_weights(), verify, dtype=dtype)
+        adapter = PlainView(self._runner.model).adapter_state().items() if self.holds_adapter else None
+        return checksums(adapter or self.named_weights(), verify, dtype=dtype)
 
     def check_shared(self, module: nn.Module, verify: str) -> None:
-        """WeightSyncError unless `module` is this engine's own, and the copies that it computes with are its values (`SAMPLED`:
-        of two columns of each matrix)."""
+        """WeightSyncError unless `module` is this engine's own, and the copies that it computes with equal its weights
+        (`SAMPLED`: in two columns of each matrix)."""
         if module is not self._runner.model:
             raise WeightSyncError("weight sync: the sampler does not read the trainer's own module")
         self._runner.linears.check(sampled=verify == SAMPLED)
@@ -299,7 +299,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._bring_weights(self._runner.device)
         adapter = PlainView(self._runner.model).adapter_state()
         targets = adapter or dict(self._runner.model.state_dict()) | dict(self.named_weights())
-        given = set()
+        received = set()
         self._incomplete = f"loading version {version} has not finished"
         try:
             with torch.no_grad():
@@ -308,8 +308,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                         shape = tuple(tensor.shape)
                         raise ValueError(f"load_weights: {name!r} is no weight here, of shape {shape}")
                     targets[name].copy_(tensor)
-                    given.add(name)
-            if missing := sorted(adapter.keys() - given) if adapter else self._views.missing(given):
+                    received.add(name)
+            if missing := sorted(adapter.keys() - received) if adapter else self._views.missing(received):
                 some = f"{len(missing)} weights, among them {missing[:3]}"
                 raise ValueError(f"load_weights: no value came for {some}")
         except BaseException as error:
@@ -330,7 +330,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             self._runner.model.to(device)  # type: ignore[arg-type]
 
     def sleep(self) -> None:
-        """Drop the cache and the copies of weights, and give their memory back to the device; that of weights of its own, too."""
+        """Drop the cache and the copies of weights, its own weights too, and return their memory to the device."""
         self._scheduler.forget_cache()
         self._pool.drop()
         if self._images is not None:

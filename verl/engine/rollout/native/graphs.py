@@ -2,8 +2,8 @@
 
 On a GPU a decode step of a small batch costs more to launch than to compute. A step whose signature (shapes and
 blocks) has been seen before is captured, and later ones with the same signature only refill its inputs and replay.
-Responses that grow together change their signature once per block, every 128 tokens. Rows are padded to whole block_rows
-and responses per prompt to powers of two, so that finished responses rarely change it.
+Responses that grow together change their signature once per block, every 128 tokens. Rows are padded to whole
+block_rows and responses per prompt to powers of two, so that finished responses rarely change it.
 
 A model whose step waits for the device cannot be captured and is sampled from without graphs. Of experts it is known
 beforehand (`why_not`): their products in float32 look how many tokens each of them got.
@@ -77,8 +77,8 @@ class DecodeGraphs:
             self.replays += 1
             return graph.logits
         logits = self._forward(ids, positions)
-        seen = signature in self._graphs
-        self._graphs[signature] = self._captured(ids, positions, logits) if seen else None
+        repeated = signature in self._graphs
+        self._graphs[signature] = self._captured(ids, positions, logits) if repeated else None
         if len(self._graphs) > _MOST:
             self._graphs.popitem(last=False)
         return logits

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Tokens `ids` of one slot from token `start` of it. `routes`: where those of the slot's tokens are recorded. `prompt`: a
-    response's (table, slot, length) of its prompt. `images`: of the prompt."""
+    """Tokens `ids` of one slot from token `start` of it. `routes`: where those of the slot's tokens are recorded.
+    `prompt`: a response's (table, slot, length) of its prompt. `images`: of the prompt."""
 
     table: KVSlotTable
     slot: int
@@ -113,8 +113,8 @@ class PrefillPlan:
             group = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         mask, grouped = None if causal else self._mask(new, total, window), key.shape[1] != query.shape[1]
-        how: dict[str, Any] = {"is_causal": causal, "scale": options.scaling, "enable_gqa": grouped}
-        return F.scaled_dot_product_attention(query, key, value, mask, **how)
+        arguments: dict[str, Any] = {"is_causal": causal, "scale": options.scaling, "enable_gqa": grouped}
+        return F.scaled_dot_product_attention(query, key, value, mask, **arguments)
 
     @staticmethod
     def _by_scores(

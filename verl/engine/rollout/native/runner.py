@@ -115,7 +115,7 @@ class FastLinears:
     def check(self, *, sampled: bool = False) -> None:
         """Compare what the next product would use with the weights. WeightSyncError names those that differ.
 
-        sampled: two columns of each matrix; of layers with an adapter, whose weights must be merged for it, every tenth.
+        sampled: two columns of each matrix; of layers with an adapter, whose weights must be merged first, every tenth.
         """
         from verl.weight_sync.verify import named
 
@@ -155,8 +155,8 @@ class FastLinears:
 
 
 class Runner:
-    """The model, its fast linear layers, and the two ways to call it. forbidden: tokens that are never sampled; images: of a
-    model that sees them.
+    """The model, its fast linear layers, and the two ways to call it. forbidden: tokens that are never sampled; images:
+    of a model that takes images.
 
     `routes`, with record_routes: the experts that the tokens of the newest pass went to, int16 [tokens, layers, k].
     """
@@ -213,14 +213,14 @@ class Runner:
         seeing = self._images is not None and any(span.images is not None for span in work.spans)
         positions = np.concatenate([span.axes if seeing else span.positions for span in work.spans], axis=-1)
         rows = np.array([row for _, row in work.sampled], np.int64)
-        # several responses may start from one row, and one from an earlier row than the response before it (its prompt's
-        # last): the head runs once for each row, in their order
-        wanted, back = np.unique(rows, return_inverse=True)
+        # several responses may start from one row, and a response from an earlier row than the one before it (its
+        # prompt's last): the head runs once for each row, in their order
+        distinct, back = np.unique(rows, return_inverse=True)
         plan = PrefillPlan(self._pool, work.spans)
-        keep = self._tensor(wanted if len(wanted) else np.zeros(1, np.int64))
+        keep = self._tensor(distinct if len(distinct) else np.zeros(1, np.int64))
         media = self._images.of_spans(work.spans) if seeing and self._images is not None else None
         logits = self._forward(self._tensor(ids), self._tensor(positions), plan, keep, media)
-        in_order = np.array_equal(wanted, rows)
+        in_order = np.array_equal(distinct, rows)
         return logits[: len(rows)] if in_order else logits.index_select(0, self._tensor(back))
 
     def decode(self, requests: Sequence[Request]) -> Tensor:

@@ -113,14 +113,14 @@ def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
     inside = probs.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, 0.0).double()
     inside = _running(inside)
     # the chunk's float32 sum and this float64 one may differ by rounding: stay below the last step
-    rest = torch.minimum(target - before, inside[:, -1:] * (1.0 - 2.0**-40))
+    offset = torch.minimum(target - before, inside[:, -1:] * (1.0 - 2.0**-40))
     # not a number anywhere finds no step at all: the log-prob then says so
-    return (chunk * _CHUNK + torch.searchsorted(inside, rest, right=True))[:, 0].clamp_(max=vocab - 1)
+    return (chunk * _CHUNK + torch.searchsorted(inside, offset, right=True))[:, 0].clamp_(max=vocab - 1)
 
 
 def _running(x: Tensor) -> Tensor:
-    """Running sums of each row [N, K]. In deterministic mode torch refuses them on CUDA, for the sake of single rows, which
-    alone are summed in an order that may vary: those get company."""
+    """Running sums of each row [N, K]. In deterministic mode torch refuses them on CUDA, because a single row is summed
+    in an order that may vary. Only that case varies, so a single row gets a second one."""
     if platform_of(x.device).deterministic_cumsum or not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(-1)
     torch.use_deterministic_algorithms(False)
@@ -168,13 +168,13 @@ def _nucleus(probs: Tensor, top_p: np.ndarray) -> Tensor:
     so bisecting the pattern finds the threshold exactly in at most 31 passes. Rows with top_p ≥ 1 get 0.
     """
     off = torch.from_numpy(top_p >= 1.0).to(probs.device)[:, None]
-    wanted = torch.from_numpy(top_p).to(probs.device)[:, None] * probs.double().sum(-1, keepdim=True)
+    target = torch.from_numpy(top_p).to(probs.device)[:, None] * probs.double().sum(-1, keepdim=True)
     bits = probs.contiguous().view(torch.int32)
     low = torch.zeros_like(bits[:, :1])  # mass(low) ≥ wanted always
     high = bits.amax(-1, keepdim=True) + 1  # mass(high) = 0
     while int((high - low).max()) > 1:
         middle = low + (high - low) // 2
         mass = probs.masked_fill(bits < middle, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-        enough = mass >= wanted
+        enough = mass >= target
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     return low.view(torch.float32).masked_fill(off, 0.0)

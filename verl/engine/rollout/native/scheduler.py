@@ -1,4 +1,5 @@
-"""The responses being sampled: who is computed next, and when one is over. Decides from the order of submission and the state of the cache alone, never from time.
+"""The responses being sampled: which are computed next, and when one is over. Decides from the order of submission and
+the state of the cache alone, never from time.
 
     waiting ──admit──→ running, not ready ──prefill──→ running, ready ──decode …──→ finished
        ↑                                                    │
@@ -7,8 +8,9 @@
 Prefill goes before decode, so that the decode batch is as wide as it can be. When the cache is full the newest
 request loses its place: it keeps its tokens, goes back to waiting, and is prefilled again with prompt and tokens.
 
-A finished request of a session keeps its place in the cache. The session's next request takes it over: what it shares with the
-sequence there is not computed again. Sessions without a request are the first to leave a full cache, the longest idle of them first.
+A finished request of a session keeps its place in the cache. The session's next request takes it over: the tokens that
+both share are not computed again. Sessions without a request are the first to leave a full cache, the longest idle
+first.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Request:
     slot: int = -1
     computed: int = 0  # of `tokens`: how many have their keys and values in the cache
     tokens: list[int] = field(default_factory=list)  # what follows `prompt`
-    given: int = 0  # the first of `tokens`: earlier turns of the session, and what came after them
+    prior_tokens: int = 0  # the first of `tokens`: earlier turns of the session, and what came after them
     prefilled: int = 0
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -82,12 +84,12 @@ class Request:
     @property
     def written(self) -> int:
         """How many tokens were sampled."""
-        return len(self.tokens) - self.given
+        return len(self.tokens) - self.prior_tokens
 
     @property
     def response(self) -> list[int]:
         """The response's tokens, those that were sampled before this request included."""
-        in_prompt = self.sampling.start - self.given
+        in_prompt = self.sampling.start - self.prior_tokens
         if in_prompt <= 0:
             return self.tokens[-in_prompt:]
         return [*self.prompt[-in_prompt:].tolist(), *self.tokens]
@@ -97,7 +99,7 @@ class Request:
         prompt = self.prompt_routes
         routed = [] if prompt is None or not prompt.count else [*prompt.parts, *self.routes.parts]
         return Completion(
-            token_ids=np.array(self.tokens[self.given :], np.int64),
+            token_ids=np.array(self.tokens[self.prior_tokens :], np.int64),
             log_probs=np.array(self.log_probs, np.float32),
             finish_reason=reason,
             versions=tuple(self.versions),
@@ -217,13 +219,13 @@ class Scheduler:
             return False
         del self.idle[request.session]
         pairs = enumerate(zip(earlier.tokens, tokens, strict=False))
-        common = next((i for i, (one, other) in pairs if one != other), len(tokens))
+        common = next((i for i, (old, other) in pairs if old != other), len(tokens))
         # The newest token is always computed: it gives the logits.
         request.computed = min(earlier.computed, common, len(tokens) - 1)
         request.routes, request.prompt_routes = earlier.routes, group.routes
         request.routes.cut(request.computed)
         request.prompt, request.images, request.group_key = group.prompt, group.images, group.group_key
-        request.tokens, request.given = tokens, len(tokens)
+        request.tokens, request.prior_tokens = tokens, len(tokens)
         request.group, request.slot, request.ready = group, earlier.slot, False
         return True
 
@@ -372,13 +374,13 @@ class Scheduler:
         self._hold = False
 
 
-def _same_prompt(one: RequestGroup | Request, other: Request) -> bool:
-    same = one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)
-    return same and _media(one) is _media(other)
+def _same_prompt(holder: RequestGroup | Request, other: Request) -> bool:
+    same = holder.prompt is other.prompt or np.array_equal(holder.prompt, other.prompt)
+    return same and _media(holder) is _media(other)
 
 
-def _media(one: RequestGroup | Request) -> Media | None:
-    return None if one.images is None else one.images.media
+def _media(holder: RequestGroup | Request) -> Media | None:
+    return None if holder.images is None else holder.images.media
 
 
 class Stopper:

@@ -1,4 +1,4 @@
-"""Images of prompts in the embedded sampler: encoded once for a group and its later turns, and fed to prefill span by span."""
+"""Images of prompts in the embedded sampler: encoded once for a group and its later turns, prefilled span by span."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ImageEncoder:
         self._features.clear()
 
     def of_spans(self, spans: Sequence[PrefillSpan]) -> dict[str, Any]:
-        """The argument of a forward over these spans that holds the features of their image tokens; empty without any."""
+        """The forward's argument that holds the features of the image tokens of these spans; empty without any."""
         parts: list[ImageFeatures] = []
         for span in spans:
             if span.images is None or span.prompt is not None:
@@ -62,24 +62,24 @@ class ImageEncoder:
             if last > first:
                 parts.append(self._encode(span.images.media).part(first, last))
         if parts:
-            seen = (span.images.media for span in spans if span.images is not None)
-            self._drop_oldest(keep={leaf for media in seen for leaf in media.leaves})
+            used = (span.images.media for span in spans if span.images is not None)
+            self._drop_oldest(keep={leaf for media in used for leaf in media.leaves})
         return ImageFeatures.argument(parts)
 
     def _encode(self, media: Media) -> ImageFeatures:
         if media.parts:
             return ImageFeatures.joined([self._encode(leaf) for leaf in media.parts])
-        found = self._features.get(media)
-        if found is None:
+        features = self._features.get(media)
+        if features is None:
             device = next(self._base.parameters()).device
-            found = ImageFeatures.of(self._base, self._inputs.tensors([media], device))
-            self._features[media] = found
+            features = ImageFeatures.of(self._base, self._inputs.tensors([media], device))
+            self._features[media] = features
             self.encoded += media.images
-        return found
+        return features
 
     def _drop_oldest(self, keep: set[Media]) -> None:
-        held = sum(len(features.pooled) for features in self._features.values())
-        for media in [one for one in self._features if one not in keep]:
-            if held <= _KEPT_TOKENS:
+        total = sum(len(features.pooled) for features in self._features.values())
+        for media in [key for key in self._features if key not in keep]:
+            if total <= _KEPT_TOKENS:
                 return
-            held -= len(self._features.pop(media).pooled)
+            total -= len(self._features.pop(media).pooled)

@@ -100,8 +100,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs. UserError lists every engine_kwargs key that cannot be passed.
 
-    known: the installed vLLM's argument names. cpu, sleeps: what its platform is, and whether it can sleep. vision: the model
-    sees images.
+    known: the installed vLLM's argument names. cpu, sleeps: what its platform is, and whether it can sleep. vision: the
+    model takes images.
     """
     s = settings
     arguments: dict[str, Any] = {name: getattr(s, name) for name in _SHARED} | {
@@ -112,7 +112,7 @@ def engine_arguments(
         "seed": s.seed & 0x7FFFFFFF,
         "generation_config": "vllm",  # sampling settings come with each request, end tokens too
         "worker_extension_cls": WORKER_EXTENSION,
-        # Requests carry their preemptions then. vLLM prints statistics only where it is asked to, which nobody does here.
+        # Requests then carry their preemptions. vLLM prints statistics only on request, which nobody makes here.
         "disable_log_stats": False,
         "enable_expert_parallel": s.expert_parallel,
         "enable_sleep_mode": s.free_cache_engine and sleeps,
@@ -121,7 +121,7 @@ def engine_arguments(
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
         # What it sets room aside for is one of a list; a rank above the largest is refused with the configuration.
         rank, known_ranks = int(s.lora["r"]), CAPABILITIES["vllm"].lora_ranks
-        arguments["max_lora_rank"] = next((known for known in known_ranks if known >= rank), rank)
+        arguments["max_lora_rank"] = next((size for size in known_ranks if size >= rank), rank)
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"
@@ -129,9 +129,9 @@ def engine_arguments(
         arguments |= _image_defaults(s, known)
     if cpu:
         arguments |= _cpu_defaults(s)
-    ours = {OURS[name]: getattr(s, name) for name in (*_SHARED, "seed")}
-    ours |= {"data_parallel_size": 1, "pipeline_model_parallel_size": 1, "disable_log_stats": True}
-    translated = translate(s.engine_kwargs, known, ours, text_only=not vision)
+    run_values = {OURS[name]: getattr(s, name) for name in (*_SHARED, "seed")}
+    run_values |= {"data_parallel_size": 1, "pipeline_model_parallel_size": 1, "disable_log_stats": True}
+    translated = translate(s.engine_kwargs, known, run_values, text_only=not vision)
     if translated.problems:
         raise UserError("; ".join(f"{key}: {message}" for key, message in translated.problems))
     for text in translated.notices:
@@ -141,12 +141,12 @@ def engine_arguments(
 
 
 def _image_defaults(s: EngineSettings, known: Collection[str]) -> dict[str, Any]:
-    """How much room vLLM sets aside for images, of which its own processor, that needs the tokenizer, tells the largest; and
-    that pixels come to it as the model sees them."""
+    """How much room vLLM sets aside for images (its own processor, which needs the tokenizer, determines the largest),
+    and that vLLM receives pixels as the model sees them."""
     limits = {"video": 0} | ({} if s.limit_images is None else {"image": s.limit_images})
     more = {"mm_processor_kwargs": dict(s.mm_processor_kwargs)} if s.mm_processor_kwargs else {}
-    done = {name: False for name in ("mm_device_do_normalize",) if name in known}
-    return {"limit_mm_per_prompt": limits, "skip_tokenizer_init": False} | more | done
+    normalization = {name: False for name in ("mm_device_do_normalize",) if name in known}
+    return {"limit_mm_per_prompt": limits, "skip_tokenizer_init": False} | more | normalization
 
 
 def _cpu_defaults(s: EngineSettings) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def _cpu_defaults(s: EngineSettings) -> dict[str, Any]:
 def _whole_prompts(
     s: EngineSettings, arguments: Mapping[str, Any], notice: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The arguments, such that no prompt is cut in parts on a CPU: vLLM would turn the request's generator back after each
-    part, which a CPU's cannot ("CPU Generator does not use offset"), and every request here has a seed of its own."""
+    """The arguments, such that no prompt is cut in parts on a CPU: vLLM would turn the request's generator back after
+    each part, which a CPU's cannot ("CPU Generator does not use offset"), and every request here has its own seed."""
     whole = {name: value for name, value in arguments.items() if not name.startswith(_CUTTING)}
     for name in sorted(arguments.keys() - whole.keys()):
         notice(f"dropped: engine_kwargs.vllm.{name}: on a CPU vLLM takes a prompt whole")
@@ -172,8 +172,8 @@ def _whole_prompts(
     tokens = None if s.max_model_len is None else max(s.max_num_batched_tokens, s.max_model_len)
     if tokens is not None and tokens > s.max_num_batched_tokens:
         notice(
-            f"max_num_batched_tokens={tokens} instead of {s.max_num_batched_tokens}: on a CPU vLLM takes a prompt whole, "
-            f"and max_model_len={s.max_model_len}"
+            f"max_num_batched_tokens={tokens} instead of {s.max_num_batched_tokens}: on a CPU vLLM takes a prompt "
+            f"whole, and max_model_len={s.max_model_len}"
         )
     return whole | {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
 
@@ -191,9 +191,9 @@ def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
     item = 4 if settings.dtype == "float32" else 2
     length = settings.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
-    wanted = per_token * item * blocks * _CPU_BLOCK * (settings.max_num_seqs + 1)
+    needed = per_token * item * blocks * _CPU_BLOCK * (settings.max_num_seqs + 1)
     sharing = parts * settings.engines
-    return min(wanted, int(available * settings.gpu_memory_utilization) // sharing)
+    return min(needed, int(available * settings.gpu_memory_utilization) // sharing)
 
 
 def request_seed(sampling: SamplingParams) -> int:
@@ -209,8 +209,8 @@ def request_seed(sampling: SamplingParams) -> int:
 def request_arguments(
     sampling: SamplingParams, *, room: int, end_ids: Iterable[int], forbidden: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """Arguments of vLLM's SamplingParams. room: tokens the prompt leaves of max_model_len. forbidden: tokens that are given no
-    probability.
+    """Arguments of vLLM's SamplingParams. room: tokens the prompt leaves of max_model_len. forbidden: tokens that get
+    no probability.
 
     End tokens are named here, with vLLM's own ones off: then both ways of stopping are the same.
     """

@@ -65,27 +65,27 @@ class BatchCall:
         self, engine: VLLMEngine, prompts: Prompts, sampling_params: Mapping[str, Any] | None
     ) -> list[dict[str, Any]]:
         """See `VLLMEngine.generate`."""
-        asked = batch_sampling(sampling_params)
+        settings = batch_sampling(sampling_params)
         call, self._calls = self._calls, self._calls + 1
-        base = f"{self._seed}/call {call}" if asked.seed is None else str(asked.seed)
+        base = f"{self._seed}/call {call}" if settings.seed is None else str(settings.seed)
         rows = [self._ids(prompt) for prompt in as_list(prompts)]
 
-        async def one(number: int, index: int) -> Completion:
+        async def respond(number: int, index: int) -> Completion:
             digest = hashlib.blake2b(f"{base}/{number}/{index}".encode(), digest_size=8).digest()
-            own = replace(asked.sampling, seed=int.from_bytes(digest, "little") >> 1)
-            return await engine.sample(rows[number], own, request_id=f"batch {call}/{number}#{index}")
+            seeded = replace(settings.sampling, seed=int.from_bytes(digest, "little") >> 1)
+            return await engine.sample(rows[number], seeded, request_id=f"batch {call}/{number}#{index}")
 
-        places = [(number, index) for number in range(len(rows)) for index in range(asked.n)]
-        tasks = [asyncio.ensure_future(one(*place)) for place in places]
+        places = [(number, index) for number in range(len(rows)) for index in range(settings.n)]
+        tasks = [asyncio.ensure_future(respond(*place)) for place in places]
         try:
-            done = await asyncio.gather(*tasks)
+            completions = await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        stops = () if asked.keep_stop else asked.sampling.stop
-        return [self._response(*pair, stops) for pair in zip(places, done, strict=True)]
+        stops = () if settings.keep_stop else settings.sampling.stop
+        return [self._response(*pair, stops) for pair in zip(places, completions, strict=True)]
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -114,7 +114,7 @@ class BatchCall:
 
 def as_list(prompts: Any) -> list[Any]:
     """One prompt or several, as several. ValueError for what is neither."""
-    found = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not all(isinstance(prompt, Sequence) for prompt in found):
+    items = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not all(isinstance(prompt, Sequence) for prompt in items):
         raise ValueError("generate: prompts are texts, lists of token ids, or lists of messages")
-    return found
+    return items

@@ -58,9 +58,9 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     tokenizer_path: where the tokenizer is, if not with the model; needed for texts, and for stop strings, for which
         skip_tokenizer_init must be off.
     free_cache_engine: `sleep` releases memory (on devices where vLLM can). bucket_bytes: size of one weight transfer.
-    lora: the adapter_config.json of an adapter that vLLM adds to the model itself; `load_weights` then brings the adapter's
-        tensors (names of peft's files less their prefix) and not the model's.
-    limit_images: the most of a prompt; mm_processor_kwargs: of the model's image processor, with which the largest is found.
+    lora: the adapter_config.json of an adapter that vLLM adds to the model itself; `load_weights` then brings the
+        adapter's tensors (names of peft's files less their prefix) and not the model's.
+    limit_images: the most per prompt; mm_processor_kwargs: of the model's image processor (finds the largest image).
     engines: how many of these share the machine's memory; on a CPU each takes its part of the share.
     engine_kwargs: further arguments of vLLM, checked against those of the installed version.
     The other names are vLLM's and those of `rollout.*` (docs/vllm.md). Raises UserError (EnginePackageError) if vLLM is
@@ -79,8 +79,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._settings = s = EngineSettings(str(model_path), **settings)
         cpu, sleeps = launch.platform()
         launch.check_main_script()
-        # vLLM's sockets and the configuration it reads. It leaves the sockets behind, however it ends. A short name: that of a
-        # socket has at most 107 characters.
+        # vLLM's sockets, which it leaves behind however it ends, and the configuration it reads. The name is short:
+        # that of a socket has at most 107 characters.
         self._folder = TemporaryDirectory(prefix="verl-")
         model_config = launch.model_config(s, self._folder.name)
         options: dict[str, Any] = {"cpu": cpu, "sleeps": sleeps, "vision": sees_images(model_config)}
@@ -127,12 +127,12 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             raise
 
     async def _begin(self) -> list[str]:
-        """Tell the workers which process to end with; learn what there is to clean up, and on which devices they are."""
+        """Tell the workers which process to end with; learn what must be cleaned up, and the device of each worker."""
         this = os.getpid(), process_start_time(os.getpid()), self._folder.name
-        found = await self._engine.collective_rpc("verl_begin", args=this)
-        self._processes = {(pid, start) for row in found for pid, start in row["processes"]}
-        self._shared = str(found[0]["shared"])
-        return [str(row["device"]) for row in found]
+        reports = await self._engine.collective_rpc("verl_begin", args=this)
+        self._processes = {(pid, start) for row in reports for pid, start in row["processes"]}
+        self._shared = str(reports[0]["shared"])
+        return [str(row["device"]) for row in reports]
 
     # ---- requests
 
@@ -150,16 +150,16 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         """With SamplingParams and a request_id: the awaitable request of `RolloutEngine.generate`.
 
         With texts (or token ids, or conversations) and a dict: all responses, each {"text", "token_ids", "log_probs",
-        "finish_reason", "prompt_index", "index"}, in the order of the prompts, n per prompt. The dict knows max_tokens (512),
-        temperature (1.0), top_p, top_k, min_p, repetition_penalty, stop, stop_token_ids, ignore_eos, n, seed (None: anew
-        with each call). ValueError for other names.
+        "finish_reason", "prompt_index", "index"}, in the order of the prompts, n per prompt. The dict may have
+        max_tokens (512), temperature (1.0), top_p, top_k, min_p, repetition_penalty, stop, stop_token_ids, ignore_eos,
+        n, seed (None: a new one for each call). ValueError for other names.
         """
         if isinstance(sampling, SamplingParams):
             if request_id is None:
                 raise ValueError("generate: a request needs its request_id")
             return self.sample(prompts, sampling, request_id=request_id, media=media)
-        given = sampling_params if sampling_params is not None else sampling
-        return self._host.call(self._batch.run(self, prompts, given))
+        parameters = sampling_params if sampling_params is not None else sampling
+        return self._host.call(self._batch.run(self, prompts, parameters))
 
     @cached_property
     def _batch(self) -> BatchCall:
@@ -180,10 +180,10 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         room = self._max_model_len - len(prompt)
         forbidden = self._images.forbidden if self._images is not None else ()
         arguments = request_arguments(sampling, room=room, end_ids=self._eos, forbidden=forbidden)
-        done = await asyncio.wrap_future(self._host.submit(self._response(live, arguments)))
+        completion = await asyncio.wrap_future(self._host.submit(self._response(live, arguments)))
         if not (sampling.stop and sampling.start):
-            return done
-        return ended_at_seam(done, prompt[-sampling.start :], sampling.stop, self._text)
+            return completion
+        return ended_at_seam(completion, prompt[-sampling.start :], sampling.stop, self._text)
 
     def _check(
         self, request_id: str, prompt: list[int], sampling: SamplingParams, media: Media | None
@@ -225,8 +225,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         """vLLM's last word on a request, None if it was aborted before the first."""
         output = None
         for _ in range(1 if live.media is None else 2):  # an image that vLLM has forgotten is sent again
-            asked = {"request_id": live.id, "lora_request": self._adapter_request}
-            stream = self._engine.generate(self._prompt(live), launch.request_parameters(arguments), **asked)
+            fields = {"request_id": live.id, "lora_request": self._adapter_request}
+            stream = self._engine.generate(self._prompt(live), launch.request_parameters(arguments), **fields)
             async for final in stream:
                 output = final
             if output is None or output.outputs[0].finish_reason != "error":
@@ -262,7 +262,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     ) -> dict[str, str]:
         """See `WeightReceiver.load_weights`. Requests under way go on with the new weights, their cache computed anew.
 
-        Checksums are of what every worker received: vLLM packs and fuses what it keeps, so those bytes cannot be compared.
+        Checksums are of what every worker received: vLLM packs and fuses its weights, so their bytes do not compare.
         Raises WeightSyncError with the worker's words for unknown or missing names; the engine is of no use after that.
         """
         with self._replacing(version):
@@ -292,32 +292,32 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
 
     @contextlib.contextmanager
     def _replacing(self, version: int) -> Iterator[None]:
-        """The block replaces the weights: memory for them is there, requests stand still, old cache is dropped after it."""
+        """The block replaces the weights: memory is allocated, requests are paused, the old cache is dropped after."""
         if self._broken:
             raise RuntimeError(f"the sampler must be started anew: a load of weights failed ({self._broken})")
         self._ready = False
         if self._asleep and self._weights_gone:
             self._host.call(self._engine.wake_up(tags=["weights"]), RPC_TIMEOUT)
             self._weights_gone = False
-        held = bool(self._live)
-        if held:
+        paused = bool(self._live)
+        if paused:
             self._host.call(self._engine.pause_generation(mode="keep", clear_cache=True), RPC_TIMEOUT)
         try:
             yield
-            if not self._host.call(self._engine.reset_prefix_cache(), RPC_TIMEOUT) and not held:
+            if not self._host.call(self._engine.reset_prefix_cache(), RPC_TIMEOUT) and not paused:
                 raise RuntimeError("vLLM did not drop its prefix cache, which belongs to the old weights")
             if self._images is not None:
                 self._host.call(self._engine.reset_encoder_cache(), RPC_TIMEOUT)
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
-            if held:  # nobody waits for ever for an engine that stands still
+            if paused:  # nobody waits for ever for an engine that stands still
                 self.abort()
                 self._host.submit(self._engine.resume_generation())
             raise
         self._version, self._ready = version, True
         for live in list(self._live.values()):
             live.versions.append(version)
-        if held:
+        if paused:
             self._host.call(self._engine.resume_generation(), RPC_TIMEOUT)
 
     def _place_adapter(
@@ -335,7 +335,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
 
     @property
     def weights_dtype(self) -> Any:
-        """What floating point weights are converted to on their way: vLLM's data type where that is a half one, else None."""
+        """The type that floating point weights are converted to for transfer: vLLM's if it is a half one, else None."""
         dtype = self._engine.model_config.dtype
         return dtype if dtype in (torch.bfloat16, torch.float16) else None
 

@@ -1,7 +1,8 @@
-"""Images of prompts for vLLM: what the run's own processor made of them is handed over as it is, and vLLM processes nothing.
+"""Images of prompts for vLLM: it receives what the run's own processor made of them, and processes nothing.
 
-So sampler and trainer see the same tokens, pixels and grids, whatever vLLM's processor would make of an image. An image is
-sent to vLLM's process once, as long as that one remembers it (`mm_processor_cache_gb`), and encoded once for its group.
+So sampler and trainer see the same tokens, pixels and grids, whatever vLLM's processor would make of an image. An image
+is sent to vLLM's process once, as long as that one remembers it (`mm_processor_cache_gb`), and encoded once for its
+group.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ImageInputs:
             raise ValueError(f"a prompt has {len(places)} image tokens for images of {sum(counts)}")
         pairs = zip(np.cumsum([0, *counts[:-1]]), counts, strict=True)
         ranges = [PlaceholderRange(offset=int(places[start]), length=count) for start, count in pairs]
-        hashes = {_MODALITY: [f"{one.key}-{number}" for one in media.leaves for number in range(one.images)]}
+        hashes = {_MODALITY: [f"{img.key}-{number}" for img in media.leaves for number in range(img.images)]}
         return dict(mm_input(list(ids), self._items(media, hashes), hashes, {_MODALITY: ranges}))
 
     def _items(self, media: Media, hashes: dict[str, list[str]]) -> Any:

@@ -98,14 +98,14 @@ def check_main_script() -> None:
     path = Path(getattr(sys.modules.get("__main__"), "__file__", None) or sys.executable)
     if importing or not path.exists():
         raise UserError(
-            "vLLM starts processes that import the main script: run a file, not standard input, and put what it does under "
-            "if __name__ == '__main__':"
+            "vLLM starts processes that import the main script: run a file, not standard input, and put what it "
+            "does under if __name__ == '__main__':"
         )
 
 
 def model_config(settings: EngineSettings, folder: str) -> Any:
-    """The model's configuration as the trainer sees it. With overrides vLLM gets it as a file in `folder`. UserError for a
-    configuration that cannot be read or overridden so."""
+    """The model's configuration as the trainer sees it. With overrides vLLM gets it as a file in `folder`. UserError
+    for a configuration that cannot be read or overridden so."""
     from verl.models.load import load_config
 
     names = ("override_config", "hf_config_path", "trust_remote_code")
@@ -131,25 +131,25 @@ def check_cpu_model(config: Any) -> None:
     """UserError for a model whose attention vLLM's CPU kernels do not have."""
     text = config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", 1))
-    known, latent = _cpu_head_sizes()
+    sizes, latent = _cpu_head_sizes()
     if getattr(text, "kv_lora_rank", None) and str(text.model_type).startswith("deepseek"):
         return _check_latent(text, latent)
     for layer in layer_configs(text):
         size = getattr(layer, "head_dim", None) or int(getattr(layer, "hidden_size", 0)) // heads
-        if size and size not in known:
-            kernels = f"on a CPU vLLM has kernels for {', '.join(map(str, known))}: set rollout.name=native"
+        if size and size not in sizes:
+            kernels = f"on a CPU vLLM has kernels for {', '.join(map(str, sizes))}: set rollout.name=native"
             raise UserError(f"the model's attention heads have {size} elements; {kernels}")
 
 
-def _check_latent(text: Any, known: Sequence[int]) -> None:
-    """vLLM 0.32 samples from another distribution than the model's in the cases refused here (measured: off by up to 3)."""
+def _check_latent(text: Any, sizes: Sequence[int]) -> None:
+    """vLLM 0.32 samples from a distribution other than the model's in the refused cases (measured: off by up to 3)."""
     width = int(text.kv_lora_rank) + int(getattr(text, "qk_rope_head_dim", None) or 0)
     rope = getattr(text, "rope_parameters", None) or {}
     plain = rope.get("rope_type", "default") == "default"
-    if width not in known or plain or text.model_type == "deepseek_v3":
+    if width not in sizes or plain or text.model_type == "deepseek_v3":
         raise UserError(
             f"on a CPU vLLM samples correctly from latent attention only with kv_lora_rank + qk_rope_head_dim in "
-            f"{list(known)} and scaled rotary positions, and not from DeepSeek V3: set rollout.name=native"
+            f"{list(sizes)} and scaled rotary positions, and not from DeepSeek V3: set rollout.name=native"
         )
 
 
@@ -172,16 +172,16 @@ def cpu_binding(ranks: int, allowed: Sequence[int]) -> str:
 @contextlib.contextmanager
 def environment(cpu: bool, ranks: int, folder: str) -> Iterator[None]:
     """Variables that vLLM's processes must start with; removed afterwards. folder: for their sockets."""
-    wanted = {"VLLM_RPC_BASE_PATH": folder}
+    variables = {"VLLM_RPC_BASE_PATH": folder}
     bind = "VLLM_CPU_OMP_THREADS_BIND"
     limit = thread_limit() if cpu and bind not in os.environ else None
     if limit is not None:
         # A quota is of time, not of certain cores: vLLM would start a thread on each core that it sees.
-        wanted |= {"OMP_NUM_THREADS": str(max(1, limit // ranks)), bind: "nobind"}
+        variables |= {"OMP_NUM_THREADS": str(max(1, limit // ranks)), bind: "nobind"}
     elif cpu and ranks > 1:
-        wanted[bind] = cpu_binding(ranks, sorted(os.sched_getaffinity(0)))
-    added = wanted.keys() - os.environ.keys()
-    os.environ.update({name: wanted[name] for name in added})
+        variables[bind] = cpu_binding(ranks, sorted(os.sched_getaffinity(0)))
+    added = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in added})
     try:
         yield
     finally:
@@ -190,7 +190,7 @@ def environment(cpu: bool, ranks: int, folder: str) -> Iterator[None]:
 
 
 def start(arguments: dict[str, Any]) -> Any:
-    """vLLM's asynchronous engine. UserError or RuntimeError says what vLLM said. Its processes end with this one from their start on."""
+    """vLLM's asynchronous engine. UserError or RuntimeError gives vLLM's message. Its processes end with this one."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -220,17 +220,17 @@ def lora_requests(path: str) -> tuple[Any, Any]:
     """The name under which requests ask for the adapter, and the order to load it again in place."""
     from vllm.lora.request import LoRARequest
 
-    given: dict[str, Any] = {"lora_name": "policy", "lora_int_id": 1, "lora_path": path}
-    return LoRARequest(**given), LoRARequest(**given, load_inplace=True)
+    request: dict[str, Any] = {"lora_name": "policy", "lora_int_id": 1, "lora_path": path}
+    return LoRARequest(**request), LoRARequest(**request, load_inplace=True)
 
 
 def end(processes: set[Process], patience: float = 5.0) -> None:
     """Wait for processes to be gone; kill those that are not, and wait again. This process is never among them."""
-    left = {p for p in processes if p[0] != os.getpid() and p[1]}
+    remaining = {p for p in processes if p[0] != os.getpid() and p[1]}
     for _ in range(2):
         deadline = time.monotonic() + patience
-        while (left := {p for p in left if alive(*p)}) and time.monotonic() < deadline:
+        while (remaining := {p for p in remaining if alive(*p)}) and time.monotonic() < deadline:
             time.sleep(0.02)
-        for pid, _ in left:
+        for pid, _ in remaining:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

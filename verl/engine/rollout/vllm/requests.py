@@ -36,8 +36,8 @@ class Live:
         reason = (response.finish_reason if response else None) or "abort"
         if reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM gave up request {self.id!r} after {len(ids)} tokens: {reason}")
-        found = response.logprobs.logprobs if response is not None and len(ids) else []
-        log_probs = np.asarray(found, np.float32)
+        values = response.logprobs.logprobs if response is not None and len(ids) else []
+        log_probs = np.asarray(values, np.float32)
         if len(log_probs) != len(ids):
             raise RuntimeError(f"vLLM returned {len(log_probs)} log-probs for {len(ids)} tokens")
         if np.isnan(log_probs).any():
@@ -55,8 +55,8 @@ class Live:
 def ended_at_seam(
     done: Completion, begun: Sequence[int], stops: Sequence[str], decode: Callable[[list[int]], str]
 ) -> Completion:
-    """A response whose first tokens, `begun`, came with the prompt: cut where a stop string ends that began in those. vLLM
-    looks for stop strings in what it writes itself."""
+    """A response whose first tokens, `begun`, came with the prompt: cut where a stop string ends that began in those.
+    vLLM looks for stop strings only in what it writes itself."""
     reach = _BYTES_PER_CHARACTER * max(map(len, stops))
     before, ids = list(begun[-reach:]), done.token_ids.tolist()
     if any(stop in decode(before) for stop in stops):

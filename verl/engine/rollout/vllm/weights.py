@@ -1,4 +1,4 @@
-"""Weights into vLLM's workers: from a channel that another process writes, from this process, or as an adapter's files."""
+"""Weights into vLLM's workers: from a channel of another process, from this process, or as an adapter's files."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ Places = Sequence[tuple[str, int]]
 
 
 class WorkerChannel:
-    """The workers as readers of weights. `rpc(method, args)` calls every worker (`verl.engine.rollout.vllm.worker`), on the
-    loop of `host`; `devices[i]` is the id of worker i's device, "" for one whose memory has no handles. bucket_bytes: size
-    of one bucket of `send`."""
+    """The workers as readers of weights. `rpc(method, args)` calls every worker (`verl.engine.rollout.vllm.worker`), on
+    the loop of `host`; `devices[i]` is the id of worker i's device, "" for one whose memory has no handles.
+    bucket_bytes: size of one bucket of `send`."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class WorkerChannel:
         self._by_device: bool | None = None
 
     def receive(self, places: Places, version: int, timeout: float, verify: str) -> dict[str, str]:
-        """Have worker i load what comes to places[i]; returns checksums with `verify`. WeightSyncError with a worker's words
-        when one cannot.
+        """Make worker i load what arrives at places[i]; returns checksums with `verify`. WeightSyncError with a
+        worker's message when one cannot.
 
         No limit of its own: a worker gives up when nothing has come for `timeout` seconds, and all of a large model may
         take longer than any limit that helps.
@@ -98,15 +98,15 @@ class WorkerChannel:
 
     def _direct(self, device: torch.device) -> torch.device | None:
         """`device` if all workers are on it and a trial has shown that they can read its memory."""
-        found = platform_of(device).memory_id(device)
-        if not found or set(self.devices) != {found}:
+        memory_id = platform_of(device).memory_id(device)
+        if not memory_id or set(self.devices) != {memory_id}:
             return None
         if self._by_device is None:
             channel, places = self._channel()
             trying = self.try_channel(places, _TRIAL_TIMEOUT)
-            said = [offer(channel, len(places), device, _TRIAL_TIMEOUT), *trying.result(RPC_TIMEOUT)]
-            self._by_device = not any(said)
-            if failed := next(filter(None, said), ""):
+            problems = [offer(channel, len(places), device, _TRIAL_TIMEOUT), *trying.result(RPC_TIMEOUT)]
+            self._by_device = not any(problems)
+            if failed := next(filter(None, problems), ""):
                 self._notice(f"weights go to vLLM through host memory: device handles failed ({failed})")
         return device if self._by_device else None
 
@@ -116,8 +116,8 @@ def _loaded(loading: concurrent.futures.Future[list[Any]], limit: float | None) 
     try:
         sums = loading.result(limit)
     except Exception as error:
-        said = str(error) or f"{type(error).__name__} after {limit} s"
-        raise WeightSyncError(f"vLLM could not load the weights: {said}") from error
+        reason = str(error) or f"{type(error).__name__} after {limit} s"
+        raise WeightSyncError(f"vLLM could not load the weights: {reason}") from error
     if any(other != sums[0] for other in sums[1:]):
         raise WeightSyncError("two workers of vLLM received different weights")
     return dict(sums[0])
@@ -126,8 +126,8 @@ def _loaded(loading: concurrent.futures.Future[list[Any]], limit: float | None) 
 class AdapterFolder:
     """A peft adapter where vLLM's processes find it: in a folder of shared memory, written anew for each version.
 
-    vLLM takes adapters by path alone. The files are small (two thin matrices a layer) and never touch a disk. `described` is
-    what adapter_config.json says: at least r, lora_alpha, target_modules.
+    vLLM takes adapters by path alone. The files are small (two thin matrices a layer) and never touch a disk.
+    `described` is what adapter_config.json says: at least r, lora_alpha, target_modules.
     """
 
     def __init__(self, described: Mapping[str, Any]):
@@ -154,8 +154,8 @@ class AdapterFolder:
 
     def checksums(self, folder: Path, verify: str) -> dict[str, str]:
         """Checksum of each tensor in the file that vLLM loads, by name less peft's prefix."""
-        found = load_file(folder / ADAPTER_WEIGHTS)
-        return checksums(((name.removeprefix(_PREFIX), tensor) for name, tensor in found.items()), verify)
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+        return checksums(((name.removeprefix(_PREFIX), tensor) for name, tensor in tensors.items()), verify)
 
     def remove(self) -> None:
         """Remove the files."""

@@ -5,8 +5,8 @@ wrong without a word is looked after here (the prefix cache by the engine):
 
 - linear weights were packed when they were first loaded: every load goes through vLLM's layer-wise reload;
 - a tied output matrix has a packed copy of its own on a CPU: it is packed again, whatever the names of its weights are;
-- expert layers keep their packed kernel: it is dropped, so that it is built from the new weights. On a device the kernel
-  stays: it reads the weights where they are, and captured graphs hold on to what it has;
+- expert layers keep their packed kernel: it is dropped, so that it is built from the new weights. On a device the
+  kernel stays: it reads the weights where they are, and captured graphs hold on to what it has;
 - some models copy weights by themselves, past the reload, and say that they loaded them: nothing would change, so that
   is an error.
 """
@@ -40,9 +40,9 @@ class WorkerWeights:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
     def verl_begin(self, driver: int, started: int, folder: str) -> dict[str, Any]:
-        """End with the process `driver` (that started at `started`), however it ends, and remove its `folder` then. Returns
-        "processes": this one and its parent, each as (pid, start time); "device": the id of this worker's; "shared": see
-        `remove_shared`."""
+        """End with the process `driver` (that started at `started`), however it ends, and remove its `folder` then.
+        Returns "processes": this one and its parent, each as (pid, start time); "device": the id of this worker's;
+        "shared": see `remove_shared`."""
         worker: Any = self
         threading.Thread(
             target=_end_with, args=(driver, started, folder), name="verl-driver-watch", daemon=True
@@ -62,8 +62,8 @@ class WorkerWeights:
     def verl_load_weights(
         self, places: list[tuple[str, int]], version: int, timeout: float, verify: str
     ) -> dict[str, str]:
-        """Load every weight that comes to this worker's place (channel, number of the reader). Returns checksums of what
-        was received and handed to the model, with `verify`.
+        """Load every weight that arrives at this worker's place (channel, number of the reader). With `verify` returns
+        checksums of what was received and handed to the model.
 
         Raises ValueError for names that the model does not have, and for weights of it that did not come.
         """
@@ -79,8 +79,8 @@ class WorkerWeights:
 
 
 def _without_tied_head(model: Any, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The same weights without the tied output matrix, for a model that has none besides its embedding; ValueError for one
-    of its own then."""
+    """The same weights without the tied output matrix, if the model has none besides its embedding; ValueError if its
+    weights are untied then."""
     headless = not _has_head(model)
     for name, tensor in weights:
         if not (headless and name.endswith(_HEAD)):
@@ -103,24 +103,24 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
     with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
         # What a model derives from its weights once they are there (MLA's matrices) is not among these.
-        wanted = {name for name, _ in model.named_parameters()}
+        parameters = {name for name, _ in model.named_parameters()}
         try:
             loaded = model.load_weights(weights)
         except KeyError as error:
             raise ValueError(
-                f"load_weights: vLLM's {type(model).__name__} has no place for the weight {error}; it builds the model from "
-                "config.json in a different way than the trainer"
+                f"load_weights: vLLM's {type(model).__name__} has no place for the weight {error}; it builds the "
+                "model from config.json in a different way than the trainer"
             ) from error
         incomplete, past = _gaps(model, loaded or set())
         finalize_layerwise_reload(model, worker.model_config)
         _pack_tied(model)
     if past:
         raise ValueError(
-            f"load_weights: vLLM's {type(model).__name__} copies {len(past)} weights by itself, past the reload of this vLLM, "
-            f"among them {past[:3]}: it would go on with the old ones. Set rollout.name=native"
+            f"load_weights: vLLM's {type(model).__name__} copies {len(past)} weights by itself, past the reload of "
+            f"this vLLM, among them {past[:3]}: it would go on with the old ones. Set rollout.name=native"
         )
-    kept = {name for name, _ in model.named_parameters()} & wanted
-    if missing := incomplete + (sorted(kept - loaded) if loaded is not None else []):
+    remaining = {name for name, _ in model.named_parameters()} & parameters
+    if missing := incomplete + (sorted(remaining - loaded) if loaded is not None else []):
         some = f"{len(missing)} of vLLM's weights, among them {missing[:3]}"
         raise ValueError(f"load_weights: no value came for {some}")
     for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):  # not every runner has each
@@ -129,8 +129,8 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
 
 def _gaps(model: Any, loaded: set[str]) -> tuple[list[str], list[str]]:
     """(layers that got a part of their elements only, weights that the model copied past the reload), before
-    `finalize_layerwise_reload`. What is copied past it goes into stand-ins without memory, and the old values come back.
-    Vocabulary layers are padded, so they are never full."""
+    `finalize_layerwise_reload`. What is copied past it goes into stand-ins without memory, and the old values come
+    back. Vocabulary layers are padded, so they are never full."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -142,8 +142,8 @@ def _gaps(model: Any, loaded: set[str]) -> tuple[list[str], list[str]]:
         if 0 < info.load_numel < info.load_numel_total and not isinstance(layer, VocabParallelEmbedding):
             incomplete.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
         if not info.load_numel:
-            own = (f"{name}.{key}" for key, _ in layer.named_parameters(recurse=False))
-            past += [weight for weight in own if weight in loaded]
+            names = (f"{name}.{key}" for key, _ in layer.named_parameters(recurse=False))
+            past += [weight for weight in names if weight in loaded]
     return incomplete, past
 
 
@@ -178,8 +178,8 @@ def _tied(model: Any) -> bool:
 
 def remove_shared(prefix: str) -> None:
     """Remove what the ranks of an engine have shared: vLLM leaves it, however it ends."""
-    for left in Path("/dev/shm").glob(f"{prefix}*") if prefix else ():
-        left.unlink(missing_ok=True)
+    for path in Path("/dev/shm").glob(f"{prefix}*") if prefix else ():
+        path.unlink(missing_ok=True)
 
 
 def _end_with(driver: int, started: int, folder: str) -> None:
