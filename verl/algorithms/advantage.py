@@ -73,8 +73,8 @@ class Groups:
     def of(cls, index: Iterable[Any]) -> Groups:
         """From group keys [N] (any hashables, or a tensor or array of them)."""
         keys = index.tolist() if hasattr(index, "tolist") else list(index)
-        found: dict[Any, int] = {}
-        ids = np.array([found.setdefault(key, len(found)) for key in keys], np.int64)
+        id_of_key: dict[Any, int] = {}
+        ids = np.array([id_of_key.setdefault(key, len(id_of_key)) for key in keys], np.int64)
         return cls(ids, np.bincount(ids)[ids] if len(ids) else ids)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
@@ -136,13 +136,13 @@ def whiten_responses(values: np.ndarray, inputs: EstimatorInputs) -> np.ndarray:
 def whiten_tokens(values: Arrays, inputs: EstimatorInputs) -> Arrays:
     """The same for values of tokens, [K_i] of each response."""
     masked = zip(values, inputs.loss_masks, strict=True)
-    kept = [v if mask.all() else v[mask] for v, mask in masked if mask.any()]
-    total = sum(map(len, kept))
+    selected = [v if mask.all() else v[mask] for v, mask in masked if mask.any()]
+    total = sum(map(len, selected))
     if not total:
         return [np.zeros_like(v) for v in values]
-    mean = sum(float(v.sum()) for v in kept) / total
-    squares = sum(float(((v - mean) ** 2).sum()) for v in kept)
-    scale = _scale(total, squares, min(v.min() for v in kept), max(v.max() for v in kept))
+    mean = sum(float(v.sum()) for v in selected) / total
+    squares = sum(float(((v - mean) ** 2).sum()) for v in selected)
+    scale = _scale(total, squares, min(v.min() for v in selected), max(v.max() for v in selected))
     return [(v - mean) * scale for v in values]
 
 

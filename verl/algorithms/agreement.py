@@ -40,18 +40,18 @@ class Agreement:
     @classmethod
     def over(cls, pairs: Iterable[Pair]) -> Agreement:
         """From (old, mu) of each response, at least one token each; mu is None for all, or for none."""
-        found = cls()
-        waiting: list[Pair] = []
+        agreement = cls()
+        pending: list[Pair] = []
         size = 0
         for pair in pairs:
-            waiting.append(pair)
+            pending.append(pair)
             size += len(pair[0])
             if size >= _BLOCK:
-                found._add(waiting)
-                waiting, size = [], 0
-        if waiting:
-            found._add(waiting)
-        return found
+                agreement._add(pending)
+                pending, size = [], 0
+        if pending:
+            agreement._add(pending)
+        return agreement
 
     def _add(self, pairs: list[Pair]) -> None:
         starts = np.cumsum([0, *(len(old) for old, _ in pairs)])
@@ -59,10 +59,10 @@ class Agreement:
         old = np.concatenate([old for old, _ in pairs], dtype=np.float64)
         self.tokens += len(old)
         self._old += (np.add.reduceat(old, starts[:-1]) / sizes).tolist()
-        theirs = [mu for _, mu in pairs if mu is not None]
-        if not theirs:
+        sampler_log_probs = [mu for _, mu in pairs if mu is not None]
+        if not sampler_log_probs:
             return
-        mu = np.concatenate(theirs, dtype=np.float64)
+        mu = np.concatenate(sampler_log_probs, dtype=np.float64)
         error = old - mu
         self._mu += (np.add.reduceat(mu, starts[:-1]) / sizes).tolist()
         self._errors += np.add.reduceat(error, starts[:-1]).tolist()
@@ -115,12 +115,12 @@ class Agreement:
         chi2_{token,seq}; of the trainer alone without the sampler's. nan without tokens."""
         old, n = np.array(self._old), self.tokens or math.nan
         with np.errstate(over="ignore"):
-            found = {"training_ppl": mean_of(np.exp(-old)), "training_log_ppl": mean_of(-old)}
+            metrics = {"training_ppl": mean_of(np.exp(-old)), "training_log_ppl": mean_of(-old)}
             if len(self._mu) != len(self._old):
-                return found
+                return metrics
             mu, errors = np.array(self._mu), np.array(self._errors)
             apart, sums = mu - old, self._sums
-            return found | {
+            return metrics | {
                 "kl": -sums["e"] / n,
                 "k3_kl": (sums["expm1_e"] - sums["e"]) / n,
                 "rollout_ppl": mean_of(np.exp(-mu)),
@@ -146,8 +146,8 @@ def sampler_metrics(rows: Iterable[Trajectory]) -> dict[str, float]:
         for row in rows
         if row.old_log_probs is not None and row.rollout_log_probs is not None and row.policy_tokens
     )
-    found = Agreement.over(pairs)
-    return found.closeness() | correction_metrics(found.divergence())
+    agreement = Agreement.over(pairs)
+    return agreement.closeness() | correction_metrics(agreement.divergence())
 
 
 def _policy(values: np.ndarray, row: Trajectory) -> np.ndarray:
@@ -188,12 +188,12 @@ def first_step_disagreement(metrics: Mapping[str, Any], bound: tuple[str, float]
     if bound is None or metrics.get("training/off_policy/trajectory_staleness_worst/max", 0) > 0:
         return ""
     kind, limit = bound
-    found = metrics.get(f"training/rollout_logprob_abs_diff/{kind}")
-    if found is None or not found > limit:  # nan: nothing was compared, or the update is refused
+    difference = metrics.get(f"training/rollout_logprob_abs_diff/{kind}")
+    if difference is None or not difference > limit:  # nan: nothing was compared, or the update is refused
         return ""
     return (
         f"sampler and trainer do not compute the same model: in the first batch after a weight sync their log-probs differ "
-        f"by {found:.3g} nats ({kind}), rounding of their precisions explains at most {limit:g}. "
+        f"by {difference:.3g} nats ({kind}), rounding of their precisions explains at most {limit:g}. "
         "Weights reached the sampler in a wrong form, or it computes this architecture differently: report it, and try "
         "rollout.name=native; trainer.logprob_diff_limit=1e9 goes on regardless"
     )

@@ -33,8 +33,8 @@ class Tokens:
     @classmethod
     def of(cls, error: np.ndarray, response: np.ndarray) -> Tokens:
         """`response` [T]: any number per response, equal for its tokens."""
-        known, owner = np.unique(response, return_inverse=True)
-        return cls(np.asarray(error, np.float64), owner, len(known))
+        unique, owner = np.unique(response, return_inverse=True)
+        return cls(np.asarray(error, np.float64), owner, len(unique))
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """[responses]: sum of the values [T] of each response's tokens."""
@@ -144,12 +144,12 @@ def parse_rules(listed: str, threshold: float | str | None) -> tuple[Rule, ...]:
 
 def parse_rule(name: str, threshold: str) -> Rule:
     """One name of `rollout_rs` with its threshold. ValueError for an unknown name or a threshold of another form."""
-    found = _RULE.fullmatch(name)
-    if not found or name == "seq_max_k1":
+    match = _RULE.fullmatch(name)
+    if not match or name == "seq_max_k1":
         raise ValueError(
             f"rollout_rs={name}: a list of token_k1..3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2..3, separated by commas"
         )
-    over, k, parts = found[1] or found[2], int(found[3]), _numbers(threshold)
+    over, k, parts = match[1] or match[2], int(match[3]), _numbers(threshold)
     if k > 1:
         if len(parts) != 1:
             raise ValueError(f"rollout_rs_threshold={threshold}: {name} has an upper bound only")
@@ -217,34 +217,34 @@ def rejection(tokens: Tokens, rules: Sequence[Rule]) -> tuple[np.ndarray, dict[s
     seq_*: the same of per-response values (for a token rule: means), seq_max_deviation their largest |value|.
     rollout_rs_rejected_fraction: share of responses of which all rules together keep no token.
     """
-    kept = np.ones(len(tokens.error), bool)
+    accepted = np.ones(len(tokens.error), bool)
     metrics: dict[str, float] = {}
     for rule in rules:
-        keeps, found = _apply(tokens, rule)
-        kept &= keeps
-        metrics |= {f"rollout_rs_{rule.name}_{name}": value for name, value in found.items()}
-    metrics |= {f"rollout_rs_{name}": value for name, value in _dropped(tokens, kept).items()}
-    metrics["rollout_rs_rejected_fraction"] = mean_of(tokens.sums(kept) == 0)
-    return kept, metrics
+        keeps, rule_metrics = _apply(tokens, rule)
+        accepted &= keeps
+        metrics |= {f"rollout_rs_{rule.name}_{name}": value for name, value in rule_metrics.items()}
+    metrics |= {f"rollout_rs_{name}": value for name, value in _dropped(tokens, accepted).items()}
+    metrics["rollout_rs_rejected_fraction"] = mean_of(tokens.sums(accepted) == 0)
+    return accepted, metrics
 
 
 def _apply(tokens: Tokens, rule: Rule) -> tuple[np.ndarray, dict[str, float]]:
     error = np.clip(tokens.error, -LIMIT, LIMIT)
-    each = -error if rule.k == 1 else error**2 / 2 if rule.k == 2 else np.expm1(error) - error
+    divergence = -error if rule.k == 1 else error**2 / 2 if rule.k == 2 else np.expm1(error) - error
     means = {"token": tokens.means, "sum": tokens.sums, "mean": tokens.means, "max": tokens.maxima}[
         rule.over
-    ](each)
-    values = each if rule.over == "token" else means
+    ](divergence)
+    values = divergence if rule.over == "token" else means
     keeps = (rule.low <= values) & (values <= rule.high)
-    kept = keeps if rule.over == "token" else keeps[tokens.owner]
+    accepted = keeps if rule.over == "token" else keeps[tokens.owner]
 
     def beyond(of: np.ndarray) -> dict[str, float]:
         return {"fraction_high": mean_of(of > rule.high), "fraction_low": mean_of(of < rule.low)}
 
     seq = _spread(means) | beyond(means)
     seq["max_deviation"] = float(np.abs(means).max()) if len(means) else math.nan
-    found = _spread(values) | beyond(values) | _dropped(tokens, kept)
-    return kept, found | {f"seq_{name}": value for name, value in seq.items()}
+    metrics = _spread(values) | beyond(values) | _dropped(tokens, accepted)
+    return accepted, metrics | {f"seq_{name}": value for name, value in seq.items()}
 
 
 def _dropped(tokens: Tokens, kept: np.ndarray) -> dict[str, float]:
@@ -282,9 +282,9 @@ def correct(
         weights, metrics = importance_weights(tokens, correction.weighting)
         fill_flat(rows, "is_weights", on_tokens(weights, mask))
     if correction.rules:
-        kept, found = rejection(tokens, correction.rules)
-        metrics |= found
-        fill_flat(rows, "loss_mask", flat(rows, "loss_mask") & on_tokens(kept, mask, bool))
+        accepted, rejection_metrics = rejection(tokens, correction.rules)
+        metrics |= rejection_metrics
+        fill_flat(rows, "loss_mask", flat(rows, "loss_mask") & on_tokens(accepted, mask, bool))
     return correction_metrics(metrics)
 
 
@@ -293,13 +293,13 @@ def weights_of_the_update(rows: Sequence[Trajectory], correction: Correction) ->
 
     The rows' `old_log_probs` are those of the update's own first pass. {} where `correct` has said it all.
     """
-    how = correction.weighting
+    weighting = correction.weighting
     mine = correction.bypass and correction.reinforce and not correction.needs_mini_batch_pass
     rows = [row for row in rows if row.old_log_probs is not None and row.policy_tokens]
-    if how is None or not mine or not rows:
+    if weighting is None or not mine or not rows:
         return {}
     tokens = _policy_tokens(rows, flat(rows, "response_mask"))
-    return correction_metrics(importance_weights(tokens, how)[1])
+    return correction_metrics(importance_weights(tokens, weighting)[1])
 
 
 def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
@@ -311,8 +311,10 @@ def _policy_tokens(
     rows: Sequence[Trajectory], mask: np.ndarray, current: Sequence[np.ndarray] | None = None
 ) -> Tokens:
     """e of the policy tokens of all rows; `mask` [ΣL] says which they are."""
-    ours = flat(rows, "old_log_probs") if current is None else np.concatenate([np.zeros(0), *current])
-    error = ours.astype(np.float64) - flat(rows, "rollout_log_probs")
+    trainer_log_probs = (
+        flat(rows, "old_log_probs") if current is None else np.concatenate([np.zeros(0), *current])
+    )
+    error = trainer_log_probs.astype(np.float64) - flat(rows, "rollout_log_probs")
     owner = np.repeat(np.arange(len(rows)), [row.length for row in rows])
     return Tokens.of(error[mask], owner[mask])
 

@@ -38,14 +38,14 @@ def _chosen(tokens: MiniBatchTokens, numbers: np.ndarray) -> np.ndarray:
 
 
 def _to_zero(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
-    own, (low, high), mask = setting(config, "policy_loss"), clip_bounds(config), tokens.loss_mask
+    settings, (low, high), mask = setting(config, "policy_loss"), clip_bounds(config), tokens.loss_mask
     v, advantages = covariances(tokens), tokens.advantages[mask]
     difference = (tokens.log_probs - tokens.old_log_probs)[mask]
     ratio = np.exp(np.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     by_ppo = -advantages * np.clip(ratio, 1 - low, 1 + high) > -advantages * ratio
-    within = (v > setting(own, "clip_cov_lb", 1.0)) & (v < setting(own, "clip_cov_ub", 5.0))
+    within = (v > setting(settings, "clip_cov_lb", 1.0)) & (v < setting(settings, "clip_cov_ub", 5.0))
     candidates = np.flatnonzero(within & ~by_ppo)
-    count = max(1, int(setting(own, "clip_cov_ratio", 2e-4) * len(v)))
+    count = max(1, int(setting(settings, "clip_cov_ratio", 2e-4) * len(v)))
     return _chosen(tokens, np.random.default_rng(tokens.seed).permutation(candidates)[:count])
 
 

@@ -66,15 +66,15 @@ class Distillation:
         parts = {"distillation/loss": inputs.aggregate(terms)}
         if not self.config.use_policy_gradient:
             return parts["distillation/loss"], parts, metrics
-        loss, found = self._policy_gradient(replace(inputs, advantages=-of_tokens))
+        loss, policy_metrics = self._policy_gradient(replace(inputs, advantages=-of_tokens))
         tokens = float(inputs.loss_mask.sum())
-        for name, value in found.items():
+        for name, value in policy_metrics.items():
             metrics[name.replace("actor/", "distillation/")] = (float(value) * tokens, tokens)
         return loss, parts | {"distillation/pg_loss": loss}, metrics
 
     def _policy_gradient(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Any]]:
-        own = LOSSES.declared(self.config.policy_loss_mode)
-        if own.whole is not None and inputs.trajectory_tokens is not None:
+        declared = LOSSES.declared(self.config.policy_loss_mode)
+        if declared.whole is not None and inputs.trajectory_tokens is not None:
             raise ValueError(
                 f"distillation_loss.policy_loss_mode={self.config.policy_loss_mode} takes responses of one segment; use vanilla"
             )
@@ -124,9 +124,9 @@ class Distillation:
         """Means over the tokens in the loss, as (sum, tokens); of those in `spread` also {name}_min and {name}_max."""
         mask, out = inputs.loss_mask, dict[str, tuple[float, float]]()
         for name, value in values.items():
-            found = value[mask.bool()].to(mask.dtype)
-            out[f"distillation/{name}"] = (float(found.sum()), float(len(found)))
-            if name in spread and len(found):
-                out[f"distillation/{name}_min"] = (float(found.min()), 1.0)
-                out[f"distillation/{name}_max"] = (float(found.max()), 1.0)
+            selected = value[mask.bool()].to(mask.dtype)
+            out[f"distillation/{name}"] = (float(selected.sum()), float(len(selected)))
+            if name in spread and len(selected):
+                out[f"distillation/{name}_min"] = (float(selected.min()), 1.0)
+                out[f"distillation/{name}_max"] = (float(selected.max()), 1.0)
         return out

@@ -67,8 +67,8 @@ def compute_advantages(
     if len(rows):
         _estimate(rows, estimator, algorithm)
     if greedy:
-        found = _baselines(Batch({t.uid: t for t in rows}.values()))
-        metrics["critic/reward_baseline/mean"] = math.nan if found is None else float(np.mean(found))
+        baselines = _baselines(Batch({t.uid: t for t in rows}.values()))
+        metrics["critic/reward_baseline/mean"] = math.nan if baselines is None else float(np.mean(baselines))
     return metrics
 
 
@@ -103,7 +103,7 @@ def _without_rejected(rows: Batch, needs_group_baseline: bool) -> tuple[Batch, i
 
     A response that had no gradient before the rejection stays: its score is an outcome of its group all the same.
     """
-    kept: list[Trajectory] = []
+    accepted: list[Trajectory] = []
     dropped = 0
     for group in rows.groups():
         members = [
@@ -112,8 +112,8 @@ def _without_rejected(rows: Batch, needs_group_baseline: bool) -> tuple[Batch, i
         if needs_group_baseline and len(members) == 1:
             members[0].loss_mask = np.zeros(members[0].length, bool)
             members, dropped = [], dropped + 1
-        kept += members
-    return Batch(kept, rows.meta), dropped
+        accepted += members
+    return Batch(accepted, rows.meta), dropped
 
 
 def token_rewards(trajectory: Trajectory) -> np.ndarray:
@@ -132,15 +132,15 @@ def token_rewards(trajectory: Trajectory) -> np.ndarray:
     if scores is None:
         rewards[-1 - np.argmax(mask[::-1])] = trajectory.score
         return rewards
-    written = np.flatnonzero(mask)
-    given = np.asarray(scores, dtype=np.float64)
-    if given.shape != rewards.shape:
+    positions = np.flatnonzero(mask)
+    values = np.asarray(scores, dtype=np.float64)
+    if values.shape != rewards.shape:
         raise ValueError(
-            f"response {trajectory.index} of {trajectory.uid}: token_scores has shape {given.shape}, "
+            f"response {trajectory.index} of {trajectory.uid}: token_scores has shape {values.shape}, "
             f"the response has {trajectory.length} tokens"
         )
-    before = np.searchsorted(written, np.arange(trajectory.length), side="right") - 1
-    np.add.at(rewards, written[before.clip(min=0)], given)
+    before = np.searchsorted(positions, np.arange(trajectory.length), side="right") - 1
+    np.add.at(rewards, positions[before.clip(min=0)], values)
     return rewards
 
 
@@ -178,7 +178,10 @@ def _inputs(rows: Batch, masks: Arrays, algorithm: Any) -> EstimatorInputs:
         dtype = bool if COLUMNS[name].dtype is bool else np.float64
         # One response after another: float64 copies of all tokens of a step would be gigabytes.
         values = (np.asarray(t.column(name), dtype) for t in rows)
-        return (own if mask.all() else own[mask] for own, mask in zip(values, masks, strict=True))
+        return (
+            row_values if mask.all() else row_values[mask]
+            for row_values, mask in zip(values, masks, strict=True)
+        )
 
     def part(key: str) -> list[Any]:
         return [t.score if key in ("score", "reward") else t.score_parts.get(key) for t in rows]
@@ -208,8 +211,8 @@ def _outcome(t: Trajectory) -> float:
 
 def _baselines(rows: Batch) -> np.ndarray | None:
     """The score of each prompt's greedy response, float64 [N]; None where there is one without."""
-    found = [t.baseline.score for t in rows if t.baseline is not None]
-    return np.array(found, np.float64) if len(found) == len(rows) > 0 else None
+    scores = [t.baseline.score for t in rows if t.baseline is not None]
+    return np.array(scores, np.float64) if len(scores) == len(rows) > 0 else None
 
 
 # -- which responses are trained on ----------------------------------------------------------------------------
@@ -227,8 +230,8 @@ def rows_of_update(batch: Batch, algorithm: Any, seed: int | Sequence[int]) -> t
     rows = [t for t in batch if t.scored]
     if not rows:
         return batch, {"training/pf_ppo/unique_ratio": float("nan")}
-    own = setting(algorithm, "pf_ppo")
-    method, power = setting(own, "reweight_method", "pow"), setting(own, "weight_pow", 2.0)
+    settings = setting(algorithm, "pf_ppo")
+    method, power = setting(settings, "reweight_method", "pow"), setting(settings, "weight_pow", 2.0)
     with np.errstate(over="ignore"):  # of high powers: the largest weights are then equal
         weights = resampling_weights(np.array([t.score for t in rows], np.float64), method, power)
     weights = np.minimum(weights, 1e300) + 1e-8

@@ -81,10 +81,13 @@ def needed_columns(config: Any) -> frozenset[str]:
     if correction.bypass:  # the old policy is the sampler
         needs = {"rollout_log_probs" if name == "old_log_probs" else name for name in needs}
     needs |= teacher_columns(config)
-    there = {GREEDY_BASELINE, *(name for name, column in COLUMNS.items() if column.source not in _NOT_THERE)}
+    available = {
+        GREEDY_BASELINE,
+        *(name for name, column in COLUMNS.items() if column.source not in _NOT_THERE),
+    }
     if teacher_roles(config):
-        there |= {"teacher_log_probs"} | teacher_columns(config)
-    for name in sorted(needs - there):
+        available |= {"teacher_log_probs"} | teacher_columns(config)
+    for name in sorted(needs - available):
         where = f"algorithm.adv_estimator={algorithm.adv_estimator} or policy_loss.loss_mode={loss_mode}"
         why = "no pass produces a column of that name"
         if name in _TAUGHT.values():
@@ -108,23 +111,25 @@ def passes(config: Any, updates_per_step: int) -> list[Pass]:
         needed |= {"routed_experts"}
     if setting(config.actor_rollout_ref.actor, "calculate_sum_pi_squared", False):
         needed |= {"sum_pi_squared"}
-    chosen = [one for one in PASSES if needed & set(one.outputs.values())]
+    chosen = [forward for forward in PASSES if needed & set(forward.outputs.values())]
     if TEACHER in chosen:
         at = chosen.index(TEACHER)
         chosen[at : at + 1] = [replace(TEACHER, role=role) for role in teacher_roles(config)]
-    return [one.only(needed) for one in chosen]
+    return [forward.only(needed) for forward in chosen]
 
 
 def with_old_log_probs(chosen: list[Pass]) -> list[Pass]:
     """The passes of a step without an update of the policy, whose own first pass would give its log-probs."""
-    there = any(one.name == OLD_LOG_PROB.name for one in chosen)
-    return chosen if there else [OLD_LOG_PROB.only(frozenset()), *chosen]
+    present = any(forward.name == OLD_LOG_PROB.name for forward in chosen)
+    return chosen if present else [OLD_LOG_PROB.only(frozenset()), *chosen]
 
 
 def teacher_roles(config: Any) -> dict[str, Any]:
     """The teachers' roles with what `distillation.teacher_models` says of each; none where distillation is off."""
     on = setting(config, "distillation.enabled", False)
-    return {f"teacher_{name}": one for name, one in config.distillation.teacher_models.items()} if on else {}
+    return (
+        {f"teacher_{name}": model for name, model in config.distillation.teacher_models.items()} if on else {}
+    )
 
 
 def teacher_columns(config: Any) -> frozenset[str]:

@@ -48,8 +48,8 @@ class LossDenominators:
 
 def loss_mask(row: Segment) -> np.ndarray:
     """m of a segment, bool [L]: its loss mask, or its policy mask where no phase has set one."""
-    found = row.columns.get("loss_mask")
-    return row.columns["response_mask"] if found is None else found
+    mask = row.columns.get("loss_mask")
+    return row.columns["response_mask"] if mask is None else mask
 
 
 def count_denominators(rows: Sequence[Segment], max_response_length: float | None) -> LossDenominators:
@@ -173,8 +173,8 @@ class ActorObjective:
         elif inputs.entropy is not None:
             parts["actor/entropy_loss"] = inputs.aggregate(inputs.entropy)
         if self._distillation is not None:
-            pulled, distillation_parts, told = self._distillation(inputs, columns, micro)
-            parts, metrics = parts | distillation_parts, metrics | told
+            pulled, distillation_parts, distillation_metrics = self._distillation(inputs, columns, micro)
+            parts, metrics = parts | distillation_parts, metrics | distillation_metrics
             loss = loss + self._distillation.coefficient * pulled
         assert isinstance(loss, torch.Tensor)
         parts["actor/loss"] = loss
@@ -186,8 +186,8 @@ class ActorObjective:
         self, inputs: LossInputs, columns: MicroBatchColumns, tokens: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Metrics]:
         """Policy loss, entropy and KL: their weighted sum, the aggregated terms by name, other metrics as (sum, weight)."""
-        loss, found = self._loss(inputs)
-        metrics = {name: (_number(value) * tokens, float(tokens)) for name, value in found.items()}
+        loss, values = self._loss(inputs)
+        metrics = {name: (_number(value) * tokens, float(tokens)) for name, value in values.items()}
         parts = {"actor/pg_loss": loss}
         if self._entropy_coeff and inputs.entropy is None:
             raise ValueError(f"entropy_coeff={self._entropy_coeff} needs the engine's entropy of this pass")

@@ -86,9 +86,9 @@ class LossInputs:
         They are read from the device in one go.
         """
         mask = self.loss_mask
-        named = {"ppo_kl": -self.log_ratio(), **values}
-        means = torch.stack([masked_mean(v.to(mask.dtype), mask) for v in named.values()]).tolist()
-        return {f"actor/{name}": mean for name, mean in zip(named, means, strict=True)}
+        by_name = {"ppo_kl": -self.log_ratio(), **values}
+        means = torch.stack([masked_mean(v.to(mask.dtype), mask) for v in by_name.values()]).tolist()
+        return {f"actor/{name}": mean for name, mean in zip(by_name, means, strict=True)}
 
     def of_mini_batch(self, whole: WholeMiniBatch) -> Tensor:
         """The column `mini_batch_values` [T]; without a trainer that made it, of the tokens of this call."""
@@ -159,8 +159,8 @@ def sapo(inputs: LossInputs) -> PolicyLoss:
 
     Metrics: pg_clipfrac, always 0. ValueError unless both are above 0. Source: SAPO, arXiv 2511.20347.
     """
-    own = setting(inputs.config, "policy_loss")
-    positive, negative = float(setting(own, "tau_pos", 1.0)), float(setting(own, "tau_neg", 1.05))
+    settings = setting(inputs.config, "policy_loss")
+    positive, negative = float(setting(settings, "tau_pos", 1.0)), float(setting(settings, "tau_neg", 1.05))
     if positive <= 0 or negative <= 0:
         raise ValueError(f"tau_pos and tau_neg must be greater than 0, not {positive} and {negative}")
     advantages = inputs.advantages
@@ -223,8 +223,8 @@ def dppo_kl(inputs: LossInputs) -> PolicyLoss:
     low, high = clip_bounds(inputs.config)
     with torch.no_grad():
         new, old = inputs.log_probs.exp(), inputs.old_log_probs.exp()
-        others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
-        divergence = old * (inputs.old_log_probs - inputs.log_probs) + others
+        complement = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
+        divergence = old * (inputs.old_log_probs - inputs.log_probs) + complement
         up = (divergence <= high) | (new <= old)
         down = (divergence <= low) | (new >= old)
         allowed = torch.where(inputs.advantages > 0, up, down)

@@ -95,10 +95,10 @@ class Registry:
         key = _key(name)
 
         def add(function: F) -> F:
-            taken = self.functions.setdefault(key, function)
-            if taken is not function:
+            registered = self.functions.setdefault(key, function)
+            if registered is not function:
                 raise ValueError(
-                    f"{self.kind} {key!r} is already registered by {_name_of(taken)}; "
+                    f"{self.kind} {key!r} is already registered by {_name_of(registered)}; "
                     f"choose another name for {_name_of(function)}"
                 )
             declaration = Declaration(frozenset(needs), compares_groups, whole, tuple(keys))
@@ -113,10 +113,10 @@ class Registry:
         """The function registered under `name`, ours also after a plug-in emptied the table. ValueError for an unknown one, which
         lists what is there."""
         key = _key(name)
-        if found := self.functions.get(key) or self._own.get(key):
-            return found
-        there = f"There are: {', '.join(sorted(self.functions))}; your own can be added with @{self.decorator}(name)."
-        raise ValueError(f"Unknown {self.kind} simply: {key}. {there}")
+        if function := self.functions.get(key) or self._own.get(key):
+            return function
+        choices = f"There are: {', '.join(sorted(self.functions))}; your own can be added with @{self.decorator}(name)."
+        raise ValueError(f"Unknown {self.kind} simply: {key}. {choices}")
 
     def needs(self, name: Name) -> frozenset[str]:
         """Columns that the function declared. ValueError for an unknown name."""

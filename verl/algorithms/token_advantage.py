@@ -63,7 +63,9 @@ def remax(inputs: EstimatorInputs) -> Result:
     if inputs.baselines is None:
         raise ValueError("remax needs reward_baselines, the score of a greedy response to each prompt")
     returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
-    return [own - baseline for own, baseline in zip(returns, inputs.baselines, strict=True)], returns
+    return [
+        row_returns - baseline for row_returns, baseline in zip(returns, inputs.baselines, strict=True)
+    ], returns
 
 
 def _gradient_norms(inputs: EstimatorInputs) -> Arrays:
@@ -80,9 +82,9 @@ def _group_baseline(returns: Arrays, weights: Arrays) -> np.ndarray:
     """b_k = Σ_j G·W / (Σ_j W + 1e-8) over members that have a token k, up to the second-longest length."""
     width = sorted(map(len, returns))[-2]
     above, below = np.zeros(width), np.zeros(width)
-    for own, weight in zip(returns, weights, strict=True):
-        size = min(width, len(own))
-        above[:size] += own[:size] * weight[:size]
+    for row_returns, weight in zip(returns, weights, strict=True):
+        size = min(width, len(row_returns))
+        above[:size] += row_returns[:size] * weight[:size]
         below[:size] += weight[:size]
     return above / (below + 1e-8)
 

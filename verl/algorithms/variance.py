@@ -17,20 +17,20 @@ def variance_proxies(rows: Sequence[Trajectory], gradient_norm: float) -> dict[s
     proxy1_signal_strength: squared gradient norm; proxy2_total_power: mean A²W; proxy3_pure_noise: (proxy2 − proxy1) / (N − 1), not
     below 0; expected_a_squared, expected_w: means of A² and W.
     """
-    found = [
+    terms = [
         _power(t)
         for t in rows
         if t.policy_tokens and t.old_log_probs is not None and t.sum_pi_squared is not None
     ]
-    if not found:
+    if not terms:
         return {}
-    squares, weights = np.array(found).T
+    squares, weights = np.array(terms).T
     signal, power = gradient_norm**2, float(np.mean(squares * weights))
     return {
         "variance_proxy/proxy1_signal_strength": signal,
         "variance_proxy/proxy2_total_power": power,
-        "variance_proxy/proxy3_pure_noise": max(0.0, power - signal) / (len(found) - 1)
-        if len(found) > 1
+        "variance_proxy/proxy3_pure_noise": max(0.0, power - signal) / (len(terms) - 1)
+        if len(terms) > 1
         else np.nan,
         "variance_proxy/expected_a_squared": float(squares.mean()),
         "variance_proxy/expected_w": float(weights.mean()),
