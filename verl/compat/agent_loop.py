@@ -96,15 +96,21 @@ class ServerManager:
         """Sample a continuation of `prompt_ids`. request_id is not needed: the session keeps its prefix in one replica. UserError for
         images and the like: they would not reach the model."""
         for name in _MEDIA:
-            given = more.get(name)
-            if given is not None and (not hasattr(given, "__len__") or len(given)):
+            value = more.get(name)
+            if value is not None and (not hasattr(value, "__len__") or len(value)):
                 raise UserError(
                     f"server_manager.generate takes no {name}: the row's own images are there already, others are shown "
                     "through session.chat (docs/agents.md)"
                 )
-        done = await self.session.generate(prompt_ids, sampling_params)
-        reason = "aborted" if done.finish_reason == "abort" else "completed"
-        return TokenOutput(done.token_ids.tolist(), done.log_probs.tolist(), None, reason, done.num_preempted)
+        completion = await self.session.generate(prompt_ids, sampling_params)
+        reason = "aborted" if completion.finish_reason == "abort" else "completed"
+        return TokenOutput(
+            completion.token_ids.tolist(),
+            completion.log_probs.tolist(),
+            None,
+            reason,
+            completion.num_preempted,
+        )
 
 
 AsyncLLMServerManager = ServerManager  # by the public name
@@ -178,9 +184,9 @@ class AgentLoopBase(AgentLoop):
 
     def so_far(self) -> Outcome:
         """See `known_so_far`."""
-        known = self.known_so_far()
+        fields = self.known_so_far()
         renamed = {"extra_fields": "fields", "reward_score": "reward"}
-        return Outcome(**{renamed.get(name, name): value for name, value in known.items()})
+        return Outcome(**{renamed.get(name, name): value for name, value in fields.items()})
 
     @abstractmethod
     async def run(  # type: ignore[override]
@@ -240,8 +246,8 @@ class AgentLoopBase(AgentLoop):
         ids = [*runtime_token_ids, *assistant_token_ids]
         log_probs = None
         if response_logprobs is not None or assistant_logprobs is not None:
-            given = assistant_logprobs or [0.0] * len(assistant_token_ids)
-            log_probs = [*(response_logprobs or [0.0] * len(response_mask)), *given]
+            added = assistant_logprobs or [0.0] * len(assistant_token_ids)
+            log_probs = [*(response_logprobs or [0.0] * len(response_mask)), *added]
         return SimpleNamespace(token_ids=ids), [*response_mask, *[1] * len(assistant_token_ids)], log_probs
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -288,7 +294,7 @@ def outcome_of(record: Record, outputs: Sequence[AgentLoopOutput], row_images: i
         if output.reward_score is not None:
             outcome.reward = output.reward_score
         images = [shown for shown in output.multi_modal_data.values() if shown is not None]
-        shown = sum(len(listed) if isinstance(listed, list | tuple) else 1 for listed in images)
+        shown = sum(len(entry) if isinstance(entry, list | tuple) else 1 for entry in images)
         if shown not in (0, row_images):
             raise ValueError(
                 "agent loop gave multi_modal_data: images are shown through session.chat, see docs/agents.md"
@@ -327,7 +333,7 @@ def _is_record(record: Record, sequences: Sequence[tuple[np.ndarray, np.ndarray,
     for (context, ids, mask), segment in zip(sequences, record.written, strict=True):
         response, sampled, _ = segment.response()
         pairs = ((context, segment.context), (ids, response), (mask, sampled))
-        if not all(np.array_equal(given, written) for given, written in pairs):
+        if not all(np.array_equal(reported, recorded) for reported, recorded in pairs):
             return False
     return True
 
@@ -364,10 +370,10 @@ def _parts(
     parts: list[tuple[int, int, int] | np.ndarray] = []
     unknown = at = 0
     while at < len(ids):
-        others = int(np.argmax(np.append(mask[at:], True)))
-        if others:
-            parts.append(ids[at : at + others])
-            at += others
+        num_inserted = int(np.argmax(np.append(mask[at:], True)))
+        if num_inserted:
+            parts.append(ids[at : at + num_inserted])
+            at += num_inserted
             continue
         run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]
         sizes = [common_prefix(run, completion) for _, _, completion in spans] or [0]

@@ -27,16 +27,18 @@ def compute_advantage(
     An estimator gets what it names of the batch's columns, of the arguments and of `index`, `batch` and `non_tensor_batch`.
     """
     estimator = get_adv_estimator_fn(adv_estimator)
-    columns, others = data.batch, data.non_tensor_batch
-    given: dict[str, Any] = {**columns, "batch": columns, "non_tensor_batch": others}
-    given |= {
-        "index": others.get("uid"),
+    columns, non_tensors = data.batch, data.non_tensor_batch
+    arguments: dict[str, Any] = {**columns, "batch": columns, "non_tensor_batch": non_tensors}
+    arguments |= {
+        "index": non_tensors.get("uid"),
         "gamma": gamma,
         "lam": lam,
         "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
     }
-    given["config"] = {"gamma": gamma, "lam": lam} if config is None else config
-    advantages, returns = estimator(**{name: given[name] for name in named_arguments(estimator, given)})
+    arguments["config"] = {"gamma": gamma, "lam": lam} if config is None else config
+    advantages, returns = estimator(
+        **{name: arguments[name] for name in named_arguments(estimator, arguments)}
+    )
     return data.having(advantages=advantages, returns=returns)
 
 

@@ -37,7 +37,7 @@ ENTRY_POINTS: dict[str, tuple[str, str]] = {
 def _renamed(listed: str) -> list[tuple[str, str]]:
     """ "a b=c" → a as a, b as c."""
     pairs = (name.partition("=") for name in listed.split())
-    return [(name, ours or name) for name, _, ours in pairs]
+    return [(name, original or name) for name, _, original in pairs]
 
 
 _MANAGERS = "verl.reward.registry: register get_reward_manager_cls"
@@ -124,8 +124,8 @@ _TABLE = {
 
 
 def _entry(target: str) -> str | dict[str, str]:
-    module, names, listed = target.partition(": ")
-    return {name: f"{module}:{ours}" for name, ours in _renamed(listed)} if names else module
+    module, names, name_list = target.partition(": ")
+    return {name: f"{module}:{original}" for name, original in _renamed(name_list)} if names else module
 
 
 # Path → our module, or its names → "module:name" of ours.

@@ -58,9 +58,9 @@ def compute_rollout_correction_weights(
     """
     if isinstance(rollout_is_threshold, bool):
         raise TypeError(f"rollout_is_threshold={rollout_is_threshold}: a number or bounds, not a boolean")
-    how = parse_weighting(rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
+    weighting = parse_weighting(rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
     tokens, mask = _flat(log_ratio, response_mask)
-    weights, metrics = importance_weights(tokens, how)
+    weights, metrics = importance_weights(tokens, weighting)
     return _rectangle(weights, mask, log_ratio), metrics
 
 
@@ -75,8 +75,8 @@ def compute_rollout_rejection_mask(
     ValueError for a name or a threshold that cannot be.
     """
     tokens, mask = _flat(log_ratio, response_mask)
-    kept, metrics = rejection(tokens, parse_rules(rollout_rs, rollout_rs_threshold))
-    return _rectangle(kept, mask, response_mask), metrics
+    accepted, metrics = rejection(tokens, parse_rules(rollout_rs, rollout_rs_threshold))
+    return _rectangle(accepted, mask, response_mask), metrics
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -96,14 +96,14 @@ def compute_rollout_correction_and_rejection_mask(
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     weights, mask = None, response_mask
     if rollout_is:
-        values, found = compute_rollout_correction_weights(
+        values, new_metrics = compute_rollout_correction_weights(
             log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
         )
-        weights, metrics = DataProto.from_dict({"rollout_is_weights": values}), metrics | found
+        weights, metrics = DataProto.from_dict({"rollout_is_weights": values}), metrics | new_metrics
     if rollout_rs:
-        given = log_ratio, response_mask, rollout_rs, rollout_rs_threshold
-        mask, found = compute_rollout_rejection_mask(*given)
-        metrics |= found
+        arguments = log_ratio, response_mask, rollout_rs, rollout_rs_threshold
+        mask, new_metrics = compute_rollout_rejection_mask(*arguments)
+        metrics |= new_metrics
     return weights, mask, correction_metrics(metrics)
 
 
