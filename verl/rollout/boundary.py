@@ -51,9 +51,9 @@ class Boundaries:
 
     @cached_property
     def _images(self) -> Any:
-        if self._open_images is None or (found := self._open_images()) is None:
+        if self._open_images is None or (images := self._open_images()) is None:
             raise BadRow("this model sees no images", "use a vision-language model")
-        return found
+        return images
 
     def image_parts(self, cells: Sequence[Any]) -> list[dict[str, Any]]:
         """Images as parts of a message, decoded. BadRow where the model cannot see them."""
@@ -94,8 +94,8 @@ class Boundaries:
         if kind not in self._pure:
             short, long = (self._difference(history, turn, following, tools) for history in (_SHORT, _LONG))
             self._pure[kind] = short is not None and long is not None and short[1] == long[1]
-        found = self._difference(_SHORT, turn, following, tools) if self._pure[kind] else None
-        return None if found is None else self._rendered(self._after(*found, last_id), following)
+        difference = self._difference(_SHORT, turn, following, tools) if self._pure[kind] else None
+        return None if difference is None else self._rendered(self._after(*difference, last_id), following)
 
     def _difference(
         self, history: list[Message], turn: Message, following: Sequence[Message], tools: Any
@@ -122,14 +122,14 @@ class Boundaries:
 
     def _after(self, ending: str, further: str, last_id: int | None) -> str:
         """The text that has to follow the sampled tokens, without what the model wrote of the turn's end itself."""
-        written = ""
+        last_token = ""
         if last_id is not None and last_id in self._tokenizer.added_tokens_decoder:
-            written = self._tokenizer.added_tokens_decoder[last_id].content
-        if written and written in ending:
-            return ending.rpartition(written)[2] + further
-        if written and further.startswith(written):  # the model opens the next message to end its turn
-            return further[len(written) :]
-        if written and written == self._tokenizer.eos_token:
+            last_token = self._tokenizer.added_tokens_decoder[last_id].content
+        if last_token and last_token in ending:
+            return ending.rpartition(last_token)[2] + further
+        if last_token and further.startswith(last_token):  # the model opens the next message to end its turn
+            return further[len(last_token) :]
+        if last_token and last_token == self._tokenizer.eos_token:
             return further
         # The turn was cut. The token that ends it is the last special one: for Kimi and Gemma that is not the tokenizer's eos.
         special = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]

@@ -38,7 +38,7 @@ class GroupRule:
 
     def values(self, rows: Iterable[Trajectory]) -> list[float]:
         """The metric of the scored responses. UserError naming the keys there are where it is missing."""
-        found = []
+        scores = []
         for row in rows:
             if row.score is None:
                 continue
@@ -50,8 +50,8 @@ class GroupRule:
                 raise UserError(
                     f"{_KEYS}.metric={self.metric}: the reward function did not return it; it returned: {keys}"
                 )
-            found.append(float(values[self.metric]))
-        return found
+            scores.append(float(values[self.metric]))
+        return scores
 
 
 @dataclass(eq=False, slots=True)
@@ -130,8 +130,8 @@ class DynamicSchedule(PromptSchedule):
         judged: list[PromptGroup] = []
         while (chosen := self._chosen(rollouts.groups)) is None:
             await rollouts.begin(self._draw(self._missing()))
-            waiting = [group for group in rollouts.groups if self._live[group.prompt.uid].values is None]
-            for group in await rollouts.completed(waiting):
+            unjudged = [group for group in rollouts.groups if self._live[group.prompt.uid].values is None]
+            for group in await rollouts.completed(unjudged):
                 await self._judge(group)
                 judged.append(group)
                 if on_progress is not None and self._live[group.prompt.uid].kept:
@@ -146,45 +146,47 @@ class DynamicSchedule(PromptSchedule):
 
     def _chosen(self, groups: Sequence[PromptGroup]) -> list[PromptGroup] | None:
         """The groups of the batch, None while it is not known."""
-        kept: list[PromptGroup] = []
+        chosen: list[PromptGroup] = []
         for group in groups:
             live = self._live[group.prompt.uid]
             if live.values is None:
                 return None
             if live.kept:
-                kept.append(group)
-            if len(kept) == self.size(self._step):
-                return kept
+                chosen.append(group)
+            if len(chosen) == self.size(self._step):
+                return chosen
         return None
 
     def _missing(self) -> int:
         """Prompts to draw now: as many as will fill the batch if as large a share of them is kept as so far."""
         size = self.size(self._step)
         judged = [live for live in self._live.values() if live.values is not None]
-        kept = sum(live.kept for live in judged)
+        accepted = sum(live.kept for live in judged)
         under_way = len(self._live) - len(judged)
-        share = (kept + 1) / (len(judged) + 1)
-        wanted = math.ceil(max(0, size - kept) / share) - under_way
+        share = (accepted + 1) / (len(judged) + 1)
+        needed = math.ceil(max(0, size - accepted) / share) - under_way
         ahead = self.versions.last(self._step) - self._step
         room = (self._rule.inflight + ahead) * size - under_way
-        left = self._rule.limit * size - self._prompts if self._rule.limit else wanted
-        return max(0, min(wanted, room, left))
+        budget = self._rule.limit * size - self._prompts if self._rule.limit else needed
+        return max(0, min(needed, room, budget))
 
     def _stop_without_signal(self, judged: Sequence[PromptGroup]) -> None:
         size = self.size(self._step)
         if len(judged) >= size:
             self._check(Batch([row for group in judged for row in group.responses if row is not None]))
         lives = [live for live in self._live.values() if live.values is not None]
-        kept = sum(live.kept for live in lives)
+        accepted = sum(live.kept for live in lives)
         complete = len(lives) == len(self._live)
-        exhausted = self._rule.limit and self._prompts >= self._rule.limit * size and kept < size and complete
-        hopeless = not kept and len(lives) >= max(_WITHOUT_SIGNAL * size, self._stream.rows_per_epoch)
+        exhausted = (
+            self._rule.limit and self._prompts >= self._rule.limit * size and accepted < size and complete
+        )
+        hopeless = not accepted and len(lives) >= max(_WITHOUT_SIGNAL * size, self._stream.rows_per_epoch)
         if not (exhausted or hopeless):
             return
         shares = Counter(live.values[0] for live in lives if live.values and not live.kept)
         at = ", ".join(f"{n / len(lives):.0%} all at {value:g}" for value, n in sorted(shares.items()))
         raise UserError(
-            f"dynamic sampling judged {len(lives)} groups in step {self._step} and kept {kept} of the {size} "
+            f"dynamic sampling judged {len(lives)} groups in step {self._step} and kept {accepted} of the {size} "
             f"it needs ({at or 'no response was scored'}). All at the lowest value: the data is too hard for the model; all at the "
             f"highest: too easy. Use other data, a larger rollout.n, or a higher {_KEYS}.max_num_gen_batches"
         )
@@ -195,31 +197,31 @@ class DynamicSchedule(PromptSchedule):
         """The chosen groups as a batch; what was drawn before their last is done with, what was drawn after it waits or goes
         back."""
         last = rollouts.groups.index(chosen[-1]) + 1
-        used, left = rollouts.groups[:last], rollouts.groups[last:]
+        used, surplus = rollouts.groups[:last], rollouts.groups[last:]
         self._count(used, judged)
         self._epoch = self._live[chosen[-1].prompt.uid].epoch
         for group in used:
             del self._live[group.prompt.uid]
-        if left and self.versions.outdated(self._live[left[0].prompt.uid].begun, self._step + 1):
-            await self._return_to_stream(rollouts, left)
+        if surplus and self.versions.outdated(self._live[surplus[0].prompt.uid].begun, self._step + 1):
+            await self._return_to_stream(rollouts, surplus)
         await rollouts.release([group for group in used if group not in chosen])
         return await rollouts.collect(chosen)
 
     async def _return_to_stream(self, rollouts: RolloutManager, groups: Sequence[PromptGroup]) -> None:
         """These groups, which would be older than allowed in the next step, go back to the stream."""
-        done = sum(self._live[group.prompt.uid].values is not None for group in groups)
-        self.metrics["training/filter_groups/discarded_surplus_samples"] = done
+        discarded = sum(self._live[group.prompt.uid].values is not None for group in groups)
+        self.metrics["training/filter_groups/discarded_surplus_samples"] = discarded
         self._stream.load_state(self._live[groups[0].prompt.uid].before)
         await rollouts.release(groups)
         for group in groups:
             del self._live[group.prompt.uid]
 
     def _count(self, used: Sequence[PromptGroup], judged: Sequence[PromptGroup]) -> None:
-        found = [self._live[group.prompt.uid] for group in judged]
-        every = [value for live in found for value in live.values or ()]
+        lives = [self._live[group.prompt.uid] for group in judged]
+        every = [value for live in lives for value in live.values or ()]
         best, worst = max(every, default=0.0), min(every, default=0.0)
-        same = [live.values[0] for live in found if live.values and not live.kept]
-        total = max(1, len(found))
+        same = [live.values[0] for live in lives if live.values and not live.kept]
+        total = max(1, len(lives))
         self.metrics = {
             "training/filter_groups/evicted_samples": sum(not self._live[g.prompt.uid].kept for g in used),
             "training/filter_groups/discarded_surplus_samples": 0,

@@ -67,9 +67,9 @@ def opening(row: Mapping[str, Any], text: Any) -> Messages:
     """The row's prompt with the first observation at its end."""
     messages = [dict(message) for message in row["raw_prompt"]]
     if messages and messages[-1]["role"] == "user":
-        said, more = messages[-1]["content"], f"\n\n{text}" if text else ""
+        content, more = messages[-1]["content"], f"\n\n{text}" if text else ""
         messages[-1]["content"] = (
-            said + more if isinstance(said, str) else [*said, {"type": "text", "text": more}]
+            content + more if isinstance(content, str) else [*content, {"type": "text", "text": more}]
         )
     else:
         messages.append({"role": "user", "content": str(text)})

@@ -62,8 +62,10 @@ class GymEnv:
     def reset(self, row: Mapping[str, Any]) -> Observation:
         """The row's prompt, and the first observation at its end."""
         takes_seed = "seed" in inspect.signature(self._env.reset).parameters
-        seen, _ = self._env.reset(seed=seed_of(row)) if takes_seed else self._env.reset()
-        return Observation(opening(row, "" if seen is None else str(seen)))  # an array or 0 is seen, too
+        observation, _ = self._env.reset(seed=seed_of(row)) if takes_seed else self._env.reset()
+        return Observation(
+            opening(row, "" if observation is None else str(observation))
+        )  # an array or 0 is seen, too
 
     def step(self, message: Mapping[str, Any]) -> StepResult:
         """Act as the turn says. One without a valid action is answered with what is expected."""
@@ -71,11 +73,11 @@ class GymEnv:
             action = self._numbers(message["content"]) if self._reads_numbers else message["content"]
         except ValueError as error:
             return StepResult([{"role": "user", "content": f"Error: {error}"}], invalid=True)
-        seen, reward, terminated, truncated, info = self._env.step(action)
+        observation, reward, terminated, truncated, info = self._env.step(action)
         metrics = {k: v for k, v in info.items() if isinstance(v, int | float | str | bool)}
-        said = [{"role": "user", "content": str(seen)}]
+        messages = [{"role": "user", "content": str(observation)}]
         done, invalid = bool(terminated or truncated), False if self._reads_numbers else None
-        return StepResult(said, float(reward), done, metrics, not terminated, invalid)
+        return StepResult(messages, float(reward), done, metrics, not terminated, invalid)
 
     def _numbers(self, text: str) -> Any:
         """The action at the end of a text, a number or an array as its space has it. ValueError says what is expected."""
@@ -131,14 +133,14 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
                 f"environment.kwargs.{nulls[0]}=null: the kwargs of a program are variables of its environment, which hold text"
             )
     else:
-        made = load_class(path, _PATH_KEY)
+        factory = load_class(path, _PATH_KEY)
         try:
-            inspect.signature(made).bind(**kwargs)
+            inspect.signature(factory).bind(**kwargs)
         except TypeError as error:
             raise UserError(f"environment.kwargs do not fit {path}: {error}") from error
         if name == "gym":
             try:
-                env = made(**kwargs)
+                env = factory(**kwargs)
             except Exception as error:
                 raise UserError(f"{path} makes no environment: {type(error).__name__}: {error}") from error
             with suppress(Exception):
@@ -164,9 +166,9 @@ class EnvironmentAgent(AgentLoop):
 
     async def run(self, row: dict[str, Any], session: Session) -> Outcome:
         """See `AgentLoop.run`."""
-        own = row["columns"].get("environment") or {}
+        overrides = row["columns"].get("environment") or {}
         # Parquet fills the keys of other rows with nulls; a null of the configuration is the user's.
-        spec = {**self._agent.environment, **without_nulls(own)}
+        spec = {**self._agent.environment, **without_nulls(overrides)}
         if not spec["name"] or not spec["path"]:
             raise UserError(
                 "environment_agent needs rollout.agent.environment.name and .path, or the column `environment`"
@@ -179,9 +181,9 @@ class EnvironmentAgent(AgentLoop):
     async def _play(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
         make, self._played = maker(spec), True
         env: Env = await self._ask(make, object)
-        own = {name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")}
+        fields = {name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")}
         try:
-            start: Observation = await self._ask(env.reset, Observation, row=row["columns"] | own)
+            start: Observation = await self._ask(env.reset, Observation, row=row["columns"] | fields)
             opening_messages = row["raw_prompt"] if start.messages is None else start.messages
             if not opening_messages:
                 raise EnvironmentFailed(f"{self._path}: reset gives no messages, and the row has no prompt")
@@ -199,8 +201,8 @@ class EnvironmentAgent(AgentLoop):
             except OutOfTokens:
                 return "length"
             except BadRow as error:
-                what = f"the chat template does not take the environment's messages: {error}"
-                raise EnvironmentFailed(what) from error
+                problem = f"the chat template does not take the environment's messages: {error}"
+                raise EnvironmentFailed(problem) from error
             self._messages.append(reply.message)
             if reply.completion.finish_reason != "stop":
                 return None
@@ -232,15 +234,19 @@ class EnvironmentAgent(AgentLoop):
         started, apart = self.loop.time(), not inspect.iscoroutinefunction(method)
         try:
             async with thread_room() if apart else nullcontext(), asyncio.timeout(self._agent.tool_timeout):
-                found = await users_code(in_thread(method, **arguments) if apart else method(**arguments))
-            if not isinstance(found, gives):
-                other = " (gymnasium's interface is environment.name=gym)" if isinstance(found, tuple) else ""
-                raise TypeError(f"it has to give {gives.__name__}, not {type(found).__name__}{other}")
-            return found
+                result = await users_code(in_thread(method, **arguments) if apart else method(**arguments))
+            if not isinstance(result, gives):
+                other = (
+                    " (gymnasium's interface is environment.name=gym)" if isinstance(result, tuple) else ""
+                )
+                raise TypeError(f"it has to give {gives.__name__}, not {type(result).__name__}{other}")
+            return result
         except Exception as error:
-            what = str(error) or f"no answer within rollout.agent.tool_timeout={self._agent.tool_timeout} s"
+            problem = (
+                str(error) or f"no answer within rollout.agent.tool_timeout={self._agent.tool_timeout} s"
+            )
             raise EnvironmentFailed(
-                f"{self._path}: {method.__name__}: {type(error).__name__}: {what}"
+                f"{self._path}: {method.__name__}: {type(error).__name__}: {problem}"
             ) from error
         finally:
             self._seconds += self.loop.time() - started
@@ -257,8 +263,8 @@ class EnvironmentAgent(AgentLoop):
 
     async def _command(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
         """Run a program until it ends. A last line of output that is JSON with `reward` says what it earned."""
-        told = {"messages": row["raw_prompt"], "extra_info": row["extra_info"], "uid": row["uid"]}
-        data = json.dumps(told, default=str)
+        task = {"messages": row["raw_prompt"], "extra_info": row["extra_info"], "uid": row["uid"]}
+        data = json.dumps(task, default=str)
         with TemporaryDirectory(prefix="verl_row_") as folder:
             file = Path(folder) / "row.json"
             file.write_text(data)
@@ -283,20 +289,20 @@ class EnvironmentAgent(AgentLoop):
         server = verifiers_server.server_of(spec, tokenizer)
         self._played = True
         try:
-            found = await server.run(self.session.base_url, extra.get("task"), extra.get("index"))
+            result = await server.run(self.session.base_url, extra.get("task"), extra.get("index"))
         except EnvironmentFailed:
             if self.session.full:
                 return "length"
             raise
-        self._messages = found["messages"]
-        self._earn(StepResult(reward=found["reward"], metrics=found["metrics"]))
-        return "max_turns" if found["stop"] == "max_turns" else None
+        self._messages = result["messages"]
+        self._earn(StepResult(reward=result["reward"], metrics=result["metrics"]))
+        return "max_turns" if result["stop"] == "max_turns" else None
 
     def _read(self, output: str) -> None:
         lines = output.strip().splitlines()
         with suppress(ValueError, TypeError, KeyError):
-            found = json.loads(lines[-1]) if lines else {}
-            self._earn(StepResult(reward=float(found["reward"]), metrics=dict(found.get("metrics") or {})))
+            result = json.loads(lines[-1]) if lines else {}
+            self._earn(StepResult(reward=float(result["reward"]), metrics=dict(result.get("metrics") or {})))
 
     def so_far(self) -> Outcome:
         """See `AgentLoop.so_far`."""

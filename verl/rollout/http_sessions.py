@@ -113,8 +113,8 @@ class _Connection:
 
     def _route(self, head: _Head) -> tuple[Any, Handler]:
         """The session and the handler of a request."""
-        _, token, *rest = [*head.path.partition("?")[0].split("/"), ""]
-        session, route = self._server.sessions.get(token), "/".join(rest).strip("/")
+        _, token, *parts = [*head.path.partition("?")[0].split("/"), ""]
+        session, route = self._server.sessions.get(token), "/".join(parts).strip("/")
         if session is None:
             raise _Refused(
                 HTTPStatus.NOT_FOUND, "no such session: the base URL is wrong, or its trajectory has ended"

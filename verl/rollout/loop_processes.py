@@ -204,8 +204,8 @@ class LoopProcesses:
             run.fail(error)
         elif not run.outcome.done():
             excerpts = message["outcome"].pop("excerpts")
-            listed = None if excerpts is None else [Excerpt(**excerpt) for excerpt in excerpts]
-            run.outcome.set_result(Outcome(**message["outcome"], excerpts=listed))
+            restored = None if excerpts is None else [Excerpt(**excerpt) for excerpt in excerpts]
+            run.outcome.set_result(Outcome(**message["outcome"], excerpts=restored))
 
     @staticmethod
     def _give_up(process: _LoopProcess, number: int, call: asyncio.Task[None]) -> None:

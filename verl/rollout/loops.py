@@ -79,9 +79,9 @@ def register(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
     imported under another module name (by path, say), takes the earlier one's place."""
 
     def add(cls: type[AgentLoop]) -> type[AgentLoop]:
-        taken = _LOOPS.get(name, cls)
-        if taken is not cls and _source(taken) != _source(cls):
-            raise ValueError(f"agent loop {name!r} is already registered by {taken.__qualname__}")
+        registered = _LOOPS.get(name, cls)
+        if registered is not cls and _source(registered) != _source(cls):
+            raise ValueError(f"agent loop {name!r} is already registered by {registered.__qualname__}")
         _LOOPS[name] = cls
         return cls
 
@@ -118,12 +118,12 @@ def load_listed(path: str | None) -> None:
     import yaml
 
     try:
-        listed = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or []
+        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or []
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(listed, list):
+    if not isinstance(entries, list):
         raise UserError(f"{path}: it must hold a list of {{name, _target_: module.Class}}")
-    for entry in listed:
+    for entry in entries:
         try:
             loop_name = entry["name"]
             arguments = {key: value for key, value in entry.items() if key not in ("name", "_target_")}

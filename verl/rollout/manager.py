@@ -90,10 +90,10 @@ class PromptGroup:
 
     def _share_context(self, segment: Segment) -> None:
         """Columns of a context that came with another response already are kept once."""
-        kept = self._contexts.setdefault(id(segment.context_ids), segment.context_columns)
+        shared = self._contexts.setdefault(id(segment.context_ids), segment.context_columns)
         for name, values in segment.context_columns.items():
-            if name in kept and np.array_equal(kept[name], values):
-                segment.context_columns[name] = kept[name]
+            if name in shared and np.array_equal(shared[name], values):
+                segment.context_columns[name] = shared[name]
 
 
 async def _all_back(
@@ -176,15 +176,15 @@ class RolloutManager:
                 self._whole[group] = asyncio.ensure_future(self._completion(group))
         try:
             await asyncio.wait([self._whole[group] for group in groups], return_when=asyncio.FIRST_COMPLETED)
-            done = [group for group in groups if self._whole[group].done()]
-            for group in done:
+            finished = [group for group in groups if self._whole[group].done()]
+            for group in finished:
                 self._whole[group].result()
             if interrupt.noted():
                 raise asyncio.CancelledError
         except BaseException:
             await self.release(self.groups)
             raise
-        return done
+        return finished
 
     async def _completion(self, group: PromptGroup) -> None:
         await asyncio.gather(*self._responses[group])
@@ -365,9 +365,9 @@ class RolloutManager:
 
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
         """A response the sampler could not give: empty, never scored, out of every statistic."""
-        what = str(error) if isinstance(error, LoopFailed) else f"{type(error).__name__}: {error}"
-        told = "".join(traceback.format_exception(error))
-        self._failed("rollout_failure", prompt, what, file=prompt.file, row=prompt.row, traceback=told)
+        problem = str(error) if isinstance(error, LoopFailed) else f"{type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error))
+        self._failed("rollout_failure", prompt, problem, file=prompt.file, row=prompt.row, traceback=trace)
         return Trajectory(
             prompt,
             index,
@@ -377,7 +377,7 @@ class RolloutManager:
             finish_reason="lost",
             versions=(self.engine.version,),
             text="",
-            score_error=f"lost by the sampler: {what}",
+            score_error=f"lost by the sampler: {problem}",
         )
 
     def _trajectory(

@@ -36,8 +36,8 @@ def _checked(session: Any, body: Mapping[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice")
     if choice == "required":
         session.counts["required_tool_choices"] += 1
-        what = "taken as auto: the policy itself decides whether it calls (agent/required_tool_choices counts such requests)"
-        warn_once("tool_choice=required", "auto", what, of="request")
+        effect = "taken as auto: the policy itself decides whether it calls (agent/required_tool_choices counts such requests)"
+        warn_once("tool_choice=required", "auto", effect, of="request")
     elif choice not in (None, "auto", "none"):
         raise ValueError(
             "tool_choice must be auto, required or none: the policy itself decides whether it calls"
@@ -52,14 +52,14 @@ async def _chat(session: Any, body: dict[str, Any]) -> Result:
         raise ValueError("messages must be a list of messages")
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
     reply = await session.chat(messages, tools, **_checked(session, body))
-    message, done = dict(reply.message), reply.completion
+    message, completion = dict(reply.message), reply.completion
     if "tool_calls" in message:
         message["tool_calls"] = [_as_text(call) for call in message["tool_calls"]]
-    asked = bool(body.get("logprobs"))
-    log_probs = {"content": _log_probs(session, done), "refusal": None} if asked else None
-    reason = "tool_calls" if "tool_calls" in message else _reason(done)
-    choice = _choice(0, done, reason, log_probs, message=message)
-    return _result("chat.completion", body, [(reply.prompt_tokens, done, choice)])
+    with_log_probs = bool(body.get("logprobs"))
+    log_probs = {"content": _log_probs(session, completion), "refusal": None} if with_log_probs else None
+    reason = "tool_calls" if "tool_calls" in message else _reason(completion)
+    choice = _choice(0, completion, reason, log_probs, message=message)
+    return _result("chat.completion", body, [(reply.prompt_tokens, completion, choice)])
 
 
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -69,17 +69,19 @@ def _as_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _completion(session: Any, body: dict[str, Any]) -> Result:
-    prompts, asked = _prompts(session, body.get("prompt")), _checked(session, body)
+    prompts, settings = _prompts(session, body.get("prompt")), _checked(session, body)
     count = body.get("logprobs")
     log_probs = count is not None and count is not False  # 0 asks for those of the sampled tokens
-    params = [session.fitting(session.place(ids), asked) for ids in prompts]
+    params = [session.fitting(session.place(ids), settings) for ids in prompts]
     completions = await asyncio.gather(*map(session.generate, prompts, params))
     sampled = []
-    for number, (ids, done) in enumerate(zip(prompts, completions, strict=True)):
-        text = session.runner.tokenizer.decode(done.token_ids.tolist(), skip_special_tokens=True)
-        entries = _legacy_log_probs(session, done) if log_probs else None
-        text = before_stop(text, done, asked.get("stop"))
-        sampled.append((len(ids), done, _choice(number, done, _reason(done), entries, text=text)))
+    for number, (ids, completion) in enumerate(zip(prompts, completions, strict=True)):
+        text = session.runner.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        entries = _legacy_log_probs(session, completion) if log_probs else None
+        text = before_stop(text, completion, settings.get("stop"))
+        sampled.append(
+            (len(ids), completion, _choice(number, completion, _reason(completion), entries, text=text))
+        )
     return _result("text_completion", body, sampled)
 
 
@@ -101,12 +103,14 @@ def _prompts(session: Any, prompt: Any) -> list[np.ndarray]:
 async def _tokens(session: Any, body: dict[str, Any]) -> Result:
     if body.get("stream"):
         raise ValueError("stream is not supported here: ask without it")
-    asked = _checked(session, body.get("sampling_params") or {})
+    settings = _checked(session, body.get("sampling_params") or {})
     (ids,) = _prompts(session, body.get("token_ids"))
-    done = await session.generate(ids, session.fitting(session.place(ids), asked))
-    pairs = zip(done.token_ids.tolist(), done.log_probs.tolist(), strict=True)
+    completion = await session.generate(ids, session.fitting(session.place(ids), settings))
+    pairs = zip(completion.token_ids.tolist(), completion.log_probs.tolist(), strict=True)
     log_probs = {"content": [{"token": f"token_id:{i}", "logprob": value} for i, value in pairs]}
-    return _result("generate", body, [(len(ids), done, _choice(0, done, _reason(done), log_probs))])
+    return _result(
+        "generate", body, [(len(ids), completion, _choice(0, completion, _reason(completion), log_probs))]
+    )
 
 
 async def _models(session: Any, body: dict[str, Any]) -> Result:
@@ -172,7 +176,10 @@ def _result(
     kind: str, body: Mapping[str, Any], sampled: Sequence[tuple[int, Completion, dict[str, Any]]]
 ) -> Result:
     """The body, or the parts of the stream that was asked for. sampled: tokens of the prompt, completion, choice."""
-    before, after = sum(size for size, _, _ in sampled), sum(len(done.token_ids) for _, done, _ in sampled)
+    before, after = (
+        sum(size for size, _, _ in sampled),
+        sum(len(completion.token_ids) for _, completion, _ in sampled),
+    )
     usage = {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after}
     about = {"id": secrets.token_hex(8), "object": kind, "created": int(time.time()), "model": MODEL}
     choices = [choice for _, _, choice in sampled]

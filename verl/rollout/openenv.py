@@ -72,8 +72,8 @@ class OpenEnv:
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
         """The row's prompt, and what the server says at its end."""
-        own = (row["extra_info"] or {}).get("reset_kwargs") or {}
-        result = await self._begin({"seed": seed_of(row), **self._reset, **own})
+        row_kwargs = (row["extra_info"] or {}).get("reset_kwargs") or {}
+        result = await self._begin({"seed": seed_of(row), **self._reset, **row_kwargs})
         self._socket = self._client._ws
         schema = await in_thread(_action_schema, url=self._url)
         tools = await self._tools(schema)
@@ -92,8 +92,8 @@ class OpenEnv:
 
     async def _tools(self, schema: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if "tool_name" in schema["properties"]:
-            listed = (await self._client.step({"type": "list_tools"})).observation["tools"]
-            return [_tool(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
+            tools = (await self._client.step({"type": "list_tools"})).observation["tools"]
+            return [_tool(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
         self._field = self._field or text_field(schema)
         if self._field:
             return None
@@ -105,16 +105,16 @@ class OpenEnv:
         if self._field:
             text, reward, done = await self._act({self._field: message["content"]})
             return StepResult([{"role": "user", "content": text}], reward, done)
-        said, total, done = [], 0.0, not message.get("tool_calls")
+        answers, total, done = [], 0.0, not message.get("tool_calls")
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             called = {"type": "call_tool", "tool_name": name, "arguments": arguments}
             text, reward, done = await self._act(arguments if name == ACT else called)
             total += reward
-            said.append({"role": "tool", "content": text, "name": name, "tool_call_id": call["id"]})
+            answers.append({"role": "tool", "content": text, "name": name, "tool_call_id": call["id"]})
             if done:
                 break
-        return StepResult(said, total, done)
+        return StepResult(answers, total, done)
 
     async def _act(self, action: Mapping[str, Any]) -> tuple[str, float, bool]:
         """(what the policy sees, reward, done). An action that the server refuses as such is the policy's mistake."""
@@ -132,8 +132,10 @@ class OpenEnv:
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._shown:
             return str(observation[self._shown])
-        seen = {k: v for k, v in observation.items() if k not in ("metadata", "tool_name") and v is not None}
-        only = next(iter(seen.values())) if len(seen) == 1 else seen
+        fields = {
+            k: v for k, v in observation.items() if k not in ("metadata", "tool_name") and v is not None
+        }
+        only = next(iter(fields.values())) if len(fields) == 1 else fields
         if isinstance(only, Mapping) and isinstance(only.get("content"), list):  # the result of a tool
             return "\n".join(part.get("text") or f"({part.get('type')} left out)" for part in only["content"])
         return only if isinstance(only, str) else json.dumps(only, ensure_ascii=False)

@@ -191,8 +191,8 @@ class Place:
         """What the call is asked with, int64 [P]."""
         if self.segment is None:
             return self.inserted
-        known = self.segment.ids(self.length)
-        return np.concatenate([known, self.inserted]) if len(self.inserted) else known
+        prefix = self.segment.ids(self.length)
+        return np.concatenate([prefix, self.inserted]) if len(self.inserted) else prefix
 
     @property
     def total(self) -> int:

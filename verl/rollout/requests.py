@@ -95,8 +95,8 @@ class TrajectoryRecord(Record):
     def media_of(self, ids: np.ndarray, shown: Images = ()) -> Media | None:
         """The row's images, unless these tokens hold none for them, and the shown ones as one; the same object for every context
         that holds the same."""
-        row, others = self._prompt.media, sum(media.tokens for media in shown)
-        absent = row is not None and row.inputs and np.count_nonzero(np.equal(ids, row.token)) == others
+        row, shown_tokens = self._prompt.media, sum(media.tokens for media in shown)
+        absent = row is not None and row.inputs and np.count_nonzero(np.equal(ids, row.token)) == shown_tokens
         parts = tuple(media for media in (None if absent else row, *shown) if media is not None)
         if len(parts) > 1 and parts not in self._several:
             self._several[parts] = Media.joined(parts)
@@ -116,10 +116,10 @@ class TrajectoryRecord(Record):
         """The segments of the trajectory: what was written, or what its loop made of it."""
         if excerpts is not None:
             return [self._excerpt(excerpt) for excerpt in excerpts]
-        written = self.written
-        segments = [self._segment(segment) for segment in written] or [self._excerpt(Excerpt(NO_IDS))]
-        for segment, recorded in zip(segments, written, strict=False):
-            segment.parent, segment.shared = _parent_among(written, recorded)
+        records = self.written
+        segments = [self._segment(segment) for segment in records] or [self._excerpt(Excerpt(NO_IDS))]
+        for segment, recorded in zip(segments, records, strict=False):
+            segment.parent, segment.shared = _parent_among(records, recorded)
         return segments
 
     def _context(self, ids: np.ndarray) -> np.ndarray:
@@ -219,29 +219,29 @@ class ResumableGeneration:
     ) -> Completion:
         """`RolloutEngine.generate`, carried on through any number of pauses; `options` are handed on to it."""
         parts: list[Completion] = []
-        written = 0
+        num_sampled = 0
         while True:
             await self._open.wait()
             pauses = self._pauses
-            rest = sampling
-            if written:
-                rest = replace(
-                    sampling, max_tokens=sampling.max_tokens - written, start=sampling.start + written
+            remaining = sampling
+            if num_sampled:
+                remaining = replace(
+                    sampling, max_tokens=sampling.max_tokens - num_sampled, start=sampling.start + num_sampled
                 )
             part = await self._ask(
-                _continued(prompt_ids, parts) if written else prompt_ids,
-                rest,
+                _continued(prompt_ids, parts) if num_sampled else prompt_ids,
+                remaining,
                 request_id=f"{request_id}~{len(parts)}" if parts else request_id,
-                group=None if written else group,
+                group=None if num_sampled else group,
                 **options,
             )
             parts.append(part)
-            written += len(part.token_ids)
+            num_sampled += len(part.token_ids)
             interrupted = part.finish_reason == "abort" and pauses != self._pauses
-            if not interrupted or written >= sampling.max_tokens:
-                done = _joined(parts, "length" if interrupted else part.finish_reason)
+            if not interrupted or num_sampled >= sampling.max_tokens:
+                completion = _joined(parts, "length" if interrupted else part.finish_reason)
                 # The text is the whole response's; of a response that began elsewhere these are not all its tokens.
-                return replace(done, text=None) if sampling.start else done
+                return replace(completion, text=None) if sampling.start else completion
 
     async def _ask(
         self, prompt_ids: Any, sampling: SamplingParams, *, request_id: str, **how: Any

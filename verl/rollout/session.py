@@ -118,19 +118,19 @@ class Session:
         """The run's settings with what a mapping changes of them."""
         if settings is None or isinstance(settings, SamplingParams):
             return settings or self.sampling
-        named = {_ALIASES.get(name, name): value for name, value in settings.items() if name not in _UNUSED}
-        if unknown := [name for name in named if name not in _FIELDS]:
+        fields = {_ALIASES.get(name, name): value for name, value in settings.items() if name not in _UNUSED}
+        if unknown := [name for name in fields if name not in _FIELDS]:
             raise ValueError(f"sampling parameters {', '.join(unknown)}; known: {', '.join(sorted(_FIELDS))}")
         for name in ("stop", "stop_token_ids"):
-            if name in named:
-                value = named[name]
-                named[name] = (value,) if isinstance(value, str) else tuple(value or ())
-        return replace(self.sampling, **{name: value for name, value in named.items() if value is not None})
+            if name in fields:
+                value = fields[name]
+                fields[name] = (value,) if isinstance(value, str) else tuple(value or ())
+        return replace(self.sampling, **{name: value for name, value in fields.items() if value is not None})
 
     def begin(self, messages: Any, prompt_ids: np.ndarray, tools: Any = None) -> None:
         """Make known that a dialogue of these messages and tools is `prompt_ids`, as the data rendered it."""
-        listed = isinstance(messages, list)
-        self._opening = (list(messages), list(tools or ()), prompt_ids) if listed else None
+        is_chat = isinstance(messages, list)
+        self._opening = (list(messages), list(tools or ()), prompt_ids) if is_chat else None
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
@@ -143,7 +143,7 @@ class Session:
         """
         if wrong := [name for name in sampling if name not in _OWN]:
             raise ValueError(f"session.chat takes {', '.join(_OWN)}; the run sets {', '.join(wrong)}")
-        asked = time.monotonic()
+        start = time.monotonic()
         dialogue = [_normal(message) for message in messages]
         hashes = self._hashes(dialogue)
         place = self._prompt(dialogue, hashes, tools)
@@ -156,15 +156,15 @@ class Session:
         self.messages = [*before, reply.message]
         after = hash((hashes[-1], self._key(reply.message)))
         self._dialogues[after] = _Dialogue(len(dialogue) + 1, reply.message, segment, segment.length, last)
-        taken = {"at": asked - self._began, "seconds": time.monotonic() - asked}
-        self.turns.append({name: round(value, 4) for name, value in taken.items()})
+        timing = {"at": start - self._began, "seconds": time.monotonic() - start}
+        self.turns.append({name: round(value, 4) for name, value in timing.items()})
         return reply
 
     def fitting(self, place: Place, settings: Mapping[str, Any]) -> SamplingParams:
         """The settings of a turn at a place, with a budget of what a segment may still have behind its context, and the longest
         sequence. OutOfTokens if that is nothing."""
-        params, written = self.params(settings), place.segment if place.extends or place.replaces else None
-        room = self.sampling.max_tokens - (place.total - len(written.context) if written else 0)
+        params, segment = self.params(settings), place.segment if place.extends or place.replaces else None
+        room = self.sampling.max_tokens - (place.total - len(segment.context) if segment else 0)
         if self.runner.longest is not None:
             room = min(room, self.runner.longest - place.total)
         if room < 1:
@@ -270,8 +270,8 @@ class Session:
             content = before_stop(content, completion, stop)
             # The channels of gpt-oss are there without tools, too: its template takes no content that holds their marks.
             if tools or self.runner.tool_format == "gpt-oss":
-                content, found = parse(self.runner.tool_format, content, tools)
-                calls = found if tools else []
+                content, parsed_calls = parse(self.runner.tool_format, content, tools)
+                calls = parsed_calls if tools else []
         calls = [replace(call, id=self._unique(call.id)) for call in calls]
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if read := [call for call in calls if not call.error]:

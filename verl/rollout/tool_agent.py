@@ -72,11 +72,13 @@ class ToolAgent(AgentLoop):
             why = "rows name it in interaction_kwargs and there is no multi_turn.interaction_config_path: nobody answers"
             warn_once(str(name), "no file", why, of="interaction")
             return None
-        found = load_interactions(self._turns.interaction_config_path)
-        if name not in found:
-            raise UserError(f"interaction_kwargs.name={name!r}: known are {', '.join(found) or 'none'}")
-        given = {key: value for key, value in kwargs.items() if value is not None}
-        return Partner(found[name], given, self._agent.tool_timeout)
+        interactions = load_interactions(self._turns.interaction_config_path)
+        if name not in interactions:
+            raise UserError(
+                f"interaction_kwargs.name={name!r}: known are {', '.join(interactions) or 'none'}"
+            )
+        arguments = {key: value for key, value in kwargs.items() if value is not None}
+        return Partner(interactions[name], arguments, self._agent.tool_timeout)
 
     async def _dialogue(self, schemas: list[dict[str, Any]]) -> str | None:
         """Turn after turn; the status, None where the sampler's finish reason says it."""
@@ -112,8 +114,8 @@ class ToolAgent(AgentLoop):
             answers = await asyncio.gather(*(self._call(call, room) for call in reply.calls))
             return [_tool_message(call, answer) for call, answer in zip(reply.calls, answers, strict=True)]
         assert self.partner is not None
-        said = await self.partner.answer(without_images(self.messages))
-        return [] if said is None else [{"role": "user", "content": said}]
+        text = await self.partner.answer(without_images(self.messages))
+        return [] if text is None else [{"role": "user", "content": text}]
 
     async def _call(self, call: ToolCall, room: asyncio.Semaphore) -> Content:
         async with room:
@@ -166,9 +168,9 @@ def checked_tools(rollout: Any, tokenizer: Any, kwargs: Any) -> RowTools | None:
         return None
     schemas = Toolbox.load(turns.tool_config_path, turns.function_tool_path).schemas
     if schemas and tokenizer is not None:
-        boundaries, listed = Boundaries(tokenizer, kwargs), list(schemas.values())
-        if written := _check_template(boundaries.chat, listed, turns.format):
-            _check_room(boundaries, listed, written, rollout.response_length)
+        boundaries, offered = Boundaries(tokenizer, kwargs), list(schemas.values())
+        if sample_call := _check_template(boundaries.chat, offered, turns.format):
+            _check_room(boundaries, offered, sample_call, rollout.response_length)
     return RowTools(schemas, rollout.agent.default_agent_loop == TOOL_AGENT)
 
 
@@ -200,13 +202,13 @@ def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_form
             "the model's chat template has no support for tools: they do not appear in the prompt. Name a template that has: "
             "actor_rollout_ref.model.custom_chat_template"
         )
-    written = _written_call(chat, ask, offered, schemas)
-    ours = PARSERS.keys() - OWN_PARSERS.keys()
-    if written is None or tool_format not in ours or _reads(tool_format, written, schemas):
-        return written
-    fitting = [name for name in PARSERS if _reads(name, written, schemas)] or ["none of the known"]
-    what = f"multi_turn.format={tool_format} cannot read a call as the model's chat template writes it"
-    raise ToolError(f"{what}; {' or '.join(fitting)} can")
+    sample_call = _written_call(chat, ask, offered, schemas)
+    built_in = PARSERS.keys() - OWN_PARSERS.keys()
+    if sample_call is None or tool_format not in built_in or _reads(tool_format, sample_call, schemas):
+        return sample_call
+    fitting = [name for name in PARSERS if _reads(name, sample_call, schemas)] or ["none of the known"]
+    problem = f"multi_turn.format={tool_format} cannot read a call as the model's chat template writes it"
+    raise ToolError(f"{problem}; {' or '.join(fitting)} can")
 
 
 def _written_call(

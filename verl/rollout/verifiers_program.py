@@ -125,12 +125,12 @@ def renderer_of(tokenizer: str) -> dict[str, str] | None:
     loaded = load_tokenizer(tokenizer)
     try:
         options = {"tools": [_TOOL], "add_generation_prompt": True}
-        written = create_renderer(loaded, config_from_name(name)).render_ids(_DIALOGUE, **options)
+        rendered = create_renderer(loaded, config_from_name(name)).render_ids(_DIALOGUE, **options)
         templated = loaded.apply_chat_template(_DIALOGUE, return_dict=False, **options)
     except Exception as error:
         print(f"the renderer {name} does not take {tokenizer}: {error!r}", file=sys.stderr)
         return None
-    return {"name": name} if list(written) == list(templated) else None
+    return {"name": name} if list(rendered) == list(templated) else None
 
 
 def _letters(name: str) -> str:
@@ -143,7 +143,9 @@ def _summary(traces: list[Any]) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for trace in traces:
         metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
-        metrics |= {f"reward/{name}": one.score for name, one in trace.rewards.items() if one is not None}
+        metrics |= {
+            f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None
+        }
     return {
         "reward": sum(trace.reward for trace in traces) / len(traces),
         "metrics": metrics,
@@ -166,8 +168,8 @@ async def serve(episodes: Episodes, lines: TextIO) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     episodes.say({"ready": True})
-    waiting = asyncio.ensure_future(ended.wait())
-    await asyncio.wait([server, waiting], return_when=asyncio.FIRST_COMPLETED)
+    shutdown = asyncio.ensure_future(ended.wait())
+    await asyncio.wait([server, shutdown], return_when=asyncio.FIRST_COMPLETED)
     server.cancel()
     await asyncio.gather(server, return_exceptions=True)
 

@@ -39,15 +39,15 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
             "like /path/to/venv/bin/python"
         )
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [python, *_PROGRAM], input=_first(spec, tokenizer), capture_output=True, timeout=START_SECONDS
         )
     except subprocess.TimeoutExpired as error:
         raise UserError(f"the verifiers environment did not start within {START_SECONDS:g} s") from error
-    answer = json.loads(done.stdout.partition(b"\n")[0] or b"{}")
+    answer = json.loads(process.stdout.partition(b"\n")[0] or b"{}")
     if "ready" not in answer:
-        what = answer.get("refused") or done.stderr.decode(errors="replace").strip()[-500:]
-        raise UserError(f"{python} cannot serve the verifiers environment of environment.kwargs: {what}")
+        problem = answer.get("refused") or process.stderr.decode(errors="replace").strip()[-500:]
+        raise UserError(f"{python} cannot serve the verifiers environment of environment.kwargs: {problem}")
 
 
 def _first(spec: Mapping[str, Any], tokenizer: str) -> bytes:
@@ -76,13 +76,13 @@ class VerifiersServer:
             if self._process is None:
                 await self._start()
         try:
-            found = await self._ask({"url": url, "task": task, "index": index})
+            answer = await self._ask({"url": url, "task": task, "index": index})
         except asyncio.CancelledError:
             self._check = asyncio.ensure_future(self._end_if_hung())
             raise
-        if "error" in found:
-            raise EnvironmentFailed(f"verifiers: {found['error']}")
-        return found
+        if "error" in answer:
+            raise EnvironmentFailed(f"verifiers: {answer['error']}")
+        return answer
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
@@ -144,16 +144,16 @@ class VerifiersServer:
         with suppress(ValueError):
             async for line in process.stdout:
                 answer = json.loads(line)
-                waiting = self._waiting.get(answer["id"])
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answer)
+                future = self._waiting.get(answer["id"])
+                if future is not None and not future.done():
+                    future.set_result(answer)
         self._process, unanswered = None, list(self._waiting.values())
         _kill(process)
         status, last_lines = await process.wait(), await stderr.last_lines()
         ended = f"the environment server of {self._python} ended with status {status}{last_lines}"
-        for waiting in unanswered:
-            if not waiting.done():
-                waiting.set_result({"error": ended})
+        for future in unanswered:
+            if not future.done():
+                future.set_result({"error": ended})
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

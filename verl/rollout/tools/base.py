@@ -103,12 +103,12 @@ def check_schema(schema: Any, where: str) -> None:
     beside = [key for key in ("name", "description", "parameters", "properties", "required") if key in schema]
     beside += [key for key in ("properties", "required") if key in function]
     if beside:
-        what = f"{where}: {beside[0]!r} of tool {name!r} is not where it belongs (is it indented as it should be?)"
-        raise ToolError(f"{what}: {{function: {{name, parameters: {{type, properties, required}}}}}}")
-    found = function.get("parameters") or {"type": "object", "properties": {}}
-    problem = _schema_problem(found, "parameters")
-    if not problem and found.get("type") != "object":
-        problem = f"parameters.type is {found.get('type')!r}, it must be 'object'"
+        misplaced = f"{where}: {beside[0]!r} of tool {name!r} is not where it belongs (is it indented as it should be?)"
+        raise ToolError(f"{misplaced}: {{function: {{name, parameters: {{type, properties, required}}}}}}")
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    problem = _schema_problem(parameters, "parameters")
+    if not problem and parameters.get("type") != "object":
+        problem = f"parameters.type is {parameters.get('type')!r}, it must be 'object'"
     if problem:
         raise ToolError(f"{where}: the schema of tool {function['name']!r} is no JSON schema: {problem}")
 
@@ -131,7 +131,7 @@ def _schema_problem(schema: Any, at: str) -> str:
     inside = {f"{at}.properties.{name}": value for name, value in properties.items()}
     if "items" in schema:
         inside[f"{at}.items"] = schema["items"]
-    return next((found for path, value in inside.items() if (found := _schema_problem(value, path))), "")
+    return next((problem for path, value in inside.items() if (problem := _schema_problem(value, path))), "")
 
 
 class Tool:
@@ -170,9 +170,9 @@ class BaseTool(Tool):
     def __init__(self, config: dict[str, Any], tool_schema: Any = None):
         self.config = config
         self.tool_schema = tool_schema
-        found = tool_schema or self.get_openai_tool_schema()
+        schema = tool_schema or self.get_openai_tool_schema()
         self.tool_schema = (
-            OpenAIFunctionToolSchema.model_validate(found) if isinstance(found, Mapping) else found
+            OpenAIFunctionToolSchema.model_validate(schema) if isinstance(schema, Mapping) else schema
         )
         if self.tool_schema is None:
             raise ToolError(f"{type(self).__name__} has no schema: set tool_schema or get_openai_tool_schema")

@@ -31,8 +31,8 @@ class FunctionTool(base.Tool):
 
     async def call(self, parameters: dict[str, Any]) -> Any:
         """What the function returns."""
-        found = await (self.fn(**parameters) if self.is_async else in_thread(self.fn, **parameters))
-        return await found if inspect.isawaitable(found) else found  # of a function that another one wraps
+        result = await (self.fn(**parameters) if self.is_async else in_thread(self.fn, **parameters))
+        return await result if inspect.isawaitable(result) else result  # of a function that another one wraps
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -47,12 +47,12 @@ def normalize_function_tool_return(found: Any) -> tuple[ToolResponse, float, dic
     parts = found if isinstance(found, tuple) else (found,)
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"a tool returns a tuple of length 1, 2, or 3, not of {len(parts)}")
-    said, reward, metrics = (*parts, None, None)[:3]
-    if not isinstance(said, ToolResponse):
-        said = ToolResponse(_text(said))
-    elif said.text is not None:
-        said.text = _text(said.text)
-    return said, float(reward or 0.0), metrics or {}
+    response, reward, metrics = (*parts, None, None)[:3]
+    if not isinstance(response, ToolResponse):
+        response = ToolResponse(_text(response))
+    elif response.text is not None:
+        response.text = _text(response.text)
+    return response, float(reward or 0.0), metrics or {}
 
 
 def _text(said: Any) -> str:
@@ -69,13 +69,17 @@ def function_tool(target: Any = None, *, schema: Any = None) -> Any:
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         name = target if isinstance(target, str) else function.__name__
-        found = schema if schema is not None else _schema_of(function, name)
-        base.check_schema(base.plain(found), f"function tool {name!r}")
-        taken = FUNCTION_TOOL_REGISTRY.get(name)
-        if taken and taken.fn.__module__ == function.__module__ and _place(taken.fn) != _place(function):
-            before = f"{_place(taken.fn)} is already registered"
+        tool_schema = schema if schema is not None else _schema_of(function, name)
+        base.check_schema(base.plain(tool_schema), f"function tool {name!r}")
+        registered = FUNCTION_TOOL_REGISTRY.get(name)
+        if (
+            registered
+            and registered.fn.__module__ == function.__module__
+            and _place(registered.fn) != _place(function)
+        ):
+            before = f"{_place(registered.fn)} is already registered"
             raise ToolError(f"two tools are called {name!r}: {before}, then {_place(function)}")
-        function.function_tool = FUNCTION_TOOL_REGISTRY[name] = FunctionTool(function, name, found)  # type: ignore[attr-defined]
+        function.function_tool = FUNCTION_TOOL_REGISTRY[name] = FunctionTool(function, name, tool_schema)  # type: ignore[attr-defined]
         return function
 
     return mark(target) if callable(target) else mark
@@ -104,7 +108,7 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
     except DataError as error:
         raise FileNotFoundError(f"function_tool_path does not exist: {error}") from error
     marks = (getattr(value, "function_tool", None) for value in vars(module).values())
-    found = [tool for tool in marks if isinstance(tool, FunctionTool)]
-    if not found:
+    tools = [tool for tool in marks if isinstance(tool, FunctionTool)]
+    if not tools:
         logging.getLogger(__name__).warning("%s: no @function_tool decorators found", path)
-    return _LOADED_FUNCTION_TOOL_PATHS.setdefault(str(module.__file__), found)
+    return _LOADED_FUNCTION_TOOL_PATHS.setdefault(str(module.__file__), tools)

@@ -40,17 +40,17 @@ class BaseInteraction:
 
 def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     """Name → interaction of a YAML `interaction: [{name, class_name, config}]`. ToolError for one that cannot be used."""
-    found: dict[str, BaseInteraction] = {}
+    interactions: dict[str, BaseInteraction] = {}
     entries = load_yaml(path, "interaction", ("name", "class_name", "config")) if path else ()
     for number, entry in enumerate(entries):
         where = f"{path} entry {number}"
-        own = str(entry.get("class_name")).rpartition(".")[2]
-        name = entry.get("name") or own.removesuffix("Interaction").lower()
-        if name in found:
+        class_name = str(entry.get("class_name")).rpartition(".")[2]
+        name = entry.get("name") or class_name.removesuffix("Interaction").lower()
+        if name in interactions:
             raise ToolError(f"{path}: two interactions are called {name!r}")
         config = {"name": name, **(entry.get("config") or {})}
-        found[name] = made(entry, where, BaseInteraction, config=config)
-    return found
+        interactions[name] = made(entry, where, BaseInteraction, config=config)
+    return interactions
 
 
 class Partner:
@@ -87,5 +87,5 @@ class Partner:
             async with asyncio.timeout(self._timeout):
                 await users_code(self._interaction.finalize_interaction(self._id, **self._kwargs))
         except Exception as error:
-            what = f"finalize_interaction: {told(error)}"
-            warn_once(str(self._kwargs.get("name")), type(error).__name__, what, of="interaction")
+            problem = f"finalize_interaction: {told(error)}"
+            warn_once(str(self._kwargs.get("name")), type(error).__name__, problem, of="interaction")

@@ -76,12 +76,12 @@ class McpServer:
     async def tools(self) -> list[Any]:
         """What the server offers; the connection ends afterwards."""
         try:
-            client, found, cursor = await self._client(), [], None
+            client, tools, cursor = await self._client(), [], None
             while True:
                 page = await client.list_tools(cursor=cursor)
-                found += page.tools
+                tools += page.tools
                 if not (cursor := page.next_cursor):
-                    return found
+                    return tools
         finally:
             self._disconnect(self._connection)
 
@@ -230,7 +230,7 @@ def load_tools(entry: Mapping[str, Any], where: str, tool_class: Any = McpTool) 
         )
     options = entry.get("mcp") or {}
     chosen, config = options.get("tool_selected_list"), dict(entry.get("config") or {})
-    found: list[tuple[str, BaseTool]] = []
+    tools: list[tuple[str, BaseTool]] = []
     for name, spec in _server_specs(options.get("mcp_servers_config_path"), where).items():
         place = f"{where} (MCP server {name!r})"
         server = _server(name, spec, place)
@@ -238,10 +238,10 @@ def load_tools(entry: Mapping[str, Any], where: str, tool_class: Any = McpTool) 
             if chosen is None or offered.name in chosen:
                 tool = tool_class(config=config, tool_schema=_schema(offered, place))
                 tool.server = server
-                found.append((place, tool))
-    if missing := [name for name in chosen or () if name not in {tool.name for _, tool in found}]:
+                tools.append((place, tool))
+    if missing := [name for name in chosen or () if name not in {tool.name for _, tool in tools}]:
         raise ToolError(f"{where}: tool_selected_list names {missing[0]!r}, which no server of the entry has")
-    return found
+    return tools
 
 
 def _schema(tool: Any, place: str) -> OpenAIFunctionToolSchema:
@@ -284,13 +284,13 @@ def _server(name: str, spec: Mapping[str, Any], place: str) -> McpServer:
     server = _SERVERS.setdefault(json.dumps([name, spec], sort_keys=True), McpServer(name, spec))
     if server.offered is None:
         try:
-            asked = asyncio.run_coroutine_threadsafe(server.tools(), _loop())
-            server.offered = asked.result(START_SECONDS + _ANSWER_SECONDS)
+            future = asyncio.run_coroutine_threadsafe(server.tools(), _loop())
+            server.offered = future.result(START_SECONDS + _ANSWER_SECONDS)
         except Exception as error:
-            what = "does it end, or speak no MCP, when started by hand?"
+            hint = "does it end, or speak no MCP, when started by hand?"
             if "url" in spec:
-                what = "does nobody listen there?"
+                hint = "does nobody listen there?"
             last_lines = asyncio.run_coroutine_threadsafe(server.last_lines(), _loop()).result()
-            told = f"{place}: {server.target} gave no list of tools ({reason(error)}): {what}{last_lines}"
-            raise ToolError(told) from error
+            message = f"{place}: {server.target} gave no list of tools ({reason(error)}): {hint}{last_lines}"
+            raise ToolError(message) from error
     return server

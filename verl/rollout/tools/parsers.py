@@ -48,12 +48,12 @@ def parse(
 
     tools: OpenAI schemas, from which formats without types take those of the arguments. KeyError for an unknown format.
     """
-    thought, said = _split_thinking(tool_format, text)
+    thought, answer = _split_thinking(tool_format, text)
     types = {
         tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
         for tool in tools or ()
     }
-    content, calls = PARSERS[tool_format](said, types)
+    content, calls = PARSERS[tool_format](answer, types)
     numbered = [replace(call, id=call.id or f"call_{number}") for number, call in enumerate(calls)]
     return thought + content.strip(), numbered
 
@@ -64,8 +64,8 @@ _THOUGHT = re.compile("</(?:seed:)?think>")
 def _split_thinking(tool_format: str, text: str) -> tuple[str, str]:
     """The text up to its last `</think>`, and what follows; one in the arguments of a call is the call's."""
     whole = _WHOLE_CALLS.get(tool_format)
-    seen = whole.sub(lambda found: " " * len(found[0]), text) if whole else text
-    at = max((found.end() for found in _THOUGHT.finditer(seen)), default=0)
+    blanked = whole.sub(lambda match: " " * len(match[0]), text) if whole else text
+    at = max((match.end() for match in _THOUGHT.finditer(blanked)), default=0)
     return text[:at], text[at:]
 
 
@@ -75,10 +75,10 @@ def _split_thinking(tool_format: str, text: str) -> tuple[str, str]:
 def _json(text: str, types: Types) -> list[ToolCall]:
     """{"name": …, "arguments": {…}}, or a list of them."""
     try:
-        found = json.loads(text, strict=False)
+        value = json.loads(text, strict=False)
     except ValueError as error:
         return [ToolCall("", error=f"the call is no valid JSON: {error}")]
-    return [_from_json(one) for one in (found if isinstance(found, list) else [found])]
+    return [_from_json(call) for call in (value if isinstance(value, list) else [value])]
 
 
 def _from_json(found: Any) -> ToolCall:
@@ -122,10 +122,10 @@ _PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?(?:</parameter>|(?=<para
 
 def _function_tags(text: str, types: Types) -> list[ToolCall]:
     """<function=name><parameter=key>value</parameter></function>."""
-    found = _FUNCTION.findall(text)
-    if not found:
+    matches = _FUNCTION.findall(text)
+    if not matches:
         return [ToolCall("", error="the call has no <function=NAME>")]
-    return [_typed(name, _PARAMETER.findall(body), types) for name, body in found]
+    return [_typed(name, _PARAMETER.findall(body), types) for name, body in matches]
 
 
 _INVOKE = re.compile(r'<(?:｜DSML｜)?invoke name="?([^">]+)"?>(.*?)(?:</(?:｜DSML｜)?invoke>|\Z)', re.S)
@@ -139,12 +139,12 @@ def _invoke_tags(text: str, types: Types) -> list[ToolCall]:
     """<invoke name="…"><parameter name="…">value</parameter></invoke>; where a parameter says that it is no string, it is JSON."""
     calls = []
     for name, body in _INVOKE.findall(text):
-        known, pairs = dict(types.get(name, {})), []
+        param_types, pairs = dict(types.get(name, {})), []
         for key, string, value in _INVOKED.findall(body):
             if string:
-                known[key] = {"type": "object" if string == "false" else "string"}
+                param_types[key] = {"type": "object" if string == "false" else "string"}
             pairs.append((key, value.strip("\n")))
-        calls.append(_typed(name, pairs, {name: known}))
+        calls.append(_typed(name, pairs, {name: param_types}))
     return calls or [ToolCall("", error='the call has no <invoke name="NAME">')]
 
 
@@ -174,24 +174,24 @@ def _kimi(text: str, types: Types) -> list[ToolCall]:
 
 def _deepseek(text: str, types: Types) -> list[ToolCall]:
     """function<｜tool▁sep｜>name and a JSON block, or name<｜tool▁sep｜>{…}."""
-    head, separator, rest = text.partition("<｜tool▁sep｜>")
+    head, separator, tail = text.partition("<｜tool▁sep｜>")
     if not separator:
         return [ToolCall("", error="the call has no <｜tool▁sep｜>")]
     if head.strip() != "function":
-        return [with_arguments(head.strip(), rest)]
-    name, _, body = rest.strip().partition("\n")
+        return [with_arguments(head.strip(), tail)]
+    name, _, body = tail.strip().partition("\n")
     return [with_arguments(name.strip(), re.sub(r"^\s*```(?:json)?|```\s*$", "", body))]
 
 
 def _gemma(text: str, types: Types) -> list[ToolCall]:
     """call:name{key:<|"|>text<|"|>,other:3}."""
-    found = re.fullmatch(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", text, re.S)
-    if not found:
+    match = re.fullmatch(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", text, re.S)
+    if not match:
         return [ToolCall("", error="the call is not call:NAME{key:value}")]
-    parts = found[2].split('<|"|>')
+    parts = match[2].split('<|"|>')
     keyed = (re.sub(r"([{,]\s*)([A-Za-z_][\w-]*)\s*:", r'\1"\2":', part) for part in parts[::2])
     strings = [json.dumps(part) for part in parts[1::2]] + [""]
-    return [with_arguments(found[1], "".join(a + b for a, b in zip(keyed, strings, strict=False)))]
+    return [with_arguments(match[1], "".join(a + b for a, b in zip(keyed, strings, strict=False)))]
 
 
 # ------------------------------------------------------------------------------------------------- texts of a turn
@@ -221,13 +221,13 @@ def _llama(text: str, types: Types) -> tuple[str, list[ToolCall]]:
     calls, decoder = [], json.JSONDecoder(strict=False)
     while body:
         try:
-            found, end = decoder.raw_decode(body)
+            value, end = decoder.raw_decode(body)
         except ValueError as error:
             calls.append(ToolCall("", error=f"the call is no valid JSON: {error}"))
             break
-        if not tag and not calls and not (isinstance(found, dict) and "name" in found):
+        if not tag and not calls and not (isinstance(value, dict) and "name" in value):
             return text, []  # an answer in JSON
-        calls.append(_from_json(found))
+        calls.append(_from_json(value))
         body = body[end:].lstrip("; \n")
     return content, calls
 

@@ -46,11 +46,11 @@ class ToolParser:
     @staticmethod
     def get_tool_parser(name: str, tokenizer: Any) -> ToolParser:
         """The parser of `multi_turn.format`. ValueError for an unknown one."""
-        known = PARSERS.keys() | OWN_PARSERS.keys()
-        if name not in known:
-            raise ValueError(f"unknown tool parser {name!r}; known: {', '.join(sorted(known))}")
-        named = (cls for cls in ToolParser.__subclasses__() if cls.tool_format == name)
-        parser = (OWN_PARSERS.get(name) or next(named, ToolParser))(tokenizer)
+        names = PARSERS.keys() | OWN_PARSERS.keys()
+        if name not in names:
+            raise ValueError(f"unknown tool parser {name!r}; known: {', '.join(sorted(names))}")
+        classes = (cls for cls in ToolParser.__subclasses__() if cls.tool_format == name)
+        parser = (OWN_PARSERS.get(name) or next(classes, ToolParser))(tokenizer)
         parser.tool_format = parser.tool_format or name
         return parser
 
@@ -70,22 +70,22 @@ async def read_with_own(name: str, tokenizer: Any, ids: list[int], tools: Any) -
     schemas = [OpenAIFunctionToolSchema.model_validate(tool) for tool in tools]
     takes_tools = len(inspect.signature(parser.extract_tool_calls).parameters) > 1
     try:
-        text, found = await parser.extract_tool_calls(ids, *([schemas] if takes_tools else []))
-        calls = [_tool_call(call, number) for number, call in enumerate(found)]
+        text, parsed = await parser.extract_tool_calls(ids, *([schemas] if takes_tools else []))
+        calls = [_tool_call(call, number) for number, call in enumerate(parsed)]
     except Exception as error:
-        what = f"multi_turn.format={name}: {type(parser).__name__}.extract_tool_calls"
-        raise UserError(f"{what} gives no (text, calls): {type(error).__name__}: {error}") from error
+        source = f"multi_turn.format={name}: {type(parser).__name__}.extract_tool_calls"
+        raise UserError(f"{source} gives no (text, calls): {type(error).__name__}: {error}") from error
     return str(text or ""), calls
 
 
 def _tool_call(call: Any, number: int) -> ToolCall:
-    own = getattr(call, "tool_call_id", None) or f"call_{number}"
-    return replace(with_arguments(call.name, call.arguments), id=own)
+    call_id = getattr(call, "tool_call_id", None) or f"call_{number}"
+    return replace(with_arguments(call.name, call.arguments), id=call_id)
 
 
 def _call(call: ToolCall, number: int) -> FunctionCall:
-    own = None if call.id == f"call_{number}" else call.id
-    return FunctionCall(call.name, json.dumps(call.arguments, ensure_ascii=False), own)
+    call_id = None if call.id == f"call_{number}" else call.id
+    return FunctionCall(call.name, json.dumps(call.arguments, ensure_ascii=False), call_id)
 
 
 class HermesToolParser(ToolParser):

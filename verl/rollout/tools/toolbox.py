@@ -43,17 +43,17 @@ def load_class(path: str, what: str) -> Any:
 
 def made(entry: Mapping[str, Any], where: str, base: type, **arguments: Any) -> Any:
     """The object of an entry's `class_name`, made of these arguments. ToolError for one that cannot be, or is no `base`."""
-    named = entry.get("class_name")
-    if not isinstance(named, str):
+    class_path = entry.get("class_name")
+    if not isinstance(class_path, str):
         raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")
-    cls = load_class(named, where)
+    cls = load_class(class_path, where)
     try:
-        found = cls(**arguments)
+        instance = cls(**arguments)
     except Exception as error:
-        raise ToolError(f"{where}: {named} cannot be made: {type(error).__name__}: {error}") from error
-    if not isinstance(found, base) or not hasattr(found, "config"):
-        raise ToolError(f"{where}: {named} must derive from {base.__name__}, and call super().__init__")
-    return found
+        raise ToolError(f"{where}: {class_path} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(instance, base) or not hasattr(instance, "config"):
+        raise ToolError(f"{where}: {class_path} must derive from {base.__name__}, and call super().__init__")
+    return instance
 
 
 def load_yaml(path: str, key: str, known: Sequence[str]) -> list[dict[str, Any]]:
@@ -61,17 +61,19 @@ def load_yaml(path: str, key: str, known: Sequence[str]) -> list[dict[str, Any]]
     import yaml
 
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ToolError(f"{path}: cannot be read: {error}") from error
-    entries = found.get(key) if isinstance(found, Mapping) else None
+    entries = content.get(key) if isinstance(content, Mapping) else None
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise ToolError(f"{path}: it needs a list `{key}:` of mappings")
-    each = ((entry, f" entry {number}", known) for number, entry in enumerate(entries))
-    for names, place, there in ((found, "", [key]), *each):
-        if unknown := [str(name) for name in names if name not in there]:
-            what = f"{path}{place}: {unknown[0]} is no key that is known there; known: {', '.join(there)}"
-            raise ToolError(f"{what} (is it indented as it should be?)")
+    checks = ((entry, f" entry {number}", known) for number, entry in enumerate(entries))
+    for names, place, allowed in ((content, "", [key]), *checks):
+        if unknown := [str(name) for name in names if name not in allowed]:
+            problem = (
+                f"{path}{place}: {unknown[0]} is no key that is known there; known: {', '.join(allowed)}"
+            )
+            raise ToolError(f"{problem} (is it indented as it should be?)")
     if odd := [entry["config"] for entry in entries if not isinstance(entry.get("config") or {}, Mapping)]:
         raise ToolError(f"{path}: config must be a mapping, and is {odd[0]!r}")
     return [dict(entry) for entry in entries]
@@ -86,38 +88,40 @@ class Toolbox:
         for where, tool in named:
             self.by_name[tool.name] = tool
             places.setdefault(tool.name, []).append(where)
-        if taken := {name: sources for name, sources in places.items() if len(sources) > 1}:
+        if duplicates := {name: sources for name, sources in places.items() if len(sources) > 1}:
             collisions = [
                 f"{len(sources)} tools are called {name!r}: in {' and in '.join(sources)}"
-                for name, sources in taken.items()
+                for name, sources in duplicates.items()
             ]
-            raise ToolError(f"the names {list(taken)} collide: {'; '.join(collisions)}")
+            raise ToolError(f"the names {list(duplicates)} collide: {'; '.join(collisions)}")
         self.tools = list(self.by_name.values())
 
     def warn_of_unknown(self, kwargs: Mapping[str, Any]) -> None:
         """Say which names in a row's `extra_info.tools_kwargs` are no tools: what a row holds for them reaches nothing."""
-        known = ", ".join(self.by_name) or "none"
-        for name, given in kwargs.items():
-            if given is not None and name not in self.by_name:
-                warn_once(name, "unknown", f"is in a row's tools_kwargs; the run has no such tool ({known})")
+        tool_names = ", ".join(self.by_name) or "none"
+        for name, value in kwargs.items():
+            if value is not None and name not in self.by_name:
+                warn_once(
+                    name, "unknown", f"is in a row's tools_kwargs; the run has no such tool ({tool_names})"
+                )
 
     @classmethod
     def load(cls, tool_config_path: str | None = None, function_tool_path: str | None = None) -> Toolbox:
         """The tools of a tools file and of a file of functions. ToolError for one that cannot be used."""
-        named: list[tuple[str, Tool]] = []
+        tools: list[tuple[str, Tool]] = []
         if path := tool_config_path:
             entries = load_yaml(path, "tools", ("class_name", "config", "tool_schema", "mcp"))
             for number, entry in enumerate(entries):
-                named += _tools(f"{path} entry {number}", entry)
+                tools += _tools(f"{path} entry {number}", entry)
         if path := function_tool_path:
             try:
-                found = load_function_tools_from_path(path)
+                functions = load_function_tools_from_path(path)
             except Exception as error:
                 raise ToolError(f"function_tool_path={path}: {type(error).__name__}: {error}") from error
-            if not found:
+            if not functions:
                 raise ToolError(f"function_tool_path={path}: no function of it is marked with @function_tool")
-            named += [(f"{path} ({tool.fn.__name__})", tool) for tool in found]
-        return cls(named)
+            tools += [(f"{path} ({tool.fn.__name__})", tool) for tool in functions]
+        return cls(tools)
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
@@ -132,14 +136,14 @@ def load_all_tools(tool_config_path: str | None = None, function_tool_path: str 
 
 def _tools(where: str, entry: dict[str, Any]) -> list[tuple[str, BaseTool]]:
     """(place, tool) of an entry: one tool, or those of MCP servers."""
-    named, config = entry.get("class_name"), entry.get("config") or {}
+    class_path, config = entry.get("class_name"), entry.get("config") or {}
     timeout = config.get("timeout")
     if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
         raise ToolError(f"{where}: config.timeout is {timeout!r}, it must be seconds, or null for none")
     if config.get("type") == "mcp":
         from verl.rollout.tools.mcp_servers import McpTool, load_tools
 
-        return load_tools(entry, where, load_class(named, where) if named else McpTool)
+        return load_tools(entry, where, load_class(class_path, where) if class_path else McpTool)
     return [(where, _tool(where, entry))]
 
 
@@ -152,8 +156,8 @@ def _tool(where: str, entry: dict[str, Any]) -> BaseTool:
         check_schema(schema, where)
         schema = OpenAIFunctionToolSchema.model_validate(schema)
     tool: BaseTool = made(entry, where, BaseTool, config=config, tool_schema=schema)
-    found = tool.tool_schema
-    check_schema(found.model_dump() if hasattr(found, "model_dump") else found, where)
+    declared = tool.tool_schema
+    check_schema(declared.model_dump() if hasattr(declared, "model_dump") else declared, where)
     return tool
 
 
@@ -201,14 +205,14 @@ class ToolRun:
         self.counts["calls"] += 1
         if call.error or tool is None:
             self.counts["invalid"] += 1
-            known = f"there is no tool {call.name!r}; the tools are {', '.join(self._tools) or 'none'}"
-            return f"Error: {call.error or known}"
+            unknown = f"there is no tool {call.name!r}; the tools are {', '.join(self._tools) or 'none'}"
+            return f"Error: {call.error or unknown}"
         timeout = self._deadline(tool)
-        own, room = list[str](), thread_room() if tool.runs_in_thread else nullcontext()
+        instances, room = list[str](), thread_room() if tool.runs_in_thread else nullcontext()
         try:
             async with room, (deadline := asyncio.timeout(timeout)):
-                found = await users_code(self._execute(tool, call.arguments, own))
-                response, reward, metrics = normalize_function_tool_return(found)
+                result = await users_code(self._execute(tool, call.arguments, instances))
+                response, reward, metrics = normalize_function_tool_return(result)
                 if response.video:
                     raise ToolError("it gave a video, and videos are not in this release")
                 images = self.show_images(response.image) if response.image else []
@@ -221,11 +225,11 @@ class ToolRun:
                 error = ToolError(f"it gave an image that cannot be shown: {error.problem}")
             late = isinstance(error, TimeoutError) and deadline.expired()
             self.counts["timeouts" if late else "errors"] += 1
-            what = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
-            warn_once(call.name, type(error).__name__, f"{what} (the model is told so)")
-            return self._cut(f"Error: tool {call.name!r}: {what}")
+            problem = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
+            warn_once(call.name, type(error).__name__, f"{problem} (the model is told so)")
+            return self._cut(f"Error: tool {call.name!r}: {problem}")
         finally:
-            for instance in own:
+            for instance in instances:
                 await self._release(tool, instance)
             self.seconds += time.monotonic() - started
         self.rewards.append(reward)
@@ -247,8 +251,8 @@ class ToolRun:
             )
 
     def _of_row(self, tool: Tool, kind: str) -> dict[str, Any]:
-        found = (self._kwargs.get(tool.name) or {}).get(kind) or {}
-        return {name: value for name, value in found.items() if value is not None}
+        arguments = (self._kwargs.get(tool.name) or {}).get(kind) or {}
+        return {name: value for name, value in arguments.items() if value is not None}
 
     def _cut(self, text: str) -> str:
         """The text, or of a longer one its end, its start, or both."""
@@ -267,8 +271,8 @@ class ToolRun:
             tool = self._tools[name]
             try:
                 async with asyncio.timeout(self._deadline(tool)):
-                    asked = tool.calc_reward(instance, **self._of_row(tool, "calc_reward_kwargs"))
-                    reward = await users_code(asked)
+                    pending = tool.calc_reward(instance, **self._of_row(tool, "calc_reward_kwargs"))
+                    reward = await users_code(pending)
                 self.rewards.append(float(reward or 0.0))
             except Exception as error:
                 self._failed(tool, "calc_reward", error)
