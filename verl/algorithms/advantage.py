@@ -2,8 +2,8 @@
 
 Formulas: docs/algorithms.md, "Advantage estimators".
 
-An estimator is written on `EstimatorInputs` and returns one number per response, float64 [N], or (advantages, returns) of the
-policy tokens, a list of arrays [K_i] each. So no array of tokens is made where one number per response will do.
+An estimator is written on `EstimatorInputs` and returns one number per response, float64 [N], or (advantages, returns)
+of the policy tokens, a list of arrays [K_i] each. So no array of tokens is made where one number per response will do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Result = np.ndarray | tuple[Arrays, Arrays]
 class EstimatorInputs:
     """The N responses that count. A response's tokens are those that the policy wrote, in order, over all its segments.
 
-    scores     float64 [N]: s, the sum of the token rewards (KL penalty taken off); without a policy token the score itself
+    scores     float64 [N]: s, the sum of the token rewards (KL penalty taken off); without a policy token
+               the score itself
     index      [N] group keys
     lengths    int [N]: K, policy tokens
     column     name of a column → float64 [K_i] of each response; ValueError where the step does not have it
@@ -64,7 +65,8 @@ Estimator = Callable[[EstimatorInputs], Result]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of N responses: `ids` 0, 1, … in order of first appearance; `size` members of each response's group."""
+    """The groups of N responses: `ids` 0, 1, … in order of first appearance; `size` members of each response's
+    group."""
 
     ids: np.ndarray
     size: np.ndarray
@@ -189,7 +191,8 @@ GDPO_KEYS = ("gdpo_reward_keys", "gdpo_reward_weights", "norm_adv_by_std_in_grpo
 
 @ESTIMATORS.register("gdpo", compares_groups=True, keys=GDPO_KEYS)
 def gdpo(inputs: EstimatorInputs) -> Result:
-    """A = whiten(Σ_q w_q A^q), A^q the advantage of GRPO on component q of `gdpo_reward_keys`; w_q = 1 unless weights are given.
+    """A = whiten(Σ_q w_q A^q), A^q the advantage of GRPO on component q of `gdpo_reward_keys`; w_q = 1 unless weights
+    are given.
 
     RewardPartError without keys, and for a response whose reward has no number under one of them.
     Source: arXiv 2601.05242.
@@ -218,7 +221,8 @@ def _component(key: str, inputs: EstimatorInputs) -> np.ndarray:
         values = np.array([np.nan])
     if not np.isfinite(values).all():
         raise RewardPartError(
-            f"algorithm.gdpo_reward_keys: the reward function does not return a finite number under {key!r} for every response"
+            f"algorithm.gdpo_reward_keys: the reward function does not return a finite number "
+            f"under {key!r} for every response"
         )
     return values
 
@@ -233,7 +237,8 @@ def reinforce_plus_plus_baseline(inputs: EstimatorInputs) -> Result:
 @ESTIMATORS.register("rloo", compares_groups=True)
 @ESTIMATORS.register("rloo_vectorized", compares_groups=True)
 def rloo(inputs: EstimatorInputs) -> Result:
-    """A = s − mean of the group's other members = (s − mean_g)·n_g / (n_g − 1); s in a group of one. Source: arXiv 2402.14740."""
+    """A = s − mean of the group's other members = (s − mean_g)·n_g / (n_g − 1); s in a group of one. Source: arXiv
+    2402.14740."""
     group = GroupStatistics.of(inputs.scores, inputs.index)
     size = group.groups.size
     return group.without_equal((inputs.scores - group.mean) * size / np.maximum(size - 1, 1))
@@ -241,7 +246,8 @@ def rloo(inputs: EstimatorInputs) -> Result:
 
 @ESTIMATORS.register("opo", compares_groups=True)
 def opo(inputs: EstimatorInputs) -> Result:
-    """A = s − Σ_g K·s / Σ_g K: the baseline weighs responses by their policy tokens; without any it is mean_g, in a group of one 0.
+    """A = s − Σ_g K·s / Σ_g K: the baseline weighs responses by their policy tokens; without any it is mean_g, in a
+    group of one 0.
 
     Source: arXiv 2505.23585.
     """
@@ -254,7 +260,8 @@ def opo(inputs: EstimatorInputs) -> Result:
 
 @ESTIMATORS.register("gpg", compares_groups=True)
 def gpg(inputs: EstimatorInputs) -> Result:
-    """A = α(s − mean_g), α = N / N₊ with N₊ the responses in groups whose scores differ (groups of one among them); 0 if none.
+    """A = α(s − mean_g), α = N / N₊ with N₊ the responses in groups whose scores differ (groups of one among them); 0
+    if none.
 
     Source: arXiv 2504.02546.
     """

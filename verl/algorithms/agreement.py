@@ -157,16 +157,17 @@ def _policy(values: np.ndarray, row: Trajectory) -> np.ndarray:
 
 
 FAR = {"float32": ("max", 1e-3), "half": ("mean", 0.1)}
-"""|sampler's log-prob − trainer's| of the first batch beyond which two models must differ, in nats: of a token where both
-compute in float32, on average in half precision. Measured agreement is some hundred times, and ten times, better
+"""|sampler's log-prob − trainer's| of the first batch beyond which two models must differ, in nats: of a token where
+both compute in float32, on average in half precision. Measured agreement is some hundred times, and ten times, better
 (docs/weight-sync.md)."""
 
 
 def first_step_bound(config: Any, trainer_dtype: str) -> tuple[str, float] | None:
-    """What a run's first batch is held to: `FAR` of the precision in use. trainer_dtype: in which the policy's ranks compute.
+    """What a run's first batch is held to: `FAR` of the precision in use. trainer_dtype: in which the policy's ranks
+    compute.
 
-    None where both may differ by design (bypass mode, a distribution that is truncated or not the one sampled from), and where
-    the user has set a limit.
+    None where both may differ by design (bypass mode, a distribution that is truncated or not the one sampled from),
+    and where the user has set a limit.
     """
     rollout = config.actor_rollout_ref.rollout
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0 or rollout.repetition_penalty != 1
@@ -192,15 +193,16 @@ def first_step_disagreement(metrics: Mapping[str, Any], bound: tuple[str, float]
     if difference is None or not difference > limit:  # nan: nothing was compared, or the update is refused
         return ""
     return (
-        f"sampler and trainer do not compute the same model: in the first batch after a weight sync their log-probs differ "
-        f"by {difference:.3g} nats ({kind}), rounding of their precisions explains at most {limit:g}. "
+        "sampler and trainer do not compute the same model: in the first batch after a weight sync their log-probs "
+        f"differ by {difference:.3g} nats ({kind}), rounding of their precisions explains at most {limit:g}. "
         "Weights reached the sampler in a wrong form, or it computes this architecture differently: report it, and try "
         "rollout.name=native; trainer.logprob_diff_limit=1e9 goes on regardless"
     )
 
 
 def high_percentile(parts: Sequence[np.ndarray], percent: float) -> float:
-    """numpy's percentile (linear between neighbours) of all values of `parts` together; nan of none, or if one is. No part is empty.
+    """numpy's percentile (linear between neighbours) of all values of `parts` together; nan of none, or if one is. No
+    part is empty.
 
     Only what is above a bound guessed from a sample is sorted, everything if the guess was too high.
     """

@@ -77,7 +77,8 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """`algorithm.rollout_correction`, parsed. `rejected_in_baseline`: rejected responses stay in their group's statistics."""
+    """`algorithm.rollout_correction`, parsed. `rejected_in_baseline`: rejected responses stay in their group's
+    statistics."""
 
     weighting: Weighting | None = None
     rules: tuple[Rule, ...] = ()
@@ -121,7 +122,8 @@ def parse_weighting(kind: str, threshold: float | str, normalize: bool = False) 
     parts = _numbers(threshold)
     if not parts:
         raise ValueError(
-            f'rollout_is_threshold={threshold!r}: write a number, "2.0" (truncates), or bounds, "0.5_5.0" (zeroes outside)'
+            f'rollout_is_threshold={threshold!r}: write a number, "2.0" (truncates), or bounds, '
+            '"0.5_5.0" (zeroes outside)'
         )
     return Weighting(kind, parts[0] if len(parts) == 2 else None, parts[-1], normalize)
 
@@ -147,7 +149,8 @@ def parse_rule(name: str, threshold: str) -> Rule:
     match = _RULE.fullmatch(name)
     if not match or name == "seq_max_k1":
         raise ValueError(
-            f"rollout_rs={name}: a list of token_k1..3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2..3, separated by commas"
+            f"rollout_rs={name}: a list of token_k1..3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2..3, "
+            "separated by commas"
         )
     over, k, parts = match[1] or match[2], int(match[3]), _numbers(threshold)
     if k > 1:
@@ -165,7 +168,8 @@ def parse_rule(name: str, threshold: str) -> Rule:
 
 
 def _numbers(threshold: float | str | None) -> list[float]:
-    """[c], or [lo, hi] of "lo_hi", where infinity is no upper bound; [] for anything else: all must be above 0, and lo below hi."""
+    """[c], or [lo, hi] of "lo_hi", where infinity is no upper bound; [] for anything else: all must be above 0, and lo
+    below hi."""
     try:
         parts = [float(part) for part in str(threshold).split("_")]
     except ValueError:
@@ -271,8 +275,8 @@ def correct(
 ) -> dict[str, float]:
     """Fill `is_weights` and take what is rejected out of `loss_mask`; returns metrics, `rollout_corr/…`.
 
-    Rows need `rollout_log_probs`, `loss_mask` and, unless `current` gives the trainer's log-probs ([L] each), `old_log_probs`;
-    ValueError naming the first that lacks one. Statistics are over the policy tokens of all rows. With
+    Rows need `rollout_log_probs`, `loss_mask` and, unless `current` gives the trainer's log-probs ([L] each),
+    `old_log_probs`; ValueError naming the first that lacks one. Statistics are over the policy tokens of all rows. With
     `correction.bypass` weights are kept only for loss_type=reinforce: in the ratio they would count twice.
     """
     mask = flat(rows, "response_mask")

@@ -1,7 +1,8 @@
 """Policy losses that treat tokens of a high covariance between log-prob and advantage differently: clip_cov, kl_cov.
 
-v = (A − mean A)·(logp − mean logp), means over the tokens in the loss of a whole mini-batch, under the weights before its update:
-so which tokens are chosen is decided before, for all ranks (`mini_batch_values`, 1 where a token is). Source: arXiv 2505.22617.
+v = (A − mean A)·(logp − mean logp), means over the tokens in the loss of a whole mini-batch, under the weights before
+its update: so which tokens are chosen is decided before, for all ranks (`mini_batch_values`, 1 where a token is).
+Source: arXiv 2505.22617.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ TO_ZERO, TO_PENALISE = WholeMiniBatch(_to_zero), WholeMiniBatch(_to_penalise)
 
 @LOSSES.register("clip_cov", needs={"old_log_probs"}, whole=TO_ZERO, keys=[*CLIP_KEYS, *CLIP_COV_KEYS])
 def clip_cov(inputs: LossInputs) -> PolicyLoss:
-    """x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)), and 0 for max(1, ⌊clip_cov_ratio·T⌋) tokens, drawn with the step's seed from
-    those with clip_cov_lb < v < clip_cov_ub that the clip does not hold already. Metrics: pg_clipfrac, share set to 0.
+    """x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)), and 0 for max(1, ⌊clip_cov_ratio·T⌋) tokens, drawn with the step's seed
+    from those with clip_cov_lb < v < clip_cov_ub that the clip does not hold already. Metrics: pg_clipfrac, share set
+    to 0.
     """
     low, high = clip_bounds(inputs.config)
     ratio, advantages = inputs.ratio(), inputs.advantages
@@ -75,7 +77,8 @@ def clip_cov(inputs: LossInputs) -> PolicyLoss:
 
 @LOSSES.register("kl_cov", needs={"old_log_probs"}, whole=TO_PENALISE, keys=KL_COV_KEYS)
 def kl_cov(inputs: LossInputs) -> PolicyLoss:
-    """x = −Aρ, and −Aρ + ppo_kl_coef·|d| for the max(1, ⌊kl_cov_ratio·T⌋) tokens of the largest v. Metrics: ppo_kl, mean |d|."""
+    """x = −Aρ, and −Aρ + ppo_kl_coef·|d| for the max(1, ⌊kl_cov_ratio·T⌋) tokens of the largest v. Metrics: ppo_kl,
+    mean |d|."""
     coefficient = float(setting(setting(inputs.config, "policy_loss"), "ppo_kl_coef", 0.1))
     distance = inputs.log_ratio().abs()
     penalty = coefficient * distance * inputs.of_mini_batch(TO_PENALISE)

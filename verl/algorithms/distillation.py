@@ -3,8 +3,8 @@
     terms per token ──▶ minimised as they are                 added to the actor's loss, or in its place
                    └──▶ −sg(term) as advantages of a policy loss
 
-Sources: on-policy distillation of language models, arXiv 2306.13649; reverse KL as a reward (On-Policy Distillation, Thinking
-Machines 2025); overlap of the most likely tokens, arXiv 2604.13016.
+Sources: on-policy distillation of language models, arXiv 2306.13649; reverse KL as a reward (On-Policy Distillation,
+Thinking Machines 2025); overlap of the most likely tokens, arXiv 2604.13016.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ TOPK = "forward_kl_topk"
 
 
 def topk_terms(student: Tensor, teacher: Tensor) -> Tensor:
-    """Σ_v ν(v)·(log ν(v) − logp(v)), at least 0: the forward KL over the teacher's k most likely tokens, [..., k] → [...].
+    """Σ_v ν(v)·(log ν(v) − logp(v)), at least 0: the forward KL over the teacher's k most likely tokens,
+    [..., k] → [...].
 
-    `student`, `teacher`: their log-probs of those tokens. A token of −inf, which is not in the student's vocabulary, is left out.
+    `student`, `teacher`: their log-probs of those tokens. A token of −inf, which is not in the student's vocabulary, is
+    left out.
     """
     terms = teacher.exp() * (teacher - student)
     return terms.masked_fill(student == float("-inf"), 0.0).sum(-1).clamp(min=0)
@@ -40,9 +42,10 @@ def topk_terms(student: Tensor, teacher: Tensor) -> Tensor:
 class Distillation:
     """The distillation part of the actor's loss. `config` is the group `distillation.distillation_loss`.
 
-    Metrics, means over the tokens in the loss unless said: distillation/loss (aggregated), abs_loss, loss_min, loss_max, the shares
-    that limits cut (loss_clamped_ratio, log_prob_clamped_ratio); with a policy gradient what its loss logs; of the k most likely
-    tokens student_mass and teacher_mass with _min and _max, overlap_ratio and overlap_token_advantage.
+    Metrics, means over the tokens in the loss unless said: distillation/loss (aggregated), abs_loss, loss_min,
+    loss_max, the shares that limits cut (loss_clamped_ratio, log_prob_clamped_ratio); with a policy gradient what its
+    loss logs; of the k most likely tokens student_mass and teacher_mass with _min and _max, overlap_ratio and
+    overlap_token_advantage.
     """
 
     def __init__(self, config: Any):
@@ -76,7 +79,8 @@ class Distillation:
         declared = LOSSES.declared(self.config.policy_loss_mode)
         if declared.whole is not None and inputs.trajectory_tokens is not None:
             raise ValueError(
-                f"distillation_loss.policy_loss_mode={self.config.policy_loss_mode} takes responses of one segment; use vanilla"
+                f"distillation_loss.policy_loss_mode={self.config.policy_loss_mode} "
+                "takes responses of one segment; use vanilla"
             )
         config = Map(inputs.config | {name: setting(self.config, name) for name in CLIP_KEYS})
         cap = setting(inputs.config, "clip_ratio_c", CLIP_RATIO_C)
@@ -113,8 +117,8 @@ class Distillation:
         return limited, teacher.clamp(min=least), self._told(inputs, log_prob_clamped_ratio=below)
 
     def _overlap(self, inputs: LossInputs, student: Tensor, teacher: Tensor, overlap: Tensor) -> Metrics:
-        """How far the two agree on the most likely tokens. The advantage is the mean of −ν(v)·(log ν(v) − logp(v)) over tokens
-        that are among the k of both, 0 where there is none."""
+        """How far the two agree on the most likely tokens. The advantage is the mean of −ν(v)·(log ν(v) − logp(v)) over
+        tokens that are among the k of both, 0 where there is none."""
         gains = torch.where(overlap > 0, teacher.exp() * (student - teacher), 0.0).sum(-1)
         values = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
         values["overlap_token_advantage"] = gains / overlap.sum(-1).clamp(min=1)

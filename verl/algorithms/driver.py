@@ -78,9 +78,10 @@ def prepare_outcomes(
     """Decide which responses count and set `loss_mask` of every trajectory.
 
     Returns (usable bool [N], number of groups dropped). loss_mask is the policy mask of usable responses, but for those
-    without gradient (`rollout.agent.on_status`), and all False elsewhere. With `rollout_n` ≥ 2 and an estimator that compares the members of a group, a group left with one scored
-    response has no baseline: it is dropped. With rollout_n = 1 every response is a group of one and all scored ones count.
-    `needs_greedy`: a group is dropped too whose greedy response has no score.
+    without gradient (`rollout.agent.on_status`), and all False elsewhere. With `rollout_n` ≥ 2 and an estimator that
+    compares the members of a group, a group left with one scored response has no baseline: it is dropped. With
+    rollout_n = 1 every response is a group of one and all scored ones count. `needs_greedy`: a group is dropped too
+    whose greedy response has no score.
     """
     outcomes = {id(t) for t in batch if t.scored}
     dropped = 0
@@ -219,11 +220,12 @@ def _baselines(rows: Batch) -> np.ndarray | None:
 
 
 def rows_of_update(batch: Batch, algorithm: Any, seed: int | Sequence[int]) -> tuple[Batch, dict[str, float]]:
-    """What a step's updates train on, after advantages: the batch; with `use_pf_ppo` as many scored responses as it has, drawn with
-    replacement with probability ∝ weight + 1e-8.
+    """What a step's updates train on, after advantages: the batch; with `use_pf_ppo` as many scored responses as it
+    has, drawn with replacement with probability ∝ weight + 1e-8.
 
-    They keep the batch's order. A response that is drawn again is a trajectory of its own, over the same arrays. Metrics:
-    training/pf_ppo/unique_ratio, distinct responses of those drawn; nan without a scored one. Source: arXiv 2409.06957.
+    They keep the batch's order. A response that is drawn again is a trajectory of its own, over the same arrays.
+    Metrics: training/pf_ppo/unique_ratio, distinct responses of those drawn; nan without a scored one. Source: arXiv
+    2409.06957.
     """
     if not setting(algorithm, "use_pf_ppo", False):
         return batch, {}
@@ -252,7 +254,8 @@ def _copy(trajectory: Trajectory) -> Trajectory:
 def resampling_weights(scores: np.ndarray, method: str, power: float) -> np.ndarray:
     """Weight of each score, float64 [N]. ValueError for an unknown method.
 
-    pow: |score|^power. max_min: 1 for the largest and the smallest of the batch, else 0. max_random: 0.4 for the largest, else 0.1.
+    pow: |score|^power. max_min: 1 for the largest and the smallest of the batch, else 0. max_random: 0.4 for the
+    largest, else 0.1.
     """
     if method == "pow":
         return np.abs(scores) ** power

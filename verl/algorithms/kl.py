@@ -84,8 +84,8 @@ def charge_kl(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Token rewards minus β·KL(old‖ref) on policy tokens. All tensors [T], float64; a row is a response.
 
-    Returns new rewards and `actor/reward_kl_penalty` (mean over responses that have policy tokens of the mean over those
-    tokens; nan if there is none) with `actor/reward_kl_penalty_coeff` (β).
+    Returns new rewards and `actor/reward_kl_penalty` (mean over responses that have policy tokens of the mean over
+    those tokens; nan if there is none) with `actor/reward_kl_penalty_coeff` (β).
     """
     estimate = masked(kl_penalty(old_log_probs, ref_log_probs, name), response_mask)
     tokens = rows.sums(response_mask.double())

@@ -19,12 +19,14 @@ from verl.errors import UserError
 from verl.trajectory import COLUMNS
 
 GREEDY_BASELINE = "reward_baselines"
-"""The need of an estimator that compares with a greedy response: one is sampled for each group (`Trajectory.baseline`)."""
+"""The need of an estimator that compares with a greedy response: one is sampled for each group
+(`Trajectory.baseline`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward pass of a step. name: its phase, timing_s/{name}; outputs: the engine's output → the column it fills."""
+    """A forward pass of a step. name: its phase, timing_s/{name}; outputs: the engine's output → the column it
+    fills."""
 
     name: str
     role: str
@@ -91,7 +93,10 @@ def needed_columns(config: Any) -> frozenset[str]:
         where = f"algorithm.adv_estimator={algorithm.adv_estimator} or policy_loss.loss_mode={loss_mode}"
         why = "no pass produces a column of that name"
         if name in _TAUGHT.values():
-            why = "it comes from a teacher; set distillation.enabled=True, and loss_mode=forward_kl_topk for the most likely tokens"
+            why = (
+                "it comes from a teacher; set distillation.enabled=True, "
+                "and loss_mode=forward_kl_topk for the most likely tokens"
+            )
         raise UserError(f"{where} needs {name}: {why}")
     return frozenset(needs)
 

@@ -1,7 +1,7 @@
 """The actor's objective on one micro-batch: policy term − entropy bonus + KL to the reference.
 
-The training engine calls an `ActorObjective` with flat response tokens and never learns what it computes. A policy loss gets
-one `LossInputs`. Counts of the whole mini-batch are known before its first micro-batch, so parts add up exactly.
+The training engine calls an `ActorObjective` with flat response tokens and never learns what it computes. A policy loss
+gets one `LossInputs`. Counts of the whole mini-batch are known before its first micro-batch, so parts add up exactly.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class LossConfig(Map):
 
 
 class MicroBatchColumns:
-    """Columns of the segments of a micro-batch as flat tensors [T, …], in the dtype and on the device of the pass's outputs."""
+    """Columns of the segments of a micro-batch as flat tensors [T, …], in the dtype and on the device of the pass's
+    outputs."""
 
     def __init__(self, segments: Sequence[Segment], like: torch.Tensor):
         self.segments, self.like = segments, like
@@ -102,7 +103,8 @@ class MicroBatchColumns:
         return self.joined([loss_mask(segment) for segment in self.segments])
 
     def old_log_probs(self) -> torch.Tensor:
-        """The column; the detached log-probs of this pass for segments without it: a step's first update is its own old policy."""
+        """The column; the detached log-probs of this pass for segments without it: a step's first update is its own old
+        policy."""
         current = self.like.detach()
         present = ["old_log_probs" in segment.columns for segment in self.segments]
         if not any(present):
@@ -128,8 +130,8 @@ class ActorObjective:
     `actor` is the group `actor_rollout_ref.actor` (clip_ratio*, loss_agg_mode, entropy_coeff, use_kl_loss,
     kl_loss_coef, kl_loss_type, policy_loss.loss_mode); `denominators` the counts of the mini-batch;
     `rollout_correction` the group of that name: with bypass_mode the old policy is the sampler. `tokens_of`: T_i of
-    rows (by id) whose trajectory has other segments. `distillation`: a part that is added, or that alone is computed and
-    minimised (use_task_rewards=False).
+    rows (by id) whose trajectory has other segments. `distillation`: a part that is added, or that alone is computed
+    and minimised (use_task_rewards=False).
 
     Metrics come as (sum, weight). The mini-batch's value is Σsum / Σweight over its micro-batches: shares and
     means weigh by their tokens; an aggregated term (pg_loss, kl_loss, entropy_loss, loss) is a part of a sum,
@@ -185,7 +187,8 @@ class ActorObjective:
     def _task_loss(
         self, inputs: LossInputs, columns: MicroBatchColumns, tokens: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Metrics]:
-        """Policy loss, entropy and KL: their weighted sum, the aggregated terms by name, other metrics as (sum, weight)."""
+        """Policy loss, entropy and KL: their weighted sum, the aggregated terms by name, other metrics as (sum,
+        weight)."""
         loss, values = self._loss(inputs)
         metrics = {name: (_number(value) * tokens, float(tokens)) for name, value in values.items()}
         parts = {"actor/pg_loss": loss}
@@ -233,7 +236,8 @@ class ActorObjective:
         return self._needs
 
     def _weights(self, columns: MicroBatchColumns, inputs: LossInputs) -> torch.Tensor | None:
-        """Importance weights: the rows' own, else in bypass mode with reinforce those of the current policy over the sampler."""
+        """Importance weights: the rows' own, else in bypass mode with reinforce those of the current policy over the
+        sampler."""
         if any("is_weights" in segment.columns for segment in columns.segments):
             return columns["is_weights"]
         correction = self._correction

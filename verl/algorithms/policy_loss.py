@@ -1,10 +1,10 @@
 """Policy losses: per-token terms from ratios and advantages, and their aggregation to one number. One function each.
 
-A loss is a function of `LossInputs`, flat tokens, and returns (loss, metrics). Metrics are floats of this micro-batch, averaged by
-token count.
+A loss is a function of `LossInputs`, flat tokens, and returns (loss, metrics). Metrics are floats of this micro-batch,
+averaged by token count.
 
-T and B are counted over the mini-batch before its first micro-batch, so that the parts of micro-batches and ranks simply add up:
-batching changes neither the value nor the gradient.
+T and B are counted over the mini-batch before its first micro-batch, so that the parts of micro-batches and ranks
+simply add up: batching changes neither the value nor the gradient.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def _without_blocked(inputs: LossInputs, allowed: Tensor) -> PolicyLoss:
 def dppo_tv(inputs: LossInputs) -> PolicyLoss:
     """x = −A·sg(min(ρ, c))·logp·v, c = clip_ratio_c (20); v = [π − π_old ≤ ε_hi] where A > 0, else [π − π_old ≥ −ε_lo].
 
-    clip_ratio_low and clip_ratio_high bound the total variation. Metrics: pg_clipfrac, share blocked; pg_clipfrac_lower, share
-    with ρ > c. Source: DPPO, arXiv 2602.04879.
+    clip_ratio_low and clip_ratio_high bound the total variation. Metrics: pg_clipfrac, share blocked;
+    pg_clipfrac_lower, share with ρ > c. Source: DPPO, arXiv 2602.04879.
     """
     low, high = clip_bounds(inputs.config)
     with torch.no_grad():
@@ -217,8 +217,8 @@ def dppo_tv(inputs: LossInputs) -> PolicyLoss:
 def dppo_kl(inputs: LossInputs) -> PolicyLoss:
     """As dppo_tv with v = [D ≤ ε_hi or π ≤ π_old] where A > 0, else [D ≤ ε_lo or π ≥ π_old].
 
-    D = π_old·(old − logp) + (1−π_old)·log((1−π_old+1e-8) / (1−π+1e-8)), the divergence of whether the token is drawn. The paper
-    has bounds of 0.05. Source: DPPO, arXiv 2602.04879.
+    D = π_old·(old − logp) + (1−π_old)·log((1−π_old+1e-8) / (1−π+1e-8)), the divergence of whether the token is drawn.
+    The paper has bounds of 0.05. Source: DPPO, arXiv 2602.04879.
     """
     low, high = clip_bounds(inputs.config)
     with torch.no_grad():
@@ -264,7 +264,8 @@ def bypass_mode(inputs: LossInputs) -> PolicyLoss:
 
 @torch.no_grad()
 def weights_now(inputs: LossInputs, how: Weighting) -> Tensor:
-    """Importance weights [T] of the current policy over `old_log_probs`, in the dtype of log_probs, 0 off the policy's tokens."""
+    """Importance weights [T] of the current policy over `old_log_probs`, in the dtype of log_probs, 0 off the policy's
+    tokens."""
     mask = inputs.response_mask.bool()
     error = (inputs.log_probs.double() - inputs.old_log_probs.double())[mask].cpu().numpy()
     weights, _ = importance_weights(Tokens.of(error, inputs.rows.index[mask].cpu().numpy()), how)

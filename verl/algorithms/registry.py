@@ -1,8 +1,9 @@
 """The two registries through which estimators and policy losses are found, and what each declares that it needs.
 
-An estimator is a function of `EstimatorInputs`, a loss one of `LossInputs`, each with one registration that declares what it needs:
-`@ESTIMATORS.register("mine", needs={"ref_log_probs"})`. Functions with the signatures of the public system are registered through
-`verl.trainer.ppo.core_algos` (verl/compat/core_algos.py). The loop runs the passes that produce what is needed (`verl.algorithms.needs`).
+An estimator is a function of `EstimatorInputs`, a loss one of `LossInputs`, each with one registration that declares
+what it needs: `@ESTIMATORS.register("mine", needs={"ref_log_probs"})`. Functions with the signatures of the public
+system are registered through `verl.trainer.ppo.core_algos` (verl/compat/core_algos.py). The loop runs the passes that
+produce what is needed (`verl.algorithms.needs`).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class WholeMiniBatch:
 class MiniBatchTokens:
     """The response tokens of a mini-batch, segment after segment; float64 [ΣL].
 
-    log_probs are those of the weights before the update; loss_mask (bool) is m; trajectory (int): which one a token is of;
-    weights: importance weights of the correction, None without; seed of random draws.
+    log_probs are those of the weights before the update; loss_mask (bool) is m; trajectory (int): which one a token is
+    of; weights: importance weights of the correction, None without; seed of random draws.
     """
 
     log_probs: np.ndarray
@@ -70,8 +71,8 @@ class Declaration:
 
 
 class Registry:
-    """Functions by name, and what each needs. `kind` is how errors call them, `decorator` the name of the user's decorator.
-    A declaration belongs to the function, whatever happens to the table."""
+    """Functions by name, and what each needs. `kind` is how errors call them, `decorator` the name of the user's
+    decorator. A declaration belongs to the function, whatever happens to the table."""
 
     def __init__(self, kind: str, decorator: str):
         self.kind = kind
@@ -88,7 +89,8 @@ class Registry:
         whole: WholeMiniBatch | None = None,
         keys: Sequence[str] = (),
     ) -> Callable[[F], F]:
-        """Decorator: make a function known under `name` (str, or an enum member with a str value). See `Declaration` for the rest.
+        """Decorator: make a function known under `name` (str, or an enum member with a str value). See `Declaration`
+        for the rest.
 
         ValueError if another function has the name already; the same function again is harmless.
         """
@@ -110,8 +112,8 @@ class Registry:
         return add
 
     def get(self, name: Name) -> Algorithm:
-        """The function registered under `name`, ours also after a plug-in emptied the table. ValueError for an unknown one, which
-        lists what is there."""
+        """The function registered under `name`, ours also after a plug-in emptied the table. ValueError for an unknown
+        one, which lists what is there."""
         key = _key(name)
         if function := self.functions.get(key) or self._own.get(key):
             return function

@@ -2,8 +2,8 @@
 
 gspo: arXiv 2507.18071; geo_mean: arXiv 2507.20673.
 
-A row of `LossInputs.rows` is a segment. Where a trajectory has several, what is summed over all of them comes from the pass before
-the mini-batch's update, as the column `mini_batch_values`; otherwise the row says all.
+A row of `LossInputs.rows` is a segment. Where a trajectory has several, what is summed over all of them comes from the
+pass before the mini-batch's update, as the column `mini_batch_values`; otherwise the row says all.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def _response_log_ratios(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
 
 @LOSSES.register("gspo", whole=WholeMiniBatch(_response_log_ratios, only_segments=True), keys=CLIP_KEYS)
 def gspo(inputs: LossInputs) -> PolicyLoss:
-    """q_i = exp(Σ_t m·d / T_i), q_t = sg(q_i)·exp(logp − sg(logp)) with log q ≤ 10; x = max(−Aq, −A·clip(q, 1−ε_lo, 1+ε_hi)).
+    """q_i = exp(Σ_t m·d / T_i), q_t = sg(q_i)·exp(logp − sg(logp)) with log q ≤ 10; x = max(−Aq, −A·clip(q, 1−ε_lo,
+    1+ε_hi)).
 
-    Metrics: pg_clipfrac, share of tokens where the clipped term is the larger. The paper has ε_lo 3e-4, ε_hi 4e-4, aggregated
-    by seq-mean-token-mean. Source: GSPO, arXiv 2507.18071.
+    Metrics: pg_clipfrac, share of tokens where the clipped term is the larger. The paper has ε_lo 3e-4, ε_hi 4e-4,
+    aggregated by seq-mean-token-mean. Source: GSPO, arXiv 2507.18071.
     """
     low, high = clip_bounds(inputs.config)
     if "mini_batch_values" in inputs.columns:
@@ -67,11 +68,12 @@ def _response_terms(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
 
 @LOSSES.register("geo_mean", whole=WholeMiniBatch(_response_terms, only_segments=True), keys=CLIP_KEYS)
 def geo_mean(inputs: LossInputs) -> PolicyLoss:
-    """GMPO: x_i = −Ā_i·ρ_i, one value per response, ρ_i = exp(Σ_t m·d̂ / T_i), Ā_i = Σ_t m·A / T_i; the loss is Σ_i x_i / B.
+    """GMPO: x_i = −Ā_i·ρ_i, one value per response, ρ_i = exp(Σ_t m·d̂ / T_i), Ā_i = Σ_t m·A / T_i; the loss is Σ_i x_i
+    / B.
 
-    d̂ = min(d, ε_hi) where A > 0, max(d, −ε_lo) where A < 0, 0 where A = 0. `loss_agg_mode` changes nothing. The importance
-    weight of a response is exp(Σ_t m·log w / T_i). Metrics: pg_clipfrac (A > 0) and pg_clipfrac_lower (A < 0), shares of tokens
-    with d outside [−ε_lo, ε_hi]. The paper has ε = 0.4. Source: GMPO, arXiv 2507.20673.
+    d̂ = min(d, ε_hi) where A > 0, max(d, −ε_lo) where A < 0, 0 where A = 0. `loss_agg_mode` changes nothing. The
+    importance weight of a response is exp(Σ_t m·log w / T_i). Metrics: pg_clipfrac (A > 0) and pg_clipfrac_lower (A <
+    0), shares of tokens with d outside [−ε_lo, ε_hi]. The paper has ε = 0.4. Source: GMPO, arXiv 2507.20673.
     """
     low, high = clip_bounds(inputs.config)
     rows, mask, advantages, difference = inputs.rows, inputs.loss_mask, inputs.advantages, inputs.log_ratio()

@@ -20,8 +20,8 @@ from verl.algorithms.registry import ESTIMATORS
 def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
     """y_k = Σ_{j ≥ k} factor^{j−k}·x_j, float64 [K].
 
-    By doubling: a pass adds to every window the one after it, so that log₂ K passes do instead of K steps, or fewer where
-    what is further away no longer counts.
+    By doubling: a pass adds to every window the one after it, so that log₂ K passes do instead of K steps, or fewer
+    where what is further away no longer counts.
     """
     if factor == 1:
         return np.cumsum(values[::-1])[::-1]
@@ -34,7 +34,8 @@ def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
 
 @ESTIMATORS.register("gae", needs={"values"}, keys=["gamma", "lam"])
 def gae(inputs: EstimatorInputs) -> Result:
-    """δ_k = r_k + γV_{k+1} − V_k; a_k = δ_k + γλ·a_{k+1}; returns a + V; A = whiten(a). V after the last policy token is 0.
+    """δ_k = r_k + γV_{k+1} − V_k; a_k = δ_k + γλ·a_{k+1}; returns a + V; A = whiten(a). V after the last policy token
+    is 0.
 
     Sources: GAE, arXiv 1506.02438; PPO, arXiv 1707.06347.
     """
@@ -95,12 +96,12 @@ _OTB_NEEDS = frozenset({"old_log_probs", "sum_pi_squared"})
 @ESTIMATORS.register("optimal_token_baseline", compares_groups=True, needs=_OTB_NEEDS)
 @ESTIMATORS.register("tir_optimal_token_baseline", compares_groups=True, needs=_OTB_NEEDS)
 def optimal_token_baseline(inputs: EstimatorInputs) -> Result:
-    """A_k = G_k − b_{g,k}; returns G_k = Σ_{j ≥ k} r_j. The baseline weighs the group's returns at token k by W_k, the expected
-    squared norm of the gradient so far.
+    """A_k = G_k − b_{g,k}; returns G_k = Σ_{j ≥ k} r_j. The baseline weighs the group's returns at token k by W_k, the
+    expected squared norm of the gradient so far.
 
-    w_k = (1 − 2π_k + Σ_v π(v)²)·c_k², W_k = Σ_{j ≤ k} w_j; b_{g,k} = Σ_j G_{j,k}W_{j,k} / (Σ_j W_{j,k} + 1e-8) over members that
-    have a token k. b is 0 in a group of one and beyond the second-longest length; A is 0 where all scores of a group are equal.
-    Source: Optimal Token Baseline (Li et al. 2025).
+    w_k = (1 − 2π_k + Σ_v π(v)²)·c_k², W_k = Σ_{j ≤ k} w_j; b_{g,k} = Σ_j G_{j,k}W_{j,k} / (Σ_j W_{j,k} + 1e-8) over
+    members that have a token k. b is 0 in a group of one and beyond the second-longest length; A is 0 where all scores
+    of a group are equal. Source: Optimal Token Baseline (Li et al. 2025).
     """
     returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
     weights = _gradient_norms(inputs)

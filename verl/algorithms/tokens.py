@@ -78,10 +78,10 @@ def aggregate(
     """Aggregate per-token terms [T] under a mask [T] into a scalar.
 
     batch_num_tokens is T, the mini-batch's tokens with mask 1; global_batch_size is B, its responses that have
-    one; None counts the tokens of this call. loss_scale_factor is H (None: the longest row). trajectory_tokens [b] is T_i, where
-    rows are segments of trajectories that have others (None: a row's own tokens). The value is multiplied by
-    `dp_size`, for callers whose gradients are averaged over ranks. A mask without a token gives 0.
-    Raises ValueError for an unknown mode, and for dp_size > 1 without the count that the mode divides by.
+    one; None counts the tokens of this call. loss_scale_factor is H (None: the longest row). trajectory_tokens [b] is
+    T_i, where rows are segments of trajectories that have others (None: a row's own tokens). The value is multiplied by
+    `dp_size`, for callers whose gradients are averaged over ranks. A mask without a token gives 0. Raises ValueError
+    for an unknown mode, and for dp_size > 1 without the count that the mode divides by.
     """
     if mode not in MODES:
         raise ValueError(f"unknown loss_agg_mode {mode!r}; there are: {', '.join(MODES)}")

@@ -45,10 +45,11 @@ def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
 
 
 class ValueObjective:
-    """Loss of the critic as a `MicroLoss` of the training engine: of the columns `returns`, `values` (before the step) and `loss_mask`.
+    """Loss of the critic as a `MicroLoss` of the training engine: of the columns `returns`, `values` (before the step)
+    and `loss_mask`.
 
-    `critic` is the group of that name (cliprange_value, loss_agg_mode); the rest as for `ActorObjective`. Metrics: critic/vf_loss,
-    critic/vf_clipfrac, critic/vpred_mean.
+    `critic` is the group of that name (cliprange_value, loss_agg_mode); the rest as for `ActorObjective`. Metrics:
+    critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean.
     """
 
     def __init__(

@@ -11,11 +11,12 @@ from verl.trajectory import Trajectory
 
 
 def variance_proxies(rows: Sequence[Trajectory], gradient_norm: float) -> dict[str, float]:
-    """variance_proxy/…, over the responses with a policy token whose log-probs and Σπ² are known; {} where that is none.
+    """variance_proxy/…, over the responses with a policy token whose log-probs and Σπ² are known; {} where that is
+    none.
 
-    A is the mean advantage of a response over its policy tokens, W = Σ_k (1 − 2π_k + Σ_v π(v)²)·c_k² with c the importance weight.
-    proxy1_signal_strength: squared gradient norm; proxy2_total_power: mean A²W; proxy3_pure_noise: (proxy2 − proxy1) / (N − 1), not
-    below 0; expected_a_squared, expected_w: means of A² and W.
+    A is the mean advantage of a response over its policy tokens, W = Σ_k (1 − 2π_k + Σ_v π(v)²)·c_k² with c the
+    importance weight. proxy1_signal_strength: squared gradient norm; proxy2_total_power: mean A²W; proxy3_pure_noise:
+    (proxy2 − proxy1) / (N − 1), not below 0; expected_a_squared, expected_w: means of A² and W.
     """
     terms = [
         _power(t)
