@@ -1,13 +1,15 @@
 """What stands between two turns of the model, as token ids: sampled tokens are never decoded and encoded again.
 
-The chat template is rendered twice for a dialogue of dummies, up to the model's turn and with the messages that follow it:
+The chat template is rendered twice for a dialogue of dummies, up to the model's turn and with the messages that follow
+it:
 
     [user, assistant MARK]              …MARK<end of turn>
     [user, assistant MARK, tool …]      …MARK<end of turn><the tool's message><generation prompt>
 
-What follows the model's turn is the difference, where the second text goes on from the first behind MARK, and where the difference
-is the same in a longer dialogue. It is tokenised alone and stands behind the sampled ids. A template that fails this (one that
-rewrites the turns before) has no boundary: the dialogue is then rendered as a whole and opens a new segment.
+What follows the model's turn is the difference, where the second text goes on from the first behind MARK, and where the
+difference is the same in a longer dialogue. It is tokenised alone and stands behind the sampled ids. A template that
+fails this (one that rewrites the turns before) has no boundary: the dialogue is then rendered as a whole and opens a
+new segment.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _LONG: list[Message] = [
 class Boundaries:
     """Renders dialogues and what stands between turns for one tokenizer; made once in a process.
 
-    kwargs: data.apply_chat_template_kwargs. open_images: gives the model's `verl.data.media.ImageProcessor`, None where it sees none.
+    kwargs: data.apply_chat_template_kwargs. open_images: gives the model's `verl.data.media.ImageProcessor`, None where
+    it sees none.
     """
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, open_images: Any = None):
@@ -62,7 +65,8 @@ class Boundaries:
         return [{"type": "image", "image": image} for image in images]
 
     def whole(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
-        """A whole dialogue with the generation prompt. BadRow where the template refuses it, or an image cannot be shown."""
+        """A whole dialogue with the generation prompt. BadRow where the template refuses it, or an image cannot be
+        shown."""
         return self._rendered(self.chat.text(messages, **_with(tools)), messages)
 
     def _rendered(self, text: str, messages: Sequence[Message]) -> Rendered:
@@ -72,8 +76,9 @@ class Boundaries:
         if any(part.get("type") == "image" and part.get("image") is None for part in _parts_of(messages)):
             raise BadRow(
                 "images of the row",
-                "they stand in the context that the data rendered, from which the dialogue must go on: keep its messages as they are, "
-                "use a chat template that leaves earlier turns alone, and no multi_turn.use_inference_chat_template",
+                "they stand in the context that the data rendered, from which the dialogue must go on: "
+                "keep its messages as they are, use a chat template that leaves earlier turns alone, "
+                "and no multi_turn.use_inference_chat_template",
             )
         if not cells:
             return self.chat.ids(text), ()
@@ -88,8 +93,8 @@ class Boundaries:
     def between(
         self, turn: Message, following: Sequence[Message], tools: Any, last_id: int | None
     ) -> Rendered | None:
-        """What comes after the model's `turn` (its message) when `following` are said, the generation prompt at its end. last_id: the
-        last sampled token. None where the template has no boundary here."""
+        """What comes after the model's `turn` (its message) when `following` are said, the generation prompt at its
+        end. last_id: the last sampled token. None where the template has no boundary here."""
         kind = f"{following[0]['role']} {bool(turn.get('tool_calls'))}"
         if kind not in self._pure:
             short, long = (self._difference(history, turn, following, tools) for history in (_SHORT, _LONG))
@@ -115,7 +120,8 @@ class Boundaries:
         return None
 
     def _ending_in_history(self, history: list[Message], dummy: Message, tools: dict[str, Any]) -> str:
-        """What follows the text of a turn that is not the last: gpt-oss writes <|return|> after the last one, <|end|> after others."""
+        """What follows the text of a turn that is not the last: gpt-oss writes <|return|> after the last one, <|end|>
+        after others."""
         bare, prompted = (self.chat.text(history, generation=g, **tools) for g in (False, True))
         ending = self.chat.text([*history, dummy], **tools).rpartition(_MARK)[2]
         return ending.removesuffix(prompted.removeprefix(bare))
@@ -131,7 +137,8 @@ class Boundaries:
             return further[len(last_token) :]
         if last_token and last_token == self._tokenizer.eos_token:
             return further
-        # The turn was cut. The token that ends it is the last special one: for Kimi and Gemma that is not the tokenizer's eos.
+        # The turn was cut. The token that ends it is the last special one: for Kimi and Gemma that is not the
+        # tokenizer's eos.
         special = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]
         at = max((ending.rfind(token) for token in special), default=-1)
         return (ending[at:] if at >= 0 else "") + further
@@ -162,7 +169,8 @@ def _with(tools: Any) -> dict[str, Any]:
 
 
 def _dummies(turn: Message) -> list[Message]:
-    """The model's turn with the mark for its text; arguments of calls as a mapping, then as the text that some templates want."""
+    """The model's turn with the mark for its text; arguments of calls as a mapping, then as the text that some
+    templates want."""
     dummy = {"role": "assistant", "content": _MARK}
     if not turn.get("tool_calls"):
         return [dummy]

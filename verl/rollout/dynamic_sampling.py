@@ -1,11 +1,12 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose responses all score the same are replaced by further prompts.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose responses all score the same are replaced by
+further prompts.
 
-    live groups, in draw order:   keep  drop  keep  ?  keep  ?      the batch: the first `batch_size` that are kept, once
-                                  └──────── judged as they finish    everything drawn before its last member is judged
+    live groups, in draw order:   keep  drop  keep  ?  keep  ?    the batch: the first `batch_size` that are kept, once
+                                  └──────── judged as they finish  everything drawn before its last member is judged
 
-So the batch does not depend on which group finishes first. While groups are judged, replacements are drawn for those that were
-dropped, and for as many as are expected to be, at most `max_inflight` at a time. What was drawn beyond the batch's last member goes
-back to the stream, or with max_staleness > 0 serves the next step.
+So the batch does not depend on which group finishes first. While groups are judged, replacements are drawn for those
+that were dropped, and for as many as are expected to be, at most `max_inflight` at a time. What was drawn beyond the
+batch's last member goes back to the stream, or with max_staleness > 0 serves the next step.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _WITHOUT_SIGNAL = 10  # batches without a single group that is kept before a run
 
 @dataclass(frozen=True, slots=True)
 class GroupRule:
-    """What decides about a group. `metric`: "reward", or a key that the reward function returns; `limit`: prompts drawn per step
-    at most, in batches (0: no limit); `inflight`: groups under way at most, in batches."""
+    """What decides about a group. `metric`: "reward", or a key that the reward function returns; `limit`: prompts drawn
+    per step at most, in batches (0: no limit); `inflight`: groups under way at most, in batches."""
 
     metric: str = "reward"
     limit: int = 0
@@ -56,8 +57,8 @@ class GroupRule:
 
 @dataclass(eq=False, slots=True)
 class _Live:
-    """A group that is drawn and not trained on: the stream's position before it, the step whose sampler began it, and once it is
-    judged the metric of its responses."""
+    """A group that is drawn and not trained on: the stream's position before it, the step whose sampler began it, and
+    once it is judged the metric of its responses."""
 
     before: dict[str, Any]
     epoch: int
@@ -187,15 +188,16 @@ class DynamicSchedule(PromptSchedule):
         at = ", ".join(f"{n / len(lives):.0%} all at {value:g}" for value, n in sorted(shares.items()))
         raise UserError(
             f"dynamic sampling judged {len(lives)} groups in step {self._step} and kept {accepted} of the {size} "
-            f"it needs ({at or 'no response was scored'}). All at the lowest value: the data is too hard for the model; all at the "
-            f"highest: too easy. Use other data, a larger rollout.n, or a higher {_KEYS}.max_num_gen_batches"
+            f"it needs ({at or 'no response was scored'}). All at the lowest value: the data is too hard for "
+            f"the model; all at the highest: too easy. Use other data, a larger rollout.n, "
+            f"or a higher {_KEYS}.max_num_gen_batches"
         )
 
     async def _take(
         self, rollouts: RolloutManager, chosen: list[PromptGroup], judged: Sequence[PromptGroup]
     ) -> Batch:
-        """The chosen groups as a batch; what was drawn before their last is done with, what was drawn after it waits or goes
-        back."""
+        """The chosen groups as a batch; what was drawn before their last is done with, what was drawn after it waits or
+        goes back."""
         last = rollouts.groups.index(chosen[-1]) + 1
         used, surplus = rollouts.groups[:last], rollouts.groups[last:]
         self._count(used, judged)
@@ -232,7 +234,8 @@ class DynamicSchedule(PromptSchedule):
 
 
 def open_schedule(config: Any, stream: Any, rewards: Any, last_step: int) -> PromptSchedule:
-    """What decides which groups a step trains on: those drawn for it, or with `algorithm.filter_groups` those with signal."""
+    """What decides which groups a step trains on: those drawn for it, or with `algorithm.filter_groups` those with
+    signal."""
     versions, groups = Versions.of(config.trainer), config.algorithm.filter_groups
     if not groups.enable:
         return PromptSchedule(stream, versions, last_step=last_step)

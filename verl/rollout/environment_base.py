@@ -12,7 +12,8 @@ Messages = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class Observation:
-    """What a dialogue begins with: messages (None: the row's own prompt), and the schemas of what the policy may call."""
+    """What a dialogue begins with: messages (None: the row's own prompt), and the schemas of what the policy may
+    call."""
 
     messages: Messages | None = None
     tools: list[dict[str, Any]] | None = None
@@ -23,9 +24,9 @@ class Observation:
 
 @dataclass(slots=True)
 class StepResult:
-    """What follows a turn: messages to the policy, the reward that the turn earned, whether it was the last. truncated: a limit of
-    the environment's own ended it (status max_turns). invalid: the turn held no action that the environment takes (counted as an invalid
-    call, three in a row end the trajectory); None: not told."""
+    """What follows a turn: messages to the policy, the reward that the turn earned, whether it was the last. truncated:
+    a limit of the environment's own ended it (status max_turns). invalid: the turn held no action that the environment
+    takes (counted as an invalid call, three in a row end the trajectory); None: not told."""
 
     messages: Messages = field(default_factory=list)
     reward: float = 0.0
@@ -46,7 +47,8 @@ def _check(messages: Any) -> None:
 
 
 class Env(Protocol):
-    """What a user writes; one instance serves one trajectory. Methods may be async; others run in a thread of their own."""
+    """What a user writes; one instance serves one trajectory. Methods may be async; others run in a thread of their
+    own."""
 
     def reset(self, row: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Begin. row: the row's columns, and `raw_prompt`, `extra_info`, `uid`, `sample_index`."""

@@ -1,10 +1,11 @@
 """What a policy acts in: `Env`, its adapters, and the loop that plays, `environment_agent`.
 
     reset(row) → messages → turn of the model → step(message) → messages, reward, done → next turn
-                  command, verifiers: a program of the user's, or an environment server, asks the session over HTTP instead
+                  command, verifiers: a program of the user's, or an environment server, asks the session over HTTP
+                  instead
 
-An environment that fails, or that does not answer within `rollout.agent.tool_timeout`, is no outcome of the policy's: the
-trajectory ends with status environment_error and is sampled again.
+An environment that fails, or that does not answer within `rollout.agent.tool_timeout`, is no outcome of the policy's:
+the trajectory ends with status environment_error and is sampled again.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _POLL = 0.05  # seconds between two looks at whether a program has ended
 class GymEnv:
     """An environment of gymnasium's interface: observations are messages of the user, turns are actions.
 
-    A space of numbers (Discrete, MultiDiscrete, MultiBinary, Box) takes the last numbers of a turn, any other one its text. The members
-    of a group begin alike: where `reset` takes a seed, it follows from the row's uid.
+    A space of numbers (Discrete, MultiDiscrete, MultiBinary, Box) takes the last numbers of a turn, any other one its
+    text. The members of a group begin alike: where `reset` takes a seed, it follows from the row's uid.
     """
 
     def __init__(self, env: Any):
@@ -80,7 +81,8 @@ class GymEnv:
         return StepResult(messages, float(reward), done, metrics, not terminated, invalid)
 
     def _numbers(self, text: str) -> Any:
-        """The action at the end of a text, a number or an array as its space has it. ValueError says what is expected."""
+        """The action at the end of a text, a number or an array as its space has it. ValueError says what is
+        expected."""
         space = self._space
         size, whole = int(np.prod(space.shape)), not np.issubdtype(space.dtype, np.floating)
         with suppress(ValueError, OverflowError):
@@ -130,7 +132,8 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
             raise UserError(f"{_PATH_KEY}: the program {program!r} is not found")
         if nulls := [key for key, value in kwargs.items() if value is None]:
             raise UserError(
-                f"environment.kwargs.{nulls[0]}=null: the kwargs of a program are variables of its environment, which hold text"
+                f"environment.kwargs.{nulls[0]}=null: the kwargs of a program are variables of its environment, "
+                "which hold text"
             )
     else:
         factory = load_class(path, _PATH_KEY)
@@ -230,7 +233,8 @@ class EnvironmentAgent(AgentLoop):
         return [{"role": "tool", "content": f"Error: {call.error}", "name": call.name} for call in unread]
 
     async def _ask(self, method: Callable[..., Any], gives: type, **arguments: Any) -> Any:
-        """Call the environment within its deadline. EnvironmentFailed for whatever goes wrong there, an answer of another type too."""
+        """Call the environment within its deadline. EnvironmentFailed for whatever goes wrong there, an answer of
+        another type too."""
         started, apart = self.loop.time(), not inspect.iscoroutinefunction(method)
         try:
             async with thread_room() if apart else nullcontext(), asyncio.timeout(self._agent.tool_timeout):
@@ -334,8 +338,8 @@ class EnvironmentAgent(AgentLoop):
 
 
 async def _run_program(command: str, variables: Mapping[str, str]) -> tuple[int, str, str]:
-    """(exit status, end of its output, last lines of its stderr) of a program, which ends with all that it started. EnvironmentFailed
-    if it cannot be started."""
+    """(exit status, end of its output, last lines of its stderr) of a program, which ends with all that it started.
+    EnvironmentFailed if it cannot be started."""
     try:
         process = await asyncio.create_subprocess_exec(
             *shlex.split(command),

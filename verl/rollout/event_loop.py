@@ -1,4 +1,5 @@
-"""An event loop in a thread of its own: sampling goes on while the loop's thread updates the model. And a user's code, asked on a loop.
+"""An event loop in a thread of its own: sampling goes on while the loop's thread updates the model. And a user's code,
+asked on a loop.
 
 The first offers what the trainer uses of `asyncio.Runner`, whose coroutines run only while one is waited for.
 """
@@ -56,8 +57,8 @@ class BackgroundLoop:
 
 
 async def users_code(code: Awaitable[T]) -> T:
-    """What a user's coroutine gives. RuntimeError for what would end more than it: `sys.exit` ends the event loop, and whoever
-    waits for a task that was cancelled from inside waits for ever, so the coroutine has a task of its own."""
+    """What a user's coroutine gives. RuntimeError for what would end more than it: `sys.exit` ends the event loop, and
+    whoever waits for a task that was cancelled from inside waits for ever, so the coroutine has a task of its own."""
 
     async def guarded() -> T:
         try:
@@ -79,13 +80,15 @@ _ROOMS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 def thread_room() -> asyncio.Semaphore:
-    """What a caller of `in_thread` holds until it has its result, before its deadline begins: an event loop runs at most MOST_THREADS
-    such calls at once. One past its deadline gives its room to the next, whatever its thread goes on doing."""
+    """What a caller of `in_thread` holds until it has its result, before its deadline begins: an event loop runs at
+    most MOST_THREADS such calls at once. One past its deadline gives its room to the next, whatever its thread goes on
+    doing."""
     return _ROOMS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS))
 
 
 async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """Call a function in a daemon thread of its own: threads that are used again would all end up in calls that never return."""
+    """Call a function in a daemon thread of its own: threads that are used again would all end up in calls that never
+    return."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

@@ -2,9 +2,9 @@
 
     http://127.0.0.1:PORT/TOKEN/v1      OpenAI's base URL of one session; what its paths answer: `openai_routes`
 
-TOKEN is of one session and cannot be guessed; the body of a request is read only after it. A request whose client closes the
-connection before the answer is cancelled: nothing of it is recorded. The server is asyncio's, one for each event loop, started by
-the first session that is asked for its URL.
+TOKEN is of one session and cannot be guessed; the body of a request is read only after it. A request whose client
+closes the connection before the answer is cancelled: nothing of it is recorded. The server is asyncio's, one for each
+event loop, started by the first session that is asked for its URL.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""User-written agent loops in processes of their own, so that one that computes or blocks delays neither sampling nor the driver.
+"""User-written agent loops in processes of their own, so that one that computes or blocks delays neither sampling nor
+the driver.
 
     driver: LoopProcesses.run ──run──────→ child: LoopRunner.run: the loop, with a session on a copy of the record
             TrajectoryRecord  ←─call──────        (segment, length of it, inserted ids)
                               ──completion→
                               ←─outcome, or error─
 
-A process runs many trajectories at once, in one event loop. The first is started by the first trajectory, another while all are
-busy, up to a limit. A process that ends loses its trajectories: their environment failed (LoopEnded). One that answers nothing any
-more is ended: no deadline passes while code of the user's blocks its event loop, or has stopped it.
+A process runs many trajectories at once, in one event loop. The first is started by the first trajectory, another while
+all are busy, up to a limit. A process that ends loses its trajectories: their environment failed (LoopEnded). One that
+answers nothing any more is ended: no deadline passes while code of the user's blocks its event loop, or has stopped it.
 """
 
 from __future__ import annotations
@@ -304,7 +305,8 @@ class _Child:
         self._numbers = itertools.count()
 
     async def serve(self) -> None:
-        """Handle the messages of the run as they come, on a thread of their own: the loop's may all be busy with code of the user's."""
+        """Handle the messages of the run as they come, on a thread of their own: the loop's may all be busy with code
+        of the user's."""
         loop = asyncio.get_running_loop()
 
         def read() -> None:
@@ -351,7 +353,8 @@ class _Child:
             if not future.done():
                 future.set_exception(RuntimeError(message["error"]))
             return
-        # Recorded here and now, in the order in which the driver recorded its completions, so that segments have its numbers.
+        # Recorded here and now, in the order in which the driver recorded its completions, so that segments
+        # have its numbers.
         completion = Completion(**message["completion"])
         segment = record.add(place, completion, message["replaced"])
         if not future.done():

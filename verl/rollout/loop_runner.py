@@ -1,4 +1,5 @@
-"""Runs agent loops in one process, the driver or one of their own: a session and a loop for each trajectory, its deadline, its end.
+"""Runs agent loops in one process, the driver or one of their own: a session and a loop for each trajectory, its
+deadline, its end.
 
 LoopRunner.run ─→ Session ─→ TrajectoryRecord, or a copy of it and a message to the driver
               └→ the loop's run(row, session) ─→ Outcome
@@ -23,10 +24,11 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class LoopRunner:
-    """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked configuration.
+    """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked
+    configuration.
 
-    longest: tokens of context and response together. tool_format: how the model writes calls. as_inference: a turn sees the dialogue as
-    the template writes it, in a new segment where that is not what was written so far.
+    longest: tokens of context and response together. tool_format: how the model writes calls. as_inference: a turn sees
+    the dialogue as the template writes it, in a new segment where that is not what was written so far.
     """
 
     def __init__(self, tokenizer: Any = None, config: Any = None):
@@ -71,8 +73,8 @@ class LoopRunner:
     ) -> Outcome:
         """What the loop registered as `name` gives for a row (see `AgentLoop.run`), whose tokens are in the record.
 
-        A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that status. Raises
-        what the loop raises besides; TypeError if it returns anything but an outcome.
+        A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that
+        status. Raises what the loop raises besides; TypeError if it returns anything but an outcome.
         """
         session = Session(record, sampling, self)
         session.begin(row["raw_prompt"], row["prompt_ids"])

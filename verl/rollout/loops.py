@@ -1,9 +1,9 @@
 """Agent loops: how one response comes about from a prompt. The only part that knows of turns and tools.
 
-A loop writes tokens through its session (`verl.rollout.session`): `session.chat` for dialogues, `session.generate` for token ids, and
-returns an `Outcome`. Sampled ids are kept as sampled and never tokenised again. `single_turn_agent` asks once, `tool_agent` runs
-tools, `environment_agent` plays with an environment. Loops with the signatures of the public system are `verl.compat.agent_loop`'s,
-which users import as `verl.rollout.agent_loop` or by its public path.
+A loop writes tokens through its session (`verl.rollout.session`): `session.chat` for dialogues, `session.generate` for
+token ids, and returns an `Outcome`. Sampled ids are kept as sampled and never tokenised again. `single_turn_agent` asks
+once, `tool_agent` runs tools, `environment_agent` plays with an environment. Loops with the signatures of the public
+system are `verl.compat.agent_loop`'s, which users import as `verl.rollout.agent_loop` or by its public path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class EnvironmentFailed(RuntimeError):
 class AgentLoop(ABC):
     """Base of every loop; one instance serves one response. `session` samples with this response's seed and group.
 
-    `tokenizer`, `config` and `tools` are the run's; further keywords of the constructor come from the file that lists the loop.
+    `tokenizer`, `config` and `tools` are the run's; further keywords of the constructor come from the file that lists
+    the loop.
     """
 
     runs_users_code: ClassVar[bool] = False
@@ -52,8 +53,8 @@ class AgentLoop(ABC):
 
     @abstractmethod
     async def run(self, row: dict[str, Any], session: Session) -> Outcome:
-        """Produce one response to a row: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`, `sample_index`, and
-        `columns`, the row's other columns by name."""
+        """Produce one response to a row: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
+        `sample_index`, and `columns`, the row's other columns by name."""
 
     async def outcome(self, row: dict[str, Any]) -> Outcome:
         """Run, by whatever signature the loop has."""
@@ -75,8 +76,8 @@ def _source(cls: type[AgentLoop]) -> tuple[Any, str]:
 
 
 def register(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
-    """Class decorator: make a loop known under a name. ValueError if another class has the name; the same class of the same file,
-    imported under another module name (by path, say), takes the earlier one's place."""
+    """Class decorator: make a loop known under a name. ValueError if another class has the name; the same class of the
+    same file, imported under another module name (by path, say), takes the earlier one's place."""
 
     def add(cls: type[AgentLoop]) -> type[AgentLoop]:
         registered = _LOOPS.get(name, cls)
@@ -112,7 +113,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {}
 
 
 def load_listed(path: str | None) -> None:
-    """Register the loops of a YAML list of `{name, _target_: module.Class, …keywords}`. UserError for what it cannot use."""
+    """Register the loops of a YAML list of `{name, _target_: module.Class, …keywords}`. UserError for what it cannot
+    use."""
     if not path:
         return
     import yaml

@@ -1,7 +1,7 @@
 """Prompts in, scored-as-they-finish trajectories out: the coroutine side of the loop.
 
-`RolloutManager.begin` starts one agent loop per response and hands every finished response to `on_finished` at once (that
-is where scoring starts), so rewards overlap with sampling. `take` waits for the oldest groups. What is begun
+`RolloutManager.begin` starts one agent loop per response and hands every finished response to `on_finished` at once
+(that is where scoring starts), so rewards overlap with sampling. `take` waits for the oldest groups. What is begun
 before it is taken goes on while the trainer updates, and across `pause` and `resume` with new weights.
 """
 
@@ -48,8 +48,9 @@ def response_seed(seed: int, uid: str, index: int | str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """What the sampling side needs to know of the configuration. `greedy_baseline`: one greedy response a group beside the n.
-    `on_status`: what becomes of a trajectory by its status (score, mask, drop, resample), score where it is not named."""
+    """What the sampling side needs to know of the configuration. `greedy_baseline`: one greedy response a group beside
+    the n. `on_status`: what becomes of a trajectory by its status (score, mask, drop, resample), score where it is not
+    named."""
 
     sampling: SamplingParams
     n: int
@@ -68,7 +69,8 @@ class RolloutSettings:
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
-    """A prompt and the responses to it. `responses[i]` is None until response i is back; `baseline` is the greedy one."""
+    """A prompt and the responses to it. `responses[i]` is None until response i is back; `baseline` is the greedy
+    one."""
 
     prompt: Prompt
     size: int
@@ -111,8 +113,8 @@ async def _all_back(
 class RolloutManager:
     """Runs agent loops over one engine; `requests` are those that are under way in it.
 
-    `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them. `processes` makes those
-    that run users' agent loops, when the first is needed (None: they run here).
+    `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them. `processes`
+    makes those that run users' agent loops, when the first is needed (None: they run here).
     """
 
     def __init__(
@@ -151,8 +153,9 @@ class RolloutManager:
     ) -> Batch:
         """Begin `prompts`; returns the oldest `count` groups (default: as many as prompts) once all are back.
 
-        Groups come in draw order, whichever finishes first. Scoring of the last responses may still be running: `scored` waits for
-        it. RolloutError when more than `max_lost_ratio` of the responses were lost, ValueError if fewer groups are drawn.
+        Groups come in draw order, whichever finishes first. Scoring of the last responses may still be running:
+        `scored` waits for it. RolloutError when more than `max_lost_ratio` of the responses were lost, ValueError if
+        fewer groups are drawn.
         """
         await self.begin(prompts)
         count = len(prompts) if count is None else count
@@ -169,7 +172,8 @@ class RolloutManager:
         return tuple(self._groups)
 
     async def completed(self, groups: Iterable[PromptGroup]) -> list[PromptGroup]:
-        """Wait until one of these groups has all its responses, scored as they finished; returns those that have, in order."""
+        """Wait until one of these groups has all its responses, scored as they finished; returns those that have, in
+        order."""
         groups = list(groups)
         for group in groups:
             if group not in self._whole:
@@ -441,6 +445,7 @@ class RolloutManager:
 
 
 def _plain_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and texts of a loop's metrics, which a reward function in another process and a line of JSON can hold."""
+    """The numbers and texts of a loop's metrics, which a reward function in another process and a line of JSON can
+    hold."""
     values = {k: v.item() if isinstance(v, np.generic) else v for k, v in metrics.items()}
     return {k: v for k, v in values.items() if isinstance(v, bool | int | float | str)}

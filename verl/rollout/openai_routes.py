@@ -36,7 +36,10 @@ def _checked(session: Any, body: Mapping[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice")
     if choice == "required":
         session.counts["required_tool_choices"] += 1
-        effect = "taken as auto: the policy itself decides whether it calls (agent/required_tool_choices counts such requests)"
+        effect = (
+            "taken as auto: the policy itself decides whether it calls "
+            "(agent/required_tool_choices counts such requests)"
+        )
         warn_once("tool_choice=required", "auto", effect, of="request")
     elif choice not in (None, "auto", "none"):
         raise ValueError(

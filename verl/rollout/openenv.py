@@ -1,7 +1,8 @@
-"""OpenEnv servers as environments: `environment.name=openenv`, `path` their URL, through the package's `GenericEnvClient`.
+"""OpenEnv servers as environments: `environment.name=openenv`, `path` their URL, through the package's
+`GenericEnvClient`.
 
-What an action looks like is the server's to say (its `/schema`): an action with one required text is the turn's text; any other is
-offered to the policy as a tool `act` with the action's schema; a server of MCP tools offers these.
+What an action looks like is the server's to say (its `/schema`): an action with one required text is the turn's text;
+any other is offered to the policy as a tool `act` with the action's schema; a server of MCP tools offers these.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def text_field(schema: Mapping[str, Any]) -> str | None:
 
 
 class OpenEnv:
-    """A session with a server. url: its address. reset: keywords of its `reset`, with those of the row's `extra_info.reset_kwargs` and
-    a seed that follows from the row's uid. action: the field of an action that is the turn's text. observation: the field of an
-    observation that the policy sees; not given: all of them, as JSON."""
+    """A session with a server. url: its address. reset: keywords of its `reset`, with those of the row's
+    `extra_info.reset_kwargs` and a seed that follows from the row's uid. action: the field of an action that is the
+    turn's text. observation: the field of an observation that the policy sees; not given: all of them, as JSON."""
 
     def __init__(
         self,

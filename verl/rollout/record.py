@@ -1,10 +1,12 @@
 """The one record of a trajectory's tokens: segments that grow by spans as completions arrive.
 
-    session ── place(ids) ─→ Place(segment, length, inserted) ── call ─→ completion ─→ Record.add: an inserted and a sampled span
+    session ── place(ids) ─→ Place(segment, length, inserted) ── call ─→ completion ─→ Record.add:
+                                                                                      an inserted and a sampled span
 
-Mask, log-probs, versions, images and expert routes of every token are known from its span; nothing is compared afterwards to find
-out who wrote a token. The driver has the record that is trained on; a process that runs loops of users keeps a copy of the ids by
-the same steps, so that a call says where its tokens go (`Place`) instead of sending them again.
+Mask, log-probs, versions, images and expert routes of every token are known from its span; nothing is compared
+afterwards to find out who wrote a token. The driver has the record that is trained on; a process that runs loops of
+users keeps a copy of the ids by the same steps, so that a call says where its tokens go (`Place`) instead of sending
+them again.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def merged_routes(parts: Sequence[tuple[int, np.ndarray]], length: int) -> np.ndarray | None:
-    """Of each of `length` tokens the experts by the first part, (first token, int16 [tokens, layers, k]), that knows them,
-    UNKNOWN_EXPERT where none does: int16 [length, layers, k]. None without parts."""
+    """Of each of `length` tokens the experts by the first part, (first token, int16 [tokens, layers, k]), that knows
+    them, UNKNOWN_EXPERT where none does: int16 [length, layers, k]. None without parts."""
     if not parts:
         return None
     routes = np.full((length, *parts[0][1].shape[1:]), UNKNOWN_EXPERT, np.int16)
@@ -112,7 +114,8 @@ class SegmentRecord:
         self.length += len(ids)
 
     def ids(self, length: int | None = None) -> np.ndarray:
-        """The first `length` tokens (None: all), int64. A view that later tokens do not change; the work is that of new tokens."""
+        """The first `length` tokens (None: all), int64. A view that later tokens do not change; the work is that of new
+        tokens."""
         if self._copied < self.length:
             if len(self._buffer) < self.length:
                 grown = np.empty(2 * self.length, np.int64)
@@ -148,8 +151,8 @@ class SegmentRecord:
         return tuple(sorted({version for span in self.spans for version in span.versions}))
 
     def routes(self, length: int) -> np.ndarray | None:
-        """Experts of the first `length` tokens, int16 [length, layers, k]: of each those of the call that computed it first,
-        UNKNOWN_EXPERT where none did. None if no call recorded any."""
+        """Experts of the first `length` tokens, int16 [length, layers, k]: of each those of the call that computed it
+        first, UNKNOWN_EXPERT where none did. None if no call recorded any."""
         lineage: list[tuple[SegmentRecord, int]] = [(self, length)]
         while (parent := lineage[0][0].parent) is not None:
             lineage.insert(0, (parent, min(lineage[0][0].shared, lineage[0][1])))
@@ -164,11 +167,12 @@ class SegmentRecord:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the tokens of a call go: behind the first `length` tokens of a segment (None: of none), then `inserted`, int64.
+    """Where the tokens of a call go: behind the first `length` tokens of a segment (None: of none), then `inserted`,
+    int64.
 
-    shown: images that have tokens in the context, but for the row's own. replaces: the same was asked before, and the answer takes
-    the place of the one that nobody went on from. follows: the dialogue goes on from the end of this segment, whatever its tokens
-    go on from.
+    shown: images that have tokens in the context, but for the row's own. replaces: the same was asked before, and the
+    answer takes the place of the one that nobody went on from. follows: the dialogue goes on from the end of this
+    segment, whatever its tokens go on from.
     """
 
     segment: SegmentRecord | None
@@ -205,7 +209,8 @@ class Excerpt:
     """A token sequence that a loop made of what its session recorded, where it does not hand over whole segments.
 
     context  int64 [P]
-    parts    in order, sampled tokens as (number of the segment, number of the span, how many of its tokens), others as ids int64
+    parts    in order, sampled tokens as (number of the segment, number of the span, how many of its tokens), others as
+             ids int64
     routes   int16 [≤ P + L, layers, k] from the first token on, where the loop gives them
     """
 
@@ -234,7 +239,8 @@ class Outcome:
 
 
 class Record:
-    """The segments of one trajectory, by their numbers. calls: completions so far; row_images: images of the row's own."""
+    """The segments of one trajectory, by their numbers. calls: completions so far; row_images: images of the row's
+    own."""
 
     def __init__(self, row_images: int = 0) -> None:
         self.segments: list[SegmentRecord] = []
@@ -252,7 +258,8 @@ class Record:
         return len(self.segments) - len(self._order)
 
     def place(self, ids: np.ndarray, shown: tuple[Media, ...] = (), *, repeatable: bool = False) -> Place:
-        """Where a call with these ids, int64 [P], goes. repeatable: where it repeats a call, its answer replaces the earlier one."""
+        """Where a call with these ids, int64 [P], goes. repeatable: where it repeats a call, its answer replaces the
+        earlier one."""
         segments = [segment for segment in reversed(self.segments) if segment.shown == shown]
         for segment in segments:
             if segment.length <= len(ids) and np.array_equal(ids[: segment.length], segment.ids()):
@@ -280,8 +287,8 @@ class Record:
             self._order.append(segment)
 
     def add(self, place: Place, completion: Completion, replaced: bool | None = None) -> SegmentRecord:
-        """Record what came back of a call; returns the segment that holds it. replaced: whether it takes the place of an earlier
-        answer, as another record of the trajectory says; None: as this one finds."""
+        """Record what came back of a call; returns the segment that holds it. replaced: whether it takes the place of
+        an earlier answer, as another record of the trajectory says; None: as this one finds."""
         segment = place.segment
         if segment is None or not place.extends:
             if self._may_replace(place) if replaced is None else replaced:
@@ -321,7 +328,8 @@ class Record:
         return earlier.spans[-1].start == place.length
 
     def _replace(self, place: Place) -> SegmentRecord:
-        """The segment whose last answer is replaced, without it. The answer is withdrawn, unless a call went on from it."""
+        """The segment whose last answer is replaced, without it. The answer is withdrawn, unless a call went on from
+        it."""
         earlier = place.segment
         assert earlier is not None
         segment = SegmentRecord(

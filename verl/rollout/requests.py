@@ -1,9 +1,10 @@
 """One trajectory's way to the sampler, and how its requests outlive a change of weights.
 
-Every call of a trajectory's session goes through its `TrajectoryRecord`, which numbers it, names the group whose prefill it
-shares, and records what came back. Below those of a run is one `ResumableGeneration`: `pause` ends every request with its partial output kept; once the weights are
-replaced, `resume` lets each go on from prompt + partial output, with the same seed and the positions it had reached. The caller
-gets one completion that names every version that wrote a part of it.
+Every call of a trajectory's session goes through its `TrajectoryRecord`, which numbers it, names the group whose
+prefill it shares, and records what came back. Below those of a run is one `ResumableGeneration`: `pause` ends every
+request with its partial output kept; once the weights are replaced, `resume` lets each go on from prompt + partial
+output, with the same seed and the positions it had reached. The caller gets one completion that names every version
+that wrote a part of it.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ _ABORT_AGAIN_S = 1.0
 
 
 class TrajectoryRecord(Record):
-    """The record of one trajectory on the driver, with its way to the sampler. Calls are numbered, so that no two of them draw from
-    the same random stream.
+    """The record of one trajectory on the driver, with its way to the sampler. Calls are numbered, so that no two of
+    them draw from the same random stream.
 
-    The first calls of a group's trajectories share the prefill of the prompt; later ones go on from what the sampler holds of the
-    trajectory. `prefill`: of later calls, how many tokens were prefilled, and how many the sampler had not seen.
+    The first calls of a group's trajectories share the prefill of the prompt; later ones go on from what the sampler
+    holds of the trajectory. `prefill`: of later calls, how many tokens were prefilled, and how many the sampler had not
+    seen.
 
-    number: of the trajectory in its group, and of the attempt where it is sampled again; prefix: keeps requests apart whose prompts
-    come from different files; more_follow: there may be more than one call.
+    number: of the trajectory in its group, and of the attempt where it is sampled again; prefix: keeps requests apart
+    whose prompts come from different files; more_follow: there may be more than one call.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class TrajectoryRecord(Record):
         self._asked = 0
 
     async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
-        """Sample what follows a place; returns it with the segment that holds it. Call k of a trajectory draws by (seed, k, position
-        in the call)."""
+        """Sample what follows a place; returns it with the segment that holds it. Call k of a trajectory draws by
+        (seed, k, position in the call)."""
         self.begin(place)
         ids, number = place.ids(), self._asked
         self._asked += 1
@@ -93,8 +95,8 @@ class TrajectoryRecord(Record):
         return f"{self._group}/{hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()}"
 
     def media_of(self, ids: np.ndarray, shown: Images = ()) -> Media | None:
-        """The row's images, unless these tokens hold none for them, and the shown ones as one; the same object for every context
-        that holds the same."""
+        """The row's images, unless these tokens hold none for them, and the shown ones as one; the same object for
+        every context that holds the same."""
         row, shown_tokens = self._prompt.media, sum(media.tokens for media in shown)
         absent = row is not None and row.inputs and np.count_nonzero(np.equal(ids, row.token)) == shown_tokens
         parts = tuple(media for media in (None if absent else row, *shown) if media is not None)

@@ -1,8 +1,8 @@
 """Prompts drawn ahead of their step, and the position in the data that a checkpoint must hold.
 
-Weights are pushed every t steps (`trainer.weight_sync_every`): version v is in the sampler for the steps v·t + 1 … (v + 1)·t. A group
-that is begun under v is trained at step (v + 1 + max_staleness)·t at the latest: so `due` draws no further, and a response
-never lags by more than `max_staleness` versions.
+Weights are pushed every t steps (`trainer.weight_sync_every`): version v is in the sampler for the steps v·t + 1 …
+(v + 1)·t. A group that is begun under v is trained at step (v + 1 + max_staleness)·t at the latest: so `due` draws no
+further, and a response never lags by more than `max_staleness` versions.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def evict_stale(batch: Iterable[Trajectory], versions: Versions, step: int) -> dict[str, float]:
     """Take out of the step every response with a token that is older than the step's version by more than the bound.
 
-    Such a response has no score any more and is counted as lost. `PromptSchedule` begins none that could become one: they
-    come from a sampler that did not get the weights it should have. Returns training/off_policy/{evicted,continued}_samples;
-    {} for a bound of 0.
+    Such a response has no score any more and is counted as lost. `PromptSchedule` begins none that could become one:
+    they come from a sampler that did not get the weights it should have. Returns
+    training/off_policy/{evicted,continued}_samples; {} for a bound of 0.
     """
     if not versions.staleness:
         return {}
@@ -61,7 +61,8 @@ class Versions:
         return cls(trainer.weight_sync_every, trainer.max_staleness, trainer.max_steps_per_version)
 
     def at(self, step: int) -> int:
-        """The sampler's version while the groups of `step` are waited for; without late ones they are sampled with it."""
+        """The sampler's version while the groups of `step` are waited for; without late ones they are sampled with
+        it."""
         return (step - 1) // self.every
 
     def last(self, step: int) -> int:
@@ -81,9 +82,10 @@ def check_learning(stream: PromptStream, versions: Versions) -> None:
     """UserError for a sampler that learns from the batches trained where prompts are drawn before those."""
     if versions.last(1) > 1 and stream.learns:
         raise UserError(
-            f"trainer.max_staleness={versions.staleness}, weight_sync_every={versions.every}: data.sampler has an update() "
-            "that learns from each step's batch, and prompts are drawn before the steps ahead of them are trained; set "
-            "trainer.max_staleness=0 trainer.weight_sync_every=1, or use a sampler without update()"
+            f"trainer.max_staleness={versions.staleness}, weight_sync_every={versions.every}: "
+            "data.sampler has an update() that learns from each step's batch, and prompts are drawn "
+            "before the steps ahead of them are trained; set trainer.max_staleness=0 trainer.weight_sync_every=1, "
+            "or use a sampler without update()"
         )
 
 

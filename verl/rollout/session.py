@@ -1,9 +1,10 @@
 """A session: the only writer of a trajectory's tokens.
 
-`generate` samples a continuation of token ids, `chat` the next turn of a dialogue, `base_url` offers the same over HTTP to any
-program. Whatever is sampled is recorded (`verl.rollout.record`): a call whose prompt goes on from recorded tokens adds to their segment
-(tokens in between are not the policy's), any other opens a new segment. A token sampled once stands in one segment once. A program
-that asks over HTTP may repeat a request after an error of its own: the new answer then replaces the one that no call went on from.
+`generate` samples a continuation of token ids, `chat` the next turn of a dialogue, `base_url` offers the same over HTTP
+to any program. Whatever is sampled is recorded (`verl.rollout.record`): a call whose prompt goes on from recorded
+tokens adds to their segment (tokens in between are not the policy's), any other opens a new segment. A token sampled
+once stands in one segment once. A program that asks over HTTP may repeat a request after an error of its own: the new
+answer then replaces the one that no call went on from.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _UNUSED = ("logprobs", "prompt_logprobs", "detokenize", "n")
 
 
 class CallingRecord(Protocol):
-    """A record that makes the calls whose tokens it holds: on the driver `TrajectoryRecord`, elsewhere through a message to it."""
+    """A record that makes the calls whose tokens it holds: on the driver `TrajectoryRecord`, elsewhere through a
+    message to it."""
 
     @property
     def written(self) -> list[SegmentRecord]: ...
@@ -55,8 +57,8 @@ class OutOfTokens(ValueError):
 
 @dataclass(slots=True)
 class Reply:
-    """One turn of the model. message: as a dialogue holds it, with `tool_calls`; calls: the same, those that cannot be read
-    too. prompt_tokens: how many it was sampled after."""
+    """One turn of the model. message: as a dialogue holds it, with `tool_calls`; calls: the same, those that cannot be
+    read too. prompt_tokens: how many it was sampled after."""
 
     message: dict[str, Any]
     calls: list[ToolCall]
@@ -76,12 +78,12 @@ class _Dialogue:
 
 
 class Session:
-    """What an agent loop writes its tokens through. record: of the trajectory, which makes the calls; sampling: of the run, with the
-    seed of this trajectory; runner: what all sessions of a process share, for dialogues.
+    """What an agent loop writes its tokens through. record: of the trajectory, which makes the calls; sampling: of the
+    run, with the seed of this trajectory; runner: what all sessions of a process share, for dialogues.
 
-    latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue up to the
-    latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how long it took), and
-    what a loop notes of it (`reward`). counts: what the run logs of the session.
+    latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue
+    up to the latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how
+    long it took), and what a loop notes of it (`reward`). counts: what the run logs of the session.
     """
 
     def __init__(self, record: CallingRecord, sampling: SamplingParams, runner: LoopRunner):
@@ -99,7 +101,8 @@ class Session:
         self._began = time.monotonic()
 
     async def generate(self, prompt_ids: Any, sampling: Settings = None, media: Images = ()) -> Completion:
-        """Sample a continuation of `prompt_ids`, int64 [P], with the run's settings or others. ValueError for an unknown one.
+        """Sample a continuation of `prompt_ids`, int64 [P], with the run's settings or others. ValueError for an
+        unknown one.
 
         media: the images that have tokens in `prompt_ids` behind those of the row's own images."""
         return (await self._call(self.place(prompt_ids, media), self.params(sampling)))[0]
@@ -135,11 +138,12 @@ class Session:
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
     ) -> Reply:
-        """Sample the next turn of a dialogue. Where it goes on from turns of this session their tokens stay as they were sampled.
+        """Sample the next turn of a dialogue. Where it goes on from turns of this session their tokens stay as they
+        were sampled.
 
-        sampling: max_tokens, stop, stop_token_ids; over HTTP the message ends before the stop string. An image that a message holds
-        (`{"type": "image", "image": …}`) begins a segment. OutOfTokens if there is no room, BadRow where the template refuses the
-        messages or an image cannot be shown.
+        sampling: max_tokens, stop, stop_token_ids; over HTTP the message ends before the stop string. An image that a
+        message holds (`{"type": "image", "image": …}`) begins a segment. OutOfTokens if there is no room, BadRow where
+        the template refuses the messages or an image cannot be shown.
         """
         if wrong := [name for name in sampling if name not in _OWN]:
             raise ValueError(f"session.chat takes {', '.join(_OWN)}; the run sets {', '.join(wrong)}")
@@ -161,8 +165,8 @@ class Session:
         return reply
 
     def fitting(self, place: Place, settings: Mapping[str, Any]) -> SamplingParams:
-        """The settings of a turn at a place, with a budget of what a segment may still have behind its context, and the longest
-        sequence. OutOfTokens if that is nothing."""
+        """The settings of a turn at a place, with a budget of what a segment may still have behind its context, and the
+        longest sequence. OutOfTokens if that is nothing."""
         params, segment = self.params(settings), place.segment if place.extends or place.replaces else None
         room = self.sampling.max_tokens - (place.total - len(segment.context) if segment else 0)
         if self.runner.longest is not None:
@@ -230,8 +234,8 @@ class Session:
         return len(self._images) - 1
 
     def _prompt(self, messages: Sequence[Message], hashes: list[int], tools: Any) -> Place:
-        """Where the dialogue's next turn goes: behind the longest dialogue of this session that the messages go on from, if there
-        is a boundary; else the whole dialogue is rendered."""
+        """Where the dialogue's next turn goes: behind the longest dialogue of this session that the messages go on
+        from, if there is a boundary; else the whole dialogue is rendered."""
         boundaries = self.runner.boundaries
         earlier = next((self._dialogues[h] for h in reversed(hashes[:-1]) if h in self._dialogues), None)
         followed = None
@@ -268,7 +272,8 @@ class Session:
         else:
             content = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
             content = before_stop(content, completion, stop)
-            # The channels of gpt-oss are there without tools, too: its template takes no content that holds their marks.
+            # The channels of gpt-oss are there without tools, too: its template takes no content that holds
+            # their marks.
             if tools or self.runner.tool_format == "gpt-oss":
                 content, parsed_calls = parse(self.runner.tool_format, content, tools)
                 calls = parsed_calls if tools else []
@@ -294,8 +299,8 @@ def _text(content: Any) -> str:
 
 
 def _normal(message: Message) -> dict[str, Any]:
-    """As templates take it, from what OpenAI's clients send: arguments of calls are mappings, content is there, parts of text are
-    one text, an image is its URL, and nothing is null."""
+    """As templates take it, from what OpenAI's clients send: arguments of calls are mappings, content is there, parts
+    of text are one text, an image is its URL, and nothing is null."""
     content = message.get("content") or ""
     if isinstance(content, list):
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]

@@ -69,7 +69,10 @@ class ToolAgent(AgentLoop):
         if not (name := (kwargs or {}).get("name")):
             return None
         if not self._turns.interaction_config_path:
-            why = "rows name it in interaction_kwargs and there is no multi_turn.interaction_config_path: nobody answers"
+            why = (
+                "rows name it in interaction_kwargs and there is no multi_turn.interaction_config_path: "
+                "nobody answers"
+            )
             warn_once(str(name), "no file", why, of="interaction")
             return None
         interactions = load_interactions(self._turns.interaction_config_path)
@@ -160,8 +163,8 @@ def _tool_message(call: ToolCall, content: Content) -> dict[str, Any]:
 
 
 def checked_tools(rollout: Any, tokenizer: Any, kwargs: Any) -> RowTools | None:
-    """What prompts of `tool_agent` are rendered with; None without tools. ToolError for tools, interactions, a template or a parser
-    that cannot be used. tokenizer: None where the template is not to be had."""
+    """What prompts of `tool_agent` are rendered with; None without tools. ToolError for tools, interactions, a template
+    or a parser that cannot be used. tokenizer: None where the template is not to be had."""
     turns = rollout.multi_turn
     load_interactions(turns.interaction_config_path)
     if not (turns.tool_config_path or turns.function_tool_path):
@@ -175,7 +178,8 @@ def checked_tools(rollout: Any, tokenizer: Any, kwargs: Any) -> RowTools | None:
 
 
 def _check_room(boundaries: Boundaries, schemas: list[dict[str, Any]], written: str, longest: int) -> None:
-    """ToolError if the shortest call (`written` by the template) and its answer leave no token for a turn after them."""
+    """ToolError if the shortest call (`written` by the template) and its answer leave no token for a turn after
+    them."""
     chat = boundaries.chat
     call = ToolCall(schemas[0]["function"]["name"], {}, id="call_0")
     turn = {"role": "assistant", "content": "", "tool_calls": [call.message()]}
@@ -185,8 +189,9 @@ def _check_room(boundaries: Boundaries, schemas: list[dict[str, Any]], written: 
     called, answered = len(chat.ids(written)), len(answer[0])
     if called + answered >= longest:
         raise ToolError(
-            f"data.max_response_length={longest} cannot hold a turn after a call of a tool: the shortest call has {called} tokens, "
-            f"the message with its answer {answered} more; raise it to {2 * (called + answered)} or more"
+            f"data.max_response_length={longest} cannot hold a turn after a call of a tool: the shortest call "
+            f"has {called} tokens, the message with its answer {answered} more; "
+            f"raise it to {2 * (called + answered)} or more"
         )
 
 
@@ -199,8 +204,8 @@ def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_form
         raise ToolError(f"the chat template fails with tools: {error}") from error
     if plain == offered:
         raise ToolError(
-            "the model's chat template has no support for tools: they do not appear in the prompt. Name a template that has: "
-            "actor_rollout_ref.model.custom_chat_template"
+            "the model's chat template has no support for tools: they do not appear in the prompt. "
+            "Name a template that has: actor_rollout_ref.model.custom_chat_template"
         )
     sample_call = _written_call(chat, ask, offered, schemas)
     built_in = PARSERS.keys() - OWN_PARSERS.keys()

@@ -1,10 +1,12 @@
-"""Run by the Python of a virtual environment that has `verifiers` (version 1 environments), and not verl: imports nothing of verl.
+"""Run by the Python of a virtual environment that has `verifiers` (version 1 environments), and not verl: imports
+nothing of verl.
 
     run ──lines of JSON on stdin──→ EnvClient → EnvServer of one environment → session URL (/inference/v1/generate)
         ←─lines on stdout──────────
 
-First line: {"environment": …, "tokenizer": …, "renderer": …}; then {"id", "url", "task" or "index"} starts an episode, {"cancel": id} ends one; {"id", "ping"} is answered with {"id"}.
-Answers: {"ready": true} or {"refused": text}, {"id", "reward", …} or {"id", "error": text}. Ends when stdin closes.
+First line: {"environment": …, "tokenizer": …, "renderer": …}; then {"id", "url", "task" or "index"} starts an episode,
+{"cancel": id} ends one; {"id", "ping"} is answered with {"id"}. Answers: {"ready": true} or {"refused": text}, {"id",
+"reward", …} or {"id", "error": text}. Ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -108,8 +110,8 @@ class Episodes:
 
 
 def renderer_of(tokenizer: str) -> dict[str, str] | None:
-    """The renderer that the architecture of a model's folder is named after, if it writes a dialogue with tools as the chat template
-    does. None: the package chooses by the tokenizer's name."""
+    """The renderer that the architecture of a model's folder is named after, if it writes a dialogue with tools as the
+    chat template does. None: the package chooses by the tokenizer's name."""
     from renderers import config_from_name, create_renderer
     from renderers.base import MODEL_RENDERER_MAP, load_tokenizer
 

@@ -1,7 +1,9 @@
-"""Environments of `verifiers` (version 1): `environment.name=verifiers`, `path` the Python of a virtual environment that has the package.
+"""Environments of `verifiers` (version 1): `environment.name=verifiers`, `path` the Python of a virtual environment
+that has the package.
 
-Each process that runs agent loops starts a server of the environment (`verifiers_program`, in that Python) with its first trajectory and
-another when one has ended. An episode asks the trajectory's session over HTTP for its turns; reward and metrics come back.
+Each process that runs agent loops starts a server of the environment (`verifiers_program`, in that Python) with its
+first trajectory and another when one has ended. An episode asks the trajectory's session over HTTP for its turns;
+reward and metrics come back.
 """
 
 from __future__ import annotations

@@ -163,8 +163,9 @@ class Tool:
 class BaseTool(Tool):
     """A tool with state: `create` an instance, `execute` calls on it, `release` it.
 
-    config: the entry's `config` in the tools file: `timeout` (seconds of a call), `lifetime` (an instance for each call, or one for
-    the trajectory). tool_schema: the entry's, or None where the class gives it by `get_openai_tool_schema`.
+    config: the entry's `config` in the tools file: `timeout` (seconds of a call), `lifetime` (an instance for each
+    call, or one for the trajectory). tool_schema: the entry's, or None where the class gives it by
+    `get_openai_tool_schema`.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None):

@@ -1,4 +1,5 @@
-"""Functions as tools: `@function_tool`, and the tools of a file. The names are the public system's (`verl.tools.function_tool`)."""
+"""Functions as tools: `@function_tool`, and the tools of a file. The names are the public system's
+(`verl.tools.function_tool`)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[FunctionTool]] = {}
 
 
 class FunctionTool(base.Tool):
-    """A function as a tool. What is not async runs in a thread (`thread_room`), so that one that hangs holds up nobody."""
+    """A function as a tool. What is not async runs in a thread (`thread_room`), so that one that hangs holds up
+    nobody."""
 
     def __init__(self, function: Callable[..., Any], name: str, schema: Any):
         self.fn, self.config = function, {}
@@ -42,8 +44,9 @@ class FunctionTool(base.Tool):
 
 
 def normalize_function_tool_return(found: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """(response, reward, metrics) of what a tool returned: a ToolResponse, a dict or list as JSON, anything else as text, or a
-    tuple of one of these, a reward and metrics, of which None is none. TypeError for a tuple of another length."""
+    """(response, reward, metrics) of what a tool returned: a ToolResponse, a dict or list as JSON, anything else as
+    text, or a tuple of one of these, a reward and metrics, of which None is none. TypeError for a tuple of another
+    length."""
     parts = found if isinstance(found, tuple) else (found,)
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"a tool returns a tuple of length 1, 2, or 3, not of {len(parts)}")
@@ -79,7 +82,8 @@ def function_tool(target: Any = None, *, schema: Any = None) -> Any:
         ):
             before = f"{_place(registered.fn)} is already registered"
             raise ToolError(f"two tools are called {name!r}: {before}, then {_place(function)}")
-        function.function_tool = FUNCTION_TOOL_REGISTRY[name] = FunctionTool(function, name, tool_schema)  # type: ignore[attr-defined]
+        tool = FUNCTION_TOOL_REGISTRY[name] = FunctionTool(function, name, tool_schema)
+        function.function_tool = tool  # type: ignore[attr-defined]
         return function
 
     return mark(target) if callable(target) else mark

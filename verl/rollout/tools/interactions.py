@@ -39,7 +39,8 @@ class BaseInteraction:
 
 
 def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
-    """Name → interaction of a YAML `interaction: [{name, class_name, config}]`. ToolError for one that cannot be used."""
+    """Name → interaction of a YAML `interaction: [{name, class_name, config}]`. ToolError for one that cannot be
+    used."""
     interactions: dict[str, BaseInteraction] = {}
     entries = load_yaml(path, "interaction", ("name", "class_name", "config")) if path else ()
     for number, entry in enumerate(entries):
@@ -62,8 +63,8 @@ class Partner:
         self.rewards: list[float] = []
 
     async def answer(self, messages: list[dict[str, Any]]) -> str | None:
-        """What the user says to the model's last turn; None where the dialogue is over. EnvironmentFailed for what goes wrong: the
-        policy is not to blame."""
+        """What the user says to the model's last turn; None where the dialogue is over. EnvironmentFailed for what goes
+        wrong: the policy is not to blame."""
         try:
             async with asyncio.timeout(self._timeout):
                 over, text, reward, _ = await users_code(self._ask(messages))

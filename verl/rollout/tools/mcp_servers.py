@@ -2,8 +2,9 @@
 
     tool loop ── McpTool.execute ──→ the process's MCP thread: one event loop, a connection for each server ──→ server
 
-A connection is opened by the first call and shared by all trajectories of the process. A server that is gone ends the trajectory
-with status environment_error; the next call starts it again. A server's process ends with the process that started it.
+A connection is opened by the first call and shared by all trajectories of the process. A server that is gone ends the
+trajectory with status environment_error; the next call starts it again. A server's process ends with the process that
+started it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class McpTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Call it: text and no reward. RuntimeError with what the server says is wrong, EnvironmentFailed if it is gone."""
+        """Call it: text and no reward. RuntimeError with what the server says is wrong, EnvironmentFailed if it is
+        gone."""
         call = asyncio.run_coroutine_threadsafe(self.server.call(self.name, parameters), _loop())
         result = await asyncio.wrap_future(call)
         text, metrics = self._parse_tool_result(result.content)
@@ -86,7 +88,8 @@ class McpServer:
             self._disconnect(self._connection)
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """The server's result, an error of the tool's among them. EnvironmentFailed where there is no server any more."""
+        """The server's result, an error of the tool's among them. EnvironmentFailed where there is no server any
+        more."""
         try:
             client = await self._client()
             return await client.call_tool(tool, arguments)
@@ -216,8 +219,8 @@ _SERVERS: dict[str, McpServer] = {}
 
 
 def load_tools(entry: Mapping[str, Any], where: str, tool_class: Any = McpTool) -> list[tuple[str, BaseTool]]:
-    """(place, tool) for what the servers of an entry offer: those of `mcp.mcp_servers_config_path`, a JSON file of `mcpServers`.
-    ToolError for a file, a server or a schema that cannot be used."""
+    """(place, tool) for what the servers of an entry offer: those of `mcp.mcp_servers_config_path`, a JSON file of
+    `mcpServers`. ToolError for a file, a server or a schema that cannot be used."""
     try:
         from mcp import Client  # noqa: F401
     except ImportError as error:

@@ -1,7 +1,8 @@
 """How models write tool calls: one small reader for each format, in one table.
 
-A reader takes the text of a turn, special tokens in it, and gives what was said besides the calls, and the calls. A call that
-cannot be read is a `ToolCall` with an error, which the model is told: nothing that looks like a call is dropped.
+A reader takes the text of a turn, special tokens in it, and gives what was said besides the calls, and the calls. A
+call that cannot be read is a `ToolCall` with an error, which the model is told: nothing that looks like a call is
+dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Types = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool. error: why it could not be read; then the name may be empty. id: as the model or we numbered it in its turn; a session makes it unique."""
+    """A call of a tool. error: why it could not be read; then the name may be empty. id: as the model or we numbered it
+    in its turn; a session makes it unique."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +138,8 @@ _INVOKED = re.compile(
 
 
 def _invoke_tags(text: str, types: Types) -> list[ToolCall]:
-    """<invoke name="…"><parameter name="…">value</parameter></invoke>; where a parameter says that it is no string, it is JSON."""
+    """<invoke name="…"><parameter name="…">value</parameter></invoke>; where a parameter says that it is no string, it
+    is JSON."""
     calls = []
     for name, body in _INVOKE.findall(text):
         param_types, pairs = dict(types.get(name, {})), []
@@ -278,8 +281,8 @@ _WHOLE_CALLS["llama3_json"] = re.compile(r"(?:\A|<\|python_tag\|>)\s*\{(?:(?!<\|
 """Format → one call that is there from mark to mark."""
 
 OWN_PARSERS: dict[str, type[Any]] = {}
-"""Name → the class that a module of the user's registered under it (`public_parsers.ToolParser`); of a name of ours it takes the
-place."""
+"""Name → the class that a module of the user's registered under it (`public_parsers.ToolParser`); of a name of ours it
+takes the place."""
 
 
 Stop = str | Sequence[str] | None

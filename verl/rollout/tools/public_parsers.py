@@ -1,4 +1,5 @@
-"""Parsers of tool calls under the names of the public system: for loops that parse turns themselves, and those that users register."""
+"""Parsers of tool calls under the names of the public system: for loops that parse turns themselves, and those that
+users register."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class ToolParser:
         return parser
 
     async def extract_tool_calls(self, responses_ids: Any, tools: Any = None) -> Found:
-        """(what was said besides the calls, the calls that could be read) of sampled ids; tools: schemas, for formats without types."""
+        """(what was said besides the calls, the calls that could be read) of sampled ids; tools: schemas, for formats
+        without types."""
         return self._read(self.tokenizer.decode(responses_ids, skip_special_tokens=False), tools)
 
     def _read(self, text: str, tools: Any) -> Found:
@@ -64,8 +66,8 @@ class ToolParser:
 
 
 async def read_with_own(name: str, tokenizer: Any, ids: list[int], tools: Any) -> tuple[str, list[ToolCall]]:
-    """(text, calls) of a sampled turn, its end token with it, as the user's parser `name` reads it. UserError where it raises or
-    returns anything else."""
+    """(text, calls) of a sampled turn, its end token with it, as the user's parser `name` reads it. UserError where it
+    raises or returns anything else."""
     parser = ToolParser.get_tool_parser(name, tokenizer)
     schemas = [OpenAIFunctionToolSchema.model_validate(tool) for tool in tools]
     takes_tools = len(inspect.signature(parser.extract_tool_calls).parameters) > 1

@@ -1,6 +1,7 @@
 """The tools of a run, from `tool_config_path` and `function_tool_path`, and the calls of one trajectory.
 
-A call that goes wrong is text for the model: an unknown tool, arguments that cannot be read, an exception, a deadline passed.
+A call that goes wrong is text for the model: an unknown tool, arguments that cannot be read, an exception, a deadline
+passed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def load_class(path: str, what: str) -> Any:
 
 
 def made(entry: Mapping[str, Any], where: str, base: type, **arguments: Any) -> Any:
-    """The object of an entry's `class_name`, made of these arguments. ToolError for one that cannot be, or is no `base`."""
+    """The object of an entry's `class_name`, made of these arguments. ToolError for one that cannot be, or is no
+    `base`."""
     class_path = entry.get("class_name")
     if not isinstance(class_path, str):
         raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")
@@ -97,7 +99,8 @@ class Toolbox:
         self.tools = list(self.by_name.values())
 
     def warn_of_unknown(self, kwargs: Mapping[str, Any]) -> None:
-        """Say which names in a row's `extra_info.tools_kwargs` are no tools: what a row holds for them reaches nothing."""
+        """Say which names in a row's `extra_info.tools_kwargs` are no tools: what a row holds for them reaches
+        nothing."""
         tool_names = ", ".join(self.by_name) or "none"
         for name, value in kwargs.items():
             if value is not None and name not in self.by_name:
@@ -165,7 +168,8 @@ _WARNED: set[tuple[str, str]] = set()
 
 
 def warn_once(name: str, kind: str, what: str, *, of: str = "tool") -> None:
-    """Say on the console, in each process once for a kind of error, what is wrong with a tool, or with another part of a user's."""
+    """Say on the console, in each process once for a kind of error, what is wrong with a tool, or with another part of
+    a user's."""
     if (name, kind) not in _WARNED:
         _WARNED.add((name, kind))
         logging.getLogger(__name__).warning("%s %r: %s", of, name, what)
@@ -179,8 +183,8 @@ def told(error: Exception) -> str:
 class ToolRun:
     """The tools of one trajectory: instances, deadlines, step rewards, metrics.
 
-    kwargs: the row's `extra_info.tools_kwargs`. timeout: seconds of a call where the tool's config has none. longest, side: how
-    many characters of a response the model sees, and which part of a longer one is cut. show_images:
+    kwargs: the row's `extra_info.tools_kwargs`. timeout: seconds of a call where the tool's config has none. longest,
+    side: how many characters of a response the model sees, and which part of a longer one is cut. show_images:
     `Boundaries.image_parts` of the session.
     """
 
@@ -280,7 +284,8 @@ class ToolRun:
         self._instances.clear()
 
     async def _release(self, tool: Tool, instance: str) -> None:
-        """Give up an instance, within a deadline of its own: that of the call may have passed. What goes wrong is counted and said."""
+        """Give up an instance, within a deadline of its own: that of the call may have passed. What goes wrong is
+        counted and said."""
         try:
             async with asyncio.timeout(self._deadline(tool)):
                 await users_code(tool.release(instance, **self._of_row(tool, "release_kwargs")))
