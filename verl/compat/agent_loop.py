@@ -1,4 +1,5 @@
-"""Agent loops with the signatures of the public system: `run(sampling_params, **row)` returns arrays of ids, masks and log-probs.
+"""Agent loops with the signatures of the public system: `run(sampling_params, **row)` returns arrays of ids, masks and
+log-probs.
 
 The session has recorded every token that the sampler gave; what an output holds is looked for there (`outcome_of`).
 """
@@ -93,14 +94,14 @@ class ServerManager:
     async def generate(
         self, request_id: str, *, prompt_ids: Any, sampling_params: Mapping[str, Any], **more: Any
     ) -> TokenOutput:
-        """Sample a continuation of `prompt_ids`. request_id is not needed: the session keeps its prefix in one replica. UserError for
-        images and the like: they would not reach the model."""
+        """Sample a continuation of `prompt_ids`. request_id is not needed: the session keeps its prefix in one replica.
+        UserError for images and the like: they would not reach the model."""
         for name in _MEDIA:
             value = more.get(name)
             if value is not None and (not hasattr(value, "__len__") or len(value)):
                 raise UserError(
-                    f"server_manager.generate takes no {name}: the row's own images are there already, others are shown "
-                    "through session.chat (docs/agents.md)"
+                    f"server_manager.generate takes no {name}: the row's own images are there already, "
+                    "others are shown through session.chat (docs/agents.md)"
                 )
         completion = await self.session.generate(prompt_ids, sampling_params)
         reason = "aborted" if completion.finish_reason == "abort" else "completed"
@@ -119,8 +120,8 @@ AsyncLLMServerManager = ServerManager  # by the public name
 class AgentLoopBase(AgentLoop):
     """Base of loops; one instance serves one response.
 
-    `session` samples with this response's seed and group, `generate` is its method; `tokenizer` and `config` are the run's.
-    The constructor has the public system's arguments: a subclass hands on what it gets.
+    `session` samples with this response's seed and group, `generate` is its method; `tokenizer` and `config` are the
+    run's. The constructor has the public system's arguments: a subclass hands on what it gets.
     """
 
     def __init__(
@@ -192,13 +193,13 @@ class AgentLoopBase(AgentLoop):
     async def run(  # type: ignore[override]
         self, sampling_params: SamplingParams, **row: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput] | Outcome:
-        """Produce one response to the row, as one output or, where history was dropped or rewritten, a list of them, one for
-        each token sequence that the model saw: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
+        """Produce one response to the row, as one output or, where history was dropped or rewritten, a list of them,
+        one for each token sequence that the model saw: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
         `sample_index`, then the row's other columns, as keywords; `columns` has all of those by name."""
 
     def known_so_far(self) -> dict[str, Any]:
-        """Fields of `AgentLoopOutput` (num_turns, metrics, extra_fields, reward_score) of a trajectory that was ended from outside: past
-        its deadline, or its environment failed."""
+        """Fields of `AgentLoopOutput` (num_turns, metrics, extra_fields, reward_score) of a trajectory that was ended
+        from outside: past its deadline, or its environment failed."""
         return {}
 
     async def apply_chat_template(
@@ -219,8 +220,9 @@ class AgentLoopBase(AgentLoop):
         tools: Any = None,
         **media: Any,
     ) -> tuple[Any, list[int], list[float] | None]:
-        """(object with `token_ids`, mask, log-probs) after the messages that follow the model's turn: `updated_messages` begin with
-        `previous_messages`, whose last is that turn. UserError where the template has no boundary there."""
+        """(object with `token_ids`, mask, log-probs) after the messages that follow the model's turn:
+        `updated_messages` begin with `previous_messages`, whose last is that turn. UserError where the template has no
+        boundary there."""
         ids = list(runtime_token_ids)
         following = updated_messages[len(previous_messages) :]
         between = self._boundaries.between(previous_messages[-1], following, tools, ids[-1])
@@ -279,8 +281,9 @@ class SingleTurnAgent(AgentLoopBase):
 def outcome_of(record: Record, outputs: Sequence[AgentLoopOutput], row_images: int) -> Outcome:
     """The outcome of outputs; reward, fields and metrics of later ones win.
 
-    Tokens of an output that the record does not have lose the policy's mark, counted in the metric `unrecorded_tokens`. TypeError for
-    anything but outputs, ValueError for arrays of different lengths and for images that the model did not see.
+    Tokens of an output that the record does not have lose the policy's mark, counted in the metric `unrecorded_tokens`.
+    TypeError for anything but outputs, ValueError for arrays of different lengths and for images that the model did not
+    see.
     """
     for output in outputs:
         if not isinstance(output, AgentLoopOutput):
@@ -358,8 +361,8 @@ def _parts(
 ) -> tuple[list[tuple[int, int, int] | np.ndarray], int]:
     """What an output is made of, and how many tokens it marks as the policy's that no call gave.
 
-    Tokens of the policy count as sampled where, in order, they are the beginning of a completion that is not used up yet, of equal
-    ones that which was asked for with the tokens before; those that are used are taken out of `spans`.
+    Tokens of the policy count as sampled where, in order, they are the beginning of a completion that is not used up
+    yet, of equal ones that which was asked for with the tokens before; those that are used are taken out of `spans`.
     """
     whole = np.concatenate([context, ids])
 

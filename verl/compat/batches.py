@@ -22,9 +22,11 @@ def compute_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> DataProto:
-    """The batch with `advantages` and `returns` [N, L], by any registered estimator; groups are `uid`, `num_repeat` is not needed.
+    """The batch with `advantages` and `returns` [N, L], by any registered estimator; groups are `uid`, `num_repeat` is
+    not needed.
 
-    An estimator gets what it names of the batch's columns, of the arguments and of `index`, `batch` and `non_tensor_batch`.
+    An estimator gets what it names of the batch's columns, of the arguments and of `index`, `batch` and
+    `non_tensor_batch`.
     """
     estimator = get_adv_estimator_fn(adv_estimator)
     columns, non_tensors = data.batch, data.non_tensor_batch
@@ -47,7 +49,8 @@ def compute_advantage_for_multi_trajectories(
 ) -> DataProto:
     """The same where rows are segments of trajectories: `batch_keys` are "{uid}_{trajectory}_{segment}".
 
-    With GRPO the last segment of a trajectory holds its reward, and its advantage is written on the policy tokens of all segments.
+    With GRPO the last segment of a trajectory holds its reward, and its advantage is written on the policy tokens of
+    all segments.
     """
     if adv_estimator != "grpo":
         return compute_advantage(data, adv_estimator, **settings)

@@ -1,5 +1,5 @@
-"""What users import as `verl.trainer.ppo.core_algos`: estimators, losses, KL and the registries, under the names and signatures of
-the public system."""
+"""What users import as `verl.trainer.ppo.core_algos`: estimators, losses, KL and the registries, under the names and
+signatures of the public system."""
 
 from __future__ import annotations
 
@@ -181,10 +181,10 @@ def register_adv_est(
 ) -> Callable[[Algorithm], Algorithm]:
     """Decorator: an advantage estimator under a name, for `algorithm.adv_estimator=name`.
 
-    The function is called with keywords and receives those it names among token_level_rewards, response_mask, index, config, …
-    (verl.compat.estimators); it returns (advantages, returns), both [N, L]. `needs`: columns that have to be there, e.g.
-    {"ref_log_probs"}, beside those that required parameters name. `compares_groups`: it compares the responses to one prompt;
-    None: it does if it has a parameter `index`. ValueError if another function has the name.
+    The function is called with keywords and receives those it names among token_level_rewards, response_mask, index,
+    config, … (verl.compat.estimators); it returns (advantages, returns), both [N, L]. `needs`: columns that have to be
+    there, e.g. {"ref_log_probs"}, beside those that required parameters name. `compares_groups`: it compares the
+    responses to one prompt; None: it does if it has a parameter `index`. ValueError if another function has the name.
     """
 
     def add(function: Algorithm) -> Algorithm:
@@ -202,8 +202,8 @@ def register_policy_loss(
 ) -> Callable[[Algorithm], Algorithm]:
     """Decorator: a policy loss under a name, for `actor_rollout_ref.actor.policy_loss.loss_mode=name`.
 
-    A function of one argument gets `verl.algorithms.policy_loss.LossInputs`, with the columns that `needs` names; any other is
-    called with the public signature. ValueError if another function has the name.
+    A function of one argument gets `verl.algorithms.policy_loss.LossInputs`, with the columns that `needs` names; any
+    other is called with the public signature. ValueError if another function has the name.
     """
 
     def add(function: Algorithm) -> Algorithm:
@@ -214,7 +214,8 @@ def register_policy_loss(
 
 
 def get_adv_estimator_fn(name: Name) -> Algorithm:
-    """The estimator under a name, in its public form. ValueError "Unknown advantage estimator simply: …" if there is none."""
+    """The estimator under a name, in its public form. ValueError "Unknown advantage estimator simply: …" if there is
+    none."""
     return _public(ESTIMATORS.get(name))
 
 

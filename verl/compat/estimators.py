@@ -44,9 +44,9 @@ _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def padded_form(estimator: Estimator, *required: str, **optional: Any) -> Callable[..., Tensors]:
     """An estimator under a signature of the public interface, of these parameters in this order; more are ignored.
 
-    token_level_rewards, response_mask, loss_mask (None: the response mask), and columns under their public names: padded tensors
-    [N, L]. index: group keys [N]. reward_baselines [N]. non_tensor_batch: what the reward function returned, by key. Returns
-    advantages and returns [N, L] in the dtype of the rewards.
+    token_level_rewards, response_mask, loss_mask (None: the response mask), and columns under their public names:
+    padded tensors [N, L]. index: group keys [N]. reward_baselines [N]. non_tensor_batch: what the reward function
+    returned, by key. Returns advantages and returns [N, L] in the dtype of the rewards.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in required]
@@ -121,7 +121,8 @@ def required_parameters(function: Algorithm) -> list[str]:
 
 
 def declaration(function: Algorithm) -> Declaration:
-    """What the signature of a user's estimator says: columns that required parameters name, and whether it asks for group keys."""
+    """What the signature of a user's estimator says: columns that required parameters name, and whether it asks for
+    group keys."""
     offered = {*COLUMN_OF.values(), "reward_baselines"}
     columns = {COLUMN_OF.get(name, name) for name in required_parameters(function)} & offered
     return Declaration(frozenset(columns), compares_groups="index" in inspect.signature(function).parameters)
@@ -129,8 +130,8 @@ def declaration(function: Algorithm) -> Declaration:
 
 @once
 def flat_form(function: Algorithm) -> Estimator:
-    """An estimator that a user registers, as a function of `EstimatorInputs`: one of a single argument that names no column as it
-    is, any other with the padded tensors that it names."""
+    """An estimator that a user registers, as a function of `EstimatorInputs`: one of a single argument that names no
+    column as it is, any other with the padded tensors that it names."""
     if takes_inputs(function, _PUBLIC_NAMES):
         return function
 
@@ -149,8 +150,8 @@ def _on_batch(
 ) -> tuple[Arrays, Arrays]:
     """(advantages, returns) of the policy tokens of each row, float32, by a function of the public form.
 
-    baselines: scores of greedy responses [N], or None. ValueError if the function requires what is not there, and for results of
-    another shape.
+    baselines: scores of greedy responses [N], or None. ValueError if the function requires what is not there, and for
+    results of another shape.
     """
     mask = padded(rows, "response_mask")
     offered = _offer(rows, algorithm, baselines)

@@ -89,7 +89,8 @@ def padded_form(loss: FlatLoss) -> PaddedLoss:
 
 @once
 def flat_form(function: PaddedLoss) -> FlatLoss:
-    """A loss that a user registers, as a function of `LossInputs`: one of a single argument as it is, any other with padded tensors."""
+    """A loss that a user registers, as a function of `LossInputs`: one of a single argument as it is, any other with
+    padded tensors."""
     if takes_inputs(function):
         return function
 
@@ -121,7 +122,8 @@ def agg_loss(
     loss_scale_factor: float | None = None,
     trajectory_tokens: Tensor | None = None,
 ) -> Tensor:
-    """`verl.algorithms.tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor H is L."""
+    """`verl.algorithms.tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor H is
+    L."""
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, trajectory_tokens)
     terms, mask = torch.broadcast_tensors(torch.atleast_2d(loss_mat), torch.atleast_2d(loss_mask))
     return aggregate(terms.flatten(), mask.flatten(), rows_of(terms), loss_agg_mode, *counts)

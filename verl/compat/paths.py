@@ -3,8 +3,8 @@
 `install()` puts a finder at the end of `sys.meta_path`: real modules always win, and nothing is imported until
 a plug-in asks. A path of the table yields either one of our modules as it is, or a module that holds the
 listed names; the packages above it exist only for the import. Everything else under those packages is refused
-with an ImportError that names the interface to use instead. The entry points that users start with `python3 -m` are paths of
-the table too.
+with an ImportError that names the interface to use instead. The entry points that users start with `python3 -m` are
+paths of the table too.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _MATH = (
     "fix_a_slash_b fix_sqrt remove_right_units"
 )
 _SEARCH_QA = (
-    "verl.reward.rules.search_qa: compute_score compute_score_subem em_check subem_check normalize_answer extract_solution "
-    "count_answer_tags"
+    "verl.reward.rules.search_qa: compute_score compute_score_subem em_check subem_check normalize_answer "
+    "extract_solution count_answer_tags"
 )
 _DAPO = "is_correct_minerva is_correct_strict_box verify compute_score"
 # Module of the public `verl.utils.reward_score` → as in `_TABLE`.
@@ -59,7 +59,10 @@ _SCORES = {
     "math_batch": "verl.reward.rules.public_math: compute_score_batched",
     "math_dapo": f"verl.reward.rules.math_dapo: normalize_final_answer {_DAPO} remove_boxed last_boxed_only_string",
     "math_verify": "verl.reward.rules.public_math: compute_score=verified_score",
-    "prime_math": "verl.reward.rules.public_math: compute_score=prime_score grade_answer match_answer math_equal remove_boxed",
+    "prime_math": (
+        "verl.reward.rules.public_math: compute_score=prime_score grade_answer match_answer "
+        "math_equal remove_boxed"
+    ),
     "prime_math.grader": "verl.reward.rules.public_math: math_equal",
     "prime_math.math_normalize": "verl.reward.rules.math: normalize_answer=normalise",
     "prime_code": "verl.reward.rules.code: compute_score=prime_score",
@@ -86,8 +89,12 @@ _TABLE = {
     "verl.trainer.ppo.v1.utils": "verl.compat.batches",
     "verl.experimental.agent_loop.agent_loop": "verl.compat.agent_loop",
     "verl.rollout.agent_loop": "verl.compat.agent_loop",
-    "verl.experimental.agent_loop": "verl.compat.agent_loop: AgentLoopBase AgentLoopOutput AsyncLLMServerManager register",
-    "verl.experimental.agent_loop.single_turn_agent_loop": "verl.compat.agent_loop: SingleTurnAgentLoop=SingleTurnAgent",
+    "verl.experimental.agent_loop": (
+        "verl.compat.agent_loop: AgentLoopBase AgentLoopOutput AsyncLLMServerManager register"
+    ),
+    "verl.experimental.agent_loop.single_turn_agent_loop": (
+        "verl.compat.agent_loop: SingleTurnAgentLoop=SingleTurnAgent"
+    ),
     "verl.experimental.agent_loop.tool_parser": "verl.rollout.tools.public_parsers",
     "verl.tools.base_tool": f"{_TOOLS_BASE}: BaseTool OpenAIFunctionToolSchema ToolResponse",
     "verl.tools.schemas": f"{_TOOLS_BASE}: {_SCHEMAS}",
@@ -215,7 +222,8 @@ class _Alias(Loader):
 
 
 class _View(Loader):
-    """Fills a module made for the import with the names of the table; whoever asks it for another one is told why not."""
+    """Fills a module made for the import with the names of the table; whoever asks it for another one is told why
+    not."""
 
     def exec_module(self, module: ModuleType) -> None:
         module.__getattr__ = _missing_names(module.__name__)  # type: ignore[method-assign]

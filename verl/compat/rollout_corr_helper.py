@@ -117,8 +117,8 @@ def compute_is_metrics(
 ) -> dict[str, float]:
     """Metrics without prefix of the weights that the log-ratios [N, L] give; `rollout_is_weights` follow from them.
 
-    `raw_rollout_is_weights` [N, L]: the weights before they were truncated (of kind sequence one value a row), which then stand
-    for the log-ratios; rollout_is_{max,min} are theirs.
+    `raw_rollout_is_weights` [N, L]: the weights before they were truncated (of kind sequence one value a row), which
+    then stand for the log-ratios; rollout_is_{max,min} are theirs.
     """
     settings, raw = (response_mask, rollout_is, rollout_is_threshold), raw_rollout_is_weights
     if raw is None:
