@@ -315,10 +315,8 @@ def _policy_tokens(
     rows: Sequence[Trajectory], mask: np.ndarray, current: Sequence[np.ndarray] | None = None
 ) -> Tokens:
     """e of the policy tokens of all rows; `mask` [ΣL] says which they are."""
-    trainer_log_probs = (
-        flat(rows, "old_log_probs") if current is None else np.concatenate([np.zeros(0), *current])
-    )
-    error = trainer_log_probs.astype(np.float64) - flat(rows, "rollout_log_probs")
+    policy = flat(rows, "old_log_probs") if current is None else np.concatenate([np.zeros(0), *current])
+    error = policy.astype(np.float64) - flat(rows, "rollout_log_probs")
     owner = np.repeat(np.arange(len(rows)), [row.length for row in rows])
     return Tokens.of(error[mask], owner[mask])
 

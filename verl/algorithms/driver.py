@@ -179,10 +179,7 @@ def _inputs(rows: Batch, masks: Arrays, algorithm: Any) -> EstimatorInputs:
         dtype = bool if COLUMNS[name].dtype is bool else np.float64
         # One response after another: float64 copies of all tokens of a step would be gigabytes.
         values = (np.asarray(t.column(name), dtype) for t in rows)
-        return (
-            row_values if mask.all() else row_values[mask]
-            for row_values, mask in zip(values, masks, strict=True)
-        )
+        return (row if mask.all() else row[mask] for row, mask in zip(values, masks, strict=True))
 
     def part(key: str) -> list[Any]:
         return [t.score if key in ("score", "reward") else t.score_parts.get(key) for t in rows]

@@ -238,19 +238,15 @@ class EnvironmentAgent(AgentLoop):
         started, apart = self.loop.time(), not inspect.iscoroutinefunction(method)
         try:
             async with thread_room() if apart else nullcontext(), asyncio.timeout(self._agent.tool_timeout):
-                result = await users_code(in_thread(method, **arguments) if apart else method(**arguments))
-            if not isinstance(result, gives):
-                other = (
-                    " (gymnasium's interface is environment.name=gym)" if isinstance(result, tuple) else ""
-                )
-                raise TypeError(f"it has to give {gives.__name__}, not {type(result).__name__}{other}")
-            return result
+                reply = await users_code(in_thread(method, **arguments) if apart else method(**arguments))
+            if not isinstance(reply, gives):
+                other = " (gymnasium's interface is environment.name=gym)" if isinstance(reply, tuple) else ""
+                raise TypeError(f"it has to give {gives.__name__}, not {type(reply).__name__}{other}")
+            return reply
         except Exception as error:
-            problem = (
-                str(error) or f"no answer within rollout.agent.tool_timeout={self._agent.tool_timeout} s"
-            )
+            cause = str(error) or f"no answer within rollout.agent.tool_timeout={self._agent.tool_timeout} s"
             raise EnvironmentFailed(
-                f"{self._path}: {method.__name__}: {type(error).__name__}: {problem}"
+                f"{self._path}: {method.__name__}: {type(error).__name__}: {cause}"
             ) from error
         finally:
             self._seconds += self.loop.time() - started

@@ -179,10 +179,8 @@ def _result(
     kind: str, body: Mapping[str, Any], sampled: Sequence[tuple[int, Completion, dict[str, Any]]]
 ) -> Result:
     """The body, or the parts of the stream that was asked for. sampled: tokens of the prompt, completion, choice."""
-    before, after = (
-        sum(size for size, _, _ in sampled),
-        sum(len(completion.token_ids) for _, completion, _ in sampled),
-    )
+    before = sum(size for size, _, _ in sampled)
+    after = sum(len(completion.token_ids) for _, completion, _ in sampled)
     usage = {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after}
     about = {"id": secrets.token_hex(8), "object": kind, "created": int(time.time()), "model": MODEL}
     choices = [choice for _, _, choice in sampled]

@@ -121,14 +121,14 @@ class Session:
         """The run's settings with what a mapping changes of them."""
         if settings is None or isinstance(settings, SamplingParams):
             return settings or self.sampling
-        fields = {_ALIASES.get(name, name): value for name, value in settings.items() if name not in _UNUSED}
-        if unknown := [name for name in fields if name not in _FIELDS]:
+        options = {_ALIASES.get(name, name): value for name, value in settings.items() if name not in _UNUSED}
+        if unknown := [name for name in options if name not in _FIELDS]:
             raise ValueError(f"sampling parameters {', '.join(unknown)}; known: {', '.join(sorted(_FIELDS))}")
         for name in ("stop", "stop_token_ids"):
-            if name in fields:
-                value = fields[name]
-                fields[name] = (value,) if isinstance(value, str) else tuple(value or ())
-        return replace(self.sampling, **{name: value for name, value in fields.items() if value is not None})
+            if name in options:
+                value = options[name]
+                options[name] = (value,) if isinstance(value, str) else tuple(value or ())
+        return replace(self.sampling, **{name: value for name, value in options.items() if value is not None})
 
     def begin(self, messages: Any, prompt_ids: np.ndarray, tools: Any = None) -> None:
         """Make known that a dialogue of these messages and tools is `prompt_ids`, as the data rendered it."""

@@ -74,13 +74,9 @@ def function_tool(target: Any = None, *, schema: Any = None) -> Any:
         name = target if isinstance(target, str) else function.__name__
         tool_schema = schema if schema is not None else _schema_of(function, name)
         base.check_schema(base.plain(tool_schema), f"function tool {name!r}")
-        registered = FUNCTION_TOOL_REGISTRY.get(name)
-        if (
-            registered
-            and registered.fn.__module__ == function.__module__
-            and _place(registered.fn) != _place(function)
-        ):
-            before = f"{_place(registered.fn)} is already registered"
+        prior = FUNCTION_TOOL_REGISTRY.get(name)
+        if prior and prior.fn.__module__ == function.__module__ and _place(prior.fn) != _place(function):
+            before = f"{_place(prior.fn)} is already registered"
             raise ToolError(f"two tools are called {name!r}: {before}, then {_place(function)}")
         tool = FUNCTION_TOOL_REGISTRY[name] = FunctionTool(function, name, tool_schema)
         function.function_tool = tool  # type: ignore[attr-defined]

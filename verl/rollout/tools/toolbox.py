@@ -72,10 +72,8 @@ def load_yaml(path: str, key: str, known: Sequence[str]) -> list[dict[str, Any]]
     checks = ((entry, f" entry {number}", known) for number, entry in enumerate(entries))
     for names, place, allowed in ((content, "", [key]), *checks):
         if unknown := [str(name) for name in names if name not in allowed]:
-            problem = (
-                f"{path}{place}: {unknown[0]} is no key that is known there; known: {', '.join(allowed)}"
-            )
-            raise ToolError(f"{problem} (is it indented as it should be?)")
+            cause = f"{path}{place}: {unknown[0]} is no key that is known there; known: {', '.join(allowed)}"
+            raise ToolError(f"{cause} (is it indented as it should be?)")
     if odd := [entry["config"] for entry in entries if not isinstance(entry.get("config") or {}, Mapping)]:
         raise ToolError(f"{path}: config must be a mapping, and is {odd[0]!r}")
     return [dict(entry) for entry in entries]
