@@ -93,13 +93,13 @@ test-long: $(VENV)/.installed-test $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed
-	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/test_adapters.py
+	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/rollout/test_adapters.py
 
 # A program in the sandbox finds packages in its own environment alone, which has no numpy.
 test-versions: $(VENV)/oldest/.installed $(VENV)/newest/.installed
 	for pair in oldest newest; do OMP_NUM_THREADS=1 $(VENV)/$$pair/bin/python -m pytest -n 2 --dist worksteal \
 	  -m "not slow and not long" --ignore-glob='*ray*' --ignore-glob='*vllm*' \
-	  --deselect tests/unit/test_reward_sandbox.py::test_what_a_program_may_do tests/unit tests/invariant tests/contract || exit 1; done
+	  --deselect tests/unit/reward/test_sandbox.py::test_what_a_program_may_do tests/unit tests/invariant tests/contract || exit 1; done
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/write_config_page.py

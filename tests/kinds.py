@@ -14,8 +14,8 @@ from tests.integration.test_agent_runs import ROLLOUT, WORDS
 from tests.integration.test_vision_runs import VisionRun
 from tests.runs import TinyRun
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.test_reward_model import classifier
-from tests.unit.test_session import _QWEN
+from tests.unit.reward.test_reward_model import classifier
+from tests.unit.rollout.test_session import _QWEN
 
 USER = Path(__file__).parent / "unit" / "agents_of_a_user.py"
 TEACHER = "distillation.teacher_models.teacher_model.model_path"

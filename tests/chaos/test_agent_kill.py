@@ -17,9 +17,9 @@ from tests.chaos.killing import Kill, assert_none_left, left_in_shared_memory, p
 from tests.integration.test_agent_runs import ROLLOUT, WORDS
 from tests.runs import TinyRun, records, weights
 from tests.tiny import tiny_tokenizer
-from tests.unit.test_adapters import fake_python
-from tests.unit.test_mcp import STDIO, tools_file
-from tests.unit.test_session import _QWEN
+from tests.unit.rollout.test_adapters import fake_python
+from tests.unit.rollout.test_mcp import STDIO, tools_file
+from tests.unit.rollout.test_session import _QWEN
 
 # Who finds the file "kill" takes it away and kills itself, once; who finds "delete", the folder that
 # is named there, once a step is recorded.

@@ -19,9 +19,9 @@ from tests.chaos.killing import processes_with
 from tests.integration.test_agent_runs import WORDS
 from tests.runs import TinyRun, records, weights
 from tests.tiny import tiny_tokenizer
-from tests.unit.test_agents import play
-from tests.unit.test_reward_runner import trajectory_of
-from tests.unit.test_session import _QWEN
+from tests.unit.reward.test_runner import trajectory_of
+from tests.unit.rollout.test_agents import play
+from tests.unit.rollout.test_session import _QWEN
 from verl.engine.rollout.vllm.weights import AdapterFolder
 from verl.reward.pool import FunctionSpec
 from verl.reward.runner import RewardRunner

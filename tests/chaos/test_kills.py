@@ -28,7 +28,7 @@ from tests.integration.test_agent_runs import ROLLOUT, SEES, WORDS
 from tests.integration.test_vision_runs import VisionRun
 from tests.runs import records, weights
 from tests.tiny import SPECIAL, VISION, tiny_tokenizer, tiny_vision_model
-from tests.unit.test_adapters import fake_python
+from tests.unit.rollout.test_adapters import fake_python
 from verl.config.engine_packages import EnginePackageError, check_vllm
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "2"))

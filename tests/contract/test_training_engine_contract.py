@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tests import ranks
 from tests.tiny import tiny_model
-from tests.unit.engine_cases import BOTH, assert_close, reference, rows_of, simple_loss
-from tests.unit.fsdp_cases import role
+from tests.unit.engine.training.engine_cases import BOTH, assert_close, reference, rows_of, simple_loss
+from tests.unit.engine.training.fsdp_cases import role
 from verl.engine.training import get_engine
 from verl.errors import UserError
 from verl.trajectory import Trajectory

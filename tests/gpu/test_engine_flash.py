@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.test_engine_attention import layout, tensors
+from tests.unit.engine.training.test_attention import layout, tensors
 from verl.models import flash_attention
 from verl.models.attention import AttentionOptions
 from verl.models.packed_attention import PackedPlan, _TiledAttention

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine_cases import BOTH, gradients, rows_of, simple_loss
+from tests.unit.engine.training.engine_cases import BOTH, gradients, rows_of, simple_loss
 
 GROUPS = [(70, [50, 9, 1, 30]), (1, [4]), (120, [60, 6]), (5, [2, 110, 40])]
 KIND_LIMITS = {"log_probs": 2e-4, "gradient": 1e-3}

@@ -12,8 +12,8 @@ import pytest
 from tests.integration.test_vision_runs import VisionRun
 from tests.runs import TinyRun, records, weights
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, VISION, tiny_tokenizer
-from tests.unit.test_reward_model import classifier, plain_scores
-from tests.unit.test_session import _QWEN
+from tests.unit.reward.test_reward_model import classifier, plain_scores
+from tests.unit.rollout.test_session import _QWEN
 from verl.trainer import main_generation
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Trajectory

@@ -17,8 +17,8 @@ from tests.integration.test_reward_models import ASKS
 from tests.integration.test_vision_runs import VisionRun
 from tests.runs import from_step, main_ppo, records, weights
 from tests.tiny import tiny_model
-from tests.unit.test_reward_model import classifier
-from tests.unit.test_session import _QWEN
+from tests.unit.reward.test_reward_model import classifier
+from tests.unit.rollout.test_session import _QWEN
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

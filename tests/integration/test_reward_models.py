@@ -9,7 +9,7 @@ import pytest
 
 from tests.runs import TinyRun, records
 from tests.tiny import tiny_model
-from tests.unit.test_reward_model import classifier, plain_scores
+from tests.unit.reward.test_reward_model import classifier, plain_scores
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Trajectory
 

@@ -11,8 +11,8 @@ import pytest
 from tests import vllm_processes
 from tests.integration.test_vllm_weights import PROMPTS, TEMPERATURE, difference, rows
 from tests.runs import TinyRun, records
-from tests.unit.engine_cases import simple_loss
-from tests.unit.lora_cases import disturb, engine, lora, trained
+from tests.unit.engine.training.engine_cases import simple_loss
+from tests.unit.engine.training.lora_cases import disturb, engine, lora, trained
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
 from verl.engine.training.lora import LoraSettings
 from verl.weight_sync.sender import StreamedSync

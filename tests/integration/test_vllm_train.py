@@ -14,7 +14,7 @@ from tests.chaos.fork_server import until
 from tests.integration.test_agent_runs import WORDS as DIALOGUE
 from tests.runs import TinyRun, records
 from tests.tiny import tiny_tokenizer
-from tests.unit.test_session import _QWEN
+from tests.unit.rollout.test_session import _QWEN
 from tests.vllm_cases import require_vllm, vllm_model
 
 require_vllm()

@@ -18,7 +18,7 @@ import pytest
 from tests.invariant.test_vision import make_prompts, marks_of, rows_of, sample, sampled, segments, trained
 from tests.runs import environment
 from tests.tiny import tiny_vision_model
-from tests.unit.engine_cases import simple_loss
+from tests.unit.engine.training.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, vllm_engine
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Prompt

@@ -15,7 +15,7 @@ import torch
 
 from tests import vllm_processes
 from tests.chaos.fork_server import ForkServer, until
-from tests.unit.engine_cases import simple_loss
+from tests.unit.engine.training.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
 from verl.platform.processes import process_start_time as start_time
 from verl.weight_sync.sender import StreamedSync

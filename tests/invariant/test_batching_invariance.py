@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config, tiny_model
-from tests.unit.engine_cases import BOTH, assert_close, gradients, reference, rows_of, simple_loss
+from tests.unit.engine.training.engine_cases import (
+    BOTH,
+    assert_close,
+    gradients,
+    reference,
+    rows_of,
+    simple_loss,
+)
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.engine.training.log_prob import CANDIDATE_OUTPUTS
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.invariant.test_sampler_logprobs import make_prompts, sample
 from tests.tiny import tiny_model
-from tests.unit.lora_cases import disturb, engine, lora, trained
+from tests.unit.engine.training.lora_cases import disturb, engine, lora, trained
 from verl.engine.rollout.native import NativeEngine
 from verl.trajectory import Prompt, Trajectory
 from verl.weight_sync.base import WeightSyncError
@@ -44,7 +44,7 @@ def difference(actor: Any, found: list[list[Any]]) -> float:
 
 
 def update(actor: Any, found: list[list[Any]]) -> None:
-    from tests.unit.engine_cases import simple_loss
+    from tests.unit.engine.training.engine_cases import simple_loss
 
     given = rows(found)
     assert not actor.step(given, simple_loss(sum(r.length for r in given)), temperature=1.0).refused

@@ -9,7 +9,7 @@ import pytest
 
 from tests import ranks
 from tests.tiny import tiny_model
-from tests.unit.fsdp_cases import assert_same, locally, on_ranks, role
+from tests.unit.engine.training.fsdp_cases import assert_same, locally, on_ranks, role
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "plain": (role(), {}, "even"),

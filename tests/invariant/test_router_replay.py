@@ -15,7 +15,7 @@ from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
 from tests import ranks
 from tests.runs import TinyRun, main_ppo, records, weights
 from tests.tiny import tiny_config, tiny_model
-from tests.unit.engine_cases import assert_close, gradients, rows_of, simple_loss
+from tests.unit.engine.training.engine_cases import assert_close, gradients, rows_of, simple_loss
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.native import NativeEngine
 from verl.engine.training.fsdp_engine import FSDPEngine

@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests import ranks
 from tests.tiny import tiny_model, tiny_vision_model
-from tests.unit.engine_cases import assert_close, gradients, simple_loss
+from tests.unit.engine.training.engine_cases import assert_close, gradients, simple_loss
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.base import setting
 from verl.data.media import ImageProcessor, load_processor

@@ -44,7 +44,7 @@ def trains(
     """A training rank: one step, a push, then its log-probs of what the samplers wrote with the new weights."""
     import torch.distributed as dist
 
-    from tests.unit.fsdp_cases import role, rows, simple_loss, total
+    from tests.unit.engine.training.fsdp_cases import role, rows, simple_loss, total
     from verl.engine.training.fsdp_engine import FSDPEngine
     from verl.weight_sync.shared_memory import BucketSender
     from verl.weight_sync.verify import checksums

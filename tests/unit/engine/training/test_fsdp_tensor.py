@@ -1,0 +1,109 @@
+"""Tensor parallelism after transformers' plans: the same numbers, the same checkpoints, clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.tiny import tiny_model
+from tests.unit.engine.training.fsdp_cases import assert_same, locally, on_ranks, role
+from tests.unit.engine.training.test_fsdp_checkpoint import ROLE, same, save, sharded, state
+from tests.unit.engine.training.test_fsdp_engine import complaint
+from verl.engine.training.fsdp_engine import FSDPEngine
+
+Cases = dict[str, tuple[dict[str, Any], dict[str, Any], str]]
+
+
+def cut(size: int, fsdp: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return role(fsdp={"tensor_parallel_size": size} | (fsdp or {}), **changes)
+
+
+def check(size: int, path: str, cases: Cases, local: dict[str, Any]) -> list[dict[str, Any]]:
+    found = ranks.run(on_ranks, size, path, cases)
+    for name in cases:
+        assert_same([one[name] for one in found], local, 2e-6)
+    return found
+
+
+@pytest.mark.parametrize(("arch", "tied"), [("qwen3", True), ("qwen2", False)])
+def test_two_ranks_share_the_products(tmp_path: Path, arch: str, tied: bool) -> None:
+    path = str(tiny_model(tmp_path / "m", arch, scale=4.0, tied=tied))
+    cases: Cases = {
+        "cut": (cut(2), {}, "even"),
+        "recomputed": (cut(2), {"enable_gradient_checkpointing": True}, "even"),
+    }
+    found = check(2, path, cases, locally(path, role()))
+    assert found[0]["cut"]["rows"] == found[1]["cut"]["rows"]
+    module = FSDPEngine(path, role_cfg=role(), device="cpu", trainable=False).module
+    layers = sum(p.numel() for n, p in module.named_parameters() if n.endswith("proj.weight"))
+    whole = sum(p.numel() for p in module.parameters())
+    biases = sum(p.numel() for n, p in module.named_parameters() if n.endswith("proj.bias"))
+    assert found[0]["cut"]["held"] == whole - layers // 2 - biases // 2
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_four_ranks(tmp_path: Path) -> None:
+    path = str(tiny_model(tmp_path / "m", "qwen3", scale=4.0, tied=True))
+    cases: Cases = {
+        "and shards": (cut(2), {}, "uneven"),
+        "one pair has none": (cut(2), {}, "none for the last"),
+        "and replicas": (cut(2, {"fsdp_size": 1}), {}, "uneven"),
+        "and a split sequence": (cut(2, ulysses_sequence_parallel_size=2), {}, "even"),
+        "offloaded": (cut(2, {"offload_policy": True}), {}, "uneven"),
+    }
+    check(4, path, cases, locally(path, role()))
+
+
+def test_checkpoints_go_to_one_device_and_back(tmp_path: Path) -> None:
+    path = str(tiny_model(tmp_path / "m", "qwen2", tied=True))
+    here, there, local = (str(tmp_path / name) for name in ("here", "there", "local"))
+    two = {"tensor_parallel_size": 2}
+    saved, ended = ranks.run(sharded, 4, path, None, 2, here, 1, two)[0]
+    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
+    engine.schedule(8)
+    engine.load_weights(Path(here) / "w")
+    engine.load_optimizer(Path(here) / "o")
+    same(state(engine), saved)
+    save(engine, local)
+    again = ranks.run(sharded, 4, path, local, 0, there, 1, two)
+    same(again[3][0], saved)
+    same(again[3][1], ended)
+    same(ranks.run(sharded, 2, path, there, 0, None)[1][0], saved)
+    assert all(torch.isfinite(t).all() for t in ended.values())
+
+
+def test_what_cannot_be_cut_is_refused_on_every_rank(tmp_path: Path) -> None:
+    experts = str(tiny_model(tmp_path / "experts", "qwen3_moe"))
+    odd = str(tiny_model(tmp_path / "odd", num_attention_heads=3, num_key_value_heads=3))
+    grouped = str(tiny_model(tmp_path / "grouped", num_attention_heads=4, num_key_value_heads=1))
+    for path, size, role_cfg, word in (
+        (grouped, 2, cut(2), "does not divide the model's 1 key-value heads; use one of 1"),
+        (grouped, 2, cut(2, ulysses_sequence_parallel_size=2), "= 4 does not divide the 2 ranks"),
+        (experts, 2, cut(2), "cannot be cut"),
+        (odd, 2, cut(2), "tensor_parallel_size=2: does not divide the model's 3 attention heads"),
+        (odd, 2, cut(3), "tensor_parallel_size=3: does not divide the 2 ranks"),
+    ):
+        messages = ranks.run(complaint, size, path, role_cfg)
+        assert all(word in message for message in messages), messages
+
+
+def test_the_configuration_checks_layouts() -> None:
+    from verl.config import load
+    from verl.config.check import check as check_config
+
+    def problems(*argv: str) -> str:
+        base = ("trainer.n_gpus_per_node=4", "trainer.device=cpu", "data.train_files=x.parquet")
+        return str(check_config(load([*base, *argv])).problem_text())
+
+    actor, ref = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
+    assert "tensor_parallel_size=3: does not divide the 4 ranks" in problems(
+        f"{actor}fsdp_config.tensor_parallel_size=3"
+    )
+    assert "must divide 1" in problems(f"{ref}ulysses_sequence_parallel_size=2")
+    assert "must divide" not in problems(f"{actor}ulysses_sequence_parallel_size=2")
+    assert "must divide" not in problems(f"{actor}fsdp_config.tensor_parallel_size=2")

@@ -1,0 +1,65 @@
+"""One optimizer step in one process: AdamW written out, float16, a model that two engines share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import tiny_model
+from tests.unit.engine.training.engine_cases import rows_of, simple_loss
+from verl.engine.training.fsdp_engine import FSDPEngine
+
+GROUPS = [(7, [5, 9, 1, 0, 3]), (4, [6, 2])]
+ROLE = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 1e-2}, "ppo_micro_batch_size_per_gpu": 2}
+
+
+def engine_at(path, **changes):
+    return FSDPEngine(path, role_cfg=ROLE | changes, device="cpu")
+
+
+def test_adamw_is_adamw(tmp_path):
+    """Two steps against the update written out (Loshchilov and Hutter, 1711.05101)."""
+    engine = engine_at(tiny_model(tmp_path / "m"), grad_clip=0.0)
+    rows = rows_of(GROUPS)
+    lr, decay, b1, b2, eps = 1e-2, 0.01, 0.9, 0.999, 1e-8
+    weights = {n: p.detach().double().clone() for n, p in engine._names.items()}
+    m = {n: torch.zeros_like(w) for n, w in weights.items()}
+    v = {n: torch.zeros_like(w) for n, w in weights.items()}
+    for t in (1, 2):
+        engine.step(rows, simple_loss(26), temperature=1.0)
+        for n, p in engine._names.items():
+            g = p.grad.double()
+            m[n], v[n] = b1 * m[n] + (1 - b1) * g, b2 * v[n] + (1 - b2) * g * g
+            step = (m[n] / (1 - b1**t)) / ((v[n] / (1 - b2**t)).sqrt() + eps)
+            weights[n] = weights[n] * (1 - lr * decay) - lr * step
+    for n, p in engine._names.items():
+        torch.testing.assert_close(p.detach().double(), weights[n], rtol=1e-4, atol=1e-6)
+
+
+def test_a_reference_may_share_the_actors_model(tmp_path):
+    actor = engine_at(tiny_model(tmp_path / "m"))
+    frozen = FSDPEngine(module=actor.module, role_cfg=ROLE, device="cpu", trainable=False, role="ref")
+    rows = rows_of(GROUPS)
+    assert actor.step(rows, simple_loss(26), temperature=1.0).grad_norm > 0
+    a, b = (e.forward(rows, temperature=1.0)["log_probs"] for e in (actor, frozen))
+    assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e-3])
+def test_float16_keeps_the_gradients_of_a_loss_over_many_tokens(tmp_path, size):
+    """Unscaled, a loss over a million tokens has gradients that float16 rounds to zero; a large one overflows scaled."""
+    path = tiny_model(tmp_path / "m", scale=4.0)
+    rows = rows_of([(7, [5, 9]), (12, [6])])
+    found = {}
+    for dtype in ("float32", "float16"):
+        role = {"fsdp_config": {"dtype": dtype}, "optim": {"lr": 0.0}, "grad_clip": 0.0}
+        engine = FSDPEngine(path, role_cfg=role, device="cpu")
+        result = engine.step(rows, lambda batch: (batch.log_probs.sum() / size, {}), temperature=1.0)
+        assert result.refused == ""
+        found[dtype] = (result.grad_norm, [p.grad.clone() for p in engine.module.parameters()])
+    norm, gradients = found["float16"]
+    expected, exact = found["float32"]
+    assert abs(norm / expected - 1) < 0.02
+    difference = sum(float((a - b).square().sum()) for a, b in zip(gradients, exact, strict=True)) ** 0.5
+    assert difference < 0.02 * expected
