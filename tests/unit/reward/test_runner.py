@@ -537,6 +537,19 @@ def test_long_responses_travel(make: Any) -> None:
     assert [t.score for t in run(make(), texts)] == [0.0, 1.0]
 
 
+def test_many_short_calls_wake_each_thread_a_few_times(rewards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ScoringPool(FunctionSpec(path=rewards), workers=1)
+    wakes, hand_overs = [], []
+    wake, hand_over = pool._loop.call_soon_threadsafe, pool._hand_over
+    monkeypatch.setattr(pool._loop, "call_soon_threadsafe", lambda *call: wakes.append(call) or wake(*call))
+    monkeypatch.setattr(pool, "_hand_over", lambda: hand_overs.append(len(pool._finished)) or hand_over())
+    arguments = {"data_source": "", "solution_str": "72", "ground_truth": "72", "extra_info": {}}
+    futures = [pool.submit(Call(arguments), 20) for _ in range(200)]
+    assert all(future.result(timeout=20)[0].score == 1.0 for future in futures)
+    pool.close()
+    assert sum(hand_overs) == 200 and len(hand_overs) < 100 and len(wakes) < 100
+
+
 def test_a_cancelled_response_disturbs_nothing(make: Any) -> None:
     runner = make(num_workers=1)
 
