@@ -70,7 +70,7 @@ class Kind:
 
 KINDS = {
     "driver": Kind("", "", (f"{ROLLOUT}agent.num_workers=0",), exact=True),
-    "scoring worker": Kind("verl.reward.worker", "SIGKILL"),
+    "scoring worker": Kind("verl.reward.scoring_process", "SIGKILL"),
     "loop process": Kind("verl.rollout.loop_processes", "SIGKILL"),
     "environment server": Kind("/server/python", "ended with status -9"),
     "training rank": Kind("ray::RayWorker", r"training worker \d", RAY),

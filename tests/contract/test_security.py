@@ -33,7 +33,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("process-pickle", "verl/platform/cuda.py"): (
         "torch's function that rebuilds a tensor from a device handle; its arguments travel as JSON"
     ),
-    ("process-pickle", "verl/reward/served_judge.py"): (
+    ("process-pickle", "verl/reward/judge_server.py"): (
         "a small HTTP server on the loopback: what comes is read as JSON"
     ),
     ("process-pickle", "benchmarks/weight_sync.py"): "two processes of the benchmark itself",

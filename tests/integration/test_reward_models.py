@@ -14,7 +14,7 @@ from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Trajectory
 
 ASKS = """
-from verl.reward.http import post_json
+from verl.reward.json_service import post_json
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, reward_router_address):
     body = {"messages": [{"role": "user", "content": "Grade: " + solution_str}], "max_tokens": 3, "temperature": 0}

@@ -40,9 +40,9 @@ def _renamed(listed: str) -> list[tuple[str, str]]:
     return [(name, original or name) for name, _, original in pairs]
 
 
-_MANAGERS = "verl.reward.registry: register get_reward_manager_cls"
+_MANAGERS = "verl.reward.user_function: register get_reward_manager_cls"
 _MATH = (
-    "verl.reward.rules.public_math: compute_score is_equiv strip_string remove_boxed last_boxed_only_string fix_fracs "
+    "verl.reward.rules.public_math_helpers: compute_score is_equiv strip_string remove_boxed last_boxed_only_string fix_fracs "
     "fix_a_slash_b fix_sqrt remove_right_units"
 )
 _SEARCH_QA = (
@@ -53,18 +53,18 @@ _DAPO = "is_correct_minerva is_correct_strict_box verify compute_score"
 # Module of the public `verl.utils.reward_score` → as in `_TABLE`.
 _SCORES = {
     "gsm8k": "verl.reward.rules.gsm8k: compute_score extract_solution",
-    "geo3k": "verl.reward.rules.geo3k: compute_score=score_alone format_reward acc_reward",
+    "geo3k": "verl.reward.rules.boxed: compute_score=score_alone format_reward acc_reward",
     "math": _MATH,
     "math_reward": _MATH,
-    "math_batch": "verl.reward.rules.public_math: compute_score_batched",
+    "math_batch": "verl.reward.rules.public_math_helpers: compute_score_batched",
     "math_dapo": f"verl.reward.rules.math_dapo: normalize_final_answer {_DAPO} remove_boxed last_boxed_only_string",
-    "math_verify": "verl.reward.rules.public_math: compute_score=verified_score",
+    "math_verify": "verl.reward.rules.public_math_helpers: compute_score=verified_score",
     "prime_math": (
-        "verl.reward.rules.public_math: compute_score=prime_score grade_answer match_answer "
+        "verl.reward.rules.public_math_helpers: compute_score=prime_score grade_answer match_answer "
         "math_equal remove_boxed"
     ),
-    "prime_math.grader": "verl.reward.rules.public_math: math_equal",
-    "prime_math.math_normalize": "verl.reward.rules.math: normalize_answer=normalise",
+    "prime_math.grader": "verl.reward.rules.public_math_helpers: math_equal",
+    "prime_math.math_normalize": "verl.reward.rules.boxed: normalize_answer=normalise",
     "prime_code": "verl.reward.rules.code: compute_score=prime_score",
     "sandbox_fusion": "verl.reward.rules.code: compute_score=sandbox_score",
     "search_r1_like_qa_em": _SEARCH_QA,
@@ -124,7 +124,7 @@ _TABLE = {
     "verl.workers.config.actor": "verl.config.public: ActorConfig PolicyLossConfig",
     "verl.workers.rollout.replica": "verl.compat.agent_loop: TokenOutput",
     "verl.workers.reward_manager": _MANAGERS,
-    "verl.workers.reward_manager.registry": "verl.reward.registry",
+    "verl.workers.reward_manager.registry": "verl.reward.user_function",
     "verl.experimental.reward_loop.reward_manager": _MANAGERS,
     "verl.experimental.reward_loop.reward_manager.base": "verl.reward.managers: RewardManagerBase",
 }

@@ -4,7 +4,7 @@
 
 With `reward_manager.source=importlib` a class with `run_single` scores one response at a time, as responses finish; any
 other is called with a whole batch and returns a reward tensor. Scores are returned and limited as those of a function.
-A class that a plug-in registers (`verl.reward.registry`) is treated like one of `source=importlib`. The built-in
+A class that a plug-in registers (`verl.reward.user_function.register`) is treated like one of `source=importlib`. The built-in
 managers are settings of `RewardRunner`, not classes.
 """
 
@@ -16,9 +16,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.reward.load import Function, load_function, load_object, taken
 from verl.reward.outcome import RewardLoadError
 from verl.reward.pool import FunctionSpec
+from verl.reward.user_function import Function, load_function, load_object, taken
 
 if TYPE_CHECKING:
     from verl.data_proto import DataProto

@@ -148,7 +148,7 @@ class _Worker(ChildProcess):
     task: asyncio.Task[None]
 
     def __init__(self) -> None:
-        super().__init__("verl.reward.worker")
+        super().__init__("verl.reward.scoring_process")
         self.running: dict[int, _Task] = {}
         self.ready = False
         self.is_async = False

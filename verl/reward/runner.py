@@ -23,11 +23,11 @@ from verl.config.schema.base import select
 from verl.config.weights import FUNCTION, MODEL
 from verl.data.load_object import read_source
 from verl.platform.child_process import NotPlain
+from verl.reward.judge_server import ServedJudge
 from verl.reward.managers import row_of
-from verl.reward.model import RewardModel
 from verl.reward.outcome import Outcome, RewardErrorLimit, RewardLoadError, failed
 from verl.reward.pool import Call, ScoringPool
-from verl.reward.served_judge import ServedJudge
+from verl.reward.reward_model import RewardModel
 from verl.reward.settings import RewardSettings
 from verl.tracking.names import plain
 from verl.trajectory import SINGLE_TURN, Batch, Prompt, Trajectory, data_uris

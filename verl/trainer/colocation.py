@@ -16,7 +16,7 @@ from verl.config.layout import own_pools, reference_is_base
 
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
-    from verl.reward.served_judge import ServedJudge
+    from verl.reward.judge_server import ServedJudge
     from verl.workers.roles import Role
 
 

@@ -23,8 +23,7 @@ from verl.data.files import DataError, RowFiles
 from verl.data.media import folder_of, shown
 from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
-from verl.reward.answers import final_answer, has_answers, predicted
-from verl.reward.rules import check_truth, unsupported
+from verl.reward.rules import check_truth, final_answer, has_answers, predicted, unsupported
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.tracking.console import Progress, say

@@ -292,7 +292,7 @@ def open_rewards(config: Config, tracking: Any, judging: Any = None) -> RewardRu
     """What scores responses: the function, and a model or a judge where the configuration names one. judging: the
     judge's sampler, if it is not in this process."""
     from verl.config.weights import scores_by_model
-    from verl.reward.model import RewardModel
+    from verl.reward.reward_model import RewardModel
     from verl.reward.runner import RewardRunner
     from verl.workers import build
 

@@ -21,7 +21,7 @@ from verl.engine.training.base import TrainingEngine
 from verl.engine.training.lora import AdapterSource, LoraSettings, inject
 from verl.errors import UserError
 from verl.platform import Platform, detect
-from verl.reward.served_judge import ServedJudge
+from verl.reward.judge_server import ServedJudge
 
 _CRITIC_KEYS = (
     *("strategy", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", "optim"),

@@ -16,11 +16,11 @@ import pytest
 
 from verl import config
 from verl.platform import child_process as codec
-from verl.reward import load
+from verl.reward import user_function as load
 from verl.reward.outcome import LARGEST_RESULT, BadScore, RewardLoadError, normalise, outcome_of
 from verl.reward.pool import RateGate
-from verl.reward.registry import get_reward_manager_cls, register
 from verl.reward.settings import Overlong, RewardSettings
+from verl.reward.user_function import get_reward_manager_cls, register
 
 # ---------------------------------------------------------------------------------------------- results
 

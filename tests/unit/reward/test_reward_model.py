@@ -27,10 +27,10 @@ from verl.engine.training.packing import pack
 from verl.errors import UserError
 from verl.models import load
 from verl.platform import detect
-from verl.reward.load import taken
-from verl.reward.model import RewardModel
 from verl.reward.outcome import Outcome, failed
+from verl.reward.reward_model import RewardModel
 from verl.reward.runner import RewardRunner
+from verl.reward.user_function import taken
 from verl.tracking.step_metrics import reward_metrics
 from verl.trajectory import Batch, Media, Prompt, Trajectory, fill_flat
 from verl.versions import satisfies, version

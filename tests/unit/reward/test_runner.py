@@ -147,7 +147,7 @@ def test_a_bad_function_fails_its_response_only(make: Any, text: str, kind: str,
     (event,) = [e for e in events if e["event"] == "reward_failed"]
     assert event["failure"] == kind and event["response"] == text and event["prompt"] == bad.prompt.messages
     if kind == "exception":
-        assert "rewards.py" in event["traceback"] and "worker.py" not in event["traceback"]
+        assert "rewards.py" in event["traceback"] and "scoring_process.py" not in event["traceback"]
     if kind == "crash":
         assert any(e["event"] == "reward_worker_replaced" for e in events)
 
@@ -250,8 +250,8 @@ def test_functions_that_wait_get_more_processes(make: Any) -> None:
 
 def test_workers_never_import_torch_and_start_fast() -> None:
     code = (
-        "import time; t = time.process_time(); import sys; import verl.reward.worker, verl.reward.rules.gsm8k, "
-        "verl.reward.rules, verl.reward.load; heavy = ('torch', 'numpy', 'sympy', 'asyncio', 'transformers'); "
+        "import time; t = time.process_time(); import sys; import verl.reward.scoring_process, verl.reward.rules.gsm8k, "
+        "verl.reward.rules, verl.reward.user_function; heavy = ('torch', 'numpy', 'sympy', 'asyncio', 'transformers'); "
         "assert time.process_time() - t < 0.5; assert not [m for m in heavy if m in sys.modules]"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True)

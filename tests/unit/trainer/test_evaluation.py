@@ -13,7 +13,7 @@ import pytest
 from tests.unit.data.test_media import picture
 from verl.config import load
 from verl.config.check import check
-from verl.reward.answers import final_answer, has_answers, predicted
+from verl.reward.rules import final_answer, has_answers, predicted
 from verl.trainer import main_eval
 from verl.trainer.evaluation import Responses, evaluation_metrics
 

@@ -390,7 +390,7 @@ def _source(c: Check, key: str) -> Path | None:
 
 def _takes(c: Check, key: str, function: Any) -> None:
     """A reward function takes what the manager calls it with."""
-    from verl.reward.load import MANY, OF_JUDGES, ONE
+    from verl.reward.user_function import MANY, OF_JUDGES, ONE
 
     manager, parameters = c.cfg.select("reward_model.reward_manager"), function.args
     positional = [*parameters.posonlyargs, *parameters.args]

@@ -168,7 +168,7 @@ def _registered(c: Check, path: str) -> Collection[str]:
 
         return tuple(getattr(registry, REGISTRIES[path]).functions)
     if path == "reward_model.reward_manager" and c.ppo and c.plugins:
-        from verl.reward.registry import REWARD_MANAGER_REGISTRY
+        from verl.reward.user_function import REWARD_MANAGER_REGISTRY
 
         return REWARD_MANAGER_REGISTRY
     if path.endswith("multi_turn.format") and c.plugins:
@@ -180,7 +180,7 @@ def _registered(c: Check, path: str) -> Collection[str]:
 
 def _by_class(c: Check, name: str) -> None:
     """The run has a manager that a plug-in registers as it has a class of a module, `source=importlib`."""
-    from verl.reward.registry import REWARD_MANAGER_REGISTRY
+    from verl.reward.user_function import REWARD_MANAGER_REGISTRY
 
     manager, cls = c.cfg.reward_manager, REWARD_MANAGER_REGISTRY[name]
     manager.source, manager.name, manager.module.path = "importlib", cls.__name__, f"pkg://{cls.__module__}"

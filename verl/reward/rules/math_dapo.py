@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.reward.rules.math import last_boxed
-from verl.reward.rules.math import last_boxed_only_string as last_boxed_only_string
-from verl.reward.rules.math import normalise as normalise_math
-from verl.reward.rules.math import remove_boxed as remove_boxed
+from verl.reward.outcome import INVALID
+from verl.reward.rules.boxed import last_boxed
+from verl.reward.rules.boxed import last_boxed_only_string as last_boxed_only_string
+from verl.reward.rules.boxed import normalise as normalise_math
+from verl.reward.rules.boxed import remove_boxed as remove_boxed
 
 TAIL = 300
 BOX_TAIL = 100
-INVALID = "[INVALID]"
 
 ANSWER = r"(?i)Answer\s*:\s*([^\n]+)"
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|overline)\{([^{}]*)\}")

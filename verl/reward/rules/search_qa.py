@@ -25,6 +25,11 @@ def last_answer(solution_str: str) -> str | None:
     return solution_str[start + len("<answer>") : end].strip() if start >= 0 else None
 
 
+def final_answer(text: str) -> str:
+    """`last_answer`, normalised; "" without one."""
+    return normalise(last_answer(text) or "")
+
+
 normalize_answer, extract_solution = normalise, last_answer  # by the public names
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from verl.reward.http import post_json
+from verl.reward.json_service import post_json
 from verl.reward.outcome import ServiceFailed
 from verl.reward.sandbox.local import ProgramResult
 

@@ -1,4 +1,10 @@
-r"""MATH: the last `\boxed{…}` against the ground truth, as normalised text, then by math-verify."""
+r"""Mathematical answers in a box: the rules of MATH, NuminaMath and Geometry3K.
+
+An answer is compared with the ground truth as normalised text, then by math-verify.
+
+MATH: the last `\boxed{…}`. NuminaMath: that, else what follows the last "answer is" or "answer:". Geometry3K: 0.9 for
+the right box, 0.1 for thinking inside `<think>` before it.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +33,10 @@ _SHORT_ROOT = re.compile(r"\\sqrt([0-9a-zA-Z])")
 _SLASH = re.compile(r"^(-?)([0-9]+)/([0-9]+)$")
 _BARE_POINT = re.compile(r"(?<![0-9])\.(?=[0-9])")
 _THOUSANDS = re.compile(r"^-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?$")
+_LEAD = re.compile(r"(?i)answer(?:\s+(?:is|are)\b|s?\s*:)\s*:?\s*")
+_INLINE = re.compile(r"\$([^$]+)\$")
+_SENTENCE_END = re.compile(r"\.(?:\s|$)")
+_PI = re.compile(r"\\pi(?![A-Za-z])|π")
 
 
 def last_boxed(text: str) -> str | None:
@@ -109,7 +119,7 @@ def same_answer(answer: str, truth: str) -> bool:
         return bool(a)
     if not a or not b:
         return False
-    from verl.reward.rules.verify import equal
+    from verl.reward.rules.math_equality import equal
 
     return equal(answer, truth)
 
@@ -128,6 +138,87 @@ def compute_score(solution_str: str, ground_truth: Any) -> float:
     truth = truth_text(ground_truth)
     boxed = last_boxed(solution_str)
     return float(boxed is not None and same_answer(boxed, truth))
+
+
+def math_answer(text: str) -> str:
+    """The normalised content of the last box; "" without one."""
+    return normalise(last_boxed(text) or "")
+
+
+def numina_answer(text: str) -> str | None:
+    """The final answer as text, or None."""
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed
+    ends = [match.end() for match in _LEAD.finditer(text)]
+    if not ends:
+        return None
+    line = text[ends[-1] :].split("\n", 1)[0]
+    inline = _INLINE.search(line)
+    answer = inline.group(1) if inline else _SENTENCE_END.split(line, maxsplit=1)[0]
+    return answer.strip("* ") or None
+
+
+def numina_normalised(text: str) -> str:
+    """`numina_answer`, normalised; "" without one."""
+    return normalise(numina_answer(text) or "")
+
+
+def numina_score(solution_str: str, ground_truth: Any) -> float:
+    """1.0 if equal (with π also read as 3.14), else 0. Raises VerifyFailed if undecidable."""
+    truth = truth_text(ground_truth)
+    answer = numina_answer(solution_str)
+    if answer is None:
+        return 0.0
+    if same_answer(answer, truth):
+        return 1.0
+    if _PI.search(truth) and not _PI.search(answer):
+        return float(same_answer(answer, _PI.sub("(3.14)", truth)))
+    return 0.0
+
+
+def format_ok(answer: str) -> bool:
+    r"""True if the whole answer reads `<think>…</think>…\boxed{…}…`.
+
+    Searching forward for the earliest place of each mark is equal to the pattern with `.*` between them, and
+    linear where the pattern backtracks.
+    """
+    if not answer.startswith("<think>"):
+        return False
+    at = len("<think>")
+    for mark in ("</think>", "\\boxed{", "}"):
+        at = answer.find(mark, at)
+        if at < 0:
+            return False
+        at += len(mark)
+    return True
+
+
+def format_reward(predict_str: str) -> float:
+    """1.0 if `format_ok`, else 0."""
+    return float(format_ok(predict_str))
+
+
+def acc_reward(predict_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
+    """1.0 if the last box (without `use_boxed` the whole text) equals the ground truth, else 0."""
+    answer = last_boxed(predict_str) if use_boxed else predict_str
+    return float(answer is not None and same_answer(answer, str(ground_truth)))
+
+
+def geo3k_score(
+    solution_str: str, ground_truth: Any, format_score: float = 0.1, use_boxed: bool = True
+) -> dict[str, Any]:
+    """score = (1 - format_score)·acc_reward + format_score·format_reward. VerifyFailed if the truth is undecidable."""
+    accuracy, well_formed = acc_reward(solution_str, ground_truth, use_boxed), format_reward(solution_str)
+    score = (1.0 - format_score) * accuracy + format_score * well_formed
+    return {"score": score, "acc": accuracy, "format": well_formed}
+
+
+def score_alone(
+    predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1
+) -> float:
+    """`score` of `geo3k_score`: the public `geo3k.compute_score`."""
+    return float(geo3k_score(predict_str, ground_truth, format_score, use_boxed)["score"])
 
 
 def unmatched(ground_truth: Any) -> str:

@@ -1,7 +1,7 @@
 r"""Helpers that users' rewards import from the public `math_reward` (`math`, `math_batch`), `math_verify`,
 `prime_math`.
 
-Names, arguments and results are those of the public system; `verl.reward.rules.verify` decides equality in meaning.
+Names, arguments and results are those of the public system; `verl.reward.rules.math_equality` decides equality in meaning.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.reward.rules.boxed import compute_score, last_boxed, same_answer
+from verl.reward.rules.boxed import last_boxed_only_string as last_boxed_only_string
+from verl.reward.rules.boxed import remove_boxed as remove_boxed
 from verl.reward.rules.gsm8k import clean_number
-from verl.reward.rules.math import compute_score, last_boxed, same_answer
-from verl.reward.rules.math import last_boxed_only_string as last_boxed_only_string
-from verl.reward.rules.math import remove_boxed as remove_boxed
 
 _SHORT_ROOT = re.compile(r"\\sqrt([^{])")
 _INTEGER = r"(-?(?:0|[1-9][0-9]*))"
@@ -111,7 +111,7 @@ def compute_score_batched(
 def verified_score(model_output: str, ground_truth: str, timeout_score: float = 0) -> float:
     """1.0 if the final answer that math-verify reads in a whole response equals the ground truth, `timeout_score` if it
     cannot decide because of the response, else 0. VerifyFailed if it cannot because of the ground truth."""
-    from verl.reward.rules.verify import decide
+    from verl.reward.rules.math_equality import decide
 
     equal = decide(model_output, ground_truth, whole=True)
     return float(timeout_score if equal is None else equal)

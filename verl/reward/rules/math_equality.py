@@ -1,9 +1,9 @@
 r"""Mathematical equality by math-verify, used so that it cannot silently say "no".
 
 math-verify's own limits are alarms, which work only in a main thread, and by default it turns time-outs and errors into
-"not equal". Here it runs in one helper process of this process (`verl.reward.rules.verify_process`), which is killed at
+"not equal". Here it runs in one helper process of this process (`verl.reward.rules.math_verify_process`), which is killed at
 the limit. What it cannot decide because of the answer is a wrong answer, counted by
-`verl.reward.worker.count_undecided`; what it cannot decide because of the ground truth is VerifyFailed.
+`verl.reward.scoring_process.count_undecided`; what it cannot decide because of the ground truth is VerifyFailed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from verl.reward import worker
+from verl.reward import scoring_process
 from verl.reward.outcome import VerifyFailed
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def decide(answer: str, truth: str, limit: float = LIMIT, *, whole: bool = False
         except VerifyFailed:
             if not _is_comparable(truth, limit):
                 raise
-    worker.count_undecided()
+    scoring_process.count_undecided()
     return None
 
 
@@ -113,9 +113,9 @@ def _ask(answer: str, truth: str, limit: float, whole: bool) -> bool:
         "ground_truth": truth,
         "extra_info": {},
     }
-    with _helper_lock, worker.apart():
+    with _helper_lock, scoring_process.apart():
         if _helper is None or _helper[0] != os.getpid():
-            spec = FunctionSpec(path="pkg://verl.reward.rules.verify_process")
+            spec = FunctionSpec(path="pkg://verl.reward.rules.math_verify_process")
             _helper = (os.getpid(), ScoringPool(spec, workers=1))
             _helper[1].submit(Call(dict.fromkeys(row, "1")), timeout=60).result()
     for _ in range(2):  # something else may have killed the helper

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from verl.reward import default_compute_score, worker
+from verl.reward import default_compute_score, scoring_process
 from verl.reward.outcome import VerifyFailed
 from verl.reward.pool import FunctionSpec, ScoringPool
-from verl.reward.rules import verify
+from verl.reward.rules import math_equality
 
 MATH = "lighteval/MATH"
 
@@ -85,54 +85,54 @@ def test_many_threads_get_the_same_answers() -> None:
 def test_what_is_too_large_to_compute_is_wrong_at_once_and_counted(
     answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_undecided", 0)
-    monkeypatch.setattr(verify, "_ask", lambda *call: pytest.fail("it was computed"))
-    assert score(f"\\boxed{{{answer}}}", "7") == 0.0 and worker._undecided == 1
+    monkeypatch.setattr(scoring_process, "_undecided", 0)
+    monkeypatch.setattr(math_equality, "_ask", lambda *call: pytest.fail("it was computed"))
+    assert score(f"\\boxed{{{answer}}}", "7") == 0.0 and scoring_process._undecided == 1
 
 
 @pytest.mark.parametrize(
     "answer", ["2^{2^{10}}", "(2^{10})^{10}3^{5}", "9!", "x^{10^9}", "5!!", "7^{2019}-1", "12^ 5, 7^{9}"]
 )
 def test_what_can_be_computed_is(answer: str) -> None:
-    assert not verify.is_huge(answer)
+    assert not math_equality.is_huge(answer)
 
 
 def test_over_the_limit_is_wrong_and_the_next_one_works(capfd, monkeypatch) -> None:
-    monkeypatch.setattr(worker, "_undecided", 0)
-    monkeypatch.setattr(verify, "is_huge", lambda text: False)
+    monkeypatch.setattr(scoring_process, "_undecided", 0)
+    monkeypatch.setattr(math_equality, "is_huge", lambda text: False)
     started = time.monotonic()
     # A tower of powers: computed in C, deaf to signals and to exceptions set from outside.
     tower = "9^{9^{9^{9}}}"
-    assert verify.decide(tower, "7", limit=0.5) is None and worker._undecided == 1
+    assert math_equality.decide(tower, "7", limit=0.5) is None and scoring_process._undecided == 1
     with pytest.raises(VerifyFailed, match=r"ground truth '9\^.* took more than 0\.5 s"):
-        verify.decide("7", tower, limit=0.5)
-    assert time.monotonic() - started < 30 and worker._undecided == 1
-    assert verify.equal("0.5", r"\frac12")
+        math_equality.decide("7", tower, limit=0.5)
+    assert time.monotonic() - started < 30 and scoring_process._undecided == 1
+    assert math_equality.equal("0.5", r"\frac12")
     assert "Timeout is disabled" not in capfd.readouterr().err
 
 
 def test_a_broken_parser_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.reward.rules import verify_process
+    from verl.reward.rules import math_verify_process
 
-    monkeypatch.setattr(verify_process, "parse", lambda *a, **k: [])
+    monkeypatch.setattr(math_verify_process, "parse", lambda *a, **k: [])
     with pytest.raises(VerifyFailed, match="does not work in this environment"):
-        verify_process.self_test()
+        math_verify_process.self_test()
     broken = ScoringPool(FunctionSpec(path="pkg://no_such_verifier"), workers=1)
-    monkeypatch.setattr(verify, "_helper", (os.getpid(), broken))
+    monkeypatch.setattr(math_equality, "_helper", (os.getpid(), broken))
     with pytest.raises(VerifyFailed, match="no module 'no_such_verifier'"):
-        verify.equal("0.5", r"\frac12")
+        math_equality.equal("0.5", r"\frac12")
 
 
 def test_an_error_because_of_the_answer_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_undecided", 0)
+    monkeypatch.setattr(scoring_process, "_undecided", 0)
 
     def ask(answer: str, truth: str, limit: float, whole: bool) -> bool:
         if "bad" in answer + truth:
             raise VerifyFailed("cannot compare")
         return False
 
-    monkeypatch.setattr(verify, "_ask", ask)
-    assert score(r"\boxed{bad}", "5") == 0.0 and worker._undecided == 1
+    monkeypatch.setattr(math_equality, "_ask", ask)
+    assert score(r"\boxed{bad}", "5") == 0.0 and scoring_process._undecided == 1
     with pytest.raises(VerifyFailed, match="cannot compare"):
         score(r"\boxed{5}", "bad")
 

@@ -81,7 +81,7 @@ class Function:
                 check_kwargs(self.kwargs)
             self.call = default_compute_score
         else:
-            from verl.reward.load import calling_style, is_async, load_function, taken
+            from verl.reward.user_function import calling_style, is_async, load_function, taken
 
             self.call = load_function(init["path"], init["name"])
             self.kwargs = taken(self.call, init["offered"]) | self.kwargs

@@ -1,4 +1,4 @@
-"""math-verify in a process of its own, which `verl.reward.rules.verify` starts, asks and kills at its limit.
+"""math-verify in a process of its own, which `verl.reward.rules.math_equality` starts, asks and kills at its limit.
 
 Its own limits are off and its errors are raised. A self-test finds a wrong installation (no LaTeX parser), which would
 otherwise score 0 for ever.

@@ -1,4 +1,7 @@
-"""Load a user's reward function and see how it can be called. Errors name what is there instead."""
+"""A user's reward function or manager class: registered by name, or loaded from a file, and how it can be called.
+
+Errors name what is there instead.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,29 @@ ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 # Given beside the others where a judge is served.
 OF_JUDGES = ("reward_router_address", "reward_model_tokenizer")
 MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+
+
+REWARD_MANAGER_REGISTRY: dict[str, type] = {}
+
+
+def register(name: str) -> Callable[[type], type]:
+    """Class decorator: make a manager known under a name. ValueError if another class has it."""
+
+    def add(cls: type) -> type:
+        registered = REWARD_MANAGER_REGISTRY.setdefault(name, cls)
+        if registered is not cls:
+            raise ValueError(f"reward manager {name!r}: already registered by {registered.__qualname__}")
+        return cls
+
+    return add
+
+
+def get_reward_manager_cls(name: str) -> type:
+    """The class registered under a name. ValueError naming the known ones."""
+    if name not in REWARD_MANAGER_REGISTRY:
+        names = ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none (the built-in managers are no classes)"
+        raise ValueError(f"Unknown reward manager: {name}. Registered classes: {names}")
+    return REWARD_MANAGER_REGISTRY[name]
 
 
 def load_object(key: str, path: str, name: str) -> Any:
