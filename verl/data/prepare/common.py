@@ -152,7 +152,11 @@ def _shown(value: Any) -> str:
 def two_splits(name: str, about: str, rows: Rows, argv: Sequence[str] | None, folder: str = "") -> int:
     """The script of a data set with the splits train and test; `rows(local raw directory or None, split)` makes one."""
     args = parsed(parser(name, about, folder=folder), argv)
-    return finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, args)
+    splits = {split: rows(args.local_dataset_path, split) for split in ("train", "test")}
+    if not splits["test"]:
+        print(f"{args.local_dataset_path}: no row of split 'test', so no test.parquet", file=sys.stderr)
+        del splits["test"]
+    return finish(splits, args)
 
 
 def prompt_characters(row: dict[str, Any]) -> int:

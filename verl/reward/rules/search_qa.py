@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_TAGS = 10
@@ -88,6 +88,6 @@ def compute_score_subem(
     return score if subem_check(answer, accepted) else format_score
 
 
-def unmatched(ground_truth: Any) -> str:
-    """Why no response can match this ground truth; "" where one can."""
-    return "" if any(text.strip() for text in targets(ground_truth)) else "every accepted answer is empty"
+def unmatched(ground_truth: Any, read: Callable[[Any], Sequence[str]] = targets) -> str:
+    """Why no response can match this ground truth; "" where one can. `read`: its accepted answers."""
+    return "" if any(text.strip() for text in read(ground_truth)) else "every accepted answer is empty"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from verl.reward.rules import search_qa
 from verl.reward.rules.boxed import numina_answer, same_answer
-from verl.reward.rules.search_qa import last_answer
 
 _LETTER = re.compile(r"[(\[]?([A-Za-z])(?:[)\].:]|$)")
 _CHOICE = re.compile(r"^\(?([A-Z])[).:]\s*(.*)", re.S)
@@ -29,7 +30,7 @@ def final_text(response: str) -> str:
     r"""The final answer: the last `<answer>`, the last `\boxed{…}`, what follows "answer is", else all after the
     thinking."""
     text = response.rpartition("</think>")[2]
-    answer = last_answer(text) or numina_answer(text)
+    answer = search_qa.last_answer(text) or numina_answer(text)
     return (text if answer is None else answer).strip()
 
 
@@ -79,9 +80,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     return {"score": float(right), "acc": float(right), "pred": final}
 
 
-def unmatched(ground_truth: Any) -> str:
-    """Why no response can match this ground truth; "" where one can."""
-    return "" if any(text.strip() for text in _truths(ground_truth)[0]) else "every accepted answer is empty"
+unmatched = partial(search_qa.unmatched, read=lambda truth: _truths(truth)[0])
 
 
 def normalised_words(text: str) -> str:
@@ -118,8 +117,4 @@ def vqa_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     return {"score": accuracy, "acc": accuracy, "pred": pred}
 
 
-def vqa_unmatched(ground_truth: Any) -> str:
-    """Why no response can match this ground truth; "" where one can."""
-    return (
-        "" if any(text.strip() for text in people_answers(ground_truth)) else "every accepted answer is empty"
-    )
+vqa_unmatched = partial(search_qa.unmatched, read=people_answers)

@@ -148,23 +148,8 @@ def _method(operation):
 OPERATIONS = {"getattr": getattr, "call": lambda function, *args, **kwargs: function(*args, **kwargs)}
 """What the other process may do with an object of this one."""
 _BUILT_IN = ("iter", "next", "len", "bool", "str", "repr", "hash")
-_BINARY = (
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-)
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_BINARY = (*_COMPARISONS, "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")
 OPERATIONS.update({name: getattr(builtins, name) for name in _BUILT_IN})
 OPERATIONS.update(
     {name: getattr(operator, f"__{name}__") for name in (*_BINARY, "getitem", "setitem", "delitem")}
