@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from verl.config.schema.base import select
 from verl.config.weights import built_in_scores
 from verl.data.files import DataError, RowFile, UnreadableRow, notice
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN, Prompt
+
+if TYPE_CHECKING:
+    from verl.config.schema.entries import Config
 
 GSM8K = "openai/gsm8k"
 PLAIN = "plain"
@@ -301,7 +304,7 @@ class RowRules:
         return (agent_name or self.loop) not in (SINGLE_TURN, TOOL_AGENT)
 
     @classmethod
-    def of(cls, config: Any) -> RowRules:
+    def of(cls, config: Config) -> RowRules:
         """The rules of a run's configuration."""
         data, loop = config.data, select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
         environment = select(config, "actor_rollout_ref.rollout.agent.environment.name")

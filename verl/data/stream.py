@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.data.files import DataError, notice
 from verl.data.rows import BadRow
 from verl.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from verl.config.schema.entries import Config
 
 
 class PromptStream:
@@ -203,7 +206,7 @@ class _Sampled:
             self._drawn[-1] = count
 
 
-def open_stream(dataset: Any, config: Any) -> PromptStream:
+def open_stream(dataset: Any, config: Config) -> PromptStream:
     """The training stream of a configuration: seeded order, or data.sampler's class."""
     data = config.data
     sampler = None

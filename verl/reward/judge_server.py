@@ -11,7 +11,7 @@ import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from verl.engine.rollout.base import RolloutEngine, SamplingParams
 from verl.errors import UserError
 from verl.rollout.event_loop import BackgroundLoop
 from verl.trajectory import Media
+
+if TYPE_CHECKING:
+    from verl.config.schema.reward import RewardModelConfig
 
 
 class ServedJudge:
@@ -32,7 +35,9 @@ class ServedJudge:
     UserError for a tokenizer without chat template.
     """
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Any, settings: Any, processor: Any = None):
+    def __init__(
+        self, engine: RolloutEngine, tokenizer: Any, settings: RewardModelConfig, processor: Any = None
+    ):
         self._engine, self._tokenizer, self._limit = engine, tokenizer, settings.rollout.max_model_len
         self._renderer, self._numbers = ChatRenderer(tokenizer), itertools.count()
         self._images = None if processor is None else ImageProcessor(processor)

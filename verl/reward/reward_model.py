@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,6 +21,9 @@ from verl.errors import UserError
 from verl.reward.outcome import Outcome, failed, outcome_of
 from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
 
+if TYPE_CHECKING:
+    from verl.config.schema.entries import Config
+
 
 class RewardModel:
     """Scores responses by the sequence classifier `reward_model.model.path`.
@@ -29,7 +32,7 @@ class RewardModel:
     template, or one of another model.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Config):
         from verl.models.load import check_directory, load_config
 
         settings = config.reward_model

@@ -156,16 +156,6 @@ def check_kwargs(kwargs: Iterable[str]) -> None:
             )
 
 
-def options_of(config: Any) -> dict[str, Any]:
-    """Keyword arguments of `default_compute_score` that the checked configuration of a run sets."""
-    model = config.reward_model
-    options = {"memory_limit_mb": model.sandbox_fusion.memory_limit_mb}
-    if model.sandbox_fusion.url:
-        share = model.sandbox_fusion.max_concurrent // model.num_workers
-        options |= {"sandbox_fusion_url": model.sandbox_fusion.url, "max_concurrent": max(1, share)}
-    return options | dict(config.custom_reward_function.reward_kwargs)
-
-
 def default_compute_score(
     data_source: str,
     solution_str: str,
