@@ -19,10 +19,6 @@ _WORTH_ANOTHER_TRY = (408, 425, 429)
 _SHOWN = 300
 
 
-class _Unusable(Exception):
-    """This try gave nothing; another may."""
-
-
 def post_json(
     url: str,
     body: Mapping[str, Any],
@@ -46,7 +42,7 @@ def post_json(
             if (wrong := problem(answer)) is None:
                 return answer
             reason = wrong
-        except (_Unusable, OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException) as error:
             reason = str(getattr(error, "reason", None) or error) or type(error).__name__
         if pause is not None:
             time.sleep(pause)
@@ -54,6 +50,7 @@ def post_json(
 
 
 def _once(request: urllib.request.Request, timeout: float) -> Any:
+    """The answer to one try. OSError where it gives none and another may; ServiceFailed for a refusal."""
     deadline = time.monotonic() + timeout
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
@@ -63,11 +60,11 @@ def _once(request: urllib.request.Request, timeout: float) -> Any:
             answer = f"status {error.code}: {error.read(_SHOWN).decode('utf-8', 'replace')}"
         if error.code < 500 and error.code not in _WORTH_ANOTHER_TRY:
             raise ServiceFailed(f"{request.full_url} refuses: {answer}") from None
-        raise _Unusable(answer) from None
+        raise OSError(answer) from None
     try:
         return json.loads(text)
     except ValueError:
-        raise _Unusable(f"it is no JSON: {text[:_SHOWN].decode('utf-8', 'replace')}") from None
+        raise OSError(f"it is no JSON: {text[:_SHOWN].decode('utf-8', 'replace')}") from None
 
 
 def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
@@ -76,5 +73,5 @@ def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
         parts.append(part)
         size += len(part)
         if time.monotonic() > deadline or size > LONGEST_ANSWER:
-            raise _Unusable("it takes too long" if size <= LONGEST_ANSWER else "it is too long")
+            raise OSError("it takes too long" if size <= LONGEST_ANSWER else "it is too long")
     return b"".join(parts)

@@ -13,8 +13,7 @@ import pytest
 from verl.data.rows import BadRow
 from verl.reward import default_compute_score, known_sources
 from verl.reward.outcome import RewardLoadError, UnknownSource
-from verl.reward.rules import boxed as math_rule
-from verl.reward.rules import check_kwargs, check_truth, gsm8k, rule_for, unsupported
+from verl.reward.rules import boxed, check_kwargs, check_truth, gsm8k, rule_for, unsupported
 from verl.reward.rules.boxed import last_boxed
 
 MATHVERSE = Path(__file__).parents[3].parent / "shared/data/mathverse_text_lite/problems.jsonl"
@@ -143,7 +142,7 @@ def test_last_boxed_is_linear(text: str) -> None:
     ],
 )
 def test_math_normalisation_makes_equal(a: str, b: str) -> None:
-    assert math_rule.normalise(a) == math_rule.normalise(b) == math_rule.normalise(math_rule.normalise(a))
+    assert boxed.normalise(a) == boxed.normalise(b) == boxed.normalise(boxed.normalise(a))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_math_normalisation_makes_equal(a: str, b: str) -> None:
     ],
 )
 def test_math_normalisation_keeps_apart(a: str, b: str) -> None:
-    assert math_rule.normalise(a) != math_rule.normalise(b)
+    assert boxed.normalise(a) != boxed.normalise(b)
 
 
 @pytest.mark.parametrize(
