@@ -150,7 +150,7 @@ class Step:
         return batch
 
     def _advantages(self, batch: Any) -> None:
-        from verl.algorithms.driver import compute_advantages
+        from verl.algorithms.batch_advantages import compute_advantages
 
         compute_advantages(batch, self.algorithm, GROUP)
 
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--profile", help="where to put cProfile's record of the last step")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    from verl.platform.host import prepare_process, tune_allocator
+    from verl.platform.host_resources import prepare_process, tune_allocator
 
     prepare_process()  # as a run's driver does
     tune_allocator()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.algorithms.driver import compute_advantages
+from verl.algorithms.batch_advantages import compute_advantages
 from verl.algorithms.registry import ESTIMATORS
 from verl.config.schema.algorithm import AlgorithmConfig
 from verl.trajectory import Batch, Prompt, Trajectory

@@ -48,7 +48,7 @@ MUTATIONS = [
     ),
     (
         "GAE's discount",
-        "verl/algorithms/token_advantage.py",
+        "verl/algorithms/advantage.py",
         "inputs.gamma * inputs.lam)",
         "inputs.gamma)",
         "tests/unit/algorithms/test_estimators.py",
@@ -97,8 +97,8 @@ MUTATIONS = [
     ),
     (
         "the published layout of experts",
-        "verl/models/names.py",
-        "            found[name] = tensor.transpose(1, 2)",
+        "verl/models/checkpoint_names.py",
+        "            parts[name] = tensor.transpose(1, 2)",
         "            pass",
         "tests/invariant/test_vision.py -k experts",
     ),

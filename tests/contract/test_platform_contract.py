@@ -177,7 +177,7 @@ def test_too_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_looking_at_the_host_imports_no_torch() -> None:
-    code = "import sys, verl.platform.host; sys.exit('torch' in sys.modules)"
+    code = "import sys, verl.platform.host_resources; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -25,7 +25,7 @@ from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native import NativeEngine
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.models.layers import product_weights
-from verl.models.load import load_model
+from verl.models.pretrained import load_model
 from verl.trajectory import VIDEO_SECONDS, Media, Prompt, Trajectory
 from verl.versions import satisfies
 from verl.weight_sync.sender import InProcessSync

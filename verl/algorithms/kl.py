@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.tokens import Rows, masked
+from verl.algorithms.flat_tokens import Rows, masked
 from verl.config.schema.base import setting
 
 LOG_RATIO_LIMIT = 20.0

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.algorithms import built_in  # noqa: F401  (it fills the registries)
+from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.registry import ESTIMATORS, LOSSES
 from verl.config.schema.base import setting

@@ -15,10 +15,10 @@ import torch
 
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.distillation import Distillation
+from verl.algorithms.flat_tokens import Rows, masked
 from verl.algorithms.kl import clipped_tokens, kl_penalty
 from verl.algorithms.policy_loss import LossInputs, weights_now
 from verl.algorithms.registry import LOSSES
-from verl.algorithms.tokens import Rows, masked
 from verl.config.schema.base import Map, setting
 from verl.trajectory import Segment, flat
 

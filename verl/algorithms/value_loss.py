@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from verl.algorithms.flat_tokens import Rows, aggregate, masked_mean
 from verl.algorithms.objective import LossDenominators, Metrics, MicroBatchColumns
-from verl.algorithms.tokens import Rows, aggregate, masked_mean
 
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch

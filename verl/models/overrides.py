@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from verl.config.model_facts import flat_overrides, merged_positions
 from verl.config.names import nearest
 from verl.errors import UserError
-from verl.platform.host import prepare_process
+from verl.platform.host_resources import prepare_process
 
 _IGNORED = ("attn_implementation", "_attn_implementation")
 """Attention always goes through ours."""

@@ -9,8 +9,8 @@ from functools import cache
 
 import torch
 
-from verl.platform.base import Platform
-from verl.platform.host import processor, thread_limit
+from verl.platform.device import Platform
+from verl.platform.host_resources import processor, thread_limit
 
 
 class CpuPlatform(Platform):

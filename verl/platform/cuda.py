@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import UserError
-from verl.platform.base import Accelerator
+from verl.platform.device import Accelerator
 
 _FLASH_CAPABILITY = (8, 0)
 # Of the arguments of torch's rebuild_cuda_tensor: the storage's handle, sizes and counters, after the device's index.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.algorithms import built_in  # noqa: F401  (it fills the registries)
+from verl.algorithms import policy_loss  # noqa: F401  (it fills the registry)
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.objective import LossDenominators, count_denominators
 from verl.algorithms.registry import LOSSES, MiniBatchTokens

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms_rows import actor, algorithm, matrices, response, run_objective
+from verl.algorithms.batch_advantages import compute_advantages
 from verl.algorithms.correction import (
     LIMIT,
     Tokens,
@@ -24,7 +25,6 @@ from verl.algorithms.correction import (
     rejection,
     weights_of_the_update,
 )
-from verl.algorithms.driver import compute_advantages
 from verl.compat.core_algos import compute_policy_loss_bypass_mode, compute_policy_loss_reinforce
 from verl.compat.rollout_corr_helper import (
     compute_rollout_correction_and_rejection_mask,

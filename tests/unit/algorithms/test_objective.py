@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor, response, run_objective
+from verl.algorithms.flat_tokens import MODES
 from verl.algorithms.objective import ActorObjective, LossConfig, LossDenominators, count_denominators
 from verl.algorithms.registry import LOSSES
-from verl.algorithms.tokens import MODES
 from verl.compat import core_algos
 from verl.engine.training.base import MicroBatch
 from verl.trajectory import Segment, segments_of

@@ -18,7 +18,7 @@ from verl.algorithms.objective import count_denominators, trajectory_tokens
 from verl.algorithms.value_loss import ValueObjective
 from verl.config import Map
 from verl.engine.training.fsdp_engine import FSDPEngine
-from verl.models.load import load_model
+from verl.models.pretrained import load_model
 from verl.trajectory import segments_of
 
 GROUPS = [(5, [3, 9, 6]), (7, [2, 8]), (1, [1, 0, 4])]
