@@ -22,7 +22,7 @@ import torch
 from sides import write_result
 from work import Shape, build
 
-from verl.algorithms.objective import count_denominators
+from verl.algorithms.flat_tokens import count_denominators
 from verl.config import load
 from verl.trajectory import Segment
 from verl.workers.worker import Worker

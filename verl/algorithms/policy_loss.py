@@ -55,7 +55,7 @@ class LossInputs:
     response_mask: Tensor
     rows: Rows
     loss_agg_mode: str
-    config: Any
+    config: Mapping[str, Any]
     rollout_is_weights: Tensor | None = None
     entropy: Tensor | None = None
     trajectory_tokens: Tensor | None = None
@@ -109,7 +109,7 @@ class LossInputs:
         return values.to(self.log_probs.device, self.log_probs.dtype)
 
 
-def clip_bounds(config: Any) -> tuple[float, float]:
+def clip_bounds(config: Mapping[str, Any]) -> tuple[float, float]:
     """(ε_lo, ε_hi) of an actor config; each is clip_ratio where it is not set."""
     both = float(setting(config, "clip_ratio", CLIP_RATIO))
     low, high = (float(setting(config, f"clip_ratio_{side}", both)) for side in ("low", "high"))
@@ -290,7 +290,7 @@ def _means(tokens: MiniBatchTokens, values: np.ndarray) -> np.ndarray:
     return np.asarray((sums / np.maximum(counts, 1))[owner])
 
 
-def _response_log_ratios(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
+def _response_log_ratios(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
     """log q_i on every token of trajectory i."""
     return _means(tokens, tokens.log_probs - tokens.old_log_probs)
 
@@ -316,7 +316,7 @@ def gspo(inputs: LossInputs) -> PolicyLoss:
     return loss, inputs.metrics(pg_clipfrac=clipped > plain)
 
 
-def _response_terms(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
+def _response_terms(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
     """Ā_i·ρ_i·w_i of `geo_mean` on every token of trajectory i."""
     low, high = clip_bounds(config)
     difference, advantages = tokens.log_probs - tokens.old_log_probs, tokens.advantages
@@ -379,7 +379,7 @@ def _chosen(tokens: MiniBatchTokens, numbers: np.ndarray) -> np.ndarray:
     return out
 
 
-def _to_zero(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
+def _to_zero(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
     settings, (low, high), mask = setting(config, "policy_loss"), clip_bounds(config), tokens.loss_mask
     v, advantages = covariances(tokens), tokens.advantages[mask]
     difference = (tokens.log_probs - tokens.old_log_probs)[mask]
@@ -391,7 +391,7 @@ def _to_zero(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
     return _chosen(tokens, np.random.default_rng(tokens.seed).permutation(candidates)[:count])
 
 
-def _to_penalise(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
+def _to_penalise(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
     v = covariances(tokens)
     count = max(1, int(setting(setting(config, "policy_loss"), "kl_cov_ratio", 2e-4) * len(v)))
     return _chosen(tokens, np.argsort(-v, kind="stable")[:count])

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algorithms.objective import ActorObjective, LossDenominators
+from verl.algorithms.flat_tokens import LossDenominators
+from verl.algorithms.objective import ActorObjective
 from verl.config.schema.base import setting
 from verl.engine.training.base import (
     LOG_PROBS_AND_ENTROPY,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor, response, run_objective
-from verl.algorithms.flat_tokens import MODES
-from verl.algorithms.objective import ActorObjective, LossConfig, LossDenominators, count_denominators
+from verl.algorithms.flat_tokens import MODES, LossDenominators, MicroBatchColumns, count_denominators
+from verl.algorithms.objective import ActorObjective, LossConfig
 from verl.algorithms.registry import LOSSES
 from verl.compat import core_algos
 from verl.engine.training.base import MicroBatch
@@ -137,7 +137,7 @@ def test_denominators_count_what_is_left_after_drops() -> None:
     rows[1].loss_mask = np.array([False])
     assert count_denominators(rows, 4) == LossDenominators(3, 2, 4)
     info = {"dp_size": 1, "batch_num_tokens": 3, "global_batch_size": 2, "loss_scale_factor": 4}
-    assert count_denominators(rows, 4).as_batch_info() == info
+    assert MicroBatchColumns([], torch.zeros(0)).batch_info(count_denominators(rows, 4), None) == info
 
 
 def test_dr_grpo_gradient_does_not_depend_on_length() -> None:

@@ -144,7 +144,8 @@ def test_the_flash_kernel_gets_what_it_can_do(
 
 
 def test_a_pack_for_the_flash_kernel_makes_no_masks() -> None:
-    from verl.models.packed_attention import PackedPlan, TokenSpan
+    from verl.models.attention import TokenSpan
+    from verl.models.packed_attention import PackedPlan
 
     plan = PackedPlan([TokenSpan(0, 4), TokenSpan(4, 7), TokenSpan(7, 9)], torch.arange(9), 4)
     assert plan.flash_parts

@@ -54,9 +54,9 @@ from verl.engine.training.settings import compute_dtype, micro_batching, preferr
 from verl.engine.training.sharding import layout, sharded_modules
 from verl.errors import UserError
 from verl.models import adapters, attention, pretrained
+from verl.models.attention import TokenSpan
 from verl.models.inputs import VisionInputs
 from verl.models.layers import activation_bytes, is_recurrent, model_cost
-from verl.models.packed_attention import TokenSpan
 from verl.models.routing import Routing
 from verl.platform import Platform, detect
 

@@ -14,7 +14,7 @@ from tests import ranks
 from tests.algorithm_references import share_of
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine.training.engine_cases import assert_close, rows_of
-from verl.algorithms.objective import count_denominators, trajectory_tokens
+from verl.algorithms.flat_tokens import count_denominators, trajectory_tokens
 from verl.algorithms.value_loss import ValueObjective
 from verl.config import Map
 from verl.engine.training.fsdp_engine import FSDPEngine
