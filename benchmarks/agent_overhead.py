@@ -1,9 +1,12 @@
-"""What a turn of a dialogue costs beside the model and the tool: an engine that answers at once, a tool that returns at once.
+"""What a turn of a dialogue costs beside the model and the tool: an engine that answers at once, a tool that returns at
+once.
 
-    python benchmarks/agent_overhead.py [--trajectories 1000] [--turns 4] [--processes 0 1 2] [--rounds 3] [--out benchmarks/results/agent_overhead.json]
+    python benchmarks/agent_overhead.py [--trajectories 1000] [--turns 4] [--processes 0 1 2] [--rounds 3] [--out
+    benchmarks/results/agent_overhead.json]
 
-All trajectories are open at once. Each turn is a call of a tool that the engine has ready, the last one a plain answer; the prompts and the
-template are those of the quickstart's agent. Reported: milliseconds of wall time per turn over all, median of the rounds.
+All trajectories are open at once. Each turn is a call of a tool that the engine has ready, the last one a plain answer;
+the prompts and the template are those of the quickstart's agent. Reported: milliseconds of wall time per turn over all,
+median of the rounds.
 """
 
 from __future__ import annotations

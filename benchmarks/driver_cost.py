@@ -4,13 +4,13 @@
         [--steps 6] [--profile FILE] [--out FILE]
 
 The driver's side is the real one: `ReplicaPool` and `RolloutManager` (responses come one by one over `--seconds`), the
-scoring pool with a function that does nothing, `WorkerGroup`, advantages, metrics, the dump of a step's first responses.
-The others are Ray actors without a model (`driver_stand_ins.py`); a sampler is the real `RolloutWorker` around an engine
-that cuts its responses out of this repository's text. The tokenizer is a BPE trained on the same text.
+scoring pool with a function that does nothing, `WorkerGroup`, advantages, metrics, the dump of a step's first
+responses. The others are Ray actors without a model (`driver_stand_ins.py`); a sampler is the real `RolloutWorker`
+around an engine that cuts its responses out of this repository's text. The tokenizer is a BPE trained on the same text.
 
 Reported by part: seconds the driver computes (its processor time, all threads), and seconds on the clock, which
-on a machine with fewer cores than processes are the others' too. `texts_decoded` is how many responses' texts the driver
-decoded itself.
+on a machine with fewer cores than processes are the others' too. `texts_decoded` is how many responses' texts the
+driver decoded itself.
 """
 
 from __future__ import annotations

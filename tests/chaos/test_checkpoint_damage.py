@@ -1,7 +1,8 @@
-"""Every file of a sealed checkpoint damaged in every way: it is passed over with the reason, or what is loaded is what was saved.
+"""Every file of a sealed checkpoint damaged in every way: it is passed over with the reason, or what is loaded is what
+was saved.
 
-Of one process here, of two ranks in test_checkpoint_damage_ranks.py. CHAOS_DAMAGES: how many of a kind's damages the command is
-given as well, where the others are only looked at.
+Of one process here, of two ranks in test_checkpoint_damage_ranks.py. CHAOS_DAMAGES: how many of a kind's damages the
+command is given as well, where the others are only looked at.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Checkpoints of two ranks, damaged as those of one process are in test_checkpoint_damage.py: each rank has files of its own, and
-what one cannot read ends all of them."""
+"""Checkpoints of two ranks, damaged as those of one process are in test_checkpoint_damage.py: each rank has files of
+its own, and what one cannot read ends all of them."""
 
 from __future__ import annotations
 

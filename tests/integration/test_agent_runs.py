@@ -1,4 +1,5 @@
-"""Tool agents from the command line: GRPO with a calculator, agreement on every turn, exact resume, loop processes, refusals."""
+"""Tool agents from the command line: GRPO with a calculator, agreement on every turn, exact resume, loop processes,
+refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from verl.trainer import main_generation
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Trajectory
 
-USER = Path(__file__).parents[1] / "unit" / "agents_of_a_user.py"
+USER = Path(__file__).parents[1] / "unit" / "rollout" / "agents_of_a_user.py"
 ROLLOUT = "actor_rollout_ref.rollout."
 # A model that knows nothing ends a turn at any letter; the parser of the plug-in reads every turn as a call.
 WORDS = [

@@ -1,4 +1,5 @@
-"""Prompts of 16 thousand tokens, of text and of images, through the command line: two steps in minutes, sampler and trainer agree."""
+"""Prompts of 16 thousand tokens, of text and of images, through the command line: two steps in minutes, sampler and
+trainer agree."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def row(i: int, sides: list[int], text: str) -> dict[str, Any]:
 
 
 class LongRun(TinyRun):
-    """A `TinyRun` whose prompts have 16 thousand tokens: of text, or those of images of these sides, one for each 8 × 8 pixels."""
+    """A `TinyRun` whose prompts have 16 thousand tokens: of text, or those of images of these sides, one for each 8 × 8
+    pixels."""
 
     def __init__(self, root: Path, sides: list[int]):
         super().__init__(root, rows=1)

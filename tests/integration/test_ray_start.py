@@ -1,4 +1,5 @@
-"""`examples/ray_start.sh`: a head that a driver finds, and what it says when it cannot start. The clusters are the script's."""
+"""`examples/ray_start.sh`: a head that a driver finds, and what it says when it cannot start. The clusters are the
+script's."""
 
 from __future__ import annotations
 
@@ -113,8 +114,8 @@ def test_a_head_on_one_node(tmp_path: Path, mark: str) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_server: ForkServer) -> None:
-    """Two addresses of this machine stand for two nodes; the token is copied by hand, as between machines. What the nodes start
-    is forked from `fork_server`."""
+    """Two addresses of this machine stand for two nodes; the token is copied by hand, as between machines. What the
+    nodes start is forked from `fork_server`."""
     home, other, out = tmp_path / "home", tmp_path / "other", tmp_path / "out"
     home.mkdir()
     (home / "sitecustomize.py").write_text(FORKED)

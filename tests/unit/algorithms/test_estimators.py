@@ -1,4 +1,5 @@
-"""Every advantage estimator against its slow reference: as users call it, and through the driver, cut into segments or not."""
+"""Every advantage estimator against its slow reference: as users call it, and through the driver, cut into segments or
+not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every policy loss against its slow reference, value and gradient; and in the trainer, for any split into micro-batches and
-segments."""
+"""Every policy loss against its slow reference, value and gradient; and in the trainer, for any split into
+micro-batches and segments."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def public(name: str, batch: list[slow.Response], cfg: Any, mode: str) -> slow.F
 
 
 def with_zeroed(c: SimpleNamespace, batch: list[slow.Response], cfg: Any, mode: str) -> SimpleNamespace:
-    """clip_cov draws: what it drew (rows whose gradient is 0 for no other reason) has to be candidates, of the right number."""
+    """clip_cov draws: what it drew (rows whose gradient is 0 for no other reason) has to be candidates, of the right
+    number."""
     from verl.algorithms.policy_loss import TO_ZERO
     from verl.algorithms.registry import MiniBatchTokens
 

@@ -111,7 +111,8 @@ def worst(alone: Any, prompts: list[list[int]], responses: list[Completion]) -> 
     "arch", [pytest.param(a, marks=[pytest.mark.long] * (a in SLOW)) for a in sorted(ARCHITECTURES)]
 )
 def test_log_probs_are_the_models_own(arch: str) -> None:
-    """Prompts longer than a block and a pass, responses that cross blocks and windows, a queue, and a cache too small."""
+    """Prompts longer than a block and a pass, responses that cross blocks and windows, a queue, and a cache too
+    small."""
     alone = built(arch)
     model = copy.deepcopy(alone)
     pretrained.check_supported(model, arch)

@@ -51,7 +51,8 @@ def with_a_head(path: Path, seed: int = 3) -> Path:
 
 
 def plain_values(path: Path, batch: list[Any]) -> torch.Tensor:
-    """One row at a time through transformers' own token classifier: the value at the token before each response token."""
+    """One row at a time through transformers' own token classifier: the value at the token before each response
+    token."""
     module = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32).eval()
     found = []
     for row in batch:
