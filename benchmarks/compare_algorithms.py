@@ -25,10 +25,7 @@ ACTOR, COLORS = "actor_rollout_ref.actor", ("#2563eb", "#dc2626", "#059669", "#7
 METHODS = {
     "grpo": [],
     "ppo": ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "trainer.critic_warmup=3"],
-    "drgrpo": [
-        "algorithm.norm_adv_by_std_in_grpo=False",
-        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
-    ],
+    "drgrpo": ["algorithm.norm_adv_by_std_in_grpo=False", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"],
     "dapo": [
         "algorithm.filter_groups.enable=True",
         f"{ACTOR}.clip_ratio_high=0.28",

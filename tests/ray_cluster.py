@@ -48,10 +48,7 @@ def forking(server: ForkServer) -> dict[str, str]:
     its own."""
     from ray._private.workers import default_worker
 
-    return {
-        ray_setup_worker.SERVER: str(server.address),
-        ray_setup_worker.WORKER: default_worker.__file__,
-    }
+    return {ray_setup_worker.SERVER: str(server.address), ray_setup_worker.WORKER: default_worker.__file__}
 
 
 @contextmanager

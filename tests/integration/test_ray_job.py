@@ -66,10 +66,7 @@ def test_a_submitted_job_trains_with_the_code_it_brought(
     tiny, out, seen = TinyRun(tmp_path / "tiny"), tmp_path / "out", tmp_path / "seen"
     seen.mkdir()
     words = tiny.overrides(
-        out,
-        "trainer.n_gpus_per_node=1",
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=-1",
+        out, "trainer.n_gpus_per_node=1", "trainer.total_training_steps=2", "trainer.test_freq=-1"
     )
     variables = f"OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VERL_USE_EXTERNAL_MODULES=witness VERL_WITNESS={seen}"
     port = free_port()

@@ -142,11 +142,7 @@ def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_serv
     words = TinyRun(tmp_path / "tiny").overrides(out, *SHORT)
     for mode, said in (("disabled", "asks for its token"), ("token", "a token, and none is here")):
         refused = fork_server.run(
-            words,
-            RAY_ADDRESS=address,
-            HOME=str(tmp_path),
-            RAY_AUTH_MODE=mode,
-            RAY_NUM_REDIS_GET_RETRIES="1",
+            words, RAY_ADDRESS=address, HOME=str(tmp_path), RAY_AUTH_MODE=mode, RAY_NUM_REDIS_GET_RETRIES="1"
         )
         assert refused.status == 2 and said in refused.stderr, refused.stderr[-2000:]
     done = fork_server.run(words, timeout=240, RAY_ADDRESS=address, HOME=str(home), RAY_AUTH_MODE="token")

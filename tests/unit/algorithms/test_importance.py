@@ -163,10 +163,7 @@ RATIOS = st.sampled_from([0.3, 2.0, 30.0]).flatmap(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    RATIOS,
-    st.sampled_from(["token", "sequence"]),
-    st.sampled_from(["2.0", "1.1", "0.5_5.0"]),
-    st.booleans(),
+    RATIOS, st.sampled_from(["token", "sequence"]), st.sampled_from(["2.0", "1.1", "0.5_5.0"]), st.booleans()
 )
 def test_weights_equal_the_loop(case, kind: str, threshold: str, normalize: bool) -> None:
     errors, masks = case

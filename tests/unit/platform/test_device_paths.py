@@ -155,11 +155,7 @@ def test_a_pack_for_the_flash_kernel_makes_no_masks() -> None:
 
 @pytest.mark.parametrize(
     ("new", "total", "dtype", "repeated"),
-    [
-        (8, 8, torch.bfloat16, False),
-        (2, 8, torch.bfloat16, True),
-        (8, 8, torch.float32, True),
-    ],
+    [(8, 8, torch.bfloat16, False), (2, 8, torch.bfloat16, True), (8, 8, torch.float32, True)],
 )
 def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
     shapes_only: None,
