@@ -83,7 +83,8 @@ def figure(curves: dict[str, list[Curve]]) -> str:
     most = max(point[0] for runs in curves.values() for run in runs for point in run)
 
     def place(tokens: float, accuracy: float) -> str:
-        return f"{left + (width - left - 90) * tokens / most:.1f},{height - bottom - (height - bottom - 10) * accuracy:.1f}"
+        x = left + (width - left - 90) * tokens / most
+        return f"{x:.1f},{height - bottom - (height - bottom - 10) * accuracy:.1f}"
 
     parts = [f'<rect width="{width}" height="{height}" fill="white"/>']
     for level in (0, 0.25, 0.5, 0.75, 1.0):
@@ -103,7 +104,8 @@ def figure(curves: dict[str, list[Curve]]) -> str:
             )
         x, y = place(*runs[0][-1][:2]).split(",")
         parts.append(f'<text x="{float(x) + 6}" y="{float(y) + 4}" fill="{color}">{name}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
+    box = f'viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="12">'
     return "\n".join([head, *parts, "</svg>", ""])
 
 

@@ -54,7 +54,8 @@ from pathlib import Path
 base, row = os.environ["OPENAI_BASE_URL"], json.loads(os.environ["VERL_ROW"])
 def ask():
     body = json.dumps({"messages": row["messages"]}).encode()
-    urllib.request.urlopen(urllib.request.Request(base + "/chat/completions", body, {"Content-Type": "application/json"})).read()
+    kind = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(base + "/chat/completions", body, kind)).read()
 ask()
 try:
     Path(os.environ["KILL"]).unlink()

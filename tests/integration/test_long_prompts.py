@@ -65,7 +65,8 @@ class LongRun(TinyRun):
         images = (
             ["data.image_key=images", "data.mm_processor_kwargs.max_pixels=1048576"] if self.seeing else []
         )
-        actor = "actor_rollout_ref.actor."  # a budget that holds a group: beyond it each response computes the prompt again
+        # A budget that holds a group: beyond it each response computes the prompt again.
+        actor = "actor_rollout_ref.actor."
         batch = [f"{actor}ppo_mini_batch_size=1", f"{actor}ppo_max_token_len_per_gpu=17000"]
         return super().overrides(out, *sizes, *batch, *steps, *images, "trainer.save_freq=0", *more)
 

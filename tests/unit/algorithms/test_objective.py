@@ -206,7 +206,9 @@ def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.
 
     seen: list[Any] = []
 
-    def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None):  # type: ignore[no-untyped-def] # fmt: skip
+    def mine(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, rollout_is_weights=None
+    ):
         seen.append((config, response_mask, rollout_is_weights))
         share = (log_prob * response_mask).sum() / response_mask.sum().clamp(min=1)
         terms = -advantages * log_prob * config.my_scale
