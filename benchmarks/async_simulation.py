@@ -270,7 +270,8 @@ def _distribution(counts: Counter[int]) -> dict[str, Any]:
 
 
 def best(how: Assumptions, way: Way, devices: int, prompts: int, steps: int) -> dict[str, Any]:
-    """The figures of the split of devices with the most trained tokens per second, which is looked for on 64 of them."""
+    """The figures of the split of devices with the most trained tokens per second, which is looked for on 64 of
+    them."""
     warm_up = way.staleness + 2
     if way.shared:
         return {"samplers": devices} | Simulation(how, way, devices, devices, prompts).run(steps, warm_up)

@@ -116,7 +116,8 @@ def svg(runs: dict[str, list[dict[str, Any]]], width: int = 1100) -> str:
         words = {"gen": "waits for responses", "reward": "waits for scores"}.get(phase, phase)
         out.append(f'<text x="{x + 16}" y="{y - 10}">{words}</text>')
     out.append(f'<text x="{left}" y="{y + 10}">{longest:.1f} s; a line ends each step</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + 24}" font-family="sans-serif" font-size="11">'
+    size = f'width="{width}" height="{y + 24}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *out, "</svg>", ""])
 
 

@@ -4,13 +4,13 @@
         [--steps 6] [--profile FILE] [--out FILE]
 
 The driver's side is the real one: `ReplicaPool` and `RolloutManager` (responses come one by one over `--seconds`), the
-scoring pool with a function that does nothing, `WorkerGroup`, advantages, metrics, the dump of a step's first responses.
-The others are Ray actors without a model (`driver_stand_ins.py`); a sampler is the real `RolloutWorker` around an engine
-that cuts its responses out of this repository's text. The tokenizer is a BPE trained on the same text.
+scoring pool with a function that does nothing, `WorkerGroup`, advantages, metrics, the dump of a step's first
+responses. The others are Ray actors without a model (`driver_stand_ins.py`); a sampler is the real `RolloutWorker`
+around an engine that cuts its responses out of this repository's text. The tokenizer is a BPE trained on the same text.
 
 Reported by part: seconds the driver computes (its processor time, all threads), and seconds on the clock, which
-on a machine with fewer cores than processes are the others' too. `texts_decoded` is how many responses' texts the driver
-decoded itself.
+on a machine with fewer cores than processes are the others' too. `texts_decoded` is how many responses' texts the
+driver decoded itself.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Step:
         return batch
 
     def _advantages(self, batch: Any) -> None:
-        from verl.algorithms.driver import compute_advantages
+        from verl.algorithms.batch_advantages import compute_advantages
 
         compute_advantages(batch, self.algorithm, GROUP)
 
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--profile", help="where to put cProfile's record of the last step")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    from verl.platform.host import prepare_process, tune_allocator
+    from verl.platform.host_resources import prepare_process, tune_allocator
 
     prepare_process()  # as a run's driver does
     tune_allocator()

@@ -41,8 +41,8 @@ def prepare(folder: Path, texts: Iterable[Path]) -> int:
 
 
 class Canned(RolloutEngine):
-    """Responses are pieces of `stream` that end with an end token; lengths spread evenly from half to one and a half times
-    `tokens`, the time a response takes evenly over `seconds`."""
+    """Responses are pieces of `stream` that end with an end token; lengths spread evenly from half to one and a half
+    times `tokens`, the time a response takes evenly over `seconds`."""
 
     version = 1
 

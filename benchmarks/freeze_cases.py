@@ -1,4 +1,5 @@
-"""What is frozen: the training runs, and the command lines that are only checked. `{inputs}` is the folder of inputs."""
+"""What is frozen: the training runs, and the command lines that are only checked. `{inputs}` is the folder of
+inputs."""
 
 from __future__ import annotations
 

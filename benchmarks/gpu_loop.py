@@ -12,8 +12,8 @@ responses of exactly --tokens tokens. Said of the median step, the first one lef
   rate; `mfu` counts a group's prompt once, as it is computed, `mfu_as_repeated` once for each response;
 - most memory by phase. With --trl, TRL's GRPOTrainer does the same work, in an environment of its own.
 
-A side that fails (out of memory, engine not installed, later than --limit) is recorded as such; the others go on. --json
-is written after each.
+A side that fails (out of memory, engine not installed, later than --limit) is recorded as such; the others go on.
+--json is written after each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""What a trajectory of many turns costs the driver: processor seconds by turns, and memory of many that are open at once.
+"""What a trajectory of many turns costs the driver: processor seconds by turns, and memory of many that are open at
+once.
 
     python benchmarks/long_trajectory.py [--turns 50,100,200] [--open 1000] [--json FILE]
 
-A stand-in sampler gives 100 tokens at once; the loop inserts 200 tokens after each turn and hands over the whole context, as loops
-on token ids do. The time is that of `RolloutManager`, sessions and records included, without that of putting the loop's own
-context together. Memory is that of the process beyond 8 bytes for each token of the open trajectories.
+A stand-in sampler gives 100 tokens at once; the loop inserts 200 tokens after each turn and hands over the whole
+context, as loops on token ids do. The time is that of `RolloutManager`, sessions and records included, without that of
+putting the loop's own context together. Memory is that of the process beyond 8 bytes for each token of the open
+trajectories.
 """
 
 from __future__ import annotations

@@ -222,11 +222,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     try:
-        from verl.platform.host import tune_allocator
+        from verl.platform.host_resources import tune_allocator
 
         tune_allocator()
     except ImportError:
-        print("allocator not tuned: verl.platform.host is missing")
+        print("allocator not tuned: verl.platform.host_resources is missing")
 
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(40, 143, (args.prompts,), generator=generator).tolist()

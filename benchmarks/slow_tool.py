@@ -1,9 +1,11 @@
-"""A slow tool and the sampler: who works when, with max_staleness=0 and 1, and with a tool that is not slow, over many open trajectories.
+"""A slow tool and the sampler: who works when, with max_staleness=0 and 1, and with a tool that is not slow, over many
+open trajectories.
 
     python benchmarks/slow_tool.py [--groups 63] [--steps 5] [--slow 3.0] [--staleness 0 1] [--svg docs/slow_tool.svg]
 
-A small random model plays three turns in `workers/slow_env.py`, where one step in ten takes `--slow` seconds. One process samples,
-one trains, one runs the environments. What a slow tool costs is the difference to the same run with `--slow 0`. 63 groups of 8 are 504 trajectories a step, about 1,000 open with max_staleness=1.
+A small random model plays three turns in `workers/slow_env.py`, where one step in ten takes `--slow` seconds. One
+process samples, one trains, one runs the environments. What a slow tool costs is the difference to the same run with
+`--slow 0`. 63 groups of 8 are 504 trajectories a step, about 1,000 open with max_staleness=1.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/sync_proof.py --layers 18 --json out.json
 
-`in process`: the embedded sampler reads the trainer's tensors; the proof compares two columns of each packed copy. `streamed`: an
-embedded sampler with weights of its own is sent all of them; the proof is what both sides hash. Each is the difference of a
-push with the proof and one without, interleaved, medians of `--rounds`. Making the packed copies is no part of it: a sampler makes
-them after every push.
+`in process`: the embedded sampler reads the trainer's tensors; the proof compares two columns of each packed copy.
+`streamed`: an embedded sampler with weights of its own is sent all of them; the proof is what both sides hash. Each is
+the difference of a push with the proof and one without, interleaved, medians of `--rounds`. Making the packed copies is
+no part of it: a sampler makes them after every push.
 """
 
 from __future__ import annotations

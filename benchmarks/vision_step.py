@@ -1,11 +1,13 @@
-"""One GRPO step on prompts with images, us against TRL's GRPOTrainer, on the same work, alternating; and what an image costs.
+"""One GRPO step on prompts with images, us against TRL's GRPOTrainer, on the same work, alternating; and what an image
+costs.
 
     python benchmarks/vision_step.py [--images 1] [--precision default|fp32] [--repeats 3] [--trl-python PYTHON]
     python benchmarks/vision_step.py --only verl --images 0,1,2,4,8
 
-Same random Qwen2.5-VL (26 M parameters of text, 5 M of the tower), 8 prompts × 8 responses × 64 tokens, images of 224 × 224
-pixels and 64 tokens, one optimizer step. With several numbers of images a prompt each is measured in turn, in processes of
-its own. The first step of each side warms up. TRL's side needs torchvision beside it (docs/vllm.md says how).
+Same random Qwen2.5-VL (26 M parameters of text, 5 M of the tower), 8 prompts × 8 responses × 64 tokens, images of 224 ×
+224 pixels and 64 tokens, one optimizer step. With several numbers of images a prompt each is measured in turn, in
+processes of its own. The first step of each side warms up. TRL's side needs torchvision beside it (docs/vllm.md says
+how).
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ def measure(args: argparse.Namespace, images: int, extra: list[str]) -> dict[str
 
 
 def cost_of_an_image(by_images: dict[int, dict[str, Any]], prompts: int) -> dict[str, Any]:
-    """Milliseconds that one more image takes of our sampling and training (least squares over the numbers of images), and the
-    power to which a step's processor seconds beyond the text grow with their number."""
+    """Milliseconds that one more image takes of our sampling and training (least squares over the numbers of images),
+    and the power to which a step's processor seconds beyond the text grow with their number."""
     numbers = np.array(sorted(by_images))
     cost = {}
     for name in ("sampling", "training", "cpu"):

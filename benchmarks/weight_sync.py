@@ -30,8 +30,8 @@ def shapes(millions: float) -> list[tuple[str, tuple[int, ...]]]:
     """Tensors of a decoder of about that many million parameters: an embedding, then layers of seven matrices."""
     hidden = 512 if millions < 100 else 1024
     out: list[tuple[str, tuple[int, ...]]] = [("embed", (2048 if millions < 100 else 65536, hidden))]
-    layer = [("q", (hidden, hidden)), ("k", (hidden // 2, hidden)), ("v", (hidden // 2, hidden)), ("o", (hidden, hidden)),
-             ("gate", (3 * hidden, hidden)), ("up", (3 * hidden, hidden)), ("down", (hidden, 3 * hidden)),
+    layer = [("q", (hidden, hidden)), ("k", (hidden // 2, hidden)), ("v", (hidden // 2, hidden)),
+             ("o", (hidden, hidden)), ("gate", (3 * hidden, hidden)), ("up", (3 * hidden, hidden)), ("down", (hidden, 3 * hidden)),
              ("norm", (hidden,))]  # fmt: skip
     while sum(torch.Size(s).numel() for _, s in out) < millions * 1e6:
         number = (len(out) - 1) // len(layer)

@@ -1,4 +1,5 @@
-"""Every estimator and loss once more, slowly: loops over responses and tokens in plain floats, written from the formulas.
+"""Every estimator and loss once more, slowly: loops over responses and tokens in plain floats, written from the
+formulas.
 
 No code is shared with the product. A response is a `Row`; p are its policy tokens, m those in the loss.
 """
@@ -14,7 +15,8 @@ EPS = 1e-6
 
 @dataclass
 class Row:
-    """Token rewards, p and m of a response, its group, and what else an estimator asks for, per token or per response."""
+    """Token rewards, p and m of a response, its group, and what else an estimator asks for, per token or per
+    response."""
 
     rewards: list[float]
     p: list[int]
@@ -463,8 +465,8 @@ def distillation(
     mode: str,
     horizon: float,
 ) -> Found:
-    """Value, slopes by [response][token][one of k] and means over tokens of the whole mini-batch. `c`: loss_mode, least, limit,
-    gradient (as a policy gradient of the vanilla loss with c.low, c.high, c.cap)."""
+    """Value, slopes by [response][token][one of k] and means over tokens of the whole mini-batch. `c`: loss_mode,
+    least, limit, gradient (as a policy gradient of the vanilla loss with c.low, c.high, c.cap)."""
     tokens, carrying = sum(len(r.kept) for r in batch), sum(bool(r.kept) for r in batch)
     value, told = 0.0, {"abs_loss": 0.0, "loss_min": math.inf, "loss_max": -math.inf}
     slopes = [[[0.0] * len(of_token) for of_token in own] for own in new]

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from verl.algorithms.objective import ActorObjective, count_denominators, trajectory_tokens
+from verl.algorithms.flat_tokens import count_denominators, trajectory_tokens
+from verl.algorithms.objective import ActorObjective
 from verl.engine.training.base import MicroBatch
 from verl.engine.training.optimizer import StepAccumulator
 from verl.trajectory import Prompt, Segment, Trajectory

@@ -66,8 +66,8 @@ def run(
 
 
 def free_port() -> int:
-    """A port that was free a moment ago. Not one of those that the system, or Ray to its workers, deals out: somebody else
-    would have it before it is used."""
+    """A port that was free a moment ago. Not one of those that the system, or Ray to its workers, deals out: somebody
+    else would have it before it is used."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as probe:

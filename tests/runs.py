@@ -1,4 +1,5 @@
-"""What tests of whole runs share: a small dataset, a reward that varies, the overrides of a tiny run, reading it back."""
+"""What tests of whole runs share: a small dataset, a reward that varies, the overrides of a tiny run, reading it
+back."""
 
 from __future__ import annotations
 

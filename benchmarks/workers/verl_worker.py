@@ -98,7 +98,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from verl.platform.host import prepare_process
+    from verl.platform.host_resources import prepare_process
 
     prepare_process()
     sys.path.insert(0, str(Path(__file__).parent))

@@ -160,7 +160,8 @@ def processes_with(variable: str, value: str) -> list[int]:
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
-    """What came after `before` into the shared memory of this machine, which others use too, and no living process holds."""
+    """What came after `before` into the shared memory of this machine, which others use too, and no living process
+    holds."""
     new, held = set(os.listdir("/dev/shm")) - before, b""
     for entry in Path("/proc").glob("[0-9]*/maps") if new else ():
         try:

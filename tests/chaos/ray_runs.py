@@ -40,7 +40,8 @@ def started(
 
 
 def slow_sampling(folder: Path, mark: Path, seconds: float = 0.25) -> dict[str, str]:
-    """The environment that makes a token take so long, a response twelve times as long; `mark` is there once one began."""
+    """The environment that makes a token take so long, a response twelve times as long; `mark` is there once one
+    began."""
     return ray_plans.plan(
         folder / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=seconds, mark=mark
     )

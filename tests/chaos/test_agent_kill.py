@@ -1,4 +1,5 @@
-"""kill -9 in the middle of dialogues: of the trainer, of the process that runs the tools, of an environment's program or server."""
+"""kill -9 in the middle of dialogues: of the trainer, of the process that runs the tools, of an environment's program
+or server."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ from pathlib import Path
 base, row = os.environ["OPENAI_BASE_URL"], json.loads(os.environ["VERL_ROW"])
 def ask():
     body = json.dumps({"messages": row["messages"]}).encode()
-    urllib.request.urlopen(urllib.request.Request(base + "/chat/completions", body, {"Content-Type": "application/json"})).read()
+    kind = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(base + "/chat/completions", body, kind)).read()
 ask()
 try:
     Path(os.environ["KILL"]).unlink()
@@ -181,8 +183,8 @@ def test_a_tool_that_deletes_the_run_folder_costs_what_was_in_it(
 def test_any_process_killed_at_any_moment_is_named_or_made_good(
     dialogues: TinyRun, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """CHAOS_KILLS runs, in each a process other than the driver, at a random moment: the run goes on, or ends within 60 s and says
-    what died; then it goes on from its checkpoint. Nothing of it is left."""
+    """CHAOS_KILLS runs, in each a process other than the driver, at a random moment: the run goes on, or ends within 60
+    s and says what died; then it goes on from its checkpoint. Nothing of it is left."""
     rng = random.Random(seed := int(os.environ.get("CHAOS_SEED") or random.randrange(10**6)))
     shared, kinds = set(os.listdir("/dev/shm")), []
     for number in range(int(os.environ.get("CHAOS_KILLS", "1"))):

@@ -1,5 +1,6 @@
-"""Code of a user's that attacks its process, in a reward function, a tool or an environment: it is contained there, counted and shown. A
-response that could not be scored has no score, a trajectory whose process ended is sampled again, and the run goes on."""
+"""Code of a user's that attacks its process, in a reward function, a tool or an environment: it is contained there,
+counted and shown. A response that could not be scored has no score, a trajectory whose process ended is sampled again,
+and the run goes on."""
 
 from __future__ import annotations
 

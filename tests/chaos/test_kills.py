@@ -1,7 +1,8 @@
-"""kill -9 of any process of a run at any moment: the run goes on, or ends within a minute, names what died and is resumed; nothing of
-it is left. The runs see images and take turns with a tool that draws.
+"""kill -9 of any process of a run at any moment: the run goes on, or ends within a minute, names what died and is
+resumed; nothing of it is left. The runs see images and take turns with a tool that draws.
 
-CHAOS_KILLS: how many moments of each kind, spread over the whole of a run; CHAOS_SEED: which; CHAOS_RECORD: a file that keeps what came of them.
+CHAOS_KILLS: how many moments of each kind, spread over the whole of a run; CHAOS_SEED: which; CHAOS_RECORD: a file that
+keeps what came of them.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ VLLM += (f"+{ROLLOUT}engine_kwargs.vllm.disable_mm_preprocessor_cache=True",)
 
 @dataclass(frozen=True)
 class Kind:
-    """What is killed. process: in its command line. said: what a run that ends says of it. words: of the run. exact: a run that was
-    resumed is the same bit for bit."""
+    """What is killed. process: in its command line. said: what a run that ends says of it. words: of the run. exact: a
+    run that was resumed is the same bit for bit."""
 
     process: str
     said: str
@@ -177,7 +178,8 @@ class Runs:
         return found
 
     def whole(self) -> list[float]:
-        """A run without a kill; returns how many seconds passed from the first process to kill to the end of step 1, to that of step 2, …"""
+        """A run without a kill; returns how many seconds passed from the first process to kill to the end of step 1, to
+        that of step 2, …"""
         run, out, ends = self.start(self.folder / "whole"), self.folder / "whole", list[float]()
         until(lambda: run.ended or self.victims(run), timeout=120)
         assert not run.ended, f"there was nothing to kill:\n{log_of(out)[-4000:]}"
@@ -189,7 +191,8 @@ class Runs:
         return [end - before for end, before in zip(ends, [0.0, *ends], strict=False)]
 
     def kill(self, number: int, steps: list[float]) -> str:
-        """Kill one at a moment of the `number`th part of a run, and look at what comes of it; returns what is wrong with that."""
+        """Kill one at a moment of the `number`th part of a run, and look at what comes of it; returns what is wrong
+        with that."""
         moment, part = divmod((number + self.rng.random()) / KILLS * len(steps), 1.0)
         for attempt in range(9):  # the step may be over sooner than the one that was measured
             step = max(moment - attempt // 4, 0.0)

@@ -193,8 +193,8 @@ def test_the_watchdog_names_the_sampler_that_does_not_start(begin, tmp_path) -> 
 
 @pytest.mark.long
 def test_pushes_go_on_while_the_only_sampler_is_started_again(begin, tmp_path) -> None:
-    """It dies while the trainer computes, and so does the first that takes its place. The push of the update finds no sampler
-    to send to; the fresh one then asks for what is current."""
+    """It dies while the trainer computes, and so does the first that takes its place. The push of the update finds no
+    sampler to send to; the fresh one then asks for what is current."""
     out, marks = tmp_path / "out", tmp_path / "marks"
     marks.mkdir()
     plug = ray_plans.plan(tmp_path / "plug", "slow_restart", ray_plans.SLOW_RESTART, marks=marks, seconds=5)

@@ -18,8 +18,8 @@ ENGINES = ["native", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.t
 
 
 class Sampler:
-    """A rollout engine that is a weight receiver too, and the model that it should compute (`reference`); `discard` gives
-    the next test new ones."""
+    """A rollout engine that is a weight receiver too, and the model that it should compute (`reference`); `discard`
+    gives the next test new ones."""
 
     def __init__(self, kind: str, path: Path):
         self._kind, self.path = kind, path

@@ -1,8 +1,8 @@
 """The users' commands, shrunk by overrides alone, train two steps on GSM8K or a step on Geometry3K.
 
 The data come from `$HOME/data`, where the scripts look for them, made by our own prepare scripts; HOME is a
-temporary folder. What a script hands to python3 is caught with a stand-in of that name, so that the fork_server can start
-it; one script runs as a user runs it.
+temporary folder. What a script hands to python3 is caught with a stand-in of that name, so that the fork_server can
+start it; one script runs as a user runs it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seeing_home(tmp_path_factory) -> Path:
-    """A home folder with ~/data/geo3k made by the prepare script (its ten problems are all of the training split), and tiny models."""
+    """A home folder with ~/data/geo3k made by the prepare script (its ten problems are all of the training split), and
+    tiny models."""
     if not (SHARED / "data/geometry3k").is_dir():
         pytest.skip("shared/data/geometry3k is not beside the repository")
     home = tmp_path_factory.mktemp("seeing")
@@ -199,7 +200,8 @@ def test_vision_commands_lack_only_the_machine(script, fork_server, home, tmp_pa
     ],
 )
 def test_vision_commands_train(script, arch, fork_server, seeing_home, tmp_path) -> None:
-    """On real diagrams; the first two scripts call the other two. Kimi's own model is refused (docs/vision.md): a Qwen's stands in."""
+    """On real diagrams; the first two scripts call the other two. Kimi's own model is refused (docs/vision.md): a
+    Qwen's stands in."""
     out = tmp_path / "out"
     more = [f"actor_rollout_ref.model.path={seeing_home}/{arch}", "trainer.total_training_steps=1"]
     more += ["data.max_prompt_length=1024", "data.train_max_samples=10"]

@@ -39,17 +39,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("process-pickle", "benchmarks/weight_sync.py"): "two processes of the benchmark itself",
 }
 
-PICKLES = {
-    "pickle",
-    "_pickle",
-    "cPickle",
-    "dill",
-    "cloudpickle",
-    "joblib",
-    "shelve",
-    "marshal",
-    "jsonpickle",
-}
+PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
 PROCESSES = {
     "ProcessPoolExecutor",
     "multiprocessing",

@@ -1,4 +1,5 @@
-"""What every tracker of `trainer.logger` does: metrics step by step, over a resume; tables; where it cannot be used it says why."""
+"""What every tracker of `trainer.logger` does: metrics step by step, over a resume; tables; where it cannot be used it
+says why."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def tensorboard_curve(place: Path) -> Curve:
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:
-    """Of an offline file: leveldb's log format, blocks of 32 KiB in which a record is whole (1) or in parts (2, 3, 4)."""
+    """Of an offline file: leveldb's log format, blocks of 32 KiB in which a record is whole (1) or in parts (2, 3,
+    4)."""
     data, at, record = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:

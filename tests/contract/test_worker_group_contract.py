@@ -25,8 +25,8 @@ OUTPUTS = {"log_probs": "old_log_probs", "entropy": "entropy"}
 
 
 class CountingEngine(TrainingEngine):
-    """log p = −(token + 1) / (10 · version). Every update makes a version; what it was given is written down. One that holds no
-    outputs computes as the others do and has nothing to say, as all but the last stage of a pipeline."""
+    """log p = −(token + 1) / (10 · version). Every update makes a version; what it was given is written down. One that
+    holds no outputs computes as the others do and has nothing to say, as all but the last stage of a pipeline."""
 
     def __init__(self, share: bool = True, holds_outputs: bool = True) -> None:
         self.version, self.steps, self.holds_outputs = 1, list[dict[str, Any]](), holds_outputs
@@ -142,7 +142,8 @@ def settings(**keys: Any) -> SimpleNamespace:
 
 
 class Ranks:
-    """Workers with engines that only count, called one way or the other. The first half of the ranks of one row holds no outputs."""
+    """Workers with engines that only count, called one way or the other. The first half of the ranks of one row holds
+    no outputs."""
 
     def __init__(self, dp_ranks: list[int] | None, config: SimpleNamespace, share: bool = True):
         self.dp_ranks = ranks = dp_ranks or [0]

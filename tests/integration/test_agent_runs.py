@@ -1,4 +1,5 @@
-"""Tool agents from the command line: GRPO with a calculator, agreement on every turn, exact resume, loop processes, refusals."""
+"""Tool agents from the command line: GRPO with a calculator, agreement on every turn, exact resume, loop processes,
+refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from verl.trainer import main_generation
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Trajectory
 
-USER = Path(__file__).parents[1] / "unit" / "agents_of_a_user.py"
+USER = Path(__file__).parents[1] / "unit" / "rollout" / "agents_of_a_user.py"
 ROLLOUT = "actor_rollout_ref.rollout."
 # A model that knows nothing ends a turn at any letter; the parser of the plug-in reads every turn as a call.
 WORDS = [
@@ -130,7 +131,8 @@ def calculate(expression: str) -> ToolResponse:
 """
 SEES = (
     "{% macro said(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endmacro %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if p.type == 'image' else p.text }}"
+    "{% endfor %}{% endif %}{% endmacro %}"
 ) + _QWEN.replace("%THINK%", "").replace("m.content +", "said(m.content) +")
 
 
@@ -177,7 +179,8 @@ BAD = {
     "NoSuch": ("tool_config_path", "tools:\n  - class_name: {user}:NoSuch"),
     "is no JSON schema": (
         "tool_config_path",
-        "tools:\n  - class_name: verl.tools.base_tool.BaseTool\n    tool_schema: {{function: {{name: x, parameters: {{type: thing}}}}}}",
+        "tools:\n  - class_name: verl.tools.base_tool.BaseTool\n"
+        "    tool_schema: {{function: {{name: x, parameters: {{type: thing}}}}}}",
     ),
     "2 tools are called 'calculate'": (
         "tool_config_path",
@@ -207,7 +210,10 @@ WRONG = {
     "environment.path.*needs it": [f"{ENVIRONMENT}name=custom"],
     "NoSuch": [f"{ENVIRONMENT}name=custom", f"{ENVIRONMENT}path={USER}:NoSuch"],
     "the program 'no-such-program' is not found": [f"{ENVIRONMENT}name=command", f"{ENVIRONMENT}path=no-such-program"],
-    "no OpenEnv server answers at|needs the package openenv": [f"{ENVIRONMENT}name=openenv", f"{ENVIRONMENT}path=http://127.0.0.1:9"],
+    "no OpenEnv server answers at|needs the package openenv": [
+        f"{ENVIRONMENT}name=openenv",
+        f"{ENVIRONMENT}path=http://127.0.0.1:9",
+    ],
     "no-such-python is no program": [f"{ENVIRONMENT}name=verifiers", f"{ENVIRONMENT}path=no-such-python"],
     "does nobody listen there|need the package mcp": [f"{ROLLOUT}multi_turn.tool_config_path={{folder}}/mcp.yaml"],
     "config.timeout is 'soon'": [f"{ROLLOUT}multi_turn.tool_config_path={{folder}}/soon.yaml"],
@@ -217,8 +223,10 @@ WRONG = {
 FILES = {
     "mcp.yaml": "tools: [{config: {type: mcp}, mcp: {mcp_servers_config_path: FOLDER/servers.json}}]",
     "servers.json": '{"mcpServers": {"search": {"url": "http://127.0.0.1:9/mcp"}}}',
-    "soon.yaml": "tools: [{class_name: verl.tools.base_tool.BaseTool, config: {timeout: soon}, tool_schema: {function: {name: x}}}]",
-    "twice.yaml": f"interaction: [{{class_name: '{USER}:Nags', name: nags}}, {{class_name: '{USER}:Nags', name: nags}}]",
+    "soon.yaml": "tools: [{class_name: verl.tools.base_tool.BaseTool, config: {timeout: soon}, "
+    "tool_schema: {function: {name: x}}}]",
+    "twice.yaml": f"interaction: [{{class_name: '{USER}:Nags', name: nags}}, "
+    f"{{class_name: '{USER}:Nags', name: nags}}]",
 }
 
 

@@ -109,7 +109,8 @@ def test_responses_that_a_push_interrupts_are_continued(
 def test_a_sampler_that_computes_another_model_ends_the_run_after_its_first_step(
     fork_server, tiny, tmp_path: Path, request: pytest.FixtureRequest, kind: str
 ) -> None:
-    """No checksum of a weight sync finds it: what arrived is right. The first batch's log-probs do, of a resumed run too."""
+    """No checksum of a weight sync finds it: what arrived is right. The first batch's log-probs do, of a resumed run
+    too."""
     out = tmp_path / "out"
     words = tiny.overrides(out, "trainer.test_freq=-1", "trainer.val_before_train=False")
     more = {}

@@ -280,7 +280,8 @@ def cut_short(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "status", "said"),
     [
-        ("model.safetensors", Path.unlink, CONFIGURATION, ["actor_rollout_ref.model.path=", "no *.safetensors", "config.json"]),
+        ("model.safetensors", Path.unlink, CONFIGURATION,
+         ["actor_rollout_ref.model.path=", "no *.safetensors", "config.json"]),
         ("model.safetensors", cut_short, CONFIGURATION, ["model.path=", "model.safetensors (", " bytes)"]),
         ("config.json", Path.unlink, CONFIGURATION, ["actor_rollout_ref.model.path", "config.json does not exist"]),
         ("tokenizer*", Path.unlink, CONFIGURATION, ["no tokenizer", "actor_rollout_ref.model.tokenizer_path"]),

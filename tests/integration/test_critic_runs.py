@@ -1,4 +1,5 @@
-"""PPO with a critic from the command line: what it logs and saves, warm-up, exact resume, refusals; ReMax's greedy responses."""
+"""PPO with a critic from the command line: what it logs and saves, warm-up, exact resume, refusals; ReMax's greedy
+responses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""main_generation from the command line: the rows that come out, several devices, bad prompts; and that a checkpoint's score
-is the one that validation logged."""
+"""main_generation from the command line: the rows that come out, several devices, bad prompts; and that a checkpoint's
+score is the one that validation logged."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def last_record(folder: Path) -> dict[str, Any]:
 
 
 def test_a_checkpoints_score_is_what_validation_logged(tiny: TinyRun, tmp_path: Path) -> None:
-    """The same file, seed and settings: the same samples, scores and metrics, bit for bit; with a manager of whole batches and a
-    penalty on long responses."""
+    """The same file, seed and settings: the same samples, scores and metrics, bit for bit; with a manager of whole
+    batches and a penalty on long responses."""
     batch = tmp_path / "batch.py"
     batch.write_text(
         "def compute_score(solution_strs, **rows):\n    return [len(t) / 9 for t in solution_strs]\n"

@@ -1,4 +1,5 @@
-"""What a user's module adds trains from the command line with no other edit: needs, losses, loops with several segments."""
+"""What a user's module adds trains from the command line with no other edit: needs, losses, loops with several
+segments."""
 
 from __future__ import annotations
 

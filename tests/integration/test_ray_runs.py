@@ -1,5 +1,5 @@
-"""Whole runs over ranks and samplers on nodes of the shared cluster: the same as one process, the same again, the same after
-a resume."""
+"""Whole runs over ranks and samplers on nodes of the shared cluster: the same as one process, the same again, the same
+after a resume."""
 
 from __future__ import annotations
 
@@ -272,7 +272,8 @@ def test_the_adapter_alone_moves_between_two_ranks_and_the_run_is_that_of_one_pr
 def test_nodes_that_do_not_fit_end_the_run_before_a_model_loads(
     tiny, ray_address, tmp_path, monkeypatch
 ) -> None:
-    """The driver's home has a hub model in its cache, those of the nodes do not. What else is compared: test_ray_nodes.py."""
+    """The driver's home has a hub model in its cache, those of the nodes do not. What else is compared:
+    test_ray_nodes.py."""
     for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     cache = tmp_path / ".cache/huggingface/hub/models--somebody--tiny"

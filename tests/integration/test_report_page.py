@@ -161,7 +161,8 @@ def test_smoothing_crosshair_and_explorer(page: chromium.Page, hostile_report: P
         page.key("PageUp", 33)
     page.wait(f"document.querySelector('[data-chart=entropy] .legend b').textContent !== {json.dumps(first)}")
     page.eval(
-        "(() => { document.getElementById('explore-name').value = 'actor/pg_loss'; document.getElementById('explore-add').click(); })()"
+        "(() => { document.getElementById('explore-name').value = 'actor/pg_loss'; "
+        "document.getElementById('explore-add').click(); })()"
     )
     assert page.eval("document.querySelectorAll('[data-chart=\"own-actor/pg_loss\"] canvas').length") == 1
     no_errors(page)

@@ -132,7 +132,8 @@ def main() -> None:
 
 @pytest.mark.skipif(
     torch.cpu._is_avx512_supported() and os.environ.get("ATEN_CPU_CAPABILITY") == "avx2",
-    reason="vLLM's kernels go by the processor, torch's by the variable: mixed, two ranks sample ids beyond the vocabulary",
+    reason="vLLM's kernels go by the processor, torch's by the variable: mixed, two ranks "
+    "sample ids beyond the vocabulary",
 )
 def test_two_devices_agree_and_no_process_outlives_a_killed_driver(
     tmp_path: Path, fork_server: ForkServer

@@ -108,7 +108,7 @@ def test_bfloat16_samples_from_the_merged_weights(tmp_path: Path, arch: str) -> 
 def test_a_sampler_elsewhere_gets_the_adapter_alone(tmp_path: Path, arch: str) -> None:
     """With the base of its own; and one without LoRA gets merged weights."""
     from verl.engine.training.lora import AdapterSource, LoraSettings, inject
-    from verl.models.load import load_model
+    from verl.models.pretrained import load_model
 
     path = str(tiny_model(tmp_path / "m", arch, scale=6.0))
     actor = engine(path)

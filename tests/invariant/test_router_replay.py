@@ -1,4 +1,5 @@
-"""Router replay: recorded routes are followed to the last one, by however the rows are cut, packed, recomputed or spread."""
+"""Router replay: recorded routes are followed to the last one, by however the rows are cut, packed, recomputed or
+spread."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def off_by(engine: FSDPEngine, rows: list[Segment]) -> float:
 
 @pytest.mark.parametrize("arch", list(ARCHITECTURES))
 def test_trainer_agrees_with_a_sampler_whose_experts_are_nearly_tied(arch: str) -> None:
-    """The routers' weights move by a millionth between sampling and training: as noise would, it flips ties. A group's context
-    has its routes once."""
+    """The routers' weights move by a millionth between sampling and training: as noise would, it flips ties. A group's
+    context has its routes once."""
     model = model_of(arch, router=1e-6)
     rows = sampled(model)
     with torch.no_grad():

@@ -20,8 +20,8 @@ from tests.tiny import tiny_config
 from tests.unit.engine.training.engine_cases import assert_close, gradients, rows_of
 from tests.unit.engine.training.test_value_engine import engine as critic_engine
 from tests.unit.engine.training.test_value_engine import stepped, with_a_head
-from verl.algorithms.driver import compute_advantages
-from verl.algorithms.tokens import MODES
+from verl.algorithms.batch_advantages import compute_advantages
+from verl.algorithms.flat_tokens import MODES
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Segment, Trajectory, flat
 from verl.workers.group import DirectCalls, WorkerGroup

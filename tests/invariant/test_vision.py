@@ -25,7 +25,7 @@ from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native import NativeEngine
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.models.layers import product_weights
-from verl.models.load import load_model
+from verl.models.pretrained import load_model
 from verl.trajectory import VIDEO_SECONDS, Media, Prompt, Trajectory
 from verl.versions import satisfies
 from verl.weight_sync.sender import InProcessSync
@@ -220,8 +220,8 @@ def test_batching_never_changes_the_response(path25: Path, how: dict[str, Any]) 
 def of_two_ranks(
     path: str, shares: list[list[int]], mode: str, sequence: int = 1
 ) -> tuple[float, dict[str, torch.Tensor], np.ndarray]:
-    """Norm, gradients and this rank's log-probs; made-up responses, the same on every rank. mode: of router replay; sequence:
-    ranks that share each sequence."""
+    """Norm, gradients and this rank's log-probs; made-up responses, the same on every rank. mode: of router replay;
+    sequence: ranks that share each sequence."""
     from verl.engine.training.process_group import whole
 
     how = {"ppo_micro_batch_size_per_gpu": 2, "ulysses_sequence_parallel_size": sequence}
@@ -257,8 +257,8 @@ def of_two_ranks(
     ids=str,
 )
 def test_two_ranks_are_one_whoever_has_the_images(tmp_path: Path, arch: str, shares: list[list[int]]) -> None:
-    """Rows 2 and 3 have none: alone on a rank, that rank still runs the tower with the other. With the same rows the ranks share
-    each sequence."""
+    """Rows 2 and 3 have none: alone on a rank, that rank still runs the tower with the other. With the same rows the
+    ranks share each sequence."""
     path, mode = tiny_vision_model(tmp_path, arch), "R2" if arch.endswith("moe") else "disabled"
     sequence = 2 if shares[0] == shares[1] else 1
     found = ranks.run(of_two_ranks, 2, str(path), shares, mode, sequence)

@@ -15,6 +15,7 @@ import numpy as np
 
 from verl.algorithms.correction import LIMIT, correction_metrics, mean_of
 from verl.config.rollout_engines import float_name
+from verl.config.schema.entries import Config
 from verl.trajectory import Trajectory
 
 _BLOCK = 1 << 15  # tokens: a few float64 arrays of it fit into a second-level cache
@@ -162,7 +163,7 @@ both compute in float32, on average in half precision. Measured agreement is som
 (docs/weight-sync.md)."""
 
 
-def first_step_bound(config: Any, trainer_dtype: str) -> tuple[str, float] | None:
+def first_step_bound(config: Config, trainer_dtype: str) -> tuple[str, float] | None:
     """What a run's first batch is held to: `FAR` of the precision in use. trainer_dtype: in which the policy's ranks
     compute.
 

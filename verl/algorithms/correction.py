@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ class Correction:
         return self.bypass and (bool(self.rules) or normalized)
 
 
-def parse_correction(config: Any) -> Correction:
+def parse_correction(config: Mapping[str, Any] | None) -> Correction:
     """From the config group (None: nothing is corrected). ValueError naming the key and the form it must have."""
     kind = setting(config, "rollout_is")
     rules = setting(config, "rollout_rs")

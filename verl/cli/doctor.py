@@ -15,7 +15,7 @@ from pathlib import Path
 
 from verl.errors import UserError
 from verl.platform import probe
-from verl.platform.host import cores
+from verl.platform.host_resources import cores
 from verl.reward.sandbox import local as sandbox
 from verl.versions import HOLES, SUPPORTED, satisfies
 from verl.workers import compare_nodes

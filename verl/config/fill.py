@@ -234,7 +234,7 @@ def reader_of_values(root: Any) -> str:
     is_built_in = name in built_in("ESTIMATORS") and mode in built_in("LOSSES")
     if is_built_in or not (arr.model.external_lib or os.environ.get(PLUG_INS)):
         return ""
-    import verl.algorithms.built_in  # noqa: F401  (it fills the registries)
+    from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
     from verl.algorithms.registry import ESTIMATORS, LOSSES
 
     with contextlib.suppress(UserError, ValueError):

@@ -29,7 +29,7 @@ from typing import Any
 from verl.config.schema.base import select
 from verl.data.load_object import read_source
 from verl.platform.child_process import ChildProcess, encode
-from verl.platform.host import usable
+from verl.platform.host_resources import usable
 from verl.reward.outcome import MOST_PARTS, Outcome, failed
 
 # Seconds: to import the function; for a process that hangs to say where, before it is killed; for the other sign of a

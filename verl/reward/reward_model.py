@@ -33,7 +33,7 @@ class RewardModel:
     """
 
     def __init__(self, config: Config):
-        from verl.models.load import check_directory, load_config
+        from verl.models.pretrained import check_directory, load_config
 
         settings = config.reward_model
         path, trusted = settings.model.path, settings.model.trust_remote_code

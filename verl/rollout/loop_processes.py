@@ -30,7 +30,7 @@ from verl.config.schema.base import select
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 from verl.platform.child_process import ChildProcess, ParentChannel, encode
-from verl.platform.host import usable
+from verl.platform.host_resources import usable
 from verl.rollout import loops
 from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.record import Excerpt, Outcome, Place, Record, SegmentRecord

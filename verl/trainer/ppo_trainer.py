@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verl.algorithms.driver import compute_advantages, rows_of_update
+from verl.algorithms.batch_advantages import compute_advantages, rows_of_update
 from verl.algorithms.needs import passes, with_old_log_probs
 from verl.rollout.dynamic_sampling import open_schedule
 from verl.rollout.schedule import evict_stale

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform.host import prepare_process
+from verl.platform.host_resources import prepare_process
 from verl.plugins import import_modules
 from verl.tracking.console import notice, spare
 
@@ -310,7 +310,7 @@ def open_tokenizer(model: Any, data: Any, tracking: Any) -> tuple[Any, Any]:
 
     from verl.data.media import load_processor
     from verl.data.tokenizer import tokenizer_of
-    from verl.platform.host import tune_allocator
+    from verl.platform.host_resources import tune_allocator
 
     tune_allocator()
     logging.disable_progress_bar()  # a run has its own progress display, which the libraries' bars would tear apart

@@ -155,7 +155,7 @@ def _nothing(*_: Any, **__: Any) -> Callable[..., Any]:
 
 def follow(config: Any, train: Callable[[Any, Any], None]) -> int:
     """train(config, …) on a rank other than 0; the exit status as `run_guarded` gives it."""
-    from verl.platform.host import prepare_process
+    from verl.platform.host_resources import prepare_process
     from verl.tracking.console import spare
     from verl.trainer.run import EXIT_FAILED, EXIT_USER, import_plugins
 

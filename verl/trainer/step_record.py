@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.algorithms.advantage import variance_proxies
 from verl.algorithms.agreement import first_step_bound, first_step_disagreement
 from verl.algorithms.correction import parse_correction, weights_of_the_update
 from verl.algorithms.registry import ESTIMATORS
 from verl.algorithms.value_loss import explained_variance
-from verl.algorithms.variance import variance_proxies
 from verl.tracking.step_metrics import StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import StepTimes, Timeline, profiled
 from verl.trainer.image_checks import ImageRecord

@@ -125,7 +125,7 @@ def teacher_engine(config: Any, role: str, teacher: Any, platform: Platform) -> 
 
 
 def _vocabulary(path: str, model_cfg: Any) -> int:
-    from verl.models.load import check_directory, load_config
+    from verl.models.pretrained import check_directory, load_config
 
     check_directory(path)
     return int(load_config(path, model_cfg).get_text_config().vocab_size)
@@ -161,7 +161,7 @@ def reward_engine(config: Any, platform: Platform) -> Any:
     """The engine of a sequence classifier that scores, sharded over all ranks; one that cannot be packed is a
     `PaddedClassifier`, whole on each. UserError if the model is no classifier with one label."""
     from verl.engine.training.padded_classifier import PaddedClassifier
-    from verl.models.load import NotPacked, check_directory
+    from verl.models.pretrained import NotPacked, check_directory
 
     cfg = config.reward_model
     settings = {
@@ -206,7 +206,7 @@ def moving_adapter(config: Any) -> LoraSettings | None:
     say enable_lora=False: then it is sent merged weights.
     """
     from verl.models.layers import expert_count
-    from verl.models.load import load_config
+    from verl.models.pretrained import load_config
 
     arr = config.actor_rollout_ref
     engine = CAPABILITIES[arr.rollout.name]
@@ -226,7 +226,7 @@ def native_sampler(
 ) -> RolloutEngine:
     """The embedded sampler on a Hugging Face model's tensors; owns_weights: they are nobody else's."""
     from verl.engine.rollout.native.engine import NativeEngine
-    from verl.models.load import end_token_ids
+    from verl.models.pretrained import end_token_ids
 
     rollout = config.actor_rollout_ref.rollout
     return NativeEngine(
@@ -279,7 +279,7 @@ def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:
     from verl.engine.rollout.vllm.engine import VLLMEngine
     from verl.engine.rollout.vllm.launch import end_token_ids
     from verl.engine.training.settings import compute_dtype
-    from verl.models.load import load_config
+    from verl.models.pretrained import load_config
 
     model = config.actor_rollout_ref.model
     trainer_dtype = str(compute_dtype(config.actor_rollout_ref.actor, platform))
@@ -294,7 +294,7 @@ def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:
 
 def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
     from verl.engine.training.settings import compute_dtype
-    from verl.models.load import load_model
+    from verl.models.pretrained import load_model
 
     arr = config.actor_rollout_ref
     platform.prepare()

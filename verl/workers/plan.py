@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.algorithms import built_in  # noqa: F401  (it fills the registries)
+from verl.algorithms import policy_loss  # noqa: F401  (it fills the registry)
 from verl.algorithms.correction import correct, parse_correction
-from verl.algorithms.objective import LossDenominators, count_denominators
+from verl.algorithms.flat_tokens import LossDenominators, count_denominators
 from verl.algorithms.registry import LOSSES, MiniBatchTokens
 from verl.config.schema.base import setting
 from verl.engine.training.base import TrainStepResult

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from verl.algorithms.flat_tokens import trajectory_tokens
 from verl.algorithms.needs import teacher_columns, teacher_roles
-from verl.algorithms.objective import trajectory_tokens
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training.base import TrainStepResult
 from verl.errors import UserError

@@ -17,7 +17,7 @@ import numpy as np
 
 from verl.config import Map
 from verl.engine.rollout.base import Completion, EngineDead
-from verl.platform import processes, stacks
+from verl.platform import processes, thread_stacks
 from verl.platform.processes import Identity
 from verl.tracking.profiler import open_profiler
 from verl.tracking.timer import Profiled
@@ -42,7 +42,7 @@ class RolloutWorker(Profiled):
         self._receiving: tuple[asyncio.Future[dict[str, str]], list[tuple[str, int]], int] | None = None
         self._wakeup = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
-        stacks.register()
+        thread_stacks.register()
 
     async def pid(self) -> int:
         """Of this process, before anything is loaded."""

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algorithms.objective import ActorObjective, LossDenominators
+from verl.algorithms.flat_tokens import LossDenominators
+from verl.algorithms.objective import ActorObjective
 from verl.config.schema.base import setting
 from verl.engine.training.base import (
     LOG_PROBS_AND_ENTROPY,
@@ -28,7 +29,7 @@ from verl.engine.training.base import (
     TrainStepResult,
 )
 from verl.engine.training.settings import compute_dtype
-from verl.platform import Platform, detect, stacks
+from verl.platform import Platform, detect, thread_stacks
 from verl.platform.network import reserve
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
@@ -63,7 +64,7 @@ class Worker(Profiled):
 
     def prepare(self) -> int:
         """Make a fresh process ready, see `prepare_process`. Returns its id."""
-        stacks.register()
+        thread_stacks.register()
         prepare_process(self.config)
         return os.getpid()
 
@@ -311,7 +312,7 @@ def prepare_process(config: Any) -> None:
     """What every worker process needs before it loads anything: allocator, open files, no progress bars, plug-ins."""
     from transformers.utils import logging
 
-    from verl.platform.host import raise_open_files, tune_allocator
+    from verl.platform.host_resources import raise_open_files, tune_allocator
 
     tune_allocator()
     raise_open_files(_OPEN_FILES)

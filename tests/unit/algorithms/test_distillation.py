@@ -13,8 +13,8 @@ from tests import algorithm_references as slow
 from tests.algorithms_rows import actor
 from tests.unit.algorithms.test_losses import constants, random_responses, segments
 from verl.algorithms.distillation import Distillation, topk_terms
-from verl.algorithms.objective import ActorObjective, count_denominators, trajectory_tokens
-from verl.algorithms.tokens import MODES
+from verl.algorithms.flat_tokens import MODES, count_denominators, trajectory_tokens
+from verl.algorithms.objective import ActorObjective
 from verl.config.schema.actor import KL_NAMES
 from verl.engine.training.base import MicroBatch
 from verl.engine.training.optimizer import StepAccumulator

@@ -1,4 +1,5 @@
-"""Every advantage estimator against its slow reference: as users call it, and through the driver, cut into segments or not."""
+"""Every advantage estimator against its slow reference: as users call it, and through the driver, cut into segments or
+not."""
 
 from __future__ import annotations
 
@@ -12,10 +13,9 @@ import pytest
 import torch
 
 from tests import algorithm_references as slow
-from verl.algorithms.advantage import GroupStatistics
-from verl.algorithms.driver import compute_advantages
+from verl.algorithms.advantage import GroupStatistics, discounted_sums
+from verl.algorithms.batch_advantages import compute_advantages
 from verl.algorithms.registry import ESTIMATORS
-from verl.algorithms.token_advantage import discounted_sums
 from verl.compat import core_algos
 from verl.compat.core_algos import compute_grpo_outcome_advantage
 from verl.trajectory import Batch, Prompt, Segment, Trajectory

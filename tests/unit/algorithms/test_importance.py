@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms_rows import actor, algorithm, matrices, response, run_objective
+from verl.algorithms.batch_advantages import compute_advantages
 from verl.algorithms.correction import (
     LIMIT,
     Tokens,
@@ -24,7 +25,6 @@ from verl.algorithms.correction import (
     rejection,
     weights_of_the_update,
 )
-from verl.algorithms.driver import compute_advantages
 from verl.compat.core_algos import compute_policy_loss_bypass_mode, compute_policy_loss_reinforce
 from verl.compat.rollout_corr_helper import (
     compute_rollout_correction_and_rejection_mask,
@@ -163,10 +163,7 @@ RATIOS = st.sampled_from([0.3, 2.0, 30.0]).flatmap(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    RATIOS,
-    st.sampled_from(["token", "sequence"]),
-    st.sampled_from(["2.0", "1.1", "0.5_5.0"]),
-    st.booleans(),
+    RATIOS, st.sampled_from(["token", "sequence"]), st.sampled_from(["2.0", "1.1", "0.5_5.0"]), st.booleans()
 )
 def test_weights_equal_the_loop(case, kind: str, threshold: str, normalize: bool) -> None:
     errors, masks = case

@@ -37,12 +37,7 @@ def oracle(u: float, name: str) -> tuple[float, float, bool]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.floats(-30, 30),
-    st.floats(-5, 0),
-    st.sampled_from(NAMES),
-    st.booleans(),
-)
+@given(st.floats(-30, 30), st.floats(-5, 0), st.sampled_from(NAMES), st.booleans())
 def test_estimators_equal_the_formulas(gap: float, ref: float, name: str, plus: bool) -> None:
     logp = torch.tensor(ref + gap, dtype=torch.float64, requires_grad=True)
     estimate = kl_penalty(logp, torch.tensor(ref, dtype=torch.float64), name + "+" * plus)

@@ -1,5 +1,5 @@
-"""Every policy loss against its slow reference, value and gradient; and in the trainer, for any split into micro-batches and
-segments."""
+"""Every policy loss against its slow reference, value and gradient; and in the trainer, for any split into
+micro-batches and segments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor, run_objective
-from verl.algorithms.tokens import MODES
+from verl.algorithms.flat_tokens import MODES
 from verl.compat import core_algos
 from verl.compat.core_algos import agg_loss
 from verl.trajectory import Prompt, Segment, Trajectory
@@ -97,8 +97,9 @@ def public(name: str, batch: list[slow.Response], cfg: Any, mode: str) -> slow.F
 
 
 def with_zeroed(c: SimpleNamespace, batch: list[slow.Response], cfg: Any, mode: str) -> SimpleNamespace:
-    """clip_cov draws: what it drew (rows whose gradient is 0 for no other reason) has to be candidates, of the right number."""
-    from verl.algorithms.covariance_loss import TO_ZERO
+    """clip_cov draws: what it drew (rows whose gradient is 0 for no other reason) has to be candidates, of the right
+    number."""
+    from verl.algorithms.policy_loss import TO_ZERO
     from verl.algorithms.registry import MiniBatchTokens
 
     def flat(of: Any) -> np.ndarray:

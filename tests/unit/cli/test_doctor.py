@@ -13,7 +13,7 @@ import pytest
 from verl import versions
 from verl.cli import doctor
 from verl.cli.doctor import BAD, OK, WARN, Finding
-from verl.platform import host, probe
+from verl.platform import host_resources, probe
 from verl.versions import satisfies
 
 
@@ -208,5 +208,5 @@ def test_tightest_memory_limit_counts(tmp_path: Path, monkeypatch: pytest.Monkey
     for place, (limit, used) in limits.items():
         (place / "memory.max").write_text(limit + "\n")
         (place / "memory.current").write_text(used + "\n")
-    monkeypatch.setattr(host, "cgroups", lambda controller: [inner, tmp_path / "a", tmp_path])
-    assert host.memory_limit() == (1000, 400)
+    monkeypatch.setattr(host_resources, "cgroups", lambda controller: [inner, tmp_path / "a", tmp_path])
+    assert host_resources.memory_limit() == (1000, 400)

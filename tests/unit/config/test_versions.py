@@ -61,7 +61,7 @@ def test_a_package_that_is_not_there_has_no_hole(monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_model_is_loaded_with_a_transformers_that_has_one(tmp_path, monkeypatch) -> None:
-    from verl.models.load import build_model, load_config, load_model
+    from verl.models.pretrained import build_model, load_config, load_model
 
     model = tiny_model(tmp_path / "model", "qwen3")
     pretend(monkeypatch, transformers="5.2.4")

@@ -144,7 +144,8 @@ def test_the_flash_kernel_gets_what_it_can_do(
 
 
 def test_a_pack_for_the_flash_kernel_makes_no_masks() -> None:
-    from verl.models.packed_attention import PackedPlan, TokenSpan
+    from verl.models.attention import TokenSpan
+    from verl.models.packed_attention import PackedPlan
 
     plan = PackedPlan([TokenSpan(0, 4), TokenSpan(4, 7), TokenSpan(7, 9)], torch.arange(9), 4)
     assert plan.flash_parts
@@ -154,11 +155,7 @@ def test_a_pack_for_the_flash_kernel_makes_no_masks() -> None:
 
 @pytest.mark.parametrize(
     ("new", "total", "dtype", "repeated"),
-    [
-        (8, 8, torch.bfloat16, False),
-        (2, 8, torch.bfloat16, True),
-        (8, 8, torch.float32, True),
-    ],
+    [(8, 8, torch.bfloat16, False), (2, 8, torch.bfloat16, True), (8, 8, torch.float32, True)],
 )
 def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
     shapes_only: None,

@@ -25,7 +25,7 @@ from verl import config
 from verl.data.media import ImageProcessor, decoded, load_processor, open_image
 from verl.engine.training.packing import pack
 from verl.errors import UserError
-from verl.models import load
+from verl.models import pretrained
 from verl.platform import detect
 from verl.reward.outcome import Outcome, failed
 from verl.reward.reward_model import RewardModel
@@ -376,7 +376,7 @@ def test_a_reward_model_sees_the_images(tmp_path: Path) -> None:
     from transformers.modeling_layers import GenericForSequenceClassification
 
     path = tiny_vision_model(tmp_path / "rm")
-    kind = load._headed(Qwen2_5_VLForConditionalGeneration, GenericForSequenceClassification)
+    kind = pretrained._headed(Qwen2_5_VLForConditionalGeneration, GenericForSequenceClassification)
     settings = AutoConfig.from_pretrained(path)
     settings.num_labels = 1
     module = kind(settings).eval()

@@ -15,7 +15,7 @@ from tests.tiny import tiny_config, tiny_model
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.models.layers import ModelCost, model_cost, product_weights
 from verl.platform import detect
-from verl.platform.base import half_precision_peak
+from verl.platform.device import half_precision_peak
 from verl.tracking.step_metrics import mfu, step_mfu
 from verl.trajectory import Prompt, Trajectory
 

@@ -16,7 +16,7 @@ from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.native import NativeEngine
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.models.adapters import exported
-from verl.models.names import CheckpointViews
+from verl.models.checkpoint_names import CheckpointViews
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.sender import InProcessSync
 from verl.weight_sync.verify import checksums, compare, digesting

@@ -53,11 +53,10 @@ from verl.engine.training.process_group import all_gather_json, local, on_all_ra
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
 from verl.engine.training.sharding import layout, sharded_modules
 from verl.errors import UserError
-from verl.models import adapters, attention
-from verl.models import load as models
+from verl.models import adapters, attention, pretrained
+from verl.models.attention import TokenSpan
 from verl.models.inputs import VisionInputs
 from verl.models.layers import activation_bytes, is_recurrent, model_cost
-from verl.models.packed_attention import TokenSpan
 from verl.models.routing import Routing
 from verl.platform import Platform, detect
 
@@ -119,7 +118,7 @@ class FSDPEngine(TrainingEngine):
         self._sharded = sharded_modules(self._model.head)
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
-        self._serving_dtype = models.serving_dtype(model_path, model_cfg)
+        self._serving_dtype = pretrained.serving_dtype(model_path, model_cfg)
         self._read_settings(model_cfg, role_cfg, log_prob_cfg, shared)
         self._cost = model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
         if setting(model_cfg, "use_fused_kernels") is not False:
@@ -193,7 +192,7 @@ class FSDPEngine(TrainingEngine):
     def _prepare_training(self, role_cfg: Any) -> None:
         self._optim = optim_config(setting(role_cfg, "optim"))
         self._optimizer = build_optimizer(self._parameters, self._optim)
-        self._layers = models.checkpoint_layers(self.module)
+        self._layers = pretrained.checkpoint_layers(self.module)
         if not self.module.supports_gradient_checkpointing:
             if self._checkpointing:
                 raise UserError(
@@ -204,7 +203,7 @@ class FSDPEngine(TrainingEngine):
         if self._checkpointing is not False and self._layers:
             options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._both_contexts}
             self.module.gradient_checkpointing_enable(options)
-            models.switch_off_dropout(self._layers)
+            pretrained.switch_off_dropout(self._layers)
         self.schedule(1)
 
     def cost(self) -> ModelCost | None:

@@ -29,8 +29,7 @@ from verl.engine.training.tensor_parallel import TensorParallel
 from verl.engine.training.ulysses import SequenceParallel
 from verl.engine.training.weight_files import WeightSource, open_source
 from verl.errors import UserError
-from verl.models import attention, positions
-from verl.models import load as models
+from verl.models import attention, positions, pretrained
 from verl.models.inputs import sees_images, takes_features
 from verl.models.layers import is_recurrent, layer_configs
 from verl.platform import platform_of
@@ -75,11 +74,11 @@ def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) 
     head = HEADS[settings.head]
     if module is None:
         assert settings.path is not None, "give model_path or module"
-        module = models.load_model(settings.path, settings.model_cfg, head=settings.head)
-        models.allow_training(module, settings.trainable)
+        module = pretrained.load_model(settings.path, settings.model_cfg, head=settings.head)
+        pretrained.allow_training(module, settings.trainable)
     else:
         attention.register()
-        models.check_supported(module, settings.path or type(module).__name__)
+        pretrained.check_supported(module, settings.path or type(module).__name__)
         module.set_attn_implementation(attention.IMPLEMENTATION)
     positions.settle(module, settings.longest)
     module.to(settings.device)  # type: ignore[arg-type]
@@ -88,7 +87,7 @@ def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) 
         adapter = inject(module, lora)
         adapter.materialise(AdapterSource(module, lora, settings.seed, None), settings.device)
     if setting(settings.role_cfg, "freeze_vision_tower", False):
-        models.freeze_vision_tower(module)
+        pretrained.freeze_vision_tower(module)
     return EngineModel(head(module.eval()), FusedForwards(module), adapter)
 
 
@@ -96,7 +95,7 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     """This rank's part of the model. Collective; what fails on one rank is raised by all."""
     assert settings.path is not None
     path, lora = settings.path, settings.lora
-    module = on_all_ranks(lambda: models.build_model(path, settings.model_cfg, head=settings.head))
+    module = on_all_ranks(lambda: pretrained.build_model(path, settings.model_cfg, head=settings.head))
     tensor = None if layout.tensor is None else TensorParallel(module, layout.tensor)
     sequence = _sequence_parallel(module, layout)
     if lora is not None and tensor is not None:
@@ -107,7 +106,7 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
         adapter = on_all_ranks(lambda: inject(module, lora))
         source = on_all_ranks(lambda: AdapterSource(module, lora, settings.seed, source))
     if setting(settings.role_cfg, "freeze_vision_tower", False):
-        models.freeze_vision_tower(module)
+        pretrained.freeze_vision_tower(module)
     model = EngineModel(HEADS[settings.head](module), FusedForwards(), adapter, tensor, sequence)
     on_all_ranks(lambda: _shard(model, source, layout, settings))
     return model
@@ -133,16 +132,16 @@ def _sequence_parallel(module: PreTrainedModel, layout: Layout) -> SequenceParal
 
 def _source(module: PreTrainedModel, path: str | Path, settings: ModelSettings) -> WeightSource:
     """Weights for the meta parameters; buffers get theirs here."""
-    unknown = set(models.fill_buffers(module))
+    unknown = set(pretrained.fill_buffers(module))
     parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
     # Where a buffer's value is unknown only a model that was loaded whole can tell.
     buffers = {n: b for n, b in module.named_buffers() if n in module.state_dict() or n in unknown}
 
     def load() -> dict[str, torch.Tensor]:
-        loaded = models.load_model(path, settings.model_cfg, head=settings.head)
+        loaded = pretrained.load_model(path, settings.model_cfg, head=settings.head)
         return dict(loaded.named_parameters()) | dict(loaded.named_buffers())
 
-    fresh = dict(models.value_weights(module)) if settings.head == "value" else {}
+    fresh = dict(pretrained.value_weights(module)) if settings.head == "value" else {}
     source = open_source(path, module, parameters | buffers, load, fresh)
     for name, buffer in buffers.items():
         buffer.copy_(source.read(name, buffer))
@@ -167,7 +166,7 @@ def _shard(model: EngineModel, source: WeightSource, layout: Layout, settings: M
         if buffer_dtype is not None:
             _cast_buffers(parts, buffer_dtype)
 
-    units = _units(models.checkpoint_layers(module), int(setting(cfg, "wrap_policy.min_num_params", 0)))
+    units = _units(pretrained.checkpoint_layers(module), int(setting(cfg, "wrap_policy.min_num_params", 0)))
     inside: set[int] = set()
     for unit in units:
         parts = [part for layer in unit for part in layer.modules()]

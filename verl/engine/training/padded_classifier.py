@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from verl.config.schema.base import setting
 from verl.engine.training.process_group import this_rank
 from verl.engine.training.settings import compute_dtype
-from verl.models.load import load_model
+from verl.models.pretrained import load_model
 from verl.platform import Platform
 from verl.trajectory import Segment
 

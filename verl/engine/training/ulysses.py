@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.engine.training.packing import Pack
-from verl.models.attention import AttentionOptions, AttentionPlan, product_dtype
-from verl.models.packed_attention import PackedPlan, TokenSpan
+from verl.models.attention import AttentionOptions, AttentionPlan, TokenSpan, product_dtype
+from verl.models.packed_attention import PackedPlan
 from verl.trajectory import UNKNOWN_EXPERT
 
 

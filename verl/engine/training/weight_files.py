@@ -29,7 +29,7 @@ from verl.engine.training import process_group
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank, whole
 from verl.errors import UserError
 from verl.models.adapters import PlainView
-from verl.models.names import checkpoint_parts
+from verl.models.checkpoint_names import checkpoint_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

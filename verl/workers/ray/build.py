@@ -11,7 +11,7 @@ from typing import Any
 from verl.config import Config
 from verl.config.fields import for_elsewhere
 from verl.config.layout import own_pools, sampler_devices
-from verl.platform import platform_of, stacks
+from verl.platform import platform_of, thread_stacks
 from verl.tracking.hooks import SILENT, RunHooks
 from verl.tracking.profiler import nsight_options, plan_of
 from verl.workers.build import judge_config
@@ -183,7 +183,7 @@ class _Builder:
         pairs = [(node, worker) for node, worker in self.ranks if worker in waited]
         pairs += [(r.node, r.worker) for r in self.replicas if r.requests or not waited or r.worker in waited]
         texts = {} if self.agents is None else self.agents.stacks(pairs)
-        lines = [f"{name} {stacks.summary(text)}" for name, text in texts.items()]
+        lines = [f"{name} {thread_stacks.summary(text)}" for name, text in texts.items()]
         whole = [f"--- {name}:\n{text}" for name, text in texts.items()]
         return "\n".join([*calling, *lines, *whole]).strip()
 

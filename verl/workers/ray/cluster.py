@@ -20,7 +20,7 @@ from verl import interrupt
 from verl.config.devices import ray_address
 from verl.errors import UserError
 from verl.platform import KINDS, platform_of
-from verl.platform.host import DEFAULTS, usable
+from verl.platform.host_resources import DEFAULTS, usable
 from verl.platform.network import check_reachable
 from verl.platform.processes import sweep_at_exit
 from verl.versions import refuse_holes

@@ -177,7 +177,8 @@ def test_a_small_cache_gives_the_same_responses(model: Any) -> None:
 
 
 def test_one_that_begins_beside_one_that_is_computed_again(model: Any) -> None:
-    """Prompt, response so far and new sibling in one pass: the sibling's row, the prompt's last, lies before the other's."""
+    """Prompt, response so far and new sibling in one pass: the sibling's row, the prompt's last, lies before the
+    other's."""
     work = [(prompt(0), replace(DRAWN, seed=seed), "g") for seed in range(4)]
     expected = run(engine_of(model), work)
 

@@ -254,7 +254,7 @@ class Cuda:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_failed_capture_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    from verl.platform.cuda import GraphRecorder
+    from verl.platform.cuda_graphs import GraphRecorder
 
     cuda, record = Cuda(monkeypatch, ends), GraphRecorder()
 

@@ -55,7 +55,8 @@ def reference(
 
 
 def simple_loss(total: int, entropy_coeff: float = 0.0) -> Any:
-    """−Σ A·logp·(1 + ½ logp)/T − c·ΣH/T − Σ of candidates' logp/T, if there are any: the gradient depends on the log-probs too."""
+    """−Σ A·logp·(1 + ½ logp)/T − c·ΣH/T − Σ of candidates' logp/T, if there are any: the gradient depends on the
+    log-probs too."""
 
     def loss(batch: Any) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
         parts = [r.advantages for r in batch.rows]

@@ -15,7 +15,7 @@ from tests.unit.engine.training.engine_cases import rows_of
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.engine.training.tensor_parallel import TensorParallel
 from verl.errors import UserError
-from verl.models.load import build_model, fill_buffers
+from verl.models.pretrained import build_model, fill_buffers
 
 FP32 = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 0.0, "weight_decay": 0.0}, "grad_clip": 0.0}
 ROWS = [(9, [12, 7]), (3, [15])]

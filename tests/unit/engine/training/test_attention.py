@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.models import flash_attention, packed_attention
-from verl.models.attention import AttentionOptions
-from verl.models.packed_attention import PackedPlan, TokenSpan
+from verl.models.attention import AttentionOptions, TokenSpan
+from verl.models.packed_attention import PackedPlan
 
 
 def layout(groups):

@@ -106,7 +106,7 @@ def test_a_processor_that_would_round_is_left_alone(monkeypatch):
 _FAULTS = """
 import resource, sys, torch
 from verl.platform.cpu import PLATFORM
-from verl.platform.host import tune_allocator
+from verl.platform.host_resources import tune_allocator
 torch.set_num_threads(1)
 took = tune_allocator() if sys.argv[1] == "tuned" else False
 def touch():

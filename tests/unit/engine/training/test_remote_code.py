@@ -139,7 +139,7 @@ def test_parts_of_a_configuration_are_checked_as_the_whole(tmp_path) -> None:
 
 
 def test_layers_of_two_kinds_are_set_by_kind(tmp_path) -> None:
-    from verl.models.load import load_config
+    from verl.models.pretrained import load_config
 
     path = tiny_model(tmp_path / "g", "gemma3_text", sliding_window=8)
     plain = load_config(path).rope_parameters

@@ -14,11 +14,11 @@ from tests import ranks
 from tests.algorithm_references import share_of
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine.training.engine_cases import assert_close, rows_of
-from verl.algorithms.objective import count_denominators, trajectory_tokens
+from verl.algorithms.flat_tokens import count_denominators, trajectory_tokens
 from verl.algorithms.value_loss import ValueObjective
 from verl.config import Map
 from verl.engine.training.fsdp_engine import FSDPEngine
-from verl.models.load import load_model
+from verl.models.pretrained import load_model
 from verl.trajectory import segments_of
 
 GROUPS = [(5, [3, 9, 6]), (7, [2, 8]), (1, [1, 0, 4])]
@@ -51,7 +51,8 @@ def with_a_head(path: Path, seed: int = 3) -> Path:
 
 
 def plain_values(path: Path, batch: list[Any]) -> torch.Tensor:
-    """One row at a time through transformers' own token classifier: the value at the token before each response token."""
+    """One row at a time through transformers' own token classifier: the value at the token before each response
+    token."""
     module = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32).eval()
     found = []
     for row in batch:

@@ -24,8 +24,8 @@ BOTH = {"weights", "kv_cache"}
 
 
 class Sleeper:
-    """vLLM's asynchronous engine: which memory it has, and whether the weights in it are good. Level 1 keeps the weights
-    in host memory, level 2 forgets them."""
+    """vLLM's asynchronous engine: which memory it has, and whether the weights in it are good. Level 1 keeps the
+    weights in host memory, level 2 forgets them."""
 
     errored = False
     model_config = SimpleNamespace(dtype=torch.float32)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from verl.errors import UserError
 from verl.platform import platform_of
-from verl.platform.host import total_memory
+from verl.platform.host_resources import total_memory
 
 _NARROWEST = 16  # columns of the smallest block
 

@@ -28,8 +28,8 @@ from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler, St
 from verl.engine.rollout.native.vision import ImageEncoder
 from verl.models import positions
 from verl.models.adapters import PlainView, exported, is_adapted
+from verl.models.checkpoint_names import CheckpointViews
 from verl.models.inputs import VisionInputs, special_token_ids
-from verl.models.names import CheckpointViews
 from verl.platform import platform_of
 from verl.trajectory import Media
 from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError

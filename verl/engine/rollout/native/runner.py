@@ -41,7 +41,7 @@ from verl.weight_sync.base import WeightSyncError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from verl.platform.cuda import GraphRecorder
+    from verl.platform.cuda_graphs import GraphRecorder
 
 
 def _linears(model: nn.Module) -> list[Any]:

@@ -39,7 +39,7 @@ from verl.engine.rollout.vllm.requests import BusyTime, Live, ended_at_seam
 from verl.engine.rollout.vllm.weights import RPC_TIMEOUT, AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
 from verl.models.inputs import sees_images
-from verl.platform.host import available_memory
+from verl.platform.host_resources import available_memory
 from verl.platform.processes import process_start_time
 from verl.trajectory import Media
 from verl.weight_sync.receiver import WeightReceiver

@@ -16,7 +16,7 @@ import torch
 from verl.engine.rollout.native.cache import KVCacheLayout, default_cache_tokens
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import EngineSettings, cache_bytes
-from verl.platform import host
+from verl.platform import host_resources
 from verl.platform.cpu import CpuPlatform
 from verl.reward.pool import FunctionSpec, ScoringPool
 
@@ -26,7 +26,7 @@ EIGHT = set(range(8))
 @pytest.fixture
 def quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A machine of eight cores whose control group has this cpu.max; nobody chose a number of threads."""
-    monkeypatch.setattr(host, "cgroups", lambda controller: [tmp_path / "inner", tmp_path])
+    monkeypatch.setattr(host_resources, "cgroups", lambda controller: [tmp_path / "inner", tmp_path])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: EIGHT, raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return lambda text: (tmp_path / "cpu.max").write_text(f"{text}\n") and None
@@ -51,24 +51,30 @@ def test_a_quota_is_heeded_where_it_is_less_than_the_cores(
     limit: int | None,
 ) -> None:
     quota(text)
-    assert host.cores() == (8, allowed) and host.usable() == usable and host.thread_limit() == limit
+    assert (
+        host_resources.cores() == (8, allowed)
+        and host_resources.usable() == usable
+        and host_resources.thread_limit() == limit
+    )
     assert ScoringPool(FunctionSpec(), workers=4)._cpus == usable
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert host.thread_limit() is None and host.usable() == usable, "who says a number gets it"
+    assert host_resources.thread_limit() is None and host_resources.usable() == usable, (
+        "who says a number gets it"
+    )
 
 
 def test_the_tightest_quota_of_either_version_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [tmp_path / name for name in ("a", "b", "c")]
-    monkeypatch.setattr(host, "cgroups", lambda controller: places)
+    monkeypatch.setattr(host_resources, "cgroups", lambda controller: places)
     for place in places:
         place.mkdir()
     (places[0] / "cpu.max").write_text("max 100000\n")
     (places[1] / "cpu.max").write_text("300000 100000\n")
     (places[2] / "cpu.cfs_quota_us").write_text("-1\n")
     (places[2] / "cpu.cfs_period_us").write_text("100000\n")
-    assert host.cores()[1] == 3.0
+    assert host_resources.cores()[1] == 3.0
     (places[2] / "cpu.cfs_quota_us").write_text("150000\n")
-    assert host.cores()[1] == 1.5
+    assert host_resources.cores()[1] == 1.5
 
 
 def test_a_processor_computes_with_no_more_threads_than_the_quota(
@@ -110,7 +116,7 @@ def test_vllm_starts_as_many_threads_and_binds_none(
 
 
 def test_it_costs_no_torch() -> None:
-    code = "import sys, verl.cli.doctor, verl.platform.host; sys.exit('torch' in sys.modules)"
+    code = "import sys, verl.cli.doctor, verl.platform.host_resources; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -132,8 +138,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """64 GiB, 48 of them available, two memory nodes of four cores; no container."""
     state = SimpleNamespace(total=64 * GIB, available=48 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: state)
-    monkeypatch.setattr(host, "cgroups", lambda controller: [tmp_path])
-    monkeypatch.setattr(host, "_NODES", tmp_path)
+    monkeypatch.setattr(host_resources, "cgroups", lambda controller: [tmp_path])
+    monkeypatch.setattr(host_resources, "_NODES", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     for number, free in ((0, 24 << 20), (1, 20 << 20)):
         node = tmp_path / f"node{number}"
@@ -145,18 +151,18 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_fullest_node_that_we_may_run_on_counts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM allocates on the node of its cores, and refuses a cache for which that one has no room."""
-    assert host.available_memory() == (20 << 30) + 123 * 1024
+    assert host_resources.available_memory() == (20 << 30) + 123 * 1024
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3}, raising=False)
-    assert host.available_memory() == (24 << 30) + 123 * 1024
+    assert host_resources.available_memory() == (24 << 30) + 123 * 1024
     for node in machine.glob("node*"):
         (node / "meminfo").unlink()
-    assert host.available_memory() == 48 * GIB and host.total_memory() == 64 * GIB
+    assert host_resources.available_memory() == 48 * GIB and host_resources.total_memory() == 64 * GIB
 
 
 def test_a_container_has_what_its_limit_leaves(machine: Path) -> None:
     (machine / "memory.max").write_text(f"{8 * GIB}\n")
     (machine / "memory.current").write_text(f"{2 * GIB}\n")
-    assert host.available_memory() == 6 * GIB and host.total_memory() == 8 * GIB
+    assert host_resources.available_memory() == 6 * GIB and host_resources.total_memory() == 8 * GIB
 
 
 def test_samplers_plan_with_it(machine: Path) -> None:
@@ -166,7 +172,7 @@ def test_samplers_plan_with_it(machine: Path) -> None:
     shape = {"num_hidden_layers": 64, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
     for engines, expected in ((1, 3 * GIB), (2, 3 * GIB // 2)):
         settings = EngineSettings("m", max_model_len=32768, gpu_memory_utilization=0.5, engines=engines)
-        assert cache_bytes(SimpleNamespace(**shape), settings, host.available_memory()) == expected
+        assert cache_bytes(SimpleNamespace(**shape), settings, host_resources.available_memory()) == expected
 
     per_token = 64 * 32 * 2 * 128 * 4
     for engines in (1, 2):

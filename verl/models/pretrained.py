@@ -23,7 +23,9 @@ from verl.models.inputs import sees_images
 from verl.versions import refuse_holes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from verl.config.schema.model import ModelConfig
 
 _MASKS_OF_ITS_OWN = frozenset({"doge", "deepseek_v4", "hy_v4", "axk2"})
 _WINDOW_IN_MASK = frozenset({"phimoe"})
@@ -40,7 +42,7 @@ class NotPacked(UserError):
 
 def load_model(
     path: str | Path,
-    model_cfg: Any = None,
+    model_cfg: ModelConfig | None = None,
     dtype: torch.dtype = torch.float32,
     *,
     head: str = "lm",
@@ -97,7 +99,7 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _kind(config: Any, head: str, path: str | Path) -> Any:
+def _kind(config: PreTrainedConfig, head: str, path: str | Path) -> Any:
     """The class that loads a model with this head."""
     from transformers import modeling_layers
     from transformers.models.auto import modeling_auto as auto
@@ -130,7 +132,7 @@ def _headed(kind: type, head: type) -> Any:
     return type(kind.__name__.partition("For")[0] + head.__name__.removeprefix("Generic"), (head, base), {})
 
 
-def _check_classifier(config: Any, path: str | Path) -> None:
+def _check_classifier(config: PreTrainedConfig, path: str | Path) -> None:
     """UserError unless the directory names a sequence classifier with one label."""
     names = ", ".join(getattr(config, "architectures", None) or ["a model of no named architecture"])
     if "ForSequenceClassification" not in names:
@@ -151,7 +153,9 @@ def value_weights(module: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter
     return [(name, p) for name, p in module.named_parameters() if id(p) in ids]
 
 
-def build_model(path: str | Path, model_cfg: Any = None, *, head: str = "lm") -> PreTrainedModel:
+def build_model(
+    path: str | Path, model_cfg: ModelConfig | None = None, *, head: str = "lm"
+) -> PreTrainedModel:
     """The architecture of a directory or hub id, float32, all tensors on the meta device.
 
     UserError as `load_model` raises it, but for what only the weights themselves can show.
@@ -178,7 +182,7 @@ def build_model(path: str | Path, model_cfg: Any = None, *, head: str = "lm") ->
     return module.eval()
 
 
-def _options(model_cfg: Any, dtype: torch.dtype) -> dict[str, Any]:
+def _options(model_cfg: ModelConfig | None, dtype: torch.dtype) -> dict[str, Any]:
     trusted = bool(setting(model_cfg, "trust_remote_code", False))
     return {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION, "trust_remote_code": trusted}
 
@@ -276,7 +280,7 @@ def check_directory(path: str | Path) -> str:
     return text
 
 
-def load_config(path: str | Path, model_cfg: Any = None) -> Any:
+def load_config(path: str | Path, model_cfg: ModelConfig | None = None) -> PreTrainedConfig:
     """The model's configuration with `override_config` applied. UserError for an override it does not have, and for
     a transformers with a known security hole."""
     refuse_holes("transformers")
@@ -302,7 +306,7 @@ def check_supported(module: PreTrainedModel, path: str | Path) -> None:
         raise NotPacked(f"model.path={path}: {name} {why}, which is not here; choose another model")
 
 
-def _differs(module: PreTrainedModel, config: Any) -> str:
+def _differs(module: PreTrainedModel, config: PreTrainedConfig) -> str:
     """What an architecture does beside the attention function that ours would silently leave out; "" for nothing."""
     if not getattr(module, "_supports_attention_backend", False):
         return "has its own attention that cannot be replaced"
@@ -347,7 +351,7 @@ def switch_off_dropout(layers: Iterable[torch.nn.Module]) -> None:
                 setattr(layer, name, 0.0)
 
 
-def serving_dtype(path: str | Path | None, model_cfg: Any) -> str:
+def serving_dtype(path: str | Path | None, model_cfg: ModelConfig | None) -> str:
     """The data type that the source directory names for serving; bfloat16 where it names none."""
     dtype = None if path is None else getattr(load_config(path, model_cfg), "dtype", None)
     return "bfloat16" if dtype is None else str(dtype).removeprefix("torch.")

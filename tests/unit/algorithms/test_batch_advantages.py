@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms_rows import algorithm, response
-from verl.algorithms.driver import compute_advantages, prepare_outcomes, token_rewards
+from verl.algorithms.batch_advantages import compute_advantages, prepare_outcomes, token_rewards
 from verl.compat import core_algos
 from verl.tracking.step_metrics import score_metrics
 from verl.trajectory import Batch, flat

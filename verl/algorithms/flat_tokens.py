@@ -1,17 +1,25 @@
-"""Flat tokens: the response tokens of several rows, one row after the other, without padding, and sums over them."""
+"""Flat tokens: the response tokens of several rows, one row after the other, without padding.
+
+Sums over rows, aggregation of terms to a loss, the columns of a micro-batch, and the counts of a mini-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verl.config.schema.actor import AGG_MODES as MODES
+from verl.trajectory import Segment, flat
 
 Count = float | Tensor
+Metrics = dict[str, tuple[float, float]]
+"""By name (sum, weight): what an objective returns beside its scalar."""
 
 
 class Rows:
@@ -114,3 +122,89 @@ def _count(count: Count | None, counted: Tensor, name: str, mode: str, dp_size: 
             )
         count = counted
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LossDenominators:
+    """Counts over a whole mini-batch, all ranks: T tokens in the loss, B trajectories that have one, and H."""
+
+    tokens: int
+    trajectories: int
+    max_response_length: float | None
+
+
+def loss_mask(row: Segment) -> np.ndarray:
+    """m of a segment, bool [L]: its loss mask, or its policy mask where no phase has set one."""
+    mask = row.columns.get("loss_mask")
+    return row.columns["response_mask"] if mask is None else mask
+
+
+def count_denominators(rows: Sequence[Segment], max_response_length: float | None) -> LossDenominators:
+    """T and B of a mini-batch, after rejection and drops; `max_response_length` is H of seq-mean-token-sum-norm."""
+    counts = [int(np.count_nonzero(loss_mask(row))) for row in rows]
+    carrying = {id(row.trajectory or row) for row, count in zip(rows, counts, strict=True) if count}
+    return LossDenominators(sum(counts), len(carrying), max_response_length)
+
+
+def trajectory_tokens(rows: Sequence[Segment]) -> list[int] | None:
+    """T_i for each row: loss tokens of all segments of its trajectory. None where every trajectory has one segment."""
+    if all(row.trajectory is None or len(row.trajectory.segments) == 1 for row in rows):
+        return None
+    return [
+        sum(int(np.count_nonzero(loss_mask(s))) for s in (row.trajectory or row).segments) for row in rows
+    ]
+
+
+class MicroBatchColumns:
+    """Columns of the segments of a micro-batch as flat tensors [T, …], in the dtype and on the device of the pass's
+    outputs."""
+
+    def __init__(self, segments: Sequence[Segment], like: Tensor):
+        self.segments, self.like = segments, like
+        self.rows = Rows([segment.length for segment in segments], like.device)
+        if self.rows.cu_seqlens[-1] != len(like):
+            raise ValueError(
+                f"{len(like)} log-probs for rows with {self.rows.cu_seqlens[-1]} response tokens"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A column that every segment must have. ValueError naming the first that lacks it."""
+        return self.joined([flat(self.segments, name)])
+
+    def joined(self, values: Sequence[np.ndarray]) -> Tensor:
+        """Arrays [L_i, …], one after the other."""
+        return torch.from_numpy(np.concatenate(values)).to(self.like.device, self.like.dtype)
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """m [T]."""
+        return self.joined([loss_mask(segment) for segment in self.segments])
+
+    def old_log_probs(self) -> Tensor:
+        """The column; the detached log-probs of this pass for segments without it: a step's first update is its own old
+        policy."""
+        current = self.like.detach()
+        present = ["old_log_probs" in segment.columns for segment in self.segments]
+        if not any(present):
+            return current
+        zeros = (segment.columns.get("old_log_probs", np.zeros(segment.length)) for segment in self.segments)
+        mask = torch.from_numpy(np.repeat(present, self.rows.lengths)).to(current.device)
+        return torch.where(mask, self.joined(list(zeros)), current)
+
+    def batch_info(
+        self, denominators: LossDenominators, tokens_of: Mapping[int, int] | None
+    ) -> dict[str, Any]:
+        """The keywords of `aggregate`; `tokens_of`: T_i of segments (by id) whose trajectory has others.
+
+        Gradients are added, never averaged, hence dp_size 1.
+        """
+        info: dict[str, Any] = {
+            "dp_size": 1,
+            "batch_num_tokens": denominators.tokens,
+            "global_batch_size": denominators.trajectories,
+            "loss_scale_factor": denominators.max_response_length,
+        }
+        if tokens_of is not None:
+            counts = [tokens_of[id(segment)] for segment in self.segments]
+            info["trajectory_tokens"] = torch.tensor(counts, device=self.like.device)
+        return info

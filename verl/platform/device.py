@@ -17,7 +17,7 @@ from verl.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from verl.platform.cuda import GraphRecorder
+    from verl.platform.cuda_graphs import GraphRecorder
 
 # Each is a module of this package with its PLATFORM; in the order in which "auto" looks for them.
 KINDS = ("cuda", "npu", "cpu")
@@ -196,7 +196,7 @@ class Platform(ABC):
         return None
 
     def graph_recorder(self) -> GraphRecorder | None:
-        """A new recorder of device graphs (see `verl.platform.cuda.GraphRecorder`), None where there are none."""
+        """A new recorder of device graphs (see `verl.platform.cuda_graphs.GraphRecorder`), None where there are none."""
         return None
 
     # -- device memory shared between processes of a host

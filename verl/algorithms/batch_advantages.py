@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algorithms import built_in  # noqa: F401  (it fills the registries)
 from verl.algorithms.advantage import Arrays, Estimator, EstimatorInputs
 from verl.algorithms.correction import correct, on_tokens, parse_correction
+from verl.algorithms.flat_tokens import Rows
 from verl.algorithms.kl import charge_kl
 from verl.algorithms.registry import ESTIMATORS
-from verl.algorithms.tokens import Rows
 from verl.config.schema.base import setting
 from verl.trajectory import COLUMNS, Batch, Trajectory, fill_flat, flat
 
