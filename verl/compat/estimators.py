@@ -16,9 +16,9 @@ import torch
 
 from verl.algorithms.advantage import EPSILON, Arrays, Estimator, EstimatorInputs, Result
 from verl.algorithms.registry import Algorithm, Declaration
+from verl.compat.data_proto import DataProto
 from verl.compat.losses import once, takes_inputs
 from verl.config.schema.base import setting
-from verl.data_proto import DataProto
 from verl.trajectory import COLUMNS, Batch
 
 Tensors = tuple[torch.Tensor, torch.Tensor]

@@ -16,12 +16,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl import plugins
 from verl.reward.load import Function, load_function, load_object, taken
 from verl.reward.outcome import RewardLoadError
 from verl.reward.pool import FunctionSpec
 
 if TYPE_CHECKING:
-    from verl.data_proto import DataProto
     from verl.trajectory import Trajectory
 
 KEY = "reward_manager"
@@ -99,10 +99,9 @@ class Manager:
         self.is_async = self._single and inspect.iscoroutinefunction(self._manager.run_single)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        from verl.data_proto import DataProto
         from verl.trajectory import Batch
 
-        data = DataProto.from_trajectories(Batch([self._trajectory(row) for row in rows]))
+        data = plugins.batch_view(Batch([self._trajectory(row) for row in rows]))
         if self.is_async:
             return self._awaited(data)
         if self._single:
@@ -111,7 +110,7 @@ class Manager:
         result = self._manager(data, return_dict=True) if "return_dict" in takes else self._manager(data)
         return _many(result, len(rows))
 
-    async def _awaited(self, data: DataProto) -> Any:
+    async def _awaited(self, data: Any) -> Any:
         return _single(await self._manager.run_single(data))
 
     def _trajectory(self, row: Mapping[str, Any]) -> Trajectory:

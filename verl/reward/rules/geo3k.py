@@ -43,10 +43,3 @@ def compute_score(
     accuracy, well_formed = acc_reward(solution_str, ground_truth, use_boxed), format_reward(solution_str)
     score = (1.0 - format_score) * accuracy + format_score * well_formed
     return {"score": score, "acc": accuracy, "format": well_formed}
-
-
-def score_alone(
-    predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1
-) -> float:
-    """`score` of `compute_score`: the public `geo3k.compute_score`."""
-    return float(compute_score(predict_str, ground_truth, format_score, use_boxed)["score"])
