@@ -13,8 +13,8 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
+from verl.config.matching import nearest
 from verl.config.model_facts import flat_overrides, merged_positions
-from verl.config.names import nearest
 from verl.errors import UserError
 from verl.platform.host import prepare_process
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from verl.config import ConfigError, load
+from verl.compat.spellings import load
+from verl.config import ConfigError
 
 ARR = "actor_rollout_ref"
 # entry point, old name and value as written, the schema's key and value; ARR is actor_rollout_ref

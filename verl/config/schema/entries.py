@@ -174,3 +174,10 @@ class GenerationConfig(Root):
 
 ROOTS: dict[str, type[Root]] = {cls.entry: cls for cls in (Config, SFTConfig, EvalConfig, GenerationConfig)}
 """The whole configuration by entry point."""
+PROGRAMS = {
+    "ppo": "verl.trainer.main_ppo",
+    "sft": "verl.trainer.sft_trainer",
+    "eval": "verl.trainer.main_eval",
+    "generation": "verl.trainer.main_generation",
+}
+"""What `python3 -m` runs by entry point."""

@@ -11,17 +11,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.config import asynchronous
 from verl.config import devices as machine
-from verl.config.coerce import coerce, expand
-from verl.config.fields import Field, leaves, locate
+from verl.config.conversion import coerce, expand
 from verl.config.grammar import GrammarError, Value
 from verl.config.layout import Sizes
-from verl.config.names import built_in
+from verl.config.release import built_in
 from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Map, Root, put, select
 from verl.config.schema.distillation import ONLY_TEACHER
+from verl.config.schema.fields import Field, leaves, locate
 from verl.errors import UserError
 from verl.plugins import VARIABLE as PLUG_INS
 from verl.plugins import import_modules
@@ -33,7 +32,9 @@ def fill(resolver: Resolver) -> None:
         _interpolate(resolver)
     _devices(resolver.root)
     _micro_batches(resolver)
-    asynchronous.settle(resolver)
+    spellings = resolver.spellings
+    computed = {key: resolver.old[key].data for key in spellings.computed if key in resolver.old}
+    spellings.settle(resolver.root, computed, resolver.refuse, resolver.notice)
     complete(resolver.root, resolver.notice)
 
 
