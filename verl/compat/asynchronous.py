@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from verl.config.schema.base import Root, put
+from verl.config.schema.entries import Config
 
 MODE, LIMIT = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
 V1_EVERY = "trainer.v1.separate_async.parameter_sync_step"
@@ -25,7 +26,7 @@ _MODES = ("sync", "colocate_async", "separate_async")
 class _Settings(NamedTuple):
     """The values of the keys that were given, the configuration, and where problems and notices go."""
 
-    root: Any
+    root: Config
     given: Mapping[str, Any]
     refuse: Callable[[str, str], None]
     notice: Callable[[str], None]
@@ -56,6 +57,8 @@ def settle(
     root: Root, given: Mapping[str, Any], refuse: Callable[[str, str], None], notice: Callable[[str], None]
 ) -> None:
     """Give the loop's keys the values that the asynchronous ones mean."""
+    if not isinstance(root, Config):
+        return
     settings = _Settings(root, given, refuse, notice)
     if any(key in given for key in (THRESHOLD, EVERY, BATCHES, PROMPTS)):
         _fully_async(settings)
