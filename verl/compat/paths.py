@@ -35,12 +35,6 @@ ENTRY_POINTS: dict[str, tuple[str, str]] = {
 }
 
 
-def _renamed(listed: str) -> list[tuple[str, str]]:
-    """ "a b=c" → a as a, b as c."""
-    pairs = (name.partition("=") for name in listed.split())
-    return [(name, original or name) for name, _, original in pairs]
-
-
 _MANAGERS = "verl.reward.registry: register get_reward_manager_cls"
 _MATH = (
     "verl.compat.reward_scores: compute_score is_equiv strip_string remove_boxed last_boxed_only_string fix_fracs "
@@ -132,8 +126,10 @@ _TABLE = {
 
 
 def _entry(target: str) -> str | dict[str, str]:
-    module, names, name_list = target.partition(": ")
-    return {name: f"{module}:{original}" for name, original in _renamed(name_list)} if names else module
+    """Our module, or the names of a line of `_TABLE`: "module: a b=c" has a as a, b as c."""
+    module, _, names = target.partition(": ")
+    pairs = (name.partition("=") for name in names.split())
+    return {name: f"{module}:{original or name}" for name, _, original in pairs} or module
 
 
 # Path → our module, or its names → "module:name" of ours.

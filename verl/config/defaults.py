@@ -51,8 +51,12 @@ def complete(root: Root, say: Callable[[str], None] = lambda text: None) -> None
     for path in ("actor_rollout_ref.rollout", "reward_model.rollout", "rollout"):
         if (rollout := root.select(path)) is not None:
             _rollout(rollout, root["data"] if root.entry == "ppo" and path.startswith("actor") else {})
-            if not root.was_set(f"{path}.agent.default_agent_loop"):
-                _default_loop(rollout)
+            if root.was_set(f"{path}.agent.default_agent_loop"):
+                continue
+            if rollout.agent.environment.name:
+                rollout.agent.default_agent_loop = "environment_agent"
+            elif rollout.multi_turn.enable:
+                rollout.agent.default_agent_loop = "tool_agent"
     if isinstance(root, Config):
         _ppo(root, say)
     _records(root)
@@ -264,14 +268,6 @@ def _rollout(rollout: RolloutConfig, data: Mapping[str, Any]) -> None:
     if rollout.max_model_len is None:
         response = min(rollout.response_length, data.get("max_response_length", rollout.response_length))
         rollout.max_model_len = rollout.prompt_length + response
-
-
-def _default_loop(rollout: RolloutConfig) -> None:
-    """The loop of most rows, where something is configured that needs one."""
-    if rollout.agent.environment.name:
-        rollout.agent.default_agent_loop = "environment_agent"
-    elif rollout.multi_turn.enable:
-        rollout.agent.default_agent_loop = "tool_agent"
 
 
 def _reward_manager(root: Config) -> None:

@@ -97,7 +97,10 @@ def help_text(entry: str, key: str, spellings: Spellings) -> str:
         renamed = f"{key} is now called {name}\n" if name != key else ""
         return renamed + block(name, keys[name])
     if inside := [path for path in keys if path.startswith(name + ".") or name == "all"]:
-        return "\n".join(_line(path, keys[path]) for path in inside)
+        fields = ((path, keys[path]) for path in inside)
+        return "\n".join(
+            f"{p} ({type_name(f)}, {default_text(f)}): {help_of(f.owner, f.name)}" for p, f in fields
+        )
     mapped = [path for path, field in keys.items() if field.is_map and name.startswith(path + ".")]
     if blocks := [path for path in keys if path.endswith("." + name)] or mapped:
         return "\n".join(block(path, keys[path]) for path in blocks)
@@ -105,10 +108,6 @@ def help_text(entry: str, key: str, spellings: Spellings) -> str:
         return f"{name}: accepted, no effect: {reason}"
     near = nearest(name, keys, 3) or "; nearest: none"
     raise ConfigError([Problem(f"--help {key}", f"no such key{near}")])
-
-
-def _line(path: str, field: Field) -> str:
-    return f"{path} ({type_name(field)}, {default_text(field)}): {help_of(field.owner, field.name)}"
 
 
 _OVERVIEW = """\
