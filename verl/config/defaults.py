@@ -18,8 +18,8 @@ from verl.config.layout import Sizes
 from verl.config.release import built_in
 from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
+from verl.config.schema.algorithm import ONLY_TEACHER
 from verl.config.schema.base import Map, Root, put, select
-from verl.config.schema.distillation import ONLY_TEACHER
 from verl.config.schema.entries import Config
 from verl.config.schema.fields import Field, leaves, locate
 from verl.config.schema.rollout import RolloutConfig

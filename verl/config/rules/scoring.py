@@ -10,7 +10,7 @@ from verl.config.model_facts import ModelFacts
 from verl.config.reward_weights import scores_by_model
 from verl.config.rules.context import ACTOR, Check
 from verl.config.rules.values import beyond
-from verl.config.schema.distillation import TEACHER_KEYS
+from verl.config.schema.algorithm import TEACHER_KEYS
 
 _KEY = "reward_model"
 _JUDGE = "custom_reward_function.path=pkg://verl.reward.judge"
