@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from verl.cli.main import COMMANDS
+from verl.compat.spellings import PUBLIC
 from verl.config.command_line import build, split_arguments
-from verl.config.fields import locate
-from verl.config.names import PROGRAMS
-from verl.config.schema.entries import ROOTS
+from verl.config.schema.entries import PROGRAMS, ROOTS
+from verl.config.schema.fields import locate
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -140,7 +140,7 @@ def test_every_key_exists(page) -> None:
 
 def resolve(words: list[str], entry: str) -> None:
     """Types, names and spelling of overrides (no files, no model). Raises ConfigError."""
-    build(split_arguments(words), entry)
+    build(split_arguments(words), entry, PUBLIC)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

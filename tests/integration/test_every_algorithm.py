@@ -10,7 +10,7 @@ import pytest
 
 from tests.runs import TinyRun, records
 from tests.tiny import tiny_model
-from verl.config.names import built_in
+from verl.config.release import built_in
 from verl.trainer.main_ppo import main
 
 ACTOR = "actor_rollout_ref.actor"

@@ -20,8 +20,8 @@ from verl.algorithms.flat_tokens import Metrics, MicroBatchColumns
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_loss import CLIP_KEYS, CLIP_RATIO_C, DPPO_CLIP_RATIO_C, LossInputs
 from verl.algorithms.registry import LOSSES
+from verl.config.schema.algorithm import DistillationLossConfig
 from verl.config.schema.base import Map, setting
-from verl.config.schema.distillation import DistillationLossConfig
 
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch

@@ -282,7 +282,7 @@ def verdict(findings: list[Finding]) -> tuple[int, str]:
 
 def _cluster(args: argparse.Namespace) -> list[Finding]:
     """`verl doctor --cluster`. UserError where there is no cluster."""
-    from verl.config import load
+    from verl.compat.spellings import load
     from verl.plugins import import_modules
 
     if importlib.util.find_spec("ray") is None:

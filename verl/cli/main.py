@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if args else 2
     if args[0] not in COMMANDS:
-        from verl.config.names import nearest
+        from verl.config.matching import nearest
 
         near = nearest(args[0], COMMANDS)
         print(f"verl: there is no command {args[0]!r}{near}\n\n{usage()}", file=sys.stderr)

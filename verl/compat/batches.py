@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from verl.compat.core_algos import get_adv_estimator_fn
+from verl.compat.data_proto import DataProto
 from verl.compat.estimators import named_arguments
-from verl.data_proto import DataProto
 
 
 def compute_advantage(

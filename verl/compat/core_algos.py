@@ -49,13 +49,8 @@ def _padded_estimator(
 
 
 def _of_groups(estimator: Algorithm) -> Callable[..., estimators.Tensors]:
-    optional = {
-        "epsilon": EPSILON,
-        "norm_adv_by_std_in_grpo": True,
-        "config": None,
-        "loss_mask": None,
-        "non_tensor_batch": None,
-    }
+    optional: dict[str, Any] = {"epsilon": EPSILON, "norm_adv_by_std_in_grpo": True}
+    optional |= dict.fromkeys(("config", "loss_mask", "non_tensor_batch"))
     return _padded_estimator(estimator, *_REWARDS, "index", **optional)
 
 
@@ -112,10 +107,7 @@ compute_policy_loss_kl_cov = _padded_loss(policy_loss.kl_cov)
 
 def _public(function: Algorithm) -> Algorithm:
     """What a user registered, or the public form of one of ours."""
-    public: Algorithm = (
-        getattr(function, "public", None) or _PADDED.get(id(function), (function, function))[1]
-    )
-    return public
+    return getattr(function, "public", None) or _PADDED.get(id(function), (function, function))[1]
 
 
 def _flat(function: Algorithm, flat_form: Callable[[Algorithm], Algorithm]) -> Algorithm:

@@ -90,7 +90,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[Any, torch.Tensor, dict[str, float]]:
     """Both, and the divergence: (DataProto with `rollout_is_weights` or None, mask [N, L], `rollout_corr/…`)."""
-    from verl.data_proto import DataProto
+    from verl.compat.data_proto import DataProto
 
     log_ratio = old_log_prob.detach() - rollout_log_prob.detach()
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from verl.config.coerce import expand
-from verl.config.files import dump_yaml, read
-from verl.config.fill import fill
+from verl.config.conversion import expand
+from verl.config.defaults import fill
 from verl.config.grammar import GrammarError
-from verl.config.names import PROGRAMS
+from verl.config.matching import Spellings
 from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, CheckReport, ConfigError, Problem, counted
 from verl.config.resolve import Resolver
 from verl.config.schema.base import Root
+from verl.config.schema.entries import PROGRAMS
+from verl.config.yaml_files import dump_yaml, read
+
+_SCHEMA_ONLY = Spellings()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,15 +53,15 @@ def split_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return namespace
 
 
-def load(argv: Sequence[str], entry: str = "ppo") -> Any:
+def load(argv: Sequence[str], entry: str = "ppo", spellings: Spellings = _SCHEMA_ONLY) -> Any:
     """The configuration of an argument list: Config, SFTConfig, EvalConfig or GenerationConfig, by the entry point.
 
     Raises ConfigError with every problem of grammar, type and spelling.
     """
-    return build(split_arguments(argv), entry)
+    return build(split_arguments(argv), entry, spellings)
 
 
-def build(arguments: argparse.Namespace, entry: str) -> Root:
+def build(arguments: argparse.Namespace, entry: str, spellings: Spellings = _SCHEMA_ONLY) -> Root:
     """The configuration that arguments (of `split_arguments`) describe, automatic values filled in.
 
     Raises ConfigError with every problem of grammar, type and spelling. Looks at no file but the configuration's own,
@@ -72,8 +75,8 @@ def build(arguments: argparse.Namespace, entry: str) -> Root:
     built_in = [folder for folder in folders if not folder.is_absolute() and folder.name == "config"]
     if absent := [str(folder) for folder in folders if folder not in built_in and not folder.is_dir()]:
         raise ConfigError([Problem("--config-path", f"no such directory: {', '.join(absent)}")])
-    resolver = Resolver(entry)
-    for layer in read(arguments.config_name, folders or [Path()], entry):
+    resolver = Resolver(entry, spellings)
+    for layer in read(arguments.config_name, folders or [Path()], spellings.configurations, entry):
         resolver.add_layer(layer)
     for argument in arguments.overrides:
         resolver.add_override(argument)
@@ -84,7 +87,7 @@ def build(arguments: argparse.Namespace, entry: str) -> Root:
     return resolver.root
 
 
-def resolve(argv: Sequence[str] | None, entry: str = "ppo") -> Any:
+def resolve(argv: Sequence[str] | None, entry: str, spellings: Spellings) -> Any:
     """The configuration to run, checked; `argv` null means the process's own.
 
     Leaves the process (SystemExit) after --help, --cfg and --check, with 2 for a configuration that is wrong and 3
@@ -95,8 +98,8 @@ def resolve(argv: Sequence[str] | None, entry: str = "ppo") -> Any:
         if options.help is not None:
             from verl.config.reference import help_text
 
-            _leave(help_text(entry, options.help), EXIT_OK)
-        cfg = build(options, entry)
+            _leave(help_text(entry, options.help, spellings), EXIT_OK)
+        cfg = build(options, entry, spellings)
     except ConfigError as error:
         print(f"verl: {error}", file=sys.stderr)
         print(f"help on a key: python3 -m {PROGRAMS[entry]} --help KEY", file=sys.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
 from verl.config.rollout_engines import float_name
 
 KEY = "rollout.engine_kwargs.vllm"

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.reward_weights import scores_by_model
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.base import select
-from verl.config.weights import scores_by_model
 
 _HEADS = "num_attention_heads"
 _COUNTS = (_HEADS, "num_key_value_heads", "intermediate_size")

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
 from verl.errors import UserError
 
 if TYPE_CHECKING:

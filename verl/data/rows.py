@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
+from verl.config.reward_weights import built_in_scores
 from verl.config.schema.base import select
-from verl.config.weights import built_in_scores
 from verl.data.files import DataError, RowFile, UnreadableRow, notice
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN, Prompt
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
+from verl.config.matching import nearest
 from verl.config.model_facts import flat_overrides, merged_positions
-from verl.config.names import nearest
 from verl.errors import UserError
 from verl.platform.host_resources import prepare_process
 

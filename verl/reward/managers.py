@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl import plugins
 from verl.reward.outcome import RewardLoadError
 from verl.reward.pool import FunctionSpec
 from verl.reward.user_function import Function, load_function, load_object, taken
@@ -23,7 +24,6 @@ from verl.reward.user_function import Function, load_function, load_object, take
 if TYPE_CHECKING:
     from verl.config.schema.base import Map
     from verl.config.schema.entries import Config
-    from verl.data_proto import DataProto
     from verl.trajectory import Trajectory
 
 KEY = "reward_manager"
@@ -111,10 +111,9 @@ class Manager:
         self.is_async = self._single and inspect.iscoroutinefunction(self._manager.run_single)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        from verl.data_proto import DataProto
         from verl.trajectory import Batch
 
-        data = DataProto.from_trajectories(Batch([self._trajectory(row) for row in rows]))
+        data = plugins.batch_view(Batch([self._trajectory(row) for row in rows]))
         if self.is_async:
             return self._awaited(data)
         if self._single:
@@ -123,7 +122,7 @@ class Manager:
         result = self._manager(data, return_dict=True) if "return_dict" in takes else self._manager(data)
         return _many(result, len(rows))
 
-    async def _awaited(self, data: DataProto) -> Any:
+    async def _awaited(self, data: Any) -> Any:
         return _single(await self._manager.run_single(data))
 
     def _trajectory(self, row: Mapping[str, Any]) -> Trajectory:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from verl.config.reward_weights import FUNCTION, MODEL
 from verl.config.schema.base import select
-from verl.config.weights import FUNCTION, MODEL
 from verl.data.load_object import read_source
 from verl.platform.child_process import NotPlain
 from verl.reward.judge_server import ServedJudge

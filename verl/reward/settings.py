@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl.config.weights import SCORES, weights_of
+from verl.config.reward_weights import SCORES, weights_of
 from verl.reward.managers import manager_function, options_of
 from verl.reward.pool import FunctionSpec, Rate
 

@@ -18,7 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.weights import SCORES
+from verl.config.reward_weights import SCORES
 from verl.errors import UserError
 from verl.rollout.manager import PromptGroup, RolloutManager
 from verl.rollout.schedule import PromptSchedule, Versions

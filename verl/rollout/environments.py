@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from verl.config.weights import user_scores
+from verl.config.reward_weights import user_scores
 from verl.data.rows import BadRow, without_nulls
 from verl.errors import UserError
 from verl.platform.child_process import die_with_parent

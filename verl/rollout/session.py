@@ -264,9 +264,7 @@ class Session:
         calls: list[ToolCall] = []
         ended = ids and completion.finish_reason == "stop" and ids[-1] in tokenizer.added_tokens_decoder
         if tools and self.runner.tool_format in OWN_PARSERS:
-            from verl.rollout.tools.public_parsers import read_with_own
-
-            content, calls = await read_with_own(self.runner.tool_format, tokenizer, ids, tools)
+            content, calls = await OWN_PARSERS[self.runner.tool_format](tokenizer, ids, tools)
             content = content.removesuffix(tokenizer.decode(ids[-1:]) if ended else "").strip()
             content = before_stop(content, completion, stop)
         else:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.config import Config, GenerationConfig
-from verl.config.fill import complete
+from verl.config.defaults import complete
 from verl.errors import UserError
 from verl.tracking.console import Progress, say
 from verl.tracking.names import Number, spread

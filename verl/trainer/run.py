@@ -19,6 +19,7 @@ from verl.tracking.console import notice, spare
 if TYPE_CHECKING:
     from verl.algorithms.kl import KLController
     from verl.config import Config
+    from verl.config.matching import Spellings
     from verl.data.stream import PromptStream
     from verl.engine.rollout.base import SamplingParams
     from verl.reward.runner import RewardRunner
@@ -39,13 +40,13 @@ EXIT_UNSAVED = 4
 EXIT_INTERRUPTED = 130
 
 
-def run_command(argv: Sequence[str] | None, entry: str, work: str) -> int:
+def run_command(argv: Sequence[str] | None, entry: str, work: str, spellings: Spellings) -> int:
     """Resolve and check the configuration of an entry point, then call its function of (config, tracking), given as
     "module:name" and imported last. Returns the exit status of `run_guarded`, or that of the check."""
     from verl.config.command_line import resolve
 
     try:
-        config = resolve(argv, entry)
+        config = resolve(argv, entry, spellings)
     except SystemExit as error:
         return int(error.code or 0)
     module, _, name = work.partition(":")
@@ -205,7 +206,7 @@ def build_parts(
     before models."""
     from verl.algorithms.kl import get_kl_controller
     from verl.config.layout import own_pools
-    from verl.config.weights import user_scores
+    from verl.config.reward_weights import user_scores
     from verl.data.stream import open_stream
     from verl.data.tokenizer import save_tokenizer
     from verl.tracking.step_metrics import Counters
@@ -291,7 +292,7 @@ def open_rollouts(
 def open_rewards(config: Config, tracking: Any, judging: Any = None) -> RewardRunner:
     """What scores responses: the function, and a model or a judge where the configuration names one. judging: the
     judge's sampler, if it is not in this process."""
-    from verl.config.weights import scores_by_model
+    from verl.config.reward_weights import scores_by_model
     from verl.reward.reward_model import RewardModel
     from verl.reward.runner import RewardRunner
     from verl.workers import build

@@ -19,6 +19,7 @@ import numpy as np
 
 from verl import interrupt
 from verl.checkpoint import open_checkpoint, rng
+from verl.compat.spellings import PUBLIC
 from verl.config.command_line import resolve
 from verl.config.schema.trainer import EACH_EPOCH
 from verl.data.files import contents
@@ -299,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     written, else the run's)."""
     ranks = Ranks.of_environment()
     try:
-        config = quietly(lambda: resolve(argv, "sft"), ranks)
+        config = quietly(lambda: resolve(argv, "sft", PUBLIC), ranks)
     except SystemExit as error:
         return int(error.code or 0)
     if not ranks.lead:

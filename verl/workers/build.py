@@ -11,8 +11,8 @@ from typing import Any
 
 from verl.algorithms.needs import needed_columns, teacher_roles
 from verl.config.layout import own_pools, samplers_per_node
+from verl.config.reward_weights import scores_by_model
 from verl.config.rollout_engines import CAPABILITIES, sampler_dtype
-from verl.config.weights import scores_by_model
 from verl.data.media import load_processor
 from verl.data.tokenizer import load_tokenizer
 from verl.engine.rollout.base import RolloutEngine

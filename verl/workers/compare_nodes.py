@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.config.fields import for_elsewhere
+from verl.config.reward_weights import scores_by_model
 from verl.config.rollout_engines import CAPABILITIES
-from verl.config.weights import scores_by_model
+from verl.config.schema.fields import for_elsewhere
 from verl.platform import platform_of
 from verl.versions import HOLES, satisfies
 from verl.workers.node_facts import CODE, model_files

@@ -21,10 +21,9 @@ from tests.kinds import AHEAD, KINDS, Kind
 from tests.runs import TinyRun
 from verl.config import ConfigError, load
 from verl.config.check import check
-from verl.config.fields import Field, leaves, limits_of
-from verl.config.names import PROGRAMS
 from verl.config.schema.base import Map
-from verl.config.schema.entries import ROOTS
+from verl.config.schema.entries import PROGRAMS, ROOTS
+from verl.config.schema.fields import Field, leaves, limits_of
 
 DRAWS = int(os.environ.get("VERL_DRAWS", "3"))
 SEED = int(os.environ.get("VERL_DRAWS_SEED", "1"))

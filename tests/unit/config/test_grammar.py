@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config import Config, ConfigError, load
+from verl.compat.spellings import load
+from verl.config import Config, ConfigError
 from verl.config.check import check
-from verl.config.fields import leaves
 from verl.config.grammar import parse_value
+from verl.config.schema.fields import leaves
 
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 

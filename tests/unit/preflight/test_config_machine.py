@@ -10,11 +10,11 @@ import pytest
 from tests.unit.preflight.cases import ARR, MODEL, notices, only, problems, write_model, write_rows
 from verl.config import load
 from verl.config.check import check
-from verl.config.fields import leaves
 from verl.config.model_facts import ModelTrouble, look
-from verl.config.names import built_in
 from verl.config.problems import ConfigError
+from verl.config.release import built_in
 from verl.config.schema.entries import ROOTS
+from verl.config.schema.fields import leaves
 
 # ---- the machine ----
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl import config
+from verl.compat import spellings
 from verl.platform import child_process as codec
 from verl.reward import user_function
 from verl.reward.outcome import LARGEST_RESULT, BadScore, RewardLoadError, normalise, outcome_of
@@ -220,7 +220,7 @@ def test_a_limit_that_no_call_can_meet_is_refused() -> None:
 
 def settings(*words: str) -> RewardSettings:
     needed = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=m", "trainer.device=cpu")
-    return RewardSettings.from_config(config.load([*needed, *words]))
+    return RewardSettings.from_config(spellings.load([*needed, *words]))
 
 
 def test_settings() -> None:

@@ -21,7 +21,7 @@ from tests.tiny import CHAT_TEMPLATE, tiny_config, tiny_model, tiny_tokenizer, t
 from tests.unit.data.test_media import picture
 from tests.unit.reward.test_parts import settings
 from tests.unit.reward.test_runner import trajectory_of
-from verl import config
+from verl.compat import spellings
 from verl.data.media import ImageProcessor, decoded, load_processor, open_image
 from verl.engine.training.packing import pack
 from verl.errors import UserError
@@ -63,7 +63,7 @@ def run_config(path: Path | str, *words: str) -> Any:
         "actor_rollout_ref.model.path=m",
         "reward_model.rollout.dtype=float32",
     )
-    return config.load([*fixed, *own, *words])
+    return spellings.load([*fixed, *own, *words])
 
 
 def dialogues() -> list[Trajectory]:

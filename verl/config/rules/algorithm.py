@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from verl.config.defaults import reader_of_values
 from verl.config.devices import ray_address
-from verl.config.fill import reader_of_values
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, ROLLOUT, Check
 from verl.config.schema.algorithm import GROUP_ESTIMATORS

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import devices
-from verl.config.coerce import check_length
-from verl.config.fields import leaves
+from verl.config.conversion import check_length
 from verl.config.grammar import GrammarError
 from verl.config.layout import own_pools
 from verl.config.model_facts import ModelFacts, ModelTrouble, look
 from verl.config.problems import CheckReport, Kind, Problem
 from verl.config.schema.base import Root
+from verl.config.schema.fields import leaves
 from verl.errors import UserError
 
 ACTOR = "actor_rollout_ref.actor"

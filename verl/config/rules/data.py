@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.engine_packages import NO_TORCHVISION, bound_names
+from verl.config.matching import nearest
 from verl.config.model_facts import find
-from verl.config.names import nearest
+from verl.config.reward_weights import scores_by_model
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
-from verl.config.weights import scores_by_model
 from verl.errors import UserError
 
 TEXT_METRICS = {"bleu": "sacrebleu", "rouge": "rouge-score"}

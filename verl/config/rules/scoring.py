@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config.layout import Sizes, own_pools
+from verl.config.matching import nearest
 from verl.config.model_facts import ModelFacts
-from verl.config.names import nearest
+from verl.config.reward_weights import scores_by_model
 from verl.config.rules.context import ACTOR, Check
 from verl.config.rules.values import beyond
-from verl.config.schema.distillation import TEACHER_KEYS
-from verl.config.weights import scores_by_model
+from verl.config.schema.algorithm import TEACHER_KEYS
 
 _KEY = "reward_model"
 _JUDGE = "custom_reward_function.path=pkg://verl.reward.judge"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.matching import nearest
 from verl.config.model_facts import ModelFacts, ModelTrouble, find, flat_overrides, look
-from verl.config.names import nearest
 from verl.config.rules.context import Check
 from verl.config.rules.data import chat_template
 from verl.errors import UserError

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from verl.config import names
+from verl.config import release
 from verl.config.devices import ray_address
 from verl.config.engine_packages import names_in
-from verl.config.fields import Field, Limits, limits_of
-from verl.config.names import built_in, lookup, nearest
+from verl.config.matching import lookup, nearest
+from verl.config.release import built_in
 from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
 from verl.config.rules.context import ACTOR, Check
 from verl.config.schema.base import put
+from verl.config.schema.fields import Field, Limits, limits_of
 
 REGISTRIES = {"algorithm.adv_estimator": "ESTIMATORS", f"{ACTOR}.policy_loss.loss_mode": "LOSSES"}
 """Key → the registry in verl.algorithms.registry that its names are of."""
@@ -32,7 +33,7 @@ def check(c: Check) -> None:
             put(c.cfg, path, _inside(field))
     _unread(c)
     for path in filter(c.cfg.select, c.keys):
-        if (absent := lookup(names.FEATURES, path)) and not _unused(c, path):
+        if (absent := lookup(release.FEATURES, path)) and not _unused(c, path):
             c.refuse(c.at(path), f"not in this release ({absent.what}); {absent.instead}")
 
 
@@ -73,7 +74,7 @@ def _optimizer(c: Check, path: str, name: str) -> None:
     module = c.cfg.select(f"{path}_impl")
     names_bound = names_in(module) if user_set and not _unused(c, path) else None
     if names_bound is not None and name not in (
-        names_bound := names_bound - names.NO_STEP.get(module, set())
+        names_bound := names_bound - release.NO_STEP.get(module, set())
     ):
         c.refuse(path, f"{path}_impl={module} has no optimizer of that name{nearest(name, names_bound)}")
 
@@ -97,7 +98,7 @@ def _unread(c: Check) -> None:
     where = ["", engine]
     if not (c.several or (c.ppo and ray_address(c.cfg))):
         where += ["one device", "one process"] if CAPABILITIES[engine].in_place_weights else ["one device"]
-    unread = {glob: reason for when in where for glob, reason in names.UNREAD.get(when, {}).items()}
+    unread = {glob: reason for when in where for glob, reason in release.UNREAD.get(when, {}).items()}
     unread_keys: dict[str, list[str]] = {}
     for path, field in c.keys.items():
         value = c.cfg.select(path)
@@ -138,8 +139,11 @@ def _inside(field: Field) -> Any:
 
 def _name(c: Check, path: str, name: str, field: Field) -> None:
     """A name outside its list, or one of the list that this release does not have."""
-    options, foreign = field.about["options"], names.REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name)
-    here: Any = names.STRATEGIES if path.endswith("strategy") else options
+    options, foreign = (
+        field.about["options"],
+        release.REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name),
+    )
+    here: Any = release.STRATEGIES if path.endswith("strategy") else options
     if path in REGISTRIES:
         here = built_in(REGISTRIES[path])
     if name in here:

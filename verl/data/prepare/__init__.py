@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
 from verl.errors import UserError
 
 NAMES = {

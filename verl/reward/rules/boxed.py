@@ -214,13 +214,6 @@ def geo3k_score(
     return {"score": score, "acc": accuracy, "format": well_formed}
 
 
-def score_alone(
-    predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1
-) -> float:
-    """`score` of `geo3k_score`: the public `geo3k.compute_score`."""
-    return float(geo3k_score(predict_str, ground_truth, format_score, use_boxed)["score"])
-
-
 def unmatched(ground_truth: Any) -> str:
     """Why no response can match this ground truth; "" where one may, which math-verify is not asked for."""
     if isinstance(ground_truth, Mapping):

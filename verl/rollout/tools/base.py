@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -182,18 +180,3 @@ class BaseTool(Tool):
     def get_openai_tool_schema(self) -> Any:
         """The schema that the model sees."""
         return self.tool_schema
-
-
-def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of the public system's that traces a method: here the method itself."""
-    return function
-
-
-@contextmanager
-def simple_timer(name: str, timings: dict[str, float]) -> Iterator[None]:
-    """Add the seconds of a block to `timings[name]`, as the public system's loops note them."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        timings[name] = timings.get(name, 0.0) + time.perf_counter() - started

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -280,9 +280,9 @@ _WHOLE_CALLS = {
 _WHOLE_CALLS["llama3_json"] = re.compile(r"(?:\A|<\|python_tag\|>)\s*\{(?:(?!<\|python_tag\|>).)*\Z", re.S)
 """Format → one call that is there from mark to mark."""
 
-OWN_PARSERS: dict[str, type[Any]] = {}
-"""Name → the class that a module of the user's registered under it (`public_parsers.ToolParser`); of a name of ours it
-takes the place."""
+OWN_PARSERS: dict[str, Callable[[Any, list[int], Any], Awaitable[tuple[str, list[ToolCall]]]]] = {}
+"""Name → a reader that a module of the user's registered: (tokenizer, ids of a sampled turn, schemas) → (text, calls).
+It takes the place of a format of that name."""
 
 
 Stop = str | Sequence[str] | None

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from verl.config import Config
-from verl.config.fields import for_elsewhere
 from verl.config.layout import own_pools, sampler_devices
+from verl.config.schema.fields import for_elsewhere
 from verl.platform import platform_of, thread_stacks
 from verl.tracking.hooks import SILENT, RunHooks
 from verl.tracking.profiler import nsight_options, plan_of

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
 from verl.engine.rollout.base import Completion, SamplingParams
 
 if TYPE_CHECKING:

@@ -1,25 +1,16 @@
-"""Names beside the schema's own: old spellings, keys without effect, group choices, what this release does not have.
-
-A name may be a glob: `*.` in front is any prefix or none, `*` the rest of a word, `{a, b}` one of several; it covers
-the keys below it too.
-"""
+"""Names and values of the public system beside the schema's, as data for `verl.config`: old spellings, keys without
+effect, group choices, configurations known by name, what this release does not have."""
 
 from __future__ import annotations
 
-import difflib
 import functools
-import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-Row = TypeVar("Row")
-PROGRAMS = {
-    "ppo": "verl.trainer.main_ppo",
-    "sft": "verl.trainer.sft_trainer",
-    "eval": "verl.trainer.main_eval",
-    "generation": "verl.trainer.main_generation",
-}
+from verl.compat import asynchronous
+from verl.config import command_line
+from verl.config.matching import Spellings
+from verl.config.release import OFF, Absent
 
 _EVERYWHERE = {
     "*.optim.{warmup_style, lr_scheduler, lr_decay_style}": r"\1optim.lr_scheduler_type",
@@ -167,77 +158,17 @@ NO_EFFECT: dict[str, str] = {
 """Keys that are accepted and change nothing, with the reason that is printed."""
 SILENT = ("not needed", "of what is off")
 """Reasons that are not worth a line."""
-ACCEPTED: dict[str, str] = {
+SWITCHES: dict[str, str] = {
     "transfer_queue.enable": "trajectories live on the driver, tensors travel by reference",
     "async_training.use_trainer_do_validate": "validation is sampled on the devices of the samplers",
 }
 """Switches that change nothing, also where they are on."""
 
 
-_ROLLOUT = "{actor_rollout_ref.rollout, rollout}."
-_ALONE = "on one device nothing is sharded or kept in host memory during a step"
-_SHARED = "in one process the native engine uses the trainer's own weights, which are not sent and stay where they are"
-UNREAD: dict[str, dict[str, str]] = {
-    "native": {
-        _ROLLOUT + "{data_parallel_size, pipeline_model_parallel_size}": "a native engine runs on one device",
-        _ROLLOUT + "{enable_chunked_prefill, enable_prefix_caching, cudagraph_capture_sizes, load_format, "
-        "scheduling_policy, disable_log_stats, skip_tokenizer_init, multi_stage_wake_up, "
-        "calculate_log_probs, logprobs_mode}": "the native engine decides it by itself",
-    },
-    "vllm": {
-        _ROLLOUT + "{multi_stage_wake_up, disable_log_stats, calculate_log_probs}": (
-            "the vllm engine always does what is best here"
-        )
-    },
-    "": {
-        _ROLLOUT + "checkpoint_engine.engine_kwargs": "the ways that weights travel here take no arguments",
-        _ROLLOUT + "checkpoint_engine.backend": (
-            "weights travel through shared memory; only nodes that sample and do not train get a broadcast"
-        ),
-        "data.gen_batch_size": "groups are begun one by one, as many as are needed and there is room for",
-        "{*.fsdp_config, engine}.model_dtype": (
-            "master weights and the optimizer's state are float32; the precision of computation is dtype beside it"
-        ),
-        "*.optim.total_training_steps": "a schedule has the run's length, trainer.total_training_steps",
-        "{*.fsdp_config, engine}.seed": "every role has trainer.seed",
-        "critic.checkpoint.{save_contents, load_contents, async_save}": (
-            "the critic is saved as the policy is: actor_rollout_ref.actor.checkpoint"
-        ),
-        "{*.megatron, *.use_torch_compile, *.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
-        "*.rollout.quantization_config_file, reward_model.rollout.multi_stage_wake_up, "
-        "*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
-        "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, "
-        "data.dataloader_num_workers, data.num_workers, data.image_patch_size, "
-        "trainer.esi_redundant_time}": "not in this release, the run is as without",
-        "engine.optimizer_offload": "the model is never idle; engine.param_offload keeps it in host memory",
-    },
-    "one device": {
-        "{*.fsdp_config, engine}.{offload_policy, reshard_after_forward, forward_prefetch, "
-        "mixed_precision.reduce_dtype, mixed_precision.buffer_dtype, wrap_policy}": _ALONE,
-        "engine.param_offload": _ALONE,
-    },
-    "one process": {
-        _ROLLOUT + "checkpoint_engine.update_weights_bucket_megabytes": _SHARED,
-        "actor_rollout_ref.actor.fsdp_config.param_offload": _SHARED,
-    },
-}
-"""Keys of the schema that nothing reads, and why; by when ("" always, or an engine's name, …: see `rules.values`)."""
-
-
-OFF = ("false", "none", "null", "disabled", "", "0", "0.0")
-"""Values of a switch that leave it off, in lower case."""
 _ONE = (*OFF, "1", "-1")
 _OWN = "*.{fsdp_config, engine}."
 _SHARD = "set it to 1: fsdp_size=-1 saves the same memory"
 _ROWS = "set it to 1: ulysses_sequence_parallel_size splits rows as well"
-
-
-class Absent(NamedTuple):
-    """A feature that this release lacks: its name, what to do instead, values (lower case) that leave it off."""
-
-    what: str
-    instead: str
-    off: tuple[str, ...] = OFF
 
 
 REFUSED = {
@@ -270,31 +201,6 @@ REFUSED = {
     "actor_rollout_ref.rollout.over_sample_rate": Absent("over-sampling", "algorithm.filter_groups.enable"),
 }
 """Keys outside the schema that switch something on."""
-_FULL = {"full": Absent("the KL of whole distributions, which needs all logits,", "low_var_kl")}
-REFUSED_VALUES: dict[str, dict[str, Absent]] = {
-    "name": {"trtllm": Absent("TensorRT-LLM as sampling engine", "rollout.name=vllm or native")},
-    "strategy": {"mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2")},
-    "loss_mode": {"reverse_kl_topk": Absent("reverse KL of few tokens", "k1 with use_policy_gradient=True")},
-    "kl_loss_type": _FULL,
-    "kl_penalty": _FULL,
-    "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
-}
-"""By the last part of the key: values of other systems."""
-FEATURES: dict[str, Absent] = {
-    "*.model.tiled_mlp.enabled": Absent("the MLP in slices", "set it to False"),
-    "*.model.use_liger": Absent("liger kernels", "set it to False"),
-    "*.rollout.quantization": Absent("quantised sampling", "leave it null"),
-    "*.rollout.prometheus.enable": Absent("engine metrics over HTTP", "set it to False"),
-    "*.rollout.trace.backend": Absent("traces", "leave it null"),
-    "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
-    "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
-}
-"""Keys of the schema, or globs, whose values need a missing feature unless they are false, null or empty."""
-STRATEGIES = ("fsdp", "fsdp2")
-NO_STEP = {"torch.optim": {"LBFGS", "Muon", "Optimizer", "SparseAdam", "lr_scheduler", "swa_utils"}}
-"""Names in a module of what wants a closure, matrices alone, a subclass, sparse gradients, or is no optimizer."""
-LOGGERS = ("console", "file", "tensorboard", "wandb")
-
 _BACKENDS = ("dp", "megatron", "mlite", "mindspeed", *FSDP2_NAMES)
 GROUP_CHOICES: dict[str, dict[str, str | None]] = {
     "actor_rollout_ref.actor": {f"{name}_actor": name for name in _BACKENDS},
@@ -329,59 +235,29 @@ _FULLY_ASYNC = _POOL | {
     "data.train_batch_size": 0,
     "rollout.total_rollout_steps": 100,
 }
-BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
-    "ppo_trainer": ("ppo", {}),
+CONFIGURATIONS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    **Spellings().configurations,
     "ppo_megatron_trainer": ("ppo", _MEGATRON),
     "fully_async_ppo_trainer": ("ppo", _FULLY_ASYNC),
     "fully_async_ppo_megatron_trainer": ("ppo", _FULLY_ASYNC | _MEGATRON),
     "one_step_off_ppo_trainer": ("ppo", _ONE_STEP_OFF),
     "one_step_off_ppo_megatron_trainer": ("ppo", _ONE_STEP_OFF | _MEGATRON),
-    "sft_trainer": ("sft", {}),
     "sft_trainer_engine": ("sft", {}),
-    "evaluation": ("eval", {}),
-    "generation": ("generation", {}),
 }
-"""Configurations known by name: their entry point, the keys they set. An entry point's first is its default."""
+"""Configurations known by name: their entry point, the keys they set."""
 
-
-@functools.cache
-def compiled(glob: str) -> re.Pattern[str]:
-    """The expression of a glob, for `match`; its groups are its variable parts, in order."""
-    text = glob.replace(".", r"\.").replace(r"*\.", r"(.*\.)?").replace("{", "(").replace("}", ")")
-    return re.compile(re.sub(r"(?<!\.)\*", r"\\w*", text.replace(", ", "|")) + r"(?=\.|$)")
-
-
-def canonical(path: str, entry: str) -> str:
-    """The schema's spelling of a path (the path itself if it is no old name); renames may chain."""
-    for old, new in RENAMES[entry].items():
-        if match := compiled(old).match(path):
-            return canonical(match.expand(new) + path[match.end() :], entry)
-    return path
-
-
-def lookup(table: Mapping[str, Row], path: str) -> Row | None:
-    """What the first glob of a table that covers a path stands for, or None."""
-    return next((row for glob, row in table.items() if compiled(glob).match(path)), None)
-
-
-def first_parts(entry: str) -> set[str]:
-    """First parts of the paths that an entry point knows beside its schema: old, accepted and refused names."""
-    globs = " ".join([*RENAMES[entry], *ACCEPTED, *REFUSED, *NO_EFFECT])
-    return set(re.findall(r"(?:^|[{ ])(\w+)\.", globs))
-
-
-def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0.5) -> str:
-    """Text that names the options most similar to `name`, whatever its case; "" if none is like it."""
-    lowered = {option.lower(): option for option in reversed(list(options))}
-    matches = difflib.get_close_matches(str(name).lower(), list(lowered), count, cutoff)
-    return f"; nearest: {', '.join(lowered[match] for match in matches)}" if matches else ""
-
-
-@functools.cache
-def built_in(registry: str) -> tuple[str, ...]:
-    """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""
-    folder = Path(__file__).parents[1] / "algorithms"
-    pattern = re.compile(rf"^@{registry}\.register\((?:AdvantageEstimator\.|\")(\w+)", re.M)
-    registered = [name for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())]
-    # algorithm.rollout_correction chooses bypass_mode
-    return tuple(name.lower() for name in registered if name != "bypass_mode")
+PUBLIC = Spellings(
+    renames=RENAMES,
+    synonyms=VALUE_SYNONYMS,
+    modules=MEGATRON_MODULES,
+    no_effect=NO_EFFECT,
+    silent=SILENT,
+    switches=SWITCHES,
+    refused=REFUSED,
+    choices=GROUP_CHOICES,
+    configurations=CONFIGURATIONS,
+    computed=asynchronous.KEYS,
+    settle=asynchronous.settle,
+)
+load = functools.partial(command_line.load, spellings=PUBLIC)
+"""`verl.config.load` of arguments in these spellings."""

@@ -1,5 +1,5 @@
-r"""Helpers that users' rewards import from the public `math_reward` (`math`, `math_batch`), `math_verify`,
-`prime_math`.
+r"""Helpers that users' rewards import from the public `math_reward` (`math`, `math_batch`), `math_verify`, `prime_math`,
+`geo3k`, `prime_code` and `sandbox_fusion`.
 
 Names, arguments and results are those of the public system; `verl.reward.rules.math_equality` decides equality in meaning.
 """
@@ -11,7 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.reward.rules import boxed, code
+from verl.reward.rules.boxed import acc_reward as acc_reward
 from verl.reward.rules.boxed import compute_score, last_boxed, same_answer
+from verl.reward.rules.boxed import format_reward as format_reward
 from verl.reward.rules.boxed import last_boxed_only_string as last_boxed_only_string
 from verl.reward.rules.boxed import remove_boxed as remove_boxed
 from verl.reward.rules.gsm8k import clean_number
@@ -166,7 +169,7 @@ def math_equal(
     return any(math.isclose(number, truth * scale, rel_tol=tolerance) for scale in scales)
 
 
-def prime_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
+def prime_math_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
     """(whether the answer is right, whether the response has the format or is right, the answer's text)."""
     output, truth = str(model_output), str(ground_truth)
     _, answer = match_answer(output)
@@ -175,3 +178,43 @@ def prime_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
     values = (math.pi, 3.14) if "\\pi" in answer + truth else (math.pi,)
     right = any(math_equal(answer, truth, pi=pi) for pi in values)
     return right, "Step 2:" in output and "\\box" in output, answer
+
+
+# ------------------------------------------------------------------------------- geo3k, prime_code, sandbox_fusion
+
+
+def geo3k_score(
+    predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1
+) -> float:
+    """`score` of `compute_score`: the public `geo3k.compute_score`."""
+    return float(boxed.geo3k_score(predict_str, ground_truth, format_score, use_boxed)["score"])
+
+
+def prime_code_score(
+    completion: str, test_cases: Any, continuous: bool = False
+) -> tuple[float, list[dict[str, Any]]]:
+    """The public `prime_code.compute_score`: (passed cases over cases run if `continuous`, else whether all pass;
+    a dict a case). A completion without a fenced block is the program."""
+    passed = code.results(_fenced(completion), test_cases)
+    score = sum(passed) / len(passed) if continuous else all(passed)
+    return score, [{"passed": right} for right in passed]
+
+
+def sandbox_score(
+    sandbox_fusion_url: str,
+    concurrent_semaphore: Any,
+    memory_limit_mb: int,
+    completion: str,
+    test_cases: Any,
+    continuous: bool = False,
+    timeout: float = code.SECONDS,
+) -> tuple[float, list[dict[str, Any]]]:
+    """The public `sandbox_fusion.compute_score`: (passed cases over cases run, a dict a case), each case within
+    `timeout` seconds. A completion without a fenced block is the program; `continuous` has no effect."""
+    where = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
+    passed = code.results(_fenced(completion), test_cases, *where, seconds=timeout)
+    return sum(passed) / len(passed), [{"passed": right} for right in passed]
+
+
+def _fenced(completion: str) -> str:
+    return completion if "```" in completion else f"```python\n{completion}\n```"

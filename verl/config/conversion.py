@@ -8,9 +8,9 @@ import re
 import typing
 from typing import Any
 
-from verl.config.fields import Field, type_name
 from verl.config.grammar import NULLS, GrammarError, Value, parse_value, split
 from verl.config.schema.base import Map
+from verl.config.schema.fields import Field, type_name
 
 _TRUE = {"true", "yes", "on", "1", "y"}
 _FALSE = {"false", "no", "off", "0", "n"}

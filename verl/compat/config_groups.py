@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.fields import fields_of
 from verl.config.schema.actor import ActorConfig as _ActorConfig
 from verl.config.schema.actor import CriticConfig, PolicyLossConfig
 from verl.config.schema.algorithm import AlgorithmConfig as AlgoConfig
 from verl.config.schema.algorithm import RolloutCorrectionConfig as _RolloutCorrectionConfig
+from verl.config.schema.fields import fields_of
 from verl.config.schema.training import CheckpointConfig
 
 

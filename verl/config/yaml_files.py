@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.config.names import BUILT_IN
 from verl.config.problems import ConfigError, Problem
 
+Configurations = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""Name → entry point, keys that it sets: `Spellings.configurations`."""
 _MOST_NODES = 100_000
 
 
@@ -26,18 +28,22 @@ class Layer:
     choice: bool = False
 
 
-def read(name: str | None, folders: list[Path], entry: str) -> list[Layer]:
+BuiltIn = Callable[[str, list[Path]], Iterator[Layer]]
+
+
+def read(name: str | None, folders: list[Path], configurations: Configurations, entry: str) -> list[Layer]:
     """The layers of a configuration (None: the entry point's own), later ones override. Raises ConfigError."""
-    name = name or next(built_in for built_in, (program, _) in BUILT_IN.items() if program == entry)
-    return list(_layers(name.removesuffix(".yaml").removesuffix(".yml"), folders, entry, ()))
+    name = name or next(default for default, (program, _) in configurations.items() if program == entry)
+    built_in = partial(_built_in, configurations, entry)
+    return list(_layers(name.removesuffix(".yaml").removesuffix(".yml"), folders, built_in, ()))
 
 
-def _layers(name: str, folders: list[Path], entry: str, parents: tuple[str, ...]) -> Iterator[Layer]:
+def _layers(name: str, folders: list[Path], built_in: BuiltIn, parents: tuple[str, ...]) -> Iterator[Layer]:
     if name in parents:
         raise _error(f"{' → '.join([*parents, name])}: a configuration includes itself; remove one of them")
     file = _find(name, folders)
     if file is None:
-        yield from _built_in(name, folders, entry)
+        yield from built_in(name, folders)
         return
     tree = load_yaml(file)
     defaults = tree.pop("defaults", None)
@@ -49,15 +55,15 @@ def _layers(name: str, folders: list[Path], entry: str, parents: tuple[str, ...]
         if item == "_self_":
             yield Layer("", tree, str(file))
         else:
-            yield from _default(item, file, folders, entry, (*parents, name))
+            yield from _default(item, file, folders, built_in, (*parents, name))
 
 
 def _default(
-    item: Any, file: Path, folders: list[Path], entry: str, parents: tuple[str, ...]
+    item: Any, file: Path, folders: list[Path], built_in: BuiltIn, parents: tuple[str, ...]
 ) -> Iterator[Layer]:
     """One line of a defaults list: a name, or {group@package: choice}."""
     if isinstance(item, str):
-        yield from _layers(item.removesuffix(".yaml"), [file.parent, *folders], entry, parents)
+        yield from _layers(item.removesuffix(".yaml"), [file.parent, *folders], built_in, parents)
         return
     if not isinstance(item, dict) or len(item) != 1:
         raise _error(f"{file}: {item!r} in `defaults` is neither a name nor `group@package: choice`")
@@ -77,16 +83,15 @@ def _default(
     yield Layer(package, tree, str(fragment))
 
 
-def _built_in(name: str, folders: list[Path], entry: str) -> Iterator[Layer]:
-    built_in = BUILT_IN.get(name)
-    if built_in is None:
+def _built_in(configurations: Configurations, entry: str, name: str, folders: list[Path]) -> Iterator[Layer]:
+    program, keys = configurations.get(name, ("", {}))
+    if not program:
         looked = ", ".join(str(f) for f in folders) or "no --config-path given"
-        names = ", ".join(n for n, (e, _) in BUILT_IN.items() if e == entry)
+        names = ", ".join(n for n, (e, _) in configurations.items() if e == entry)
         raise _error(f"--config-name={name}: no file {name}.yaml ({looked}) and no built-in one ({names})")
-    if built_in[0] != entry:
-        raise _error(f"--config-name={name} belongs to another program ({built_in[0]}); this one is {entry}")
-    if built_in[1]:
-        yield Layer("", built_in[1], name)
+    if program != entry:
+        raise _error(f"--config-name={name} belongs to another program ({program}); this one is {entry}")
+    yield Layer("", keys, name)
 
 
 def _find(name: str, folders: list[Path]) -> Path | None:

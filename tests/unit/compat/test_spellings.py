@@ -2,97 +2,82 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 
-from verl.config import ConfigError, load
+from verl.compat.spellings import PUBLIC, load
+from verl.config import ConfigError
+from verl.config.reference import written
+from verl.config.schema.entries import ROOTS
+from verl.config.schema.fields import locate
 
 ARR = "actor_rollout_ref"
+PREFIXES = (
+    "",
+    f"{ARR}.actor.",
+    f"{ARR}.ref.",
+    f"{ARR}.rollout.",
+    f"{ARR}.",
+    "critic.",
+    "critic.model.",
+    "data.",
+)
+
+
+def alternatives(glob):
+    """Paths that a glob covers, without a prefix for `*.`."""
+    if braces := re.search(r"\{([^{}]*)\}", glob):
+        for word in braces[1].split(", "):
+            yield from alternatives(glob[: braces.start()] + word + glob[braces.end() :])
+    else:
+        yield glob.replace("*.", "").replace("*", "x")
+
+
+@pytest.mark.parametrize(("entry", "glob"), [(e, g) for e, table in PUBLIC.renames.items() for g in table])
+def test_every_old_name_is_a_key_of_the_schema(entry, glob):
+    root = ROOTS[entry]
+    fits = 0
+    for name, prefix in itertools.product(alternatives(glob), PREFIXES):
+        new = PUBLIC.canonical(prefix + name, entry)
+        place = locate(root, new)
+        if new == prefix + name or place is None:
+            continue
+        fits += 1
+        if place.field.group is None and not place.field.is_map:
+            value = written(place.field.default())
+            cfg = load([f"{prefix}{name}={value}"], entry)
+            assert cfg.was_set(new) and f"{prefix}{name} is now called {new}" in cfg.notices
+    assert fits or glob in PUBLIC.renames["ppo"]  # an entry point has those of all
+
+
 # entry point, old name and value as written, the schema's key and value; ARR is actor_rollout_ref
 ALIASES = """
 ppo reward.reward_manager.name=dapo → reward_model.reward_manager=dapo
 ppo reward_manager.name=dapo → reward_model.reward_manager=dapo
-ppo reward.reward_manager.source=importlib → reward_manager.source=importlib
-ppo reward.reward_manager.module.path=x.py → reward_manager.module.path=x.py
-ppo reward_model.reward_loop_source=importlib → reward_manager.source=importlib
-ppo reward_model.reward_loop_class_name=prime → reward_manager.name=prime
-ppo reward_model.reward_loop_module_path=x.py → reward_manager.module.path=x.py
-ppo reward.custom_reward_function.path=x.py → custom_reward_function.path=x.py
 ppo reward.custom_reward_function.reward_kwargs.a=1 → custom_reward_function.reward_kwargs.a=1
-ppo reward.num_workers=3 → reward_model.num_workers=3
 ppo reward.reward_kwargs.overlong_buffer_cfg.len=3 → reward_model.reward_kwargs.overlong_buffer_cfg.len=3
-ppo reward.timeout=3 → reward_model.timeout=3.0
-ppo reward.max_rpm=3 → reward_model.max_rpm=3
-ppo reward.max_concurrent=3 → reward_model.max_concurrent=3
-ppo reward.reward_model.enable=True → reward_model.enable=True
-ppo reward.reward_model.enable_resource_pool=True → reward_model.enable_resource_pool=True
-ppo reward.reward_model.nnodes=2 → reward_model.nnodes=2
 ppo reward.reward_model.rollout.n=2 → reward_model.rollout.n=2
-ppo reward.reward_model.model_path=/m → reward_model.model.path=/m
-ppo reward_model.model_path=/m → reward_model.model.path=/m
-ppo critic.model.ulysses_sequence_parallel_size=2 → critic.ulysses_sequence_parallel_size=2
-ppo reward_model.inference.prompt_length=9 → reward_model.rollout.prompt_length=9
-ppo async_training.use_rollout_log_probs=True → algorithm.rollout_correction.bypass_mode=True
+ppo reward.max_rpm=3 → reward_model.max_rpm=3
 ppo ARR.actor.policy_loss.loss_mode=bypass_mode → algorithm.rollout_correction.bypass_mode=True
-ppo reward.sandbox_fusion.url=http://x → reward_model.sandbox_fusion.url=http://x
 ppo sandbox_fusion.max_concurrent=2 → reward_model.sandbox_fusion.max_concurrent=2
-ppo critic.fsdp.param_offload=True → critic.model.fsdp_config.param_offload=True
-ppo critic.fsdp_config.fsdp_size=2 → critic.model.fsdp_config.fsdp_size=2
-ppo ARR.actor.optim.clip_grad=2 → ARR.actor.grad_clip=2.0
-ppo ARR.actor.optim.grad_clip=2 → ARR.actor.grad_clip=2.0
 ppo critic.optim.clip_grad=2 → critic.grad_clip=2.0
-ppo ARR.actor.optim.warmup_style=cosine → ARR.actor.optim.lr_scheduler_type=cosine
-ppo critic.optim.lr_scheduler=linear → critic.optim.lr_scheduler_type=linear
-ppo ARR.actor.optim.lr_decay_style=linear → ARR.actor.optim.lr_scheduler_type=linear
-ppo ARR.actor.ppo_micro_batch_size=4 → ARR.actor.ppo_micro_batch_size_per_gpu=4
 ppo ARR.ref.log_prob_micro_batch_size=4 → ARR.ref.log_prob_micro_batch_size_per_gpu=4
-ppo ARR.rollout.log_prob_micro_batch_size=4 → ARR.rollout.log_prob_micro_batch_size_per_gpu=4
-ppo critic.ppo_micro_batch_size=4 → critic.ppo_micro_batch_size_per_gpu=4
 ppo critic.forward_micro_batch_size=4 → critic.forward_micro_batch_size_per_gpu=4
-ppo ARR.actor.fsdp_config.ulysses_sequence_parallel_size=2 → ARR.actor.ulysses_sequence_parallel_size=2
-ppo ARR.actor.use_remove_padding=False → ARR.model.use_remove_padding=False
-ppo ARR.actor.use_fused_kernels=True → ARR.model.use_fused_kernels=True
-ppo ARR.model.lora.rank=8 → ARR.model.lora_rank=8
-ppo ARR.model.lora.alpha=8 → ARR.model.lora_alpha=8
-ppo ARR.model.lora.adapter_path=/a → ARR.model.lora_adapter_path=/a
 ppo ARR.model.lora.exclude_modules=x → ARR.model.exclude_modules=[x]
 ppo ARR.model.lora.target_modules=[linear_qkv,linear_proj] → ARR.model.target_modules=[q_proj,k_proj,v_proj,o_proj]
-ppo ARR.router_replay.mode=R2 → ARR.actor.router_replay.mode=R2
-ppo ARR.actor.fsdp_config.router_replay.mode=R2 → ARR.actor.router_replay.mode=R2
 ppo ARR.actor.veomni.router_replay.mode=R3 → ARR.actor.router_replay.mode=R3
-ppo ARR.rollout.skip_rollout=True → skip.rollout.enable=True
-ppo ARR.rollout.skip_dump_dir=/d → skip.rollout.dump_dir=/d
-ppo rollout.nnodes=2 → ARR.rollout.nnodes=2
-ppo rollout.n_gpus_per_node=2 → ARR.rollout.n_gpus_per_node=2
-ppo rollout.n=6 → ARR.rollout.n=6
-ppo async_training.concurrent_samples_per_replica=9 → ARR.rollout.max_num_seqs=9
-ppo async_training.partial_rollout=False → trainer.partial_rollout=False
-ppo ARR.actor.use_rollout_log_probs=True → algorithm.rollout_correction.bypass_mode=True
-ppo ARR.actor.veomni.param_offload=True → ARR.actor.fsdp_config.param_offload=True
-ppo ARR.actor.veomni.enable_full_shard=False → ARR.actor.fsdp_config.reshard_after_forward=False
 ppo ARR.ref.veomni.ulysses_parallel_size=2 → ARR.ref.ulysses_sequence_parallel_size=2
 ppo critic.veomni.fsdp_size=4 → critic.model.fsdp_config.fsdp_size=4
 ppo critic.veomni.ulysses_parallel_size=2 → critic.ulysses_sequence_parallel_size=2
-ppo ARR.actor.torchtitan.data_parallel_shard_size=4 → ARR.actor.fsdp_config.fsdp_size=4
-ppo ARR.actor.torchtitan.tensor_parallel_size=2 → ARR.actor.fsdp_config.tensor_parallel_size=2
 ppo ARR.actor.torchtitan.activation_checkpoint=none → ARR.model.enable_gradient_checkpointing=False
 ppo ARR.actor.torchtitan.activation_checkpoint=selective → ARR.model.enable_gradient_checkpointing=True
 ppo ARR.actor.fsdp_config.turbo_config.distributed.fully_shard_parallel_size=8 → ARR.actor.fsdp_config.fsdp_size=8
-ppo ARR.actor.fsdp_config.turbo_config.distributed.ulysses_parallel_size=2 → ARR.actor.ulysses_sequence_parallel_size=2
 ppo ARR.actor.fsdp_config.turbo_config.memory.recompute=False → ARR.model.enable_gradient_checkpointing=False
-sft engine.tp_size=2 → engine.tensor_parallel_size=2
-sft engine.ulysses_parallel_size=2 → engine.ulysses_sequence_parallel_size=2
-sft engine.activation_checkpointing=False → model.enable_gradient_checkpointing=False
-sft optim.min_lr_factor=0.1 → optim.min_lr_ratio=0.1
 ppo ray_init.num_cpus=4 → ray_kwargs.ray_init.num_cpus=4
-sft model.partial_pretrain=/m → model.path=/m
-sft model.strategy=fsdp2 → engine.strategy=fsdp2
-sft ulysses_sequence_parallel_size=2 → engine.ulysses_sequence_parallel_size=2
 sft model.fsdp_config.cpu_offload=True → engine.param_offload=True
-sft model.fsdp_config.offload_params=True → engine.param_offload=True
-sft data.multiturn.messages_key=m → data.messages_key=m
-sft use_remove_padding=False → model.use_remove_padding=False
 sft data.micro_batch_size=4 → data.micro_batch_size_per_gpu=4
-sft optim.lr_scheduler=cosine → optim.lr_scheduler_type=cosine
 """
 
 
@@ -296,48 +281,13 @@ def test_yaml_groups_under_an_old_name(tmp_path):
     assert cfg.reward_model.reward_manager == "dapo" and cfg.critic.model.fsdp_config.fsdp_size == 4
 
 
-# what the reason says (_ for a blank): keys as written
-NO_EFFECT = """
-packed: data.pad_mode=left ARR.actor.fsdp_config.pad_to_length=5 ARR.actor.fsdp_config.pad_to_length_x=5
-packed: +data.padding_mode=1 +ARR.rollout.engine_kwargs.padding_mode=1
-packed: +ARR.rollout.engine_kwargs.vllm.padding_mode=1
-Ray_or_torchrun: trainer.master_addr=x trainer.master_port=1
-synchronised: ARR.actor.sync_gradients=True critic.sync_gradients=True
-one_implementation: trainer.use_legacy_worker_impl=auto trainer.use_v1=True
-one_implementation: reward_model.use_reward_loop=True reward_model.launch_reward_fn_async=True
-asynchronous_engine_interface: ARR.rollout.mode=async
-driver: transfer_queue.enable=True
-devices_of_the_samplers: async_training.use_trainer_do_validate=True
-kernels: ARR.actor.veomni.attn_implementation=sdpa ARR.actor.veomni.moe_implementation=fused
-kernels: ARR.actor.torchtitan.attn_type=flex ARR.actor.automodel.backend_config.attn=te
-compute_is_in_dtype: ARR.actor.fsdp_config.mixed_precision=True
-packed: ARR.actor.megatron.use_remove_padding=True
-adapter: ARR.model.lora.freeze_vision_model=True ARR.model.lora.lora_A_init_method=kaiming
-streamed: ARR.rollout.layered_summon=True
-chunked: ARR.actor.entropy_checkpointing=True ARR.actor.entropy_from_logits_with_chunking=True
-chunked: ARR.ref.entropy_from_logits_chunk_size=2048 ARR.actor.calculate_entropy=True
-one_stream: data.val_batch_size=8
-plugins: data.return_raw_chat=True data.return_full_prompt=True data.return_raw_input_ids=True
-plugins: data.return_multi_modal_inputs=True
-re-tokenised: ARR.rollout.multi_turn.num_repeat_rollouts=2
-re-tokenised: ARR.rollout.multi_turn.tokenization_sanity_check_mode=strict
-re-tokenised: ARR.rollout.multi_turn.num_repeat_rollouts=2
-set_by_the_system: ARR.actor.fsdp_config.use_orig_params=True ARR.ref.fsdp_config.forward_only=True
-set_by_the_system: ARR.actor.rollout_n=5 rollout_n=5
-packed_batches: reward_model.micro_batch_size_per_gpu=5 reward_model.micro_batch_size=5
-packed_batches: reward_model.max_length=5 reward_model.strategy=fsdp
-packed_batches: reward_model.ulysses_sequence_parallel_size=1 reward_model.model.use_remove_padding=True
-packed_batches: reward_model.model.fsdp_config.fsdp_size=1 reward_model.model.input_tokenizer=x
-"""
-
-
-@pytest.mark.parametrize("row", NO_EFFECT.strip().splitlines())
-def test_keys_without_effect_say_why(row):
-    reason, *overrides = row.replace("ARR", ARR).split(" ")
-    for override in overrides:
-        cfg = load([override])
-        assert len(cfg.notices) == 1 and "no effect" in cfg.notices[0]
-        assert reason.strip(":").replace("_", " ") in cfg.notices[0] and cfg == load([])
+@pytest.mark.parametrize("glob", [*PUBLIC.no_effect, *PUBLIC.switches])
+def test_keys_without_effect_say_why(glob):
+    reason = {**PUBLIC.no_effect, **PUBLIC.switches}[glob]
+    for path in alternatives(glob):
+        cfg = load([f"+{path}=True"])
+        told = [] if reason in PUBLIC.silent else [f"no effect: {path}: {reason}"]
+        assert cfg.notices == told and cfg == load([])
 
 
 def test_a_reason_is_said_once_for_all_its_keys():
@@ -355,49 +305,16 @@ def test_keys_that_are_not_needed_say_nothing(override):
     assert load([override]).notices == []
 
 
-REFUSED = [
-    f"{ARR}.model.mtp.enable=True",
-    f"{ARR}.model.mtp={{enable:True}}",
-    f"{ARR}.actor.qat.enable=True",
-    f"{ARR}.rollout.disaggregation.enabled=True",
-    f"{ARR}.ref.router_replay.mode=R2",
-    f"{ARR}.actor.fsdp_config.qat.enable=True",
-    f"{ARR}.actor.veomni.expert_parallel_size=2",
-    f"{ARR}.actor.torchtitan.pipeline_parallel_size=2",
-    f"{ARR}.actor.automodel.cp_size=4",
-    f"{ARR}.actor.fsdp_config.turbo_config.distributed.expert_parallel_size=2",
-    f"{ARR}.actor.megatron.use_megatron_fsdp=True",
-    f"{ARR}.rollout.moe_tensor_parallel_size=2",
-    f"{ARR}.model.lora.merge=True",
-    f"{ARR}.model.lora.type=canonical_lora",
-    f"{ARR}.model.lora.dropout=0.1",
-    "trainer.checkpoint_callback_class=x.Y",
-    "global_profiler.finish_hook_cmd=ls",
-    f"{ARR}.rollout.over_sample_rate=0.1",
-    f"{ARR}.rollout.agent.custom_async_server.path=x.py",
-]
-
-
-@pytest.mark.parametrize("override", REFUSED)
-def test_recognised_and_refused(override):
+@pytest.mark.parametrize("glob", PUBLIC.refused)
+def test_missing_features_are_refused_unless_they_are_off(glob):
+    for path in alternatives(glob):
+        entry = "ppo" if locate(ROOTS["ppo"], path) is None else "generation"
+        with pytest.raises(ConfigError, match="not in this release; closest: "):
+            load([f"{path}=2"], entry)
+        for off in PUBLIC.refused[glob].off:
+            assert load([f"{path}={off}"], entry) == load([], entry)
     with pytest.raises(ConfigError, match="not in this release; closest: "):
-        load([override])
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        f"{ARR}.model.mtp.enable=False",
-        f"{ARR}.model.mtp={{enable:False,n:2}}",
-        f"{ARR}.actor.router_replay.mode=disabled",
-        f"{ARR}.rollout.over_sample_rate=0",
-        f"{ARR}.rollout.agent.custom_async_server.path=null",
-        f"{ARR}.actor.veomni.expert_parallel_size=1",
-        f"{ARR}.model.lora.type=lora",
-    ],
-)
-def test_refused_features_may_be_switched_off(override):
-    assert load([override]) == load([])
+        load([f"{ARR}.model.mtp={{enable:True}}"])
 
 
 def test_value_synonyms():

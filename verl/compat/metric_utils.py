@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -69,10 +71,20 @@ class Metric:
         return Metric(self.aggregation)
 
 
+@contextmanager
+def simple_timer(name: str, timings: dict[str, float]) -> Iterator[None]:
+    """Add the seconds of a block to `timings[name]`."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        timings[name] = timings.get(name, 0.0) + time.perf_counter() - started
+
+
 def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any], prefix: str = "") -> None:
     """Add each value to the list, or the metric, of its name."""
     for name, value in new_data.items():
-        start = value.init_list() if isinstance(value, Metric) else []
+        start: Any = value.init_list() if isinstance(value, Metric) else []
         data.setdefault(f"{prefix}{name}", start).append(value)
 
 

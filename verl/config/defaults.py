@@ -11,17 +11,18 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.config import asynchronous
 from verl.config import devices as machine
-from verl.config.coerce import coerce, expand
-from verl.config.fields import Field, leaves, locate
+from verl.config.conversion import coerce, expand
 from verl.config.grammar import GrammarError, Value
 from verl.config.layout import Sizes
-from verl.config.names import built_in
+from verl.config.release import built_in
 from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
+from verl.config.schema.algorithm import ONLY_TEACHER
 from verl.config.schema.base import Map, Root, put, select
-from verl.config.schema.distillation import ONLY_TEACHER
+from verl.config.schema.entries import Config
+from verl.config.schema.fields import Field, leaves, locate
+from verl.config.schema.rollout import RolloutConfig
 from verl.errors import UserError
 from verl.plugins import VARIABLE as PLUG_INS
 from verl.plugins import import_modules
@@ -33,7 +34,9 @@ def fill(resolver: Resolver) -> None:
         _interpolate(resolver)
     _devices(resolver.root)
     _micro_batches(resolver)
-    asynchronous.settle(resolver)
+    spellings = resolver.spellings
+    computed = {key: resolver.old[key].data for key in spellings.computed if key in resolver.old}
+    spellings.settle(resolver.root, computed, resolver.refuse, resolver.notice)
     complete(resolver.root, resolver.notice)
 
 
@@ -48,14 +51,18 @@ def complete(root: Root, say: Callable[[str], None] = lambda text: None) -> None
     for path in ("actor_rollout_ref.rollout", "reward_model.rollout", "rollout"):
         if (rollout := root.select(path)) is not None:
             _rollout(rollout, root["data"] if root.entry == "ppo" and path.startswith("actor") else {})
-            if not root.was_set(f"{path}.agent.default_agent_loop"):
-                _default_loop(rollout)
-    if root.entry == "ppo":
+            if root.was_set(f"{path}.agent.default_agent_loop"):
+                continue
+            if rollout.agent.environment.name:
+                rollout.agent.default_agent_loop = "environment_agent"
+            elif rollout.multi_turn.enable:
+                rollout.agent.default_agent_loop = "tool_agent"
+    if isinstance(root, Config):
         _ppo(root, say)
     _records(root)
 
 
-def _records(root: Any) -> None:
+def _records(root: Root) -> None:
     """Name and folder of the records: of generation and evaluation after the file that they write or read."""
     trainer, kind = root["trainer"], {"eval": "evaluation", "generation": "generation"}.get(root.entry)
     file = ""
@@ -181,7 +188,7 @@ def _leaders(root: Root, path: str, field: Field) -> Any:
     return float(value) if field.type is float and isinstance(value, int) else value
 
 
-def _ppo(root: Any, say: Callable[[str], None]) -> None:
+def _ppo(root: Config, say: Callable[[str], None]) -> None:
     """Defaults of `main_ppo` that depend on other choices."""
     actor, rollout = root.actor_rollout_ref.actor, root.actor_rollout_ref.rollout
     mode = actor.policy_loss.loss_mode
@@ -221,7 +228,7 @@ def _ppo(root: Any, say: Callable[[str], None]) -> None:
         say(f"rollout.{key}={longest}: a prompt is not cut (enable_chunked_prefill=False)")
 
 
-def reader_of_values(root: Any) -> str:
+def reader_of_values(root: Config) -> str:
     """The key=name of the estimator or the loss that needs a critic's values, or "".
 
     A name that is not built in is looked up in the plug-in modules, which are imported for that; the check reports
@@ -246,7 +253,7 @@ def reader_of_values(root: Any) -> str:
     return ""
 
 
-def _teachers(models: Any, say: Callable[[str], None]) -> None:
+def _teachers(models: Map, say: Callable[[str], None]) -> None:
     """Beside teachers of other names the entry that is there from the start goes, unless it names a model."""
     only = models.get(ONLY_TEACHER)
     if len(models) > 1 and isinstance(only, dict) and not only.get("model_path"):
@@ -254,7 +261,7 @@ def _teachers(models: Any, say: Callable[[str], None]) -> None:
         say(f"distillation.teacher_models.{ONLY_TEACHER} has no model_path and is left out: there are others")
 
 
-def _rollout(rollout: Any, data: Mapping[str, Any]) -> None:
+def _rollout(rollout: RolloutConfig, data: Mapping[str, Any]) -> None:
     """The engine of this release, and the longest sequence: a response ends at the smaller one of its two limits."""
     if rollout.name == "auto":
         rollout.name = RELEASED[0]
@@ -263,15 +270,7 @@ def _rollout(rollout: Any, data: Mapping[str, Any]) -> None:
         rollout.max_model_len = rollout.prompt_length + response
 
 
-def _default_loop(rollout: Any) -> None:
-    """The loop of most rows, where something is configured that needs one."""
-    if rollout.agent.environment.name:
-        rollout.agent.default_agent_loop = "environment_agent"
-    elif rollout.multi_turn.enable:
-        rollout.agent.default_agent_loop = "tool_agent"
-
-
-def _reward_manager(root: Any) -> None:
+def _reward_manager(root: Config) -> None:
     """Two places name the manager: the later one counts, both show it."""
     if root.set_order("reward_manager.name") > root.set_order("reward_model.reward_manager"):
         name = root.reward_manager.name

@@ -3,6 +3,7 @@ users register."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable
@@ -26,6 +27,10 @@ class FunctionCall:
 Found = tuple[str, list[FunctionCall]]
 
 
+_CLASSES: dict[str, type[ToolParser]] = {}
+"""Name → the user's class that is registered under it."""
+
+
 class ToolParser:
     """Reads the calls of a sampled turn, in one of the formats of `PARSERS`; base of the user's own."""
 
@@ -39,7 +44,7 @@ class ToolParser:
         """Class decorator: make a parser known as `multi_turn.format=name`."""
 
         def add(cls: type[ToolParser]) -> type[ToolParser]:
-            OWN_PARSERS[name] = cls
+            _CLASSES[name], OWN_PARSERS[name] = cls, functools.partial(_read_turn, name)
             return cls
 
         return add
@@ -47,11 +52,11 @@ class ToolParser:
     @staticmethod
     def get_tool_parser(name: str, tokenizer: Any) -> ToolParser:
         """The parser of `multi_turn.format`. ValueError for an unknown one."""
-        names = PARSERS.keys() | OWN_PARSERS.keys()
+        names = PARSERS.keys() | _CLASSES.keys()
         if name not in names:
             raise ValueError(f"unknown tool parser {name!r}; known: {', '.join(sorted(names))}")
         classes = (cls for cls in ToolParser.__subclasses__() if cls.tool_format == name)
-        parser = (OWN_PARSERS.get(name) or next(classes, ToolParser))(tokenizer)
+        parser = (_CLASSES.get(name) or next(classes, ToolParser))(tokenizer)
         parser.tool_format = parser.tool_format or name
         return parser
 
@@ -65,7 +70,7 @@ class ToolParser:
         return content, [_call(call, number) for number, call in enumerate(calls) if not call.error]
 
 
-async def read_with_own(name: str, tokenizer: Any, ids: list[int], tools: Any) -> tuple[str, list[ToolCall]]:
+async def _read_turn(name: str, tokenizer: Any, ids: list[int], tools: Any) -> tuple[str, list[ToolCall]]:
     """(text, calls) of a sampled turn, its end token with it, as the user's parser `name` reads it. UserError where it
     raises or returns anything else."""
     parser = ToolParser.get_tool_parser(name, tokenizer)
