@@ -25,7 +25,7 @@ from work import Shape, build
 from verl.algorithms.objective import count_denominators
 from verl.config import load
 from verl.trajectory import Segment
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
 
 LIMIT = 1.15
 

@@ -100,9 +100,9 @@ class Echo:
 
     def receive_rows(self, payload: dict[str, np.ndarray], *inputs: dict[str, np.ndarray]) -> None:
         """Decode, as a rank does."""
-        from verl.workers import codec
+        from verl.workers import payloads
 
-        self.rows = codec.decode(payload, inputs)
+        self.rows = payloads.decode(payload, inputs)
 
     def forward(self, phase: str, role: str, outputs: Mapping[str, str]) -> dict[str, np.ndarray]:
         """Zeros in every column."""

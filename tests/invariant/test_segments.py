@@ -25,9 +25,9 @@ from verl.algorithms.tokens import MODES
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Segment, Trajectory, flat
 from verl.workers.group import DirectCalls, WorkerGroup
-from verl.workers.plan import UpdatePlan
 from verl.workers.roles import roles_of
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
+from verl.workers.update_plan import UpdatePlan
 
 GROUPS = [(5, [3, 9, 6]), (7, [2, 8, 4])]
 

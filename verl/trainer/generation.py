@@ -42,7 +42,7 @@ MAX_LOST_RATIO = 0.1
 def generate(config: GenerationConfig, tracking: Tracking) -> None:
     """Sample, write `data.output_path`, and the records to the run folder; see `run_guarded` for how it ends."""
     from verl.tracking.timer import Phases, Watchdog
-    from verl.workers.start import check_cluster
+    from verl.workers.launch import check_cluster
 
     run, phases = training_config(config), Phases()
     watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event)
@@ -104,7 +104,7 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     from verl.data.files import DataError
     from verl.data.rows import RowRules
     from verl.rollout.tool_agent import checked_tools
-    from verl.trainer.run import open_tokenizer
+    from verl.trainer.parts import open_tokenizer
 
     arr = run.actor_rollout_ref
     tokenizer, processor = open_tokenizer(arr.model, run.data, tracking)
@@ -124,8 +124,8 @@ def _build(
     run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks
 ) -> tuple[RolloutManager, WorkerSet]:
     """The samplers and what drives them."""
-    from verl.trainer.run import open_rollouts, rollout_settings
-    from verl.workers.start import start_samplers
+    from verl.trainer.parts import open_rollouts, rollout_settings
+    from verl.workers.launch import start_samplers
 
     settings = rollout_settings(run)
     settings = replace(settings, max_lost_ratio=1.0)  # the share of a prompt's own responses says little

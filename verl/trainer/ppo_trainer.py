@@ -28,11 +28,11 @@ from verl.algorithms.needs import passes, with_old_log_probs
 from verl.rollout.dynamic_sampling import open_schedule
 from verl.rollout.schedule import evict_stale
 from verl.trainer.step_record import StepRecord
-from verl.weight_sync.base import SyncResult
+from verl.weight_sync.sender import SyncResult
 
 if TYPE_CHECKING:
     from verl.config import Config
-    from verl.trainer.run import Parts
+    from verl.trainer.parts import Parts
     from verl.trajectory import Batch
 
 

@@ -49,7 +49,7 @@ class Ranks:
 
     def share(self, rows: Sequence[Trajectory], engine: TrainingEngine) -> list[Segment]:
         """This rank's rows of a batch that every rank has, about as many tokens as the others."""
-        from verl.workers.plan import partition
+        from verl.workers.update_plan import partition
 
         segments = [segment for row in rows for segment in row.segments]
         return [segments[i] for i in partition(segments, engine.dp_size)[engine.dp_rank]]

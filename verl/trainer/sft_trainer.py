@@ -27,8 +27,9 @@ from verl.tracking.names import plain_metrics
 from verl.tracking.profiler import announce, open_profiler
 from verl.tracking.step_metrics import BACKWARD, Counters, mfu
 from verl.tracking.timer import Phases, Watchdog, profiled
-from verl.trainer.resume import Storage, refuse_other_data
-from verl.trainer.run import open_tokenizer, run_guarded
+from verl.trainer.checkpoints import Storage, refuse_other_data
+from verl.trainer.parts import open_tokenizer
+from verl.trainer.run import run_guarded
 from verl.trainer.sft_ranks import Ranks, follow, quietly
 from verl.trainer.sft_setup import CrossEntropy, as_trajectory, build_engine, open_data
 from verl.trajectory import Trajectory
@@ -119,7 +120,7 @@ class SFTTrainer:
         return [as_trajectory(row, f"{i}@{epoch}") for i, row in rows.items()], failed
 
     def _train_step(self) -> tuple[dict[str, float], Any]:
-        from verl.workers.plan import Refusal, UpdateResult
+        from verl.workers.update_plan import Refusal, UpdateResult
 
         started = time.perf_counter()
         self.phases.start_step()

@@ -20,7 +20,7 @@ from verl.tracking.step_metrics import StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import StepTimes, Timeline, profiled
 from verl.trainer.image_checks import ImageRecord
 from verl.trajectory import COLUMNS
-from verl.weight_sync.base import SyncResult
+from verl.weight_sync.sender import SyncResult
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from verl.tracking.step_metrics import Counters
     from verl.tracking.tracker import Tracking
     from verl.trainer.colocation import Colocation
-    from verl.trainer.run import Parts
+    from verl.trainer.parts import Parts
     from verl.trajectory import Batch, Trajectory
-    from verl.workers.plan import Refusal, UpdateResult
+    from verl.workers.update_plan import Refusal, UpdateResult
 
 
 REJECTED_SHARE = 0.05

@@ -22,7 +22,7 @@ from queue import Queue
 import torch
 
 from verl.platform import platform_of
-from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.verify import WeightSyncError
 
 ALIGN = 64
 """Every part starts at a multiple of this many bytes: any data type can be viewed in place."""

@@ -23,7 +23,7 @@ from verl.tracking.profiler import Profiler
 from verl.trajectory import Batch, Prompt, Segment, segments_of
 from verl.weight_sync.sender import WeightSync
 from verl.workers.group import Placed, WorkerGroup
-from verl.workers.plan import CORRECTED, MiniBatch, UpdatePlan, UpdateResult, partition, summarise
+from verl.workers.update_plan import CORRECTED, MiniBatch, UpdatePlan, UpdateResult, partition, summarise
 
 Outcome = tuple[MiniBatch, TrainStepResult | None]
 

@@ -18,10 +18,10 @@ from verl.checkpoint import CheckpointError, newest
 from verl.checkpoint.remote import RemoteCopies
 from verl.checkpoint.write import CheckpointWriter
 from verl.tracking.step_metrics import Counters
-from verl.trainer.resume import Storage
+from verl.trainer.checkpoints import Storage
 from verl.trainer.step_record import RefusedSteps, TooManyRefused
 from verl.trajectory import Prompt, Trajectory
-from verl.workers.plan import Refusal, UpdateResult
+from verl.workers.update_plan import Refusal, UpdateResult
 
 
 class Records:

@@ -24,8 +24,8 @@ from verl.platform.host import DEFAULTS, usable
 from verl.platform.network import check_reachable
 from verl.platform.processes import sweep_at_exit
 from verl.versions import refuse_holes
+from verl.workers.cluster_needs import no_cluster
 from verl.workers.ray.calls import joined, within
-from verl.workers.resources import no_cluster
 
 LOOPBACK = "127.0.0.1"
 _TIMELINE_S = 60.0

@@ -34,9 +34,9 @@ from verl.platform.processes import Identity
 from verl.plugins import import_modules
 from verl.tracking.timer import Profiled
 from verl.trajectory import Segment, fill_flat
-from verl.weight_sync.base import SyncResult
-from verl.weight_sync.shared_memory import BucketSender, Channel, offer
-from verl.workers import build, codec
+from verl.weight_sync.channel import BucketSender, Channel, offer
+from verl.weight_sync.sender import SyncResult
+from verl.workers import build, payloads
 
 _OPEN_FILES = 65536
 RECORDED = {"log_probs": "old_log_probs", "entropy": "entropy"}
@@ -106,12 +106,12 @@ class Worker(Profiled):
         self._rows = list(rows)
 
     def receive_rows(self, payload: Mapping[str, Any], *inputs: Mapping[str, np.ndarray]) -> None:
-        """`take_rows` of what `codec.encode` made, and the inputs of the rows' images."""
-        self._rows, self._remote = codec.decode(payload, inputs), True
+        """`take_rows` of what `payloads.encode` made, and the inputs of the rows' images."""
+        self._rows, self._remote = payloads.decode(payload, inputs), True
 
     def forward(
         self, phase: str, role: str, outputs: Mapping[str, str], positions: Sequence[int] | None = None
-    ) -> codec.Payload:
+    ) -> payloads.Payload:
         """A forward pass over the rows, or those at `positions`: fill and return the columns of `outputs` (output of
         the engine → column)."""
         engine = self.engine(role)
@@ -123,7 +123,7 @@ class Worker(Profiled):
         for name, values in columns.items():
             fill_flat(rows, name, values)
         if ROUTES in outputs and self._remote:  # the engine puts them on the rows, the context's too
-            columns |= codec.collect(rows, [ROUTES])
+            columns |= payloads.collect(rows, [ROUTES])
         return columns
 
     def update(
@@ -137,14 +137,14 @@ class Worker(Profiled):
         """
         engine = self.engine(role)
         if columns:
-            codec.fill(self._rows, columns)
+            payloads.fill(self._rows, columns)
         recorded = RECORDED.values() if role == "actor" else ()
         fresh = [name for name in recorded if any(getattr(row, name) is None for row in self._rows)]
         with self.span(f"update_{role}"):
             results = [self._update(role, engine, mini) for mini in minis]
         return {
             "results": [asdict(result) for result in results],
-            "columns": codec.collect(self._rows, fresh) if self._remote else {},
+            "columns": payloads.collect(self._rows, fresh) if self._remote else {},
         }
 
     def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> TrainStepResult:
@@ -253,7 +253,7 @@ class Worker(Profiled):
     def try_channel(
         self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float
     ) -> str:
-        """Write a first, small transfer (`shared_memory.offer`); what went wrong, "" for nothing."""
+        """Write a first, small transfer (`channel.offer`); what went wrong, "" for nothing."""
         if channel is None:
             return ""
         device = self.platform.device() if on_device else None

@@ -21,10 +21,10 @@ from verl.tracking.hooks import RunHooks
 from verl.tracking.profiler import open_profiler
 from verl.weight_sync.sender import InProcessSync, StreamedSync, WeightSync
 from verl.workers import build
+from verl.workers.cluster_needs import no_cluster
 from verl.workers.group import DirectCalls, WorkerGroup
-from verl.workers.resources import no_cluster
 from verl.workers.roles import WorkerSet, roles_of, update_plan
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
 
 
 def wants_ray(config: Any) -> bool:
