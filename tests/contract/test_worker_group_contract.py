@@ -250,7 +250,7 @@ def test_a_batch_travels_once_and_then_only_what_is_new() -> None:
     batch = batch_of(LENGTHS)
     ranks, _ = run([0, 1], settings(ppo_epochs=2), batch, first=True)
     sent = [method for method, _ in ranks.calls.sent if method != "restart"]
-    assert sent == ["receive_rows", "forward", "update", "advance"]
+    assert sent == ["receive_rows", "forward", "update", "run"]
     news = dict(ranks.calls.sent)["update"][0][1]
     assert sorted(news) == ["advantages", "loss_mask"]
     ranks.policy.update(batch, step=2)

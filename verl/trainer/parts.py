@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers.utils import logging
+
+from verl.algorithms.kl import KLController, get_kl_controller
+from verl.algorithms.needs import GREEDY_BASELINE, needed_columns, teacher_roles
+from verl.config import Config
+from verl.config.layout import own_pools
+from verl.config.weights import scores_by_model, user_scores
+from verl.data.dataset import PromptDataset
+from verl.data.media import load_processor
+from verl.data.rows import text_of
+from verl.data.stream import PromptStream, open_stream
+from verl.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_of
+from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
-
-if TYPE_CHECKING:
-    from verl.algorithms.kl import KLController
-    from verl.config import Config
-    from verl.data.stream import PromptStream
-    from verl.engine.rollout.base import SamplingParams
-    from verl.reward.runner import RewardRunner
-    from verl.rollout.event_loop import Loop
-    from verl.rollout.manager import RolloutManager
-    from verl.tracking.hooks import RunHooks
-    from verl.tracking.step_metrics import Counters
-    from verl.tracking.timer import Phases
-    from verl.tracking.tracker import Tracking
-    from verl.trainer.checkpoints import Checkpoints
-    from verl.trainer.colocation import Colocation
-    from verl.trainer.validation import Validator
-    from verl.workers.roles import WorkerSet
+from verl.platform.host import tune_allocator
+from verl.reward.model import RewardModel
+from verl.reward.precheck import precheck
+from verl.reward.rules import check_truth
+from verl.reward.runner import RewardRunner
+from verl.rollout.event_loop import Loop
+from verl.rollout.loop_processes import LoopProcesses
+from verl.rollout.manager import RolloutManager, RolloutSettings
+from verl.rollout.tool_agent import checked_tools
+from verl.tracking.hooks import RunHooks
+from verl.tracking.step_metrics import Counters
+from verl.tracking.timer import Phases
+from verl.tracking.tracker import Tracking
+from verl.trainer.checkpoints import Checkpoints
+from verl.trainer.colocation import Colocation
+from verl.trainer.validation import ValidationPrompts, Validator
+from verl.workers import build
+from verl.workers.launch import check_cluster, start_workers
+from verl.workers.roles import Classifier, WorkerSet, teacher_of
 
 
 @dataclass
@@ -46,21 +62,10 @@ class Parts:
 
 
 def build_parts(
-    config: Config, tracking: Any, loop: Loop, phases: Phases, hooks: RunHooks
+    config: Config, tracking: Tracking, loop: Loop, phases: Phases, hooks: RunHooks
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
-    from verl.algorithms.kl import get_kl_controller
-    from verl.config.layout import own_pools
-    from verl.config.weights import user_scores
-    from verl.data.stream import open_stream
-    from verl.data.tokenizer import save_tokenizer
-    from verl.tracking.step_metrics import Counters
-    from verl.trainer.checkpoints import Checkpoints
-    from verl.trainer.colocation import Colocation
-    from verl.workers.launch import check_cluster, start_workers
-    from verl.workers.roles import Classifier
-
     check_cluster(config)
     model, algorithm = config.actor_rollout_ref.model, config.algorithm
     tokenizer, processor = open_tokenizer(model, config.data, tracking)
@@ -85,28 +90,11 @@ def build_parts(
     tracking.bad_rows(row for data in (train, validation) if data is not None for row in data.bad_rows)
     kl_controller = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
     counters = Counters()
+    save = partial(save_tokenizer, tokenizer, None if processor is None else model.path)
+    checkpoints = Checkpoints(config, save, tracking, workers, colocation, stream, kl_controller, counters)
     parts = Parts(
-        stream=stream,
-        rollouts=rollouts,
-        rewards=rewards,
-        workers=workers,
-        colocation=colocation,
-        kl_controller=kl_controller,
-        validator=validator,
-        checkpoints=Checkpoints(
-            config,
-            partial(save_tokenizer, tokenizer, None if processor is None else model.path),
-            tracking,
-            workers=workers,
-            colocation=colocation,
-            stream=stream,
-            kl_controller=kl_controller,
-            counters=counters,
-        ),
-        tracking=tracking,
-        phases=phases,
-        loop=loop,
-        counters=counters,
+        *(stream, rollouts, rewards, workers, colocation, kl_controller, validator),
+        *(checkpoints, tracking, phases, loop, counters),
     )
     print(
         f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"
@@ -115,13 +103,9 @@ def build_parts(
 
 
 def open_rollouts(
-    config: Config, settings: Any, sampler: Any, tokenizer: Any, on_finished: Any, tracking: Any
+    config: Config, settings: Any, sampler: Any, tokenizer: Any, on_finished: Any, tracking: Tracking
 ) -> RolloutManager:
     """What asks the sampler for responses, by agent loops, and hands each to `on_finished` as soon as it is there."""
-    from verl.data.rows import text_of
-    from verl.rollout.loop_processes import LoopProcesses
-    from verl.rollout.manager import RolloutManager
-
     processes = config.actor_rollout_ref.rollout.agent.num_workers
     return RolloutManager(
         sampler,
@@ -135,30 +119,17 @@ def open_rollouts(
     )
 
 
-def open_rewards(config: Config, tracking: Any, judging: Any = None) -> RewardRunner:
+def open_rewards(config: Config, tracking: Tracking, judging: Any = None) -> RewardRunner:
     """What scores responses: the function, and a model or a judge where the configuration names one. judging: the
     judge's sampler, if it is not in this process."""
-    from verl.config.weights import scores_by_model
-    from verl.reward.model import RewardModel
-    from verl.reward.runner import RewardRunner
-    from verl.workers import build
-
     model = RewardModel(config) if scores_by_model(config) else None
     judge = build.judge(config, judging) if config.reward_model.enable and model is None else None
     return RewardRunner(config, events=tracking.event, model=model, judge=judge)
 
 
-def open_tokenizer(model: Any, data: Any, tracking: Any) -> tuple[Any, Any]:
+def open_tokenizer(model: Any, data: Any, tracking: Tracking) -> tuple[Any, Any]:
     """The tokenizer, which the records get too, and the processor of a model that sees images, else None. A run loads
     them first, so libraries are set up before. model, data: the groups of the configuration."""
-    import warnings
-
-    from transformers.utils import logging
-
-    from verl.data.media import load_processor
-    from verl.data.tokenizer import tokenizer_of
-    from verl.platform.host import tune_allocator
-
     tune_allocator()
     logging.disable_progress_bar()  # a run has its own progress display, which the libraries' bars would tear apart
     warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
@@ -167,13 +138,9 @@ def open_tokenizer(model: Any, data: Any, tracking: Any) -> tuple[Any, Any]:
     return tokenizer, load_processor(model.path, tokenizer, kwargs, trust_remote_code=trust)
 
 
-def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = None) -> tuple[Any, Any]:
+def open_data(config: Config, tokenizer: Any, tracking: Tracking, processor: Any = None) -> tuple[Any, Any]:
     """Training data, and validation data or None; reports bad rows, enforces limits. processor: of a model with
     images."""
-    from verl.data.dataset import PromptDataset
-    from verl.reward.rules import check_truth
-    from verl.rollout.tool_agent import checked_tools
-
     data = config.data
     tools = checked_tools(config.actor_rollout_ref.rollout, tokenizer, data.apply_chat_template_kwargs)
     options: dict[str, Any] = {"check_truth": check_truth, "tools": tools, "processor": processor}
@@ -189,9 +156,6 @@ def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = No
 
 def check_vocabularies(config: Config, tokenizer: Any) -> None:
     """UserError for a teacher, critic or separate reference whose token ids differ from the policy's."""
-    from verl.algorithms.needs import needed_columns, teacher_roles
-    from verl.data.tokenizer import load_tokenizer
-
     arr, needs = config.actor_rollout_ref, needed_columns(config)
     models = [("distillation.teacher_models", role["model_path"]) for role in teacher_roles(config).values()]
     models += [("critic.model.path", config.critic.model.path)] if "values" in needs else []
@@ -212,9 +176,6 @@ def check_vocabularies(config: Config, tokenizer: Any) -> None:
 
 def check_teachers(config: Config, train: Any) -> None:
     """UserError for a row that no teacher is for."""
-    from verl.algorithms.needs import teacher_roles
-    from verl.workers.roles import teacher_of
-
     choose, several = teacher_of(config), len(teacher_roles(config)) > 1
     for prompt in train.prompts(range(len(train) if several else 0)):
         choose(prompt)
@@ -222,8 +183,6 @@ def check_teachers(config: Config, train: Any) -> None:
 
 def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
     """Call the reward function on the first rows before anything heavy is loaded; an exception refuses the run."""
-    from verl.reward.precheck import precheck
-
     prompts = train.prompts(range(len(train)), most=rows)
     for prompt in prompts if rewards.model is not None else ():
         rewards.model.check(prompt)
@@ -237,10 +196,6 @@ def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
 
 def rollout_settings(config: Config) -> Any:
     """How training responses are sampled."""
-    from verl.algorithms.needs import GREEDY_BASELINE, needed_columns
-    from verl.engine.rollout.base import SamplingParams
-    from verl.rollout.manager import RolloutSettings
-
     rollout = config.actor_rollout_ref.rollout
     sampling = SamplingParams(
         max_tokens=min(rollout.response_length, config.data.max_response_length),
@@ -276,10 +231,8 @@ def _restrictions(group: Any) -> dict[str, Any]:
     return cut | {name: tuple(group[name]) for name in ("stop", "stop_token_ids")}
 
 
-def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, tracking: Any) -> Any:
+def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, tracking: Tracking) -> Any:
     """The validator, or None without validation data."""
-    from verl.trainer.validation import ValidationPrompts, Validator
-
     if data is None:
         return None
     order = data.order(seed=config.data.seed, shuffle=config.data.validation_shuffle)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import importlib
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl import interrupt
 from verl.errors import UserError
@@ -15,7 +15,10 @@ from verl.plugins import import_modules
 from verl.tracking.console import notice, spare
 
 if TYPE_CHECKING:
-    from verl.config import Config
+    from verl.config import Config, EvalConfig, GenerationConfig, SFTConfig
+    from verl.tracking.tracker import Tracking
+
+    RunConfig = Config | EvalConfig | GenerationConfig | SFTConfig
 
 EXIT_USER = 2
 EXIT_FAILED = 1
@@ -25,19 +28,20 @@ EXIT_INTERRUPTED = 130
 
 def run_command(argv: Sequence[str] | None, entry: str, work: str) -> int:
     """Resolve and check the configuration of an entry point, then call its function of (config, tracking), given as
-    "module:name" and imported last. Returns the exit status of `run_guarded`, or that of the check."""
+    "module:name". Returns the exit status of `run_guarded`, or that of the check."""
     from verl.config.command_line import resolve
 
     try:
         config = resolve(argv, entry)
     except SystemExit as error:
         return int(error.code or 0)
-    module, _, name = work.partition(":")
-    return run_guarded(config, getattr(importlib.import_module(module), name))
+    return run_guarded(config, work)
 
 
-def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
-    """Call train(config, tracking) in an opened run folder and explain how it ended.
+def run_guarded(config: RunConfig, work: str) -> int:
+    """Call the function of (config, tracking) that "module:name" gives in an opened run folder and explain how it ended.
+
+    The module is imported once the process is prepared: numerical libraries read their variables when they are loaded.
 
     Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 4 done but the last checkpoint
     could not be written (said last), 130 interrupted.
@@ -50,17 +54,17 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
     except UserError as error:
         notice(str(error))
         return EXIT_USER
-    status = _run(config, tracking, train)
+    status = _run(config, tracking, work)
     if tracking.unsaved:
         notice(tracking.unsaved)
     return status or (EXIT_UNSAVED if tracking.unsaved else 0)
 
 
-def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
-    """The exit status of `train`; says how it ended in the records and, if not well, on stderr."""
+def _run(config: RunConfig, tracking: Tracking, work: str) -> int:
+    """The exit status of `work`; says how it ended in the records and, if not well, on stderr."""
     with interrupt.handled():
         try:
-            train(config, tracking)
+            pkgutil.resolve_name(work)(config, tracking)
             return 0
         except UserError as error:
             if records := getattr(error, "records", ()):
@@ -84,7 +88,7 @@ def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
             tracking.close()
 
 
-def _interrupted(config: Any, run_dir: Path) -> str:
+def _interrupted(config: RunConfig, run_dir: Path) -> str:
     """How to go on after an interruption."""
     further = _further(config, run_dir)
     if config.entry in ("eval", "generation"):
@@ -97,24 +101,24 @@ def _interrupted(config: Any, run_dir: Path) -> str:
     return f"interrupted. {further}"
 
 
-def _further(config: Any, run_dir: Path) -> str | None:
+def _further(config: RunConfig, run_dir: Path) -> str | None:
     """How to go on from the newest checkpoint, if there is one."""
     from verl.checkpoint.read import newest_sealed
 
     saved = newest_sealed(run_dir)
     if saved is None:
         return None
-    option = " with trainer.resume_mode=auto" if config.trainer.resume_mode != "auto" else ""
+    option = " with trainer.resume_mode=auto" if config.select("trainer.resume_mode") != "auto" else ""
     return f"Run the same command again{option} to go on from {saved}"
 
 
-def import_plugins(config: Any) -> None:
+def import_plugins(config: RunConfig) -> None:
     """Import `model.external_lib` and VERL_USE_EXTERNAL_MODULES, which register estimators, losses and the like."""
     model = config.select("actor_rollout_ref.model") or config.select("model")
     import_modules(model.external_lib if model is not None else None)
 
 
-def open_tracking(config: Any) -> Any:
+def open_tracking(config: RunConfig) -> Tracking:
     """The run folder's records and the trackers. UserError if the folder cannot be made or written."""
     from verl.tracking.tracker import Tracking
 
@@ -128,13 +132,13 @@ def open_tracking(config: Any) -> Any:
         ) from error
 
 
-def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
+def _stopped(tracking: Tracking, status: str, message: str, code: int) -> int:
     tracking.finish(status, message)
     notice(message)
     return code
 
 
-def train_ppo(config: Config, tracking: Any) -> None:
+def train_ppo(config: Config, tracking: Tracking) -> None:
     """Build the parts and train by reinforcement."""
     import asyncio
 

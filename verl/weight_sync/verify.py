@@ -16,6 +16,7 @@ FULL, SAMPLED, UNVERIFIED = "full", "sampled", ""
 """How a push is verified: every byte of every weight, a sample of every weight, or not at all."""
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+"""Names and tensors, maybe gathered as they are asked for."""
 
 _SAMPLE = 1 << 14  # elements of a tensor
 _NAMED = 3  # tensors of an error message

@@ -16,13 +16,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl.config import Map
+from verl.data.rows import text_of
+from verl.data.tokenizer import tokenizer_of
 from verl.engine.rollout.base import Completion, EngineDead
-from verl.platform import processes, stacks
+from verl.platform import detect, processes, stacks
 from verl.platform.processes import Identity
 from verl.tracking.profiler import open_profiler
 from verl.tracking.timer import Profiled
-from verl.workers import payloads
+from verl.weight_sync.collective import Channel, Rendezvous, relay
+from verl.workers import build, payloads
 from verl.workers.payloads import Payload
+from verl.workers.training_worker import prepare_process
 
 T = TypeVar("T")
 _GATHER_S, _GATHER_MOST_S = 2e-4, 0.2
@@ -53,12 +57,6 @@ class RolloutWorker(Profiled):
 
         Returns what a sender of weights has to know: who reads, and the data type to send (None: as they are).
         """
-        from verl.data.rows import text_of
-        from verl.data.tokenizer import tokenizer_of
-        from verl.platform import detect
-        from verl.workers import build
-        from verl.workers.training_worker import prepare_process
-
         prepare_process(self.config)
         model = self.config.actor_rollout_ref.model
         tokenizer = tokenizer_of(model, self.config.data.tokenizer)
@@ -182,9 +180,6 @@ class RolloutWorker(Profiled):
         self, rendezvous: dict[str, Any], rank: int, channel: str, readers: list[Identity], timeout: float
     ) -> None:
         """Take part in a broadcast for this node, and hand it on to the node's readers, this worker's among them."""
-        from verl.platform import detect
-        from verl.weight_sync.collective import Channel, Rendezvous, relay
-
         backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
         platform = detect(self.config.trainer.device)
 

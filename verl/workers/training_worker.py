@@ -16,8 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import logging
 
+from verl.algorithms.distillation import Distillation
 from verl.algorithms.objective import ActorObjective, LossDenominators
+from verl.algorithms.value_loss import ValueObjective
+from verl.config import Config
 from verl.config.schema.base import setting
 from verl.engine.training.base import (
     LOG_PROBS_AND_ENTROPY,
@@ -27,15 +31,18 @@ from verl.engine.training.base import (
     TrainingEngine,
     TrainStepResult,
 )
-from verl.engine.training.settings import compute_dtype
+from verl.engine.training.settings import compute_dtype, named_dtype
 from verl.platform import Platform, detect, stacks
+from verl.platform.host import raise_open_files, tune_allocator
 from verl.platform.network import reserve
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
 from verl.tracking.timer import Profiled
 from verl.trajectory import Segment, fill_flat
 from verl.weight_sync.channel import BucketSender, Channel, offer
+from verl.weight_sync.collective import Rendezvous, broadcast
 from verl.weight_sync.sender import SyncResult
+from verl.weight_sync.verify import digesting
 from verl.workers import build, payloads
 
 _OPEN_FILES = 65536
@@ -48,7 +55,7 @@ class Worker(Profiled):
 
     free_port = staticmethod(reserve)
 
-    def __init__(self, config: Any, rank: int = 0, world: int = 1):
+    def __init__(self, config: Config, rank: int = 0, world: int = 1):
         self.config = config
         self.rank, self.world = rank, world
         self.engines: dict[str, TrainingEngine] = {}
@@ -148,9 +155,6 @@ class Worker(Profiled):
         }
 
     def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> TrainStepResult:
-        from verl.algorithms.distillation import Distillation
-        from verl.algorithms.value_loss import ValueObjective
-
         rows = [self._rows[i] for i in mini["rows"]]
         counts = mini["trajectory_tokens"]
         tokens_of = None if counts is None else dict(zip(map(id, rows), counts, strict=True))
@@ -175,13 +179,9 @@ class Worker(Profiled):
         """`TrainingEngine.onload` of a role."""
         self.engine(role).onload(optimizer=optimizer)
 
-    def offload(self, role: str) -> None:
-        """`TrainingEngine.offload` of a role."""
-        self.engine(role).offload()
-
-    def advance(self, role: str = "actor") -> float:
-        """End of a role's training step: its learning-rate schedule moves on; returns the rate that was used."""
-        return self.engine(role).advance()
+    def run(self, role: str, method: str, *args: Any) -> Any:
+        """A method of a role's engine that needs nothing else of this rank."""
+        return getattr(self.engine(role), method)(*args)
 
     # -- weights and state ------------------------------------------------------------------------------------
 
@@ -201,9 +201,6 @@ class Worker(Profiled):
         this rank's device, buckets stay there. With a rendezvous they are also broadcast to the relays that join it.
         Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`, of the weights as they are sent.
         """
-        from verl.engine.training.settings import named_dtype
-        from verl.weight_sync.verify import digesting
-
         engine, sums = self.engine(), dict[str, str]()
         kind = None if dtype is None else named_dtype(dtype, "rollout.dtype")
         weights = engine.adapter_weights() if build.moving_adapter(self.config) else engine.named_weights()
@@ -237,8 +234,6 @@ class Worker(Profiled):
         rendezvous: Any,
     ) -> SyncResult:
         """Write weights to the readers of this node, or broadcast them to those of other nodes, too."""
-        from verl.weight_sync.collective import Rendezvous, broadcast
-
         settings = self.config.actor_rollout_ref.rollout.checkpoint_engine
         bucket = int(settings.update_weights_bucket_megabytes) << 20
         if rendezvous is None:
@@ -265,24 +260,10 @@ class Worker(Profiled):
         with self.span("save_checkpoint"):
             (engine.save_weights if part == "weights" else engine.save_optimizer)(Path(directory))
 
-    def load(self, role: str, part: str, directory: str) -> None:
-        """Inverse of `save`."""
-        engine = self.engine(role)
-        (engine.load_weights if part == "weights" else engine.load_optimizer)(Path(directory))
-
     def peak_memory(self) -> dict[str, float]:
         """Most device memory `allocated` and `reserved`, GiB; {} on a CPU."""
         kinds = {} if self.platform.on_host else {"allocated": False, "reserved": True}
         return {kind: self.platform.peak_memory(reserved=whole) / 2**30 for kind, whole in kinds.items()}
-
-    def images(self) -> dict[str, int]:
-        """`TrainingEngine.images` of the policy."""
-        return self.engine().images()
-
-    def cost(self, role: str) -> dict[str, Any] | None:
-        """`TrainingEngine.cost` of a role as plain data."""
-        estimate = self.engine(role).cost()
-        return None if estimate is None else asdict(estimate)
 
 
 def record_old_log_probs(objective: ActorObjective) -> MicroLoss:
@@ -307,12 +288,8 @@ def record_old_log_probs(objective: ActorObjective) -> MicroLoss:
     return recording
 
 
-def prepare_process(config: Any) -> None:
+def prepare_process(config: Config) -> None:
     """What every worker process needs before it loads anything: allocator, open files, no progress bars, plug-ins."""
-    from transformers.utils import logging
-
-    from verl.platform.host import raise_open_files, tune_allocator
-
     tune_allocator()
     raise_open_files(_OPEN_FILES)
     logging.disable_progress_bar()
