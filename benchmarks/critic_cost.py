@@ -77,7 +77,7 @@ def main() -> None:
         worker = Worker(load(words))
         worker.build(total_steps=100)
     rows = rows_of(work, np.random.default_rng(0))
-    denominators = asdict(count_denominators(rows, float(shape.tokens)))
+    denominators = count_denominators(rows, float(shape.tokens))
     mini = {"rows": np.arange(len(rows)), "denominators": denominators, "trajectory_tokens": None}
     worker.take_rows(rows)
     times: dict[str, list[float]] = {"actor": [], "critic": []}

@@ -111,9 +111,10 @@ class Echo:
 
     def update(self, role: str, columns: Any, minis: list[Any]) -> dict[str, Any]:
         """Nothing is learnt."""
-        result = {"metrics": {}, "grad_norm": 1.0, "refused": "", "tokens": 0}
-        return {"results": [result] * len(minis), "columns": {}}
+        from verl.engine.training.base import TrainStepResult
 
-    def advance(self, role: str) -> float:
-        """A rate."""
+        return {"results": [TrainStepResult({}, 1.0)] * len(minis), "columns": {}}
+
+    def run(self, role: str, method: str) -> float:
+        """`advance`: a rate."""
         return 0.0

@@ -13,30 +13,22 @@ from verl.checkpoint import manifest
 from verl.checkpoint.manifest import LOOP, NAME, CheckpointError, Manifest
 from verl.checkpoint.write import OnEvent, no_event, sealed
 
-_MERGE = (
-    "merged into a Hugging Face directory first (the public model_merger does it); "
-    "then start with actor_rollout_ref.model.path=<that directory>"
-)
-# What in a directory, or in that of a role below it, tells another system's layout; its name; what to do with it.
-_FOREIGN = (
-    (
-        "model_world_size_*_rank_*.pt",
+_START = "start with actor_rollout_ref.model.path="
+_MERGE = f"have to be merged into a Hugging Face directory first (the public model_merger does it); then {_START}it"
+# What in a directory, or in that of a role below it, tells another system's layout: its name, and what to do with it.
+_FOREIGN = {
+    "model_world_size_*_rank_*.pt": (
         "public verl, FSDP shards",
-        f"its shards (model_world_size_*_rank_*.pt) have to be {_MERGE}",
+        f"its shards (model_world_size_*_rank_*.pt) {_MERGE}",
     ),
-    ("dist_ckpt", "public verl, Megatron", f"its distributed checkpoint (dist_ckpt/) has to be {_MERGE}"),
-    (
-        "huggingface/*.safetensors",
+    "dist_ckpt": ("public verl, Megatron", f"the files of its distributed checkpoint (dist_ckpt/) {_MERGE}"),
+    "huggingface/*.safetensors": (
         "public verl, hf_model",
-        "its weights can start a new run: actor_rollout_ref.model.path={place}/huggingface",
+        f"{_START}{{place}}/huggingface for its weights",
     ),
-    ("adapter_config.json", "peft adapter", "it cannot be resumed"),
-    (
-        "config.json",
-        "hugging face",
-        "a model directory cannot be resumed; start with actor_rollout_ref.model.path={place}",
-    ),
-)
+    "adapter_config.json": ("peft adapter", "it cannot be resumed"),
+    "config.json": ("hugging face", f"a model directory cannot be resumed; {_START}{{place}}"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +179,7 @@ def foreign(path: Path) -> str:
     if (path / NAME).is_file() or (path / "state").is_dir():  # the latter: ours, unfinished
         return ""
     for place in (path, path / "actor", path / "critic"):
-        for sign, layout, remedy in _FOREIGN:
+        for sign, (layout, remedy) in _FOREIGN.items():
             if any(place.glob(sign)):
                 return f"{path} is not a checkpoint of this verl ({layout}): {remedy.format(place=place)}"
     return ""

@@ -34,9 +34,10 @@ from verl.tracking.names import Number, plain
 from verl.tracking.responses import dump_rows
 from verl.tracking.tracker import Tracking
 from verl.tracking.validation_metrics import validation_metrics
-from verl.trainer.generation import LENGTHS
 from verl.trajectory import Batch, Trajectory
 
+LENGTHS = "response_lengths"
+"""The column of main_generation with the tokens of each response."""
 OVERALL = "all"
 """Stands for all data sources together, where there are several."""
 SCORES = "scores.jsonl"

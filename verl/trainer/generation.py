@@ -33,12 +33,13 @@ from verl.tracking.responses import SAMPLED
 from verl.tracking.step_metrics import AgentRecord, dialogue_metrics
 from verl.tracking.timer import Phases, Watchdog
 from verl.tracking.tracker import Tracking
+from verl.trainer.evaluation import LENGTHS
 from verl.trainer.parts import open_rollouts, open_tokenizer, rollout_settings
 from verl.trajectory import Batch, Trajectory
 from verl.workers.launch import check_cluster, start_samplers
 from verl.workers.roles import WorkerSet
 
-COLUMN, LENGTHS = "responses", "response_lengths"
+COLUMN = "responses"
 MAX_LOST_RATIO = 0.1
 
 

@@ -14,13 +14,15 @@ from verl.algorithms.kl import KLController, get_kl_controller
 from verl.algorithms.needs import GREEDY_BASELINE, needed_columns, teacher_roles
 from verl.config import Config
 from verl.config.layout import own_pools
+from verl.config.schema.data import DataConfig, SFTDataConfig
+from verl.config.schema.model import ModelConfig
 from verl.config.weights import scores_by_model, user_scores
 from verl.data.dataset import PromptDataset
 from verl.data.media import load_processor
 from verl.data.rows import text_of
 from verl.data.stream import PromptStream, open_stream
 from verl.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_of
-from verl.engine.rollout.base import SamplingParams
+from verl.engine.rollout.base import RolloutEngine, SamplingParams
 from verl.errors import UserError
 from verl.platform.host import tune_allocator
 from verl.reward.model import RewardModel
@@ -76,7 +78,7 @@ def build_parts(
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     # Rewards are checked before a model loads, unless it is workers that serve the judge.
     judged = start_workers(config, tokenizer, total_steps, hooks) if "judge" in own_pools(config) else None
-    rewards = open_rewards(config, tracking, judged and judged.judge)
+    rewards = open_rewards(config, tracking, judged.judge if judged else None)
     if user_scores(config) or not config.actor_rollout_ref.rollout.agent.environment.name:
         check_reward(rewards, train, loop)
     workers = judged or start_workers(config, tokenizer, total_steps, hooks)
@@ -103,7 +105,12 @@ def build_parts(
 
 
 def open_rollouts(
-    config: Config, settings: Any, sampler: Any, tokenizer: Any, on_finished: Any, tracking: Tracking
+    config: Config,
+    settings: RolloutSettings,
+    sampler: RolloutEngine,
+    tokenizer: Any,
+    on_finished: Any,
+    tracking: Tracking,
 ) -> RolloutManager:
     """What asks the sampler for responses, by agent loops, and hands each to `on_finished` as soon as it is there."""
     processes = config.actor_rollout_ref.rollout.agent.num_workers
@@ -119,7 +126,7 @@ def open_rollouts(
     )
 
 
-def open_rewards(config: Config, tracking: Tracking, judging: Any = None) -> RewardRunner:
+def open_rewards(config: Config, tracking: Tracking, judging: RolloutEngine | None = None) -> RewardRunner:
     """What scores responses: the function, and a model or a judge where the configuration names one. judging: the
     judge's sampler, if it is not in this process."""
     model = RewardModel(config) if scores_by_model(config) else None
@@ -127,7 +134,9 @@ def open_rewards(config: Config, tracking: Tracking, judging: Any = None) -> Rew
     return RewardRunner(config, events=tracking.event, model=model, judge=judge)
 
 
-def open_tokenizer(model: Any, data: Any, tracking: Tracking) -> tuple[Any, Any]:
+def open_tokenizer(
+    model: ModelConfig, data: DataConfig | SFTDataConfig, tracking: Tracking
+) -> tuple[Any, Any]:
     """The tokenizer, which the records get too, and the processor of a model that sees images, else None. A run loads
     them first, so libraries are set up before. model, data: the groups of the configuration."""
     tune_allocator()
@@ -138,7 +147,9 @@ def open_tokenizer(model: Any, data: Any, tracking: Tracking) -> tuple[Any, Any]
     return tokenizer, load_processor(model.path, tokenizer, kwargs, trust_remote_code=trust)
 
 
-def open_data(config: Config, tokenizer: Any, tracking: Tracking, processor: Any = None) -> tuple[Any, Any]:
+def open_data(
+    config: Config, tokenizer: Any, tracking: Tracking, processor: Any = None
+) -> tuple[PromptDataset, PromptDataset | None]:
     """Training data, and validation data or None; reports bad rows, enforces limits. processor: of a model with
     images."""
     data = config.data
@@ -174,18 +185,19 @@ def check_vocabularies(config: Config, tokenizer: Any) -> None:
             )
 
 
-def check_teachers(config: Config, train: Any) -> None:
+def check_teachers(config: Config, train: PromptDataset) -> None:
     """UserError for a row that no teacher is for."""
     choose, several = teacher_of(config), len(teacher_roles(config)) > 1
     for prompt in train.prompts(range(len(train) if several else 0)):
         choose(prompt)
 
 
-def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
+def check_reward(rewards: RewardRunner, train: PromptDataset, loop: Loop, rows: int = 8) -> None:
     """Call the reward function on the first rows before anything heavy is loaded; an exception refuses the run."""
     prompts = train.prompts(range(len(train)), most=rows)
-    for prompt in prompts if rewards.model is not None else ():
-        rewards.model.check(prompt)
+    if rewards.model is not None:
+        for prompt in prompts:
+            rewards.model.check(prompt)
     if (
         rewards.settings.function.path is None
     ):  # a rule of ours: rows whose loop scores them need not have what it wants
@@ -194,7 +206,7 @@ def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
         loop.run(precheck(rewards, prompts))
 
 
-def rollout_settings(config: Config) -> Any:
+def rollout_settings(config: Config) -> RolloutSettings:
     """How training responses are sampled."""
     rollout = config.actor_rollout_ref.rollout
     sampling = SamplingParams(
@@ -231,7 +243,13 @@ def _restrictions(group: Any) -> dict[str, Any]:
     return cut | {name: tuple(group[name]) for name in ("stop", "stop_token_ids")}
 
 
-def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, tracking: Tracking) -> Any:
+def build_validator(
+    config: Config,
+    data: PromptDataset | None,
+    rollouts: RolloutManager,
+    rewards: RewardRunner,
+    tracking: Tracking,
+) -> Validator | None:
     """The validator, or None without validation data."""
     if data is None:
         return None

@@ -220,10 +220,7 @@ class SFTTrainer:
             "record": plain_metrics(record)[0],
         }
         with self.phases("save_checkpoint"):
-            if self.ranks.lead:
-                self.ranks.lead_jobs(jobs, lambda parts: self.storage.save(self.step, parts, state))
-            else:
-                self.ranks.follow_jobs(jobs)
+            self.ranks.save(jobs, lambda parts: self.storage.save(self.step, parts, state))
 
     def _save_model(self, directory: Path) -> None:
         self.engine.save_weights(directory)

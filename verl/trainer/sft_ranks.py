@@ -49,11 +49,13 @@ class Ranks:
         segments = [segment for row in rows for segment in row.segments]
         return [segments[i] for i in partition(segments, engine.dp_size)[engine.dp_rank]]
 
+    def _gather(self, value: Any) -> list[Any]:
+        """The value of every rank, one that JSON holds."""
+        return [value] if self.size == 1 else all_gather_json(value)
+
     def add(self, numbers: Sequence[float], engine: TrainingEngine) -> list[float]:
         """Sums over ranks with different rows."""
-        if self.size == 1:
-            return list(numbers)
-        by_share = dict(all_gather_json([engine.dp_rank, list(numbers)]))
+        by_share = dict(self._gather([engine.dp_rank, list(numbers)]))
         return [sum(column) for column in zip(*(by_share[place] for place in sorted(by_share)), strict=True)]
 
     def first(self, work: Callable[[], _T]) -> _T:
@@ -88,33 +90,27 @@ class Ranks:
 
     def _anywhere(self, bad: dict[int, BadRow]) -> dict[int, BadRow]:
         """What failed on any rank, as on the first of them: an address may answer to some of them only."""
-        if self.size == 1:
-            return bad
-        gathered = all_gather_json([[number, error.problem, error.detail] for number, error in bad.items()])
+        gathered = self._gather([[number, error.problem, error.detail] for number, error in bad.items()])
         failed = {number: BadRow(*why) for part in reversed(gathered) for number, *why in part}
         return dict(sorted(failed.items()))
 
-    def lead_jobs(self, jobs: Jobs, save: Callable[[Jobs], Any]) -> None:
-        """On rank 0: save(jobs), each job run by all ranks at once. The others call `follow_jobs`."""
-        if self.size == 1:
-            save(jobs)
-            return
+    def save(self, jobs: Jobs, seal: Callable[[Jobs], Any]) -> None:
+        """seal(jobs) on rank 0; each job that it calls is run by all ranks at once.
 
-        def everywhere(name: str, directory: Path) -> None:
-            all_gather_json([name, str(directory)])
-            jobs[name](directory)
-
-        try:
-            save({name: partial(everywhere, name) for name in jobs})
-        finally:
-            all_gather_json(None)
-
-    def follow_jobs(self, jobs: Jobs) -> None:
-        """On the other ranks: run what rank 0 says, until it says that it is done.
-
-        A job that fails has failed on rank 0 too, which reports it and goes on without that checkpoint.
+        A job that fails elsewhere has failed on rank 0 too, which reports it and goes on without that checkpoint.
         """
-        while (job := all_gather_json(None)[0]) is not None:
+        if self.lead:
+
+            def everywhere(name: str, directory: Path) -> None:
+                self._gather([name, str(directory)])
+                jobs[name](directory)
+
+            try:
+                seal({name: partial(everywhere, name) for name in jobs})
+            finally:
+                self._gather(None)
+            return
+        while (job := self._gather(None)[0]) is not None:
             name, directory = job
             try:
                 jobs[name](Path(directory))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from verl.algorithms.needs import teacher_columns, teacher_roles
 from verl.algorithms.objective import trajectory_tokens
 from verl.config import Config
+from verl.config.schema.actor import ActorConfig, CriticConfig
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training.base import TrainStepResult
 from verl.errors import UserError
@@ -140,7 +141,7 @@ class TrainedRole(Role):
         arguments = [(self.name, *new, orders[rank]) for new, rank in zip(news, group.dp_ranks, strict=True)]
         replies = group.call("update", each=arguments, doing=self.phase)
         group.fill(placed, [reply["columns"] for reply in replies])
-        results = iter(TrainStepResult(**result) for result in group.by_dp_rank(replies)[0]["results"])
+        results = iter(group.by_dp_rank(replies)[0]["results"])
         return [(mini, next(results) if mini.usable else None) for mini in minis]
 
     def _orders(self, minis: Sequence[MiniBatch], placed: Placed) -> list[list[dict[str, Any]]]:
@@ -152,7 +153,7 @@ class TrainedRole(Role):
             for rank, rows in enumerate(placed.positions(mini.usable)):
                 part = placed.parts[rank]
                 tokens = None if by_row is None else [by_row[id(part[i])] for i in rows]
-                shares = {"denominators": asdict(mini.denominators), "trajectory_tokens": tokens}
+                shares = {"denominators": mini.denominators, "trajectory_tokens": tokens}
                 out[rank].append({"rows": np.array(rows, np.int64), **shares})
         return out
 
@@ -310,7 +311,7 @@ def critic_plan(config: Config) -> UpdatePlan:
     return _plan(config, config.critic, of_critic=True)
 
 
-def _plan(config: Config, role_cfg: Any, **options: Any) -> UpdatePlan:
+def _plan(config: Config, role_cfg: ActorConfig | CriticConfig, **options: Any) -> UpdatePlan:
     longest = float(role_cfg.loss_scale_factor or config.data.max_response_length)
     prompts = config.data.train_batch_size
     return UpdatePlan(role_cfg, max_response_length=longest, batch_prompts=prompts, **options)

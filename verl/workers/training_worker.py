@@ -1,7 +1,7 @@
 """One training rank: the engines of its roles, and the segments of the step.
 
 Every rank of a group gets the same calls in the same order (SPMD), directly or from afar (`verl.workers.group`).
-Arguments and results are arrays and JSON-like values. Knows nothing of how it is called.
+Arguments and results are arrays, JSON-like values and records of these. Knows nothing of how it is called.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,7 @@ class Worker(Profiled):
         """One optimizer step of a role for each of `minis`: {"rows": positions, "denominators": counts of all ranks,
         "trajectory_tokens": T_i of the rows or None}.
 
-        `columns` are those that came into being since the rows did. Returns {"results": one mapping for each,
+        `columns` are those that came into being since the rows did. Returns {"results": a `TrainStepResult` for each,
         "columns": old_log_probs and entropy, each if rows were without}.
         """
         engine = self.engine(role)
@@ -150,7 +149,7 @@ class Worker(Profiled):
         with self.span(f"update_{role}"):
             results = [self._update(role, engine, mini) for mini in minis]
         return {
-            "results": [asdict(result) for result in results],
+            "results": results,
             "columns": payloads.collect(self._rows, fresh) if self._remote else {},
         }
 
@@ -158,7 +157,7 @@ class Worker(Profiled):
         rows = [self._rows[i] for i in mini["rows"]]
         counts = mini["trajectory_tokens"]
         tokens_of = None if counts is None else dict(zip(map(id, rows), counts, strict=True))
-        denominators = LossDenominators(**mini["denominators"])
+        denominators: LossDenominators = mini["denominators"]
         if role == "critic":
             values = ValueObjective(self.config.critic, denominators, tokens_of)
             return engine.step(rows, values, ("values",), temperature=self._temperature)
