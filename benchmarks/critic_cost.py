@@ -26,7 +26,7 @@ from work import Shape, build
 from verl.algorithms.flat_tokens import count_denominators
 from verl.config import load
 from verl.trajectory import Segment
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
 
 LIMIT = 1.15
 
@@ -78,7 +78,7 @@ def main() -> None:
         worker = Worker(load(words))
         worker.build(total_steps=100)
     rows = rows_of(work, np.random.default_rng(0))
-    denominators = asdict(count_denominators(rows, float(shape.tokens)))
+    denominators = count_denominators(rows, float(shape.tokens))
     mini = {"rows": np.arange(len(rows)), "denominators": denominators, "trajectory_tokens": None}
     worker.take_rows(rows)
     times: dict[str, list[float]] = {"actor": [], "critic": []}

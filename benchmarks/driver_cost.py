@@ -105,8 +105,8 @@ class Step:
         import ray
 
         from verl.workers.group import WorkerGroup
-        from verl.workers.plan import UpdatePlan
         from verl.workers.ray.calls import RayCalls, WorkerHandle
+        from verl.workers.update_plan import UpdatePlan
 
         echo = ray.remote(num_cpus=0)(Echo)
         ranks = self.given.ranks

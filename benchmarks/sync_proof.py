@@ -49,7 +49,7 @@ def sampler_on(module: Any, dtype: str, *, owns_weights: bool) -> Any:
 
 def pushes(sync: Any, sampler: Any) -> Callable[[bool], None]:
     """A push, with the proof or without, and the copies that the next product needs."""
-    from verl.weight_sync.base import SAMPLED
+    from verl.weight_sync.verify import SAMPLED
 
     def push(proven: bool) -> None:
         sync._push(1, SAMPLED if proven else "")

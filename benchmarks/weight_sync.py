@@ -41,7 +41,7 @@ def shapes(millions: float) -> list[tuple[str, tuple[int, ...]]]:
 
 def reads(channel: str, reader: int, millions: float, dtype: torch.dtype, pushes: int) -> None:
     """A sampler's part: copy every push into tensors of its own."""
-    from verl.weight_sync.shared_memory import receive
+    from verl.weight_sync.channel import receive
 
     torch.set_num_threads(1)
     own = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes(millions)}
@@ -62,7 +62,7 @@ class Pushes:
         half: bool,
         rounds: int,
     ):
-        from verl.weight_sync.shared_memory import BucketSender
+        from verl.weight_sync.channel import BucketSender
 
         dtype = torch.bfloat16 if half else torch.float32
         channel = f"bench-{os.getpid()}-{readers}-{bucket}-{int(half)}"
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    context.set_forkserver_preload(["torch", "verl.weight_sync.shared_memory"])
+    context.set_forkserver_preload(["torch", "verl.weight_sync.channel"])
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes(options.millions)}
     ways: dict[str, Callable[[], int]] = {"memory copy": memory_copy(weights), "in process": in_process()}

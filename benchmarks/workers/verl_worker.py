@@ -111,8 +111,8 @@ def main() -> None:
     from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
+    from verl.trainer.parts import build_parts
     from verl.trainer.ppo_trainer import PPOTrainer
-    from verl.trainer.run import build_parts
 
     class Measured(PPOTrainer):
         """Keeps the batch of the step that was done last."""

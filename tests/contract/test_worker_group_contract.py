@@ -15,11 +15,11 @@ from verl.engine.training.base import MicroBatch, TrainingEngine, TrainStepResul
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.platform import processes
 from verl.trajectory import Batch, Prompt, Segment, Trajectory, flat
-from verl.workers import codec
+from verl.workers import payloads
 from verl.workers.group import DirectCalls, WorkerGroup
-from verl.workers.plan import UpdateResult
 from verl.workers.roles import Policy, Role, update_plan
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
+from verl.workers.update_plan import UpdateResult
 
 OUTPUTS = {"log_probs": "old_log_probs", "entropy": "entropy"}
 
@@ -109,7 +109,7 @@ class FarCalls:
         ]
 
     def share(self, value, media=()):
-        return [value, *(one.inputs for one in codec.distinct_media(media))]
+        return [value, *(one.inputs for one in payloads.distinct_media(media))]
 
 
 def travel(value: Any) -> Any:
@@ -251,7 +251,7 @@ def test_a_batch_travels_once_and_then_only_what_is_new() -> None:
     batch = batch_of(LENGTHS)
     ranks, _ = run([0, 1], settings(ppo_epochs=2), batch, first=True)
     sent = [method for method, _ in ranks.calls.sent if method != "restart"]
-    assert sent == ["receive_rows", "forward", "update", "advance"]
+    assert sent == ["receive_rows", "forward", "update", "run"]
     news = dict(ranks.calls.sent)["update"][0][1]
     assert sorted(news) == ["advantages", "loss_mask"]
     ranks.policy.update(batch, step=2)
@@ -316,7 +316,8 @@ def test_a_mini_batch_counts_tokens_and_trajectories_of_all_ranks(dp_ranks, segm
         lambda self, actor, counts, correction, tokens_of, *more: seen.append((counts, tokens_of)),
     )
     monkeypatch.setattr(
-        "verl.workers.worker.record_old_log_probs", lambda objective: lambda micro: (torch.zeros(1), {})
+        "verl.workers.training_worker.record_old_log_probs",
+        lambda objective: lambda micro: (torch.zeros(1), {}),
     )
     batch = batch_of(LENGTHS, segments)
     batch[0].loss_mask = np.zeros(batch[0].length, bool)
@@ -373,7 +374,7 @@ def test_a_transfer_that_fails_gathers_to_the_end(monkeypatch: pytest.MonkeyPatc
     def no_room(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("verl.weight_sync.shared_memory.BucketSender.send", no_room)
+    monkeypatch.setattr("verl.weight_sync.channel.BucketSender.send", no_room)
     worker = Ranks(None, settings()).calls.workers[0]
     with pytest.raises(OSError, match="No space"):
         worker.send_weights("channel", [processes.identity()], 1, False)

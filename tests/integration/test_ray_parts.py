@@ -24,9 +24,9 @@ from verl.trajectory import Batch, Prompt, Trajectory
 ray = pytest.importorskip("ray")
 from tests import ray_stubs  # noqa: E402
 from verl.workers.group import WorkerGroup  # noqa: E402
-from verl.workers.plan import UpdatePlan  # noqa: E402
 from verl.workers.ray.calls import NoRoom, RayCalls, WorkerDied, WorkerHandle  # noqa: E402
 from verl.workers.roles import Role  # noqa: E402
+from verl.workers.update_plan import UpdatePlan  # noqa: E402
 
 OUTPUTS = {"log_probs": "old_log_probs", "entropy": "entropy"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_driver")]
@@ -323,7 +323,7 @@ def test_requests_that_a_host_cannot_take_fail_with_its_error(pool, monkeypatch)
     from verl.workers.ray import replicas
 
     one, _ = pool(hosts=1)
-    monkeypatch.setattr(replicas.codec, "encode_requests", lambda asks: {"broken": np.zeros(1)})
+    monkeypatch.setattr(replicas.payloads, "encode_requests", lambda asks: {"broken": np.zeros(1)})
 
     async def run() -> Completion:
         return await asyncio.wait_for(ask(one, "a"), 20)

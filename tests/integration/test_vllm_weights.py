@@ -96,7 +96,7 @@ def test_sampler_and_trainer_agree(tmp_path: Path, arch: str, tied: bool) -> Non
 
 @pytest.mark.long
 def test_a_model_that_would_keep_old_weights_is_refused(tmp_path: Path) -> None:
-    from verl.weight_sync.base import WeightSyncError
+    from verl.weight_sync.verify import WeightSyncError
 
     path = vllm_model(tmp_path / "model", "gpt_oss")
     sampler = vllm_engine(path, load_format="dummy", skip_tokenizer_init=True)

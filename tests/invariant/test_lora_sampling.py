@@ -15,10 +15,9 @@ from tests.tiny import tiny_model
 from tests.unit.engine.training.lora_cases import disturb, engine, lora, trained
 from verl.engine.rollout.native import NativeEngine
 from verl.trajectory import Prompt, Trajectory
-from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.sender import InProcessSync, StreamedSync
-from verl.weight_sync.verify import checksums, compare
+from verl.weight_sync.verify import WeightSyncError, checksums, compare
 
 pytest.importorskip("peft")
 

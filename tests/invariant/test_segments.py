@@ -25,9 +25,9 @@ from verl.algorithms.flat_tokens import MODES
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Segment, Trajectory, flat
 from verl.workers.group import DirectCalls, WorkerGroup
-from verl.workers.plan import UpdatePlan
-from verl.workers.roles import roles_of
-from verl.workers.worker import Worker
+from verl.workers.roles import Policy
+from verl.workers.training_worker import Worker
+from verl.workers.update_plan import UpdatePlan
 
 GROUPS = [(5, [3, 9, 6]), (7, [2, 8, 4])]
 
@@ -81,7 +81,7 @@ def updated(
     worker.engines["actor"] = engine
     plan = UpdatePlan(actor, max_response_length=16.0, batch_prompts=2, rollout_correction=correction)
     group = WorkerGroup(DirectCalls(worker), [{"dp_rank": 0, "roles": ["actor"]}], plan=plan)
-    policy: Any = roles_of(group)["actor"]
+    policy = Policy("actor", group, plan)
     batch = Batch(trajectories(cut))
     for row in batch if change else ():
         change(row)

@@ -46,7 +46,7 @@ def trains(
 
     from tests.unit.engine.training.fsdp_cases import role, rows, simple_loss, total
     from verl.engine.training.fsdp_engine import FSDPEngine
-    from verl.weight_sync.shared_memory import BucketSender
+    from verl.weight_sync.channel import BucketSender
     from verl.weight_sync.verify import checksums
 
     first = not sharded or dist.get_rank() == 0
@@ -76,7 +76,7 @@ def samples(path: str, channel: str, reader: int, dtype: Any, responses: Any) ->
 
     from verl.engine.rollout.base import SamplingParams
     from verl.engine.rollout.native import NativeEngine
-    from verl.weight_sync.shared_memory import receive
+    from verl.weight_sync.channel import receive
 
     torch.set_num_threads(1)
     torch.manual_seed(reader + 1)
@@ -141,7 +141,7 @@ def test_a_sync_is_a_sync_and_sampler_and_trainer_agree(
 
 def test_a_push_moves_weights_while_it_gathers(models: dict[str, str], channel: str) -> None:
     """The reader has the first tensor before the last one is gathered."""
-    from verl.weight_sync.shared_memory import BucketSender, receive
+    from verl.weight_sync.channel import BucketSender, receive
 
     arrived = threading.Event()
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.algorithms.needs import teacher_roles
+from verl.config import Config
 from verl.config.layout import own_pools, reference_is_base
-
-if TYPE_CHECKING:
-    from verl.engine.rollout.base import RolloutEngine
-    from verl.reward.judge_server import ServedJudge
-    from verl.workers.roles import Role
+from verl.engine.rollout.base import RolloutEngine
+from verl.reward.judge_server import ServedJudge
+from verl.workers.roles import Role
 
 
 class Colocation:
@@ -29,13 +28,16 @@ class Colocation:
     passes and updates; so is a classifier that scores on the policy's devices.
     """
 
-    def __init__(self, config: Any, sampler: RolloutEngine, judge: ServedJudge | None = None):
+    def __init__(self, config: Config, sampler: RolloutEngine, judge: ServedJudge | None = None):
         arr, lag = config.actor_rollout_ref, config.trainer.max_staleness
         self.sampler_lends = arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag
         self._lenders: list[RolloutEngine | ServedJudge] = [sampler]
         if judge is not None and "judge" not in own_pools(config):
             self._lenders.append(judge)
-        groups = {"actor": arr.actor, "ref": arr.actor if reference_is_base(config) else arr.ref}
+        groups: dict[str, Any] = {
+            "actor": arr.actor,
+            "ref": arr.actor if reference_is_base(config) else arr.ref,
+        }
         groups["critic"] = config.critic.model
         groups |= dict.fromkeys(teacher_roles(config), arr.ref)
         fsdp = {name: group.fsdp_config for name, group in groups.items()}

@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from verl.config import Config
+from verl.config import Config, EvalConfig
 from verl.config.schema.base import setting
 from verl.data.dataset import CHUNK, CheckedRows, by_problem
 from verl.data.files import DataError, RowFiles
@@ -31,14 +31,12 @@ from verl.tracking.evaluation_metrics import source_metrics, text_metrics
 from verl.tracking.jsonl import write_lines
 from verl.tracking.names import Number, plain
 from verl.tracking.responses import dump_rows
+from verl.tracking.tracker import Tracking
 from verl.tracking.validation_metrics import validation_metrics
-from verl.trainer.generation import LENGTHS
 from verl.trajectory import Batch, Trajectory
 
-if TYPE_CHECKING:
-    from verl.config import EvalConfig
-    from verl.tracking.tracker import Tracking
-
+LENGTHS = "response_lengths"
+"""The column of main_generation with the tokens of each response."""
 OVERALL = "all"
 """Stands for all data sources together, where there are several."""
 SCORES = "scores.jsonl"

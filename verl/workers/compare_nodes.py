@@ -15,8 +15,8 @@ from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.fields import for_elsewhere
 from verl.platform import platform_of
 from verl.versions import HOLES, satisfies
+from verl.workers.cluster_needs import ResourceRequest, placeable
 from verl.workers.node_facts import CODE, model_files
-from verl.workers.resources import ResourceRequest, placeable
 
 GIB = 1 << 30
 OK, NOTE, WARN, BAD = "ok", "note", "warn", "bad"
@@ -116,7 +116,7 @@ def _models(config: Any) -> tuple[str, ...]:
 def _transfer_room(rollout: Any, model: str) -> int:
     """Bytes of shared memory without which a transfer of weights fails on a node that samples: two buckets, or a model
     of two bytes a weight if that is less; 0 where its size is not known. A transfer that needs more says so itself."""
-    from verl.weight_sync.shared_memory import host_bucket
+    from verl.weight_sync.channel import host_bucket
 
     bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) << 20
     if not rollout.nnodes:  # no broadcast, whose buckets are as large as asked for

@@ -32,7 +32,7 @@ from verl.compat.rollout_corr_helper import (
     compute_rollout_rejection_mask,
 )
 from verl.trajectory import Batch, flat, segments_of
-from verl.workers.plan import UpdatePlan
+from verl.workers.update_plan import UpdatePlan
 
 NAN = math.nan
 RULES = (

@@ -18,7 +18,7 @@ from verl.algorithms.flat_tokens import MODES
 from verl.compat import core_algos
 from verl.compat.core_algos import agg_loss
 from verl.trajectory import Prompt, Segment, Trajectory
-from verl.workers.plan import UpdatePlan
+from verl.workers.update_plan import UpdatePlan
 
 NAMES = sorted([*slow.LOSSES, "geo_mean"])
 OF_THE_MINI_BATCH = ("clip_cov", "kl_cov")

@@ -22,8 +22,8 @@ from verl.cli.doctor import main as doctor
 from verl.config import load
 from verl.errors import UserError
 from verl.workers import node_facts
+from verl.workers.cluster_needs import ResourceRequest, placeable, resource_requests
 from verl.workers.compare_nodes import NodeNeeds, judge, needs_of, verdict
-from verl.workers.resources import ResourceRequest, placeable, resource_requests
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[3]

@@ -22,7 +22,7 @@ from verl.data.files import DataError, open_file
 from verl.data.rows import RowRules, check_plain_truth
 from verl.reward.rules import check_truth
 from verl.reward.runner import RewardRunner
-from verl.trainer.run import check_reward
+from verl.trainer.parts import check_reward
 
 HEAD, TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 EXTRA = 1 + len("user\n") + 2 + 1 + len("assistant\n")
@@ -297,7 +297,7 @@ def test_scan_in_processes(
 def test_a_class_of_ones_own_gets_a_path_or_a_list_as_it_was_written(
     tmp_path: Path, tokenizer: Any, entry: str, single: bool
 ) -> None:
-    from verl.trainer import run, sft_setup
+    from verl.trainer import parts, sft_loop
 
     path = save(tmp_path / "x.jsonl", [chat()])
     base = "from verl.utils.dataset.rl_dataset import RLHFDataset\n"
@@ -308,8 +308,8 @@ def test_a_class_of_ones_own_gets_a_path_or_a_list_as_it_was_written(
     own = f"data.custom_cls={{path:{tmp_path}/own.py,name:Own}}"
     cfg = load([f"--config-path={tmp_path}", "--config-name=base", *words, own], entry)
     assert cfg.data.train_files == [path]
-    opened = (run if entry == "ppo" else sft_setup).open_data
-    for part in opened(cfg, tokenizer, SimpleNamespace(data_report=lambda *parts: None)):
+    open_data = (parts if entry == "ppo" else sft_loop).open_data
+    for part in open_data(cfg, tokenizer, SimpleNamespace(data_report=lambda *parts: None)):
         dataset = part.source.dataset if entry == "ppo" else part
         assert dataset.data_files == (path if single else [path])
 

@@ -70,7 +70,7 @@ def test_a_sampler_of_another_process_finds_the_memory_that_the_trainer_does_not
 
 @pytest.mark.parametrize(("own_pool", "expected"), [(0, ["give back", "send", "give back"]), (1, ["send"])])
 def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expected: list[str]) -> None:
-    from verl.workers.worker import Worker
+    from verl.workers.training_worker import Worker
 
     rollout = SimpleNamespace(nnodes=own_pool, name="native", temperature=1.0)
     model = SimpleNamespace(path="", lora_rank=0, lora_adapter_path=None)
@@ -117,7 +117,7 @@ def test_the_cache_is_a_share_of_what_the_trainer_leaves(
 
 def test_buckets_on_a_device_leave_room() -> None:
     """The default asks for two of 2 GiB."""
-    from verl.weight_sync.shared_memory import BucketSender
+    from verl.weight_sync.channel import BucketSender
 
     sizes = [
         BucketSender("small", 1, size, device=torch.device(CUDA)).bucket_bytes for size in (2 << 30, 1000)

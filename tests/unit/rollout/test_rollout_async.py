@@ -26,11 +26,11 @@ from verl.rollout.schedule import PromptSchedule, Versions
 from verl.tracking.step_metrics import Counters
 from verl.tracking.timer import Phases
 from verl.trainer.colocation import Colocation
+from verl.trainer.parts import Parts
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.run import Parts
 from verl.trajectory import Batch, Prompt
-from verl.weight_sync.base import SyncResult
-from verl.workers.plan import UpdateResult
+from verl.weight_sync.sender import SyncResult
+from verl.workers.update_plan import UpdateResult
 
 BATCH, N = 4, 2
 

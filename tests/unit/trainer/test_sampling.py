@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl.config import load
-from verl.trainer.run import rollout_settings, validation_sampling
+from verl.trainer.parts import rollout_settings, validation_sampling
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

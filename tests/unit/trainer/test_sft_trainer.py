@@ -14,7 +14,7 @@ from tests import ranks
 from tests.tiny import tiny_model, tiny_vision_model, unseeing
 from tests.unit.data.test_media import noise, picture
 from verl.data.sft import SFTRow
-from verl.trainer.sft_setup import as_trajectory
+from verl.trainer.sft_loop import as_trajectory
 from verl.trainer.sft_trainer import main
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.weight_sync import buckets
-from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.verify import WeightSyncError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
 

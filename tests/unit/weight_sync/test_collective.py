@@ -24,10 +24,9 @@ from tests.weight_sync_processes import (
     weights,
 )
 from verl.platform.network import address_towards, listen
-from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.channel import Channel
 from verl.weight_sync.collective import Rendezvous, WeightGroup, broadcast
-from verl.weight_sync.shared_memory import Channel
-from verl.weight_sync.verify import checksums
+from verl.weight_sync.verify import WeightSyncError, checksums
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -140,7 +139,7 @@ def test_a_killed_relay_ends_the_transfer_in_time(channel: str) -> None:
 
 
 def test_a_relay_whose_channel_is_taken_fails_the_transfer_and_not_the_group(channel: str) -> None:
-    from verl.weight_sync.shared_block import SharedMemoryBlock
+    from verl.weight_sync.shared_memory import SharedMemoryBlock
 
     out = context.Queue()
     blocked = SharedMemoryBlock.create(f"{channel}.1", 1, 1024, 0)

@@ -17,9 +17,8 @@ from verl.engine.rollout.native import NativeEngine
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.models.adapters import exported
 from verl.models.checkpoint_names import CheckpointViews
-from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.sender import InProcessSync
-from verl.weight_sync.verify import checksums, compare, digesting
+from verl.weight_sync.verify import WeightSyncError, checksums, compare, digesting
 
 ARCHS: dict[str, dict[str, Any]] = {"qwen3": {}, "qwen2": {"tied": True}, "qwen3_moe": {}, "mixtral": {}}
 

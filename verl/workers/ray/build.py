@@ -17,12 +17,11 @@ from verl.tracking.profiler import nsight_options, plan_of
 from verl.workers.build import judge_config
 from verl.workers.compare_nodes import needs_of
 from verl.workers.group import WorkerGroup
-from verl.workers.ray.actors import RolloutActor, WorkerActor
+from verl.workers.ray.actors import RolloutActor, WorkerActor, WorkerProfiler
 from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle, kill
 from verl.workers.ray.cluster import LOOPBACK, Cluster, address_of
 from verl.workers.ray.nodes import Agents
 from verl.workers.ray.placement import DevicePool, share_cores
-from verl.workers.ray.profiling import WorkerProfiler
 from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 from verl.workers.ray.replicas import Replica, ReplicaPool, end_workers
 from verl.workers.ray.watch import ClusterLost, Watch

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from verl import interrupt
+from verl.config import Config
 from verl.config.devices import ray_address
 from verl.errors import UserError
 from verl.platform import KINDS, platform_of
@@ -24,8 +26,8 @@ from verl.platform.host_resources import DEFAULTS, usable
 from verl.platform.network import check_reachable
 from verl.platform.processes import sweep_at_exit
 from verl.versions import refuse_holes
+from verl.workers.cluster_needs import no_cluster
 from verl.workers.ray.calls import joined, within
-from verl.workers.resources import no_cluster
 
 LOOPBACK = "127.0.0.1"
 _TIMELINE_S = 60.0
@@ -63,7 +65,7 @@ class Node:
 class Cluster:
     """A connection to Ray. `own` is True where this run started Ray and stops it at the end."""
 
-    def __init__(self, config: Any, kind: str):
+    def __init__(self, config: Config, kind: str):
         self.kind = kind
         self.own = False
         self._auth_mode = os.environ.get(_AUTH_SWITCH)
@@ -185,7 +187,7 @@ class Cluster:
             AuthenticationTokenLoader.instance().reset_cache()
         if self._auth_mode is None:
             os.environ.pop(_AUTH_SWITCH, None)
-            Config.initialize("")
+            RayConfig.initialize("")
 
     def _private_folder(self) -> str:
         """A folder that only this user can enter, for the token and for Ray's logs and sockets, which Ray opens to
@@ -200,7 +202,7 @@ class Cluster:
         return folder
 
 
-def address_of(config: Any) -> str:
+def address_of(config: Config) -> str:
     """Where the cluster is that is to be joined; "" for a Ray of the run's own."""
     address = ray_address(config)
     return "" if address == "local" else address

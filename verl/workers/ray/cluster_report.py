@@ -20,11 +20,11 @@ from ray._private.state import available_resources_per_node
 from verl.errors import UserError
 from verl.platform import platform_of
 from verl.workers import node_facts
+from verl.workers.cluster_needs import resource_requests
 from verl.workers.compare_nodes import Facts, Finding, bad, judge, large_enough, needs_of
 from verl.workers.ray.calls import kill
 from verl.workers.ray.cluster import Cluster
 from verl.workers.ray.nodes import ask_all, folder_is_shared, start_probe
-from verl.workers.resources import resource_requests
 
 _AREAS = ("nodes", "versions", "limits", "room", "model", "network")
 

@@ -154,7 +154,7 @@ BUCKET = 200_000
 def gathering(path: str, channel: str) -> dict[str, Any]:
     """Most bytes beside the shards: while nobody takes the tensors, and while a slow reader does (rank 0)."""
     from verl.engine.training.fsdp_engine import FSDPEngine
-    from verl.weight_sync.shared_memory import BucketSender, receive
+    from verl.weight_sync.channel import BucketSender, receive
 
     engine = FSDPEngine(path, role_cfg=role(), device="cpu")
     out: dict[str, Any] = {"alive": 0}

@@ -19,8 +19,8 @@ from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trainer.colocation import Colocation
 from verl.trajectory import Batch, Trajectory
 from verl.workers import build
+from verl.workers.launch import start_here
 from verl.workers.roles import WorkerSet
-from verl.workers.start import start_here
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 BOTH = [f"{ACTOR}.param_offload=True", f"{ACTOR}.optimizer_offload=True"]

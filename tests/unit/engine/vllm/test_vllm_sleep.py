@@ -18,7 +18,7 @@ from verl.engine.rollout.vllm.engine import VLLMEngine
 from verl.engine.rollout.vllm.launch import LoopThread
 from verl.engine.rollout.vllm.requests import BusyTime
 from verl.engine.rollout.vllm.weights import WorkerChannel
-from verl.weight_sync.shared_memory import BucketSender, receive
+from verl.weight_sync.channel import BucketSender, receive
 
 BOTH = {"weights", "kv_cache"}
 

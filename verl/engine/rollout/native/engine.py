@@ -32,8 +32,8 @@ from verl.models.checkpoint_names import CheckpointViews
 from verl.models.inputs import VisionInputs, special_token_ids
 from verl.platform import platform_of
 from verl.trajectory import Media
-from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
+from verl.weight_sync.verify import FULL, SAMPLED, WeightSyncError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -28,7 +28,7 @@ import torch
 
 from verl.platform import platform_of
 from verl.platform.processes import alive, process_start_time
-from verl.weight_sync.shared_memory import attempt, receive
+from verl.weight_sync.channel import attempt, receive
 from verl.weight_sync.verify import digesting
 
 _HEAD = "lm_head.weight"

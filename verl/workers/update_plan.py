@@ -9,7 +9,6 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,8 @@ from verl.algorithms import policy_loss  # noqa: F401  (it fills the registry)
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.flat_tokens import LossDenominators, count_denominators
 from verl.algorithms.registry import LOSSES, MiniBatchTokens
+from verl.config.schema.actor import ActorConfig, CriticConfig
+from verl.config.schema.algorithm import RolloutCorrectionConfig
 from verl.config.schema.base import setting
 from verl.engine.training.base import TrainStepResult
 from verl.tracking.names import merge_metrics
@@ -85,11 +86,11 @@ class UpdatePlan:
 
     def __init__(
         self,
-        actor_cfg: Any,
+        actor_cfg: ActorConfig | CriticConfig,
         *,
         max_response_length: float,
         batch_prompts: int,
-        rollout_correction: Any = None,
+        rollout_correction: RolloutCorrectionConfig | None = None,
         of_critic: bool = False,
         of_distillation: frozenset[str] = frozenset(),
     ):

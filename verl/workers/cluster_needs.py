@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from verl.config import Config
 from verl.config.layout import own_pools
 from verl.errors import UserError
 
@@ -25,7 +25,7 @@ class ResourceRequest:
         return f"{self.nodes} node{'s' * (self.nodes != 1)} of {self.devices} ({self.keys})"
 
 
-def resource_requests(config: Any) -> tuple[ResourceRequest, ...]:
+def resource_requests(config: Config) -> tuple[ResourceRequest, ...]:
     """The pools of a run."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     pools = [ResourceRequest("trainer", trainer.nnodes, trainer.n_gpus_per_node)]

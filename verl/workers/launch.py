@@ -21,20 +21,20 @@ from verl.tracking.hooks import RunHooks
 from verl.tracking.profiler import open_profiler
 from verl.weight_sync.sender import InProcessSync, StreamedSync, WeightSync
 from verl.workers import build
+from verl.workers.cluster_needs import no_cluster
 from verl.workers.group import DirectCalls, WorkerGroup
-from verl.workers.resources import no_cluster
 from verl.workers.roles import WorkerSet, roles_of, update_plan
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
 
 
-def wants_ray(config: Any) -> bool:
+def wants_ray(config: Config) -> bool:
     """True for more than one device, and where a cluster's address is given."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     many = trainer.nnodes * trainer.n_gpus_per_node > 1 or rollout.nnodes > 0
     return many or bool(ray_address(config) or own_pools(config))
 
 
-def check_cluster(config: Any) -> None:
+def check_cluster(config: Config) -> None:
     """UserError if a cluster's address was given and nothing listens there; Ray itself would try for five minutes."""
     address = ray_address(config)
     try:
@@ -43,7 +43,7 @@ def check_cluster(config: Any) -> None:
         raise no_cluster(address, error) from error
 
 
-def start_workers(config: Any, tokenizer: Any, total_steps: int, hooks: RunHooks) -> WorkerSet:
+def start_workers(config: Config, tokenizer: Any, total_steps: int, hooks: RunHooks) -> WorkerSet:
     """The workers of a run, wherever they belong. UserError for what cannot be had."""
     if not wants_ray(config):
         return start_here(config, tokenizer, total_steps)
@@ -52,7 +52,7 @@ def start_workers(config: Any, tokenizer: Any, total_steps: int, hooks: RunHooks
     return workers
 
 
-def start_samplers(config: Any, tokenizer: Any, hooks: RunHooks) -> WorkerSet:
+def start_samplers(config: Config, tokenizer: Any, hooks: RunHooks) -> WorkerSet:
     """Sampling engines alone, on the devices of `trainer.*`, with the weights of the model's files. UserError as
     above."""
     if wants_ray(config):
@@ -61,7 +61,7 @@ def start_samplers(config: Any, tokenizer: Any, hooks: RunHooks) -> WorkerSet:
     return WorkerSet({}, build.own_sampler(config, tokenizer, platform), None, platform.describe())
 
 
-def _on_cluster(config: Any, hooks: RunHooks, total_steps: int | None = None) -> WorkerSet:
+def _on_cluster(config: Config, hooks: RunHooks, total_steps: int | None = None) -> WorkerSet:
     if importlib.util.find_spec("ray") is None:
         raise UserError(
             "more than one device, or a cluster's address, needs Ray, which is not installed here: "

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,8 @@ from verl.trajectory import Batch, Segment, Trajectory
 if TYPE_CHECKING:
     from verl.algorithms.kl import KLController
     from verl.checkpoint import Checkpoint
-    from verl.config import Config
+    from verl.config import Config, SFTConfig
+    from verl.config.schema.data import DataConfig, SFTDataConfig
     from verl.data.stream import PromptStream
     from verl.tracking.step_metrics import Counters
     from verl.tracking.tracker import Tracking
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 WHOLE = frozenset({"model", "optimizer", "extra"})
 """What a checkpoint must hold, and a resume must read, for the run to go on as if nothing had happened."""
+Job = tuple[str, str, Callable[[Path], Any]]
+"""A part of `WHOLE`, a directory of the checkpoint, and what writes it there."""
 _OF_THE_RESUME = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
 _SHOWN = 12  # settings that a notice names
 
@@ -47,7 +49,7 @@ class Storage:
     """The checkpoints of one run. `key` is that of the group of checkpoint settings. Where the user does not name its
     `load_contents`, a resume reads everything."""
 
-    def __init__(self, config: Any, key: str, tracking: Tracking):
+    def __init__(self, config: Config | SFTConfig, key: str, tracking: Tracking):
         self._settings = settings = config.trainer
         self._contents = contents = config.select(key)
         self._tracking = tracking
@@ -60,6 +62,10 @@ class Storage:
 
         self.saved_parts = _parts(contents.save_contents)
         """What is to be written of `WHOLE`."""
+
+    def chosen(self, jobs: Iterable[Job]) -> dict[str, Callable[[Path], Any]]:
+        """What writes each directory, of the parts that are to be saved."""
+        return {directory: write_part for part, directory, write_part in jobs if part in self.saved_parts}
 
     # ---------------------------------------------------------------------------------------------- saving
 
@@ -176,26 +182,50 @@ class Storage:
         """True if a resume reads the part: all of them, unless `checkpoint.load_contents` names some."""
         return not self._narrowed or part in _parts(self._contents.load_contents)
 
-    @contextmanager
-    def loading(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """A context in which a checkpoint is read. Its files are what was saved, so a failure would recur with the same
-        command: CheckpointError, which says how to go on from another."""
+    def resume(
+        self,
+        checkpoint: Checkpoint | None,
+        data_identity: Mapping[str, Any],
+        restore: Callable[[Checkpoint], None],
+        *,
+        model_key: str,
+        lead: bool = True,
+    ) -> int:
+        """Go on from a checkpoint; returns its step, 0 without one. `lead`: this rank deletes what is not needed more.
+
+        UserError if another order of data would follow. The files are what was saved, so a failure of `restore` would
+        recur with the same command: CheckpointError, which says how to go on from another.
+        """
+        if checkpoint is None:
+            return 0
+        saved, path = checkpoint.loop_state.get("data_identity", {}), checkpoint.path
+        different = [key for key in data_identity if key in saved and saved[key] != data_identity[key]]
+        if different:
+            changed = "; ".join(
+                f"{key}: {saved[key]!r} then, {data_identity[key]!r} now" for key in different
+            )
+            raise UserError(
+                f"cannot resume from {path}: the order of the data would change ({changed}). Restore the settings, "
+                f"or start a new run from the weights: {model_key}={path / 'actor'} trainer.resume_mode=disable"
+            )
         try:
-            yield
+            restore(checkpoint)
         except Exception as error:
             if getattr(error, "ends_the_run", False) or _out_of_memory(error):  # the first: a worker died
                 raise
             problem = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            trace = traceback.format_exc()
-            self._tracking.event("checkpoint_not_loaded", path=str(checkpoint.path), traceback=trace)
+            self._tracking.event("checkpoint_not_loaded", path=str(path), traceback=traceback.format_exc())
             raise CheckpointError(
-                f"{checkpoint.path} cannot be loaded ({problem}). To go on from the checkpoint before it, "
+                f"{path} cannot be loaded ({problem}). To go on from the checkpoint before it, "
                 "move it out of the run folder; trainer.resume_mode=disable starts anew"
             ) from error
+        self._say_resumed(checkpoint)
+        if self._settings.del_local_ckpt_after_load and lead:
+            self._delete_loaded(checkpoint)
+        return checkpoint.step
 
-    def loaded(self, checkpoint: Checkpoint, *, lead: bool = True) -> int:
-        """After a resume, whose step is returned: say from where it goes on, and what was left out; with
-        `del_local_ckpt_after_load` drop what is elsewhere too. `lead`: this rank is the one that does it."""
+    def _say_resumed(self, checkpoint: Checkpoint) -> None:
+        """From where the run goes on, which settings changed, and what was left out."""
         self._tracking.resumed(checkpoint.step, checkpoint.loop_state.get("record"))
         message = f"resuming from {checkpoint.path}, step {checkpoint.step}"
         self._tracking.event("resumed", step=checkpoint.step, path=str(checkpoint.path), message=message)
@@ -203,26 +233,23 @@ class Storage:
             shown = [f"{key}: {then} then, {now} now" for key, then, now in changed[:_SHOWN]]
             shown += [f"{len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
             self._tracking.notice(f"settings that changed since {checkpoint.path.name}: {'; '.join(shown)}")
-        missing = sorted(part for part in WHOLE if not self.wants(part))
-        if missing:
+        if missing := sorted(part for part in WHOLE if not self.wants(part)):
             self._tracking.notice(
                 f"resumed without {', '.join(missing)} (checkpoint.load_contents): "
                 "the run does not go on exactly as it would have"
             )
-        if not self._settings.del_local_ckpt_after_load or not lead:
-            return checkpoint.step
+
+    def _delete_loaded(self, checkpoint: Checkpoint) -> None:
+        """Delete a checkpoint of the run folder that is elsewhere too."""
+        option, path = "trainer.del_local_ckpt_after_load", checkpoint.path
         copy = Copy(checkpoint.manifest.serial, checkpoint.step)
-        if self._remote is not None and checkpoint.path.parent == self.root and self._remote.newest() == copy:
-            remove(write.retire(checkpoint.path))
-            self._tracking.event(
-                "checkpoint_deleted", path=str(checkpoint.path), why="trainer.del_local_ckpt_after_load"
-            )
+        if self._remote is not None and path.parent == self.root and self._remote.newest() == copy:
+            remove(write.retire(path))
+            self._tracking.event("checkpoint_deleted", path=str(path), why=option)
         else:
             self._tracking.notice(
-                f"trainer.del_local_ckpt_after_load: {checkpoint.path} is kept, for it is in no other place "
-                "(trainer.default_hdfs_dir would hold copies)"
+                f"{option}: {path} is kept, for it is in no other place (trainer.default_hdfs_dir would hold copies)"
             )
-        return checkpoint.step
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -250,39 +277,20 @@ def _changes(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any
             yield from _changes(then[name], now[name], path)
 
 
-def data_identity(config: Config, rows: int) -> dict[str, Any]:
+def data_identity(data: DataConfig | SFTDataConfig, rows: int, seed: int | None) -> dict[str, Any]:
     """What fixes which prompts come when; a resumed run must have the same (docs/checkpoints.md, "Resume").
 
     `rows`: prompts of an epoch, which a changed file, length limit or template changes, and with them the order.
     """
-    data = config.data
     files = data.train_files if isinstance(data.train_files, list) else [data.train_files]
     return {
         "data.train_files": [str(f) for f in files],
         "contents of data.train_files": contents(files),
         "usable rows": rows,
-        "data.seed": data.seed if data.seed is not None else config.trainer.seed,
+        "data.seed": seed,
         "data.shuffle": data.shuffle,
         "data.train_batch_size": data.train_batch_size,
-        "actor_rollout_ref.rollout.n": config.actor_rollout_ref.rollout.n,
     }
-
-
-def refuse_other_data(
-    saved: dict[str, Any],
-    now: dict[str, Any],
-    checkpoint: Path,
-    model_key: str = "actor_rollout_ref.model.path",
-) -> None:
-    """Raise UserError naming every setting that changed since the checkpoint."""
-    different = [key for key in now if key in saved and saved[key] != now[key]]
-    changed = [f"{key}: {saved[key]!r} then, {now[key]!r} now" for key in different]
-    if changed:
-        raise UserError(
-            f"cannot resume from {checkpoint}: the order of the data would change ({'; '.join(changed)}). Restore the "
-            "settings, or start a new run from the weights: "
-            f"{model_key}={checkpoint / 'actor'} trainer.resume_mode=disable"
-        )
 
 
 class Checkpoints:
@@ -293,7 +301,6 @@ class Checkpoints:
         config: Config,
         save_tokenizer: Callable[[Path], Any],
         tracking: Tracking,
-        *,
         workers: WorkerSet,
         colocation: Colocation,
         stream: PromptStream,
@@ -317,7 +324,7 @@ class Checkpoints:
         A failure is an event and a notice; the run goes on. `batch`, the step's, shows whether the weights are worth
         it: see `Storage.refuses`.
         """
-        policy, contents = self._workers.policy, self._storage.saved_parts
+        policy = self._workers.policy
 
         def log_probs(row: Trajectory) -> Any:
             bare = [
@@ -330,24 +337,21 @@ class Checkpoints:
 
         if self._storage.refuses(step, batch, log_probs, "actor_rollout_ref.actor.optim.lr"):
             return
-        jobs: dict[str, Callable[[Path], Any]] = {}
+        jobs: list[Job] = []
         for role in self._trained():
-            if "model" in contents:
-                jobs[role.name] = partial(self._save_weights, role)
-            if "optimizer" in contents:
-                jobs[f"state/{role.name}_optim"] = partial(role.save, "optimizer")
-        if "extra" in contents:
-            jobs["state/rng"] = rng.save
+            jobs.append(("model", role.name, partial(self._save_weights, role)))
+            jobs.append(("optimizer", f"state/{role.name}_optim", partial(role.save, "optimizer")))
+        jobs.append(("extra", "state/rng", rng.save))
         state = {
             "step": step,
             **loop,
-            "data_identity": data_identity(self._config, self._stream.rows_per_epoch),
+            "data_identity": self._identity(),
             "kl_controller": self._kl_controller.state_dict() if self._kl_controller else None,
             "counters": self._counters.state(),
             "seed": self._config.trainer.seed,
             "record": plain_metrics(record)[0],
         }
-        self._storage.save(step, jobs, state)
+        self._storage.save(step, self._storage.chosen(jobs), state)
 
     def _trained(self) -> list[Role]:
         return [role for role in self._workers.roles.values() if role.trained]
@@ -356,24 +360,27 @@ class Checkpoints:
         role.save("weights", directory)
         self._save_tokenizer(directory)
 
+    def _identity(self) -> dict[str, Any]:
+        data, config = self._config.data, self._config
+        seed = data.seed if data.seed is not None else config.trainer.seed
+        identity = data_identity(data, self._stream.rows_per_epoch, seed)
+        return identity | {"actor_rollout_ref.rollout.n": config.actor_rollout_ref.rollout.n}
+
     def resume(self) -> int:
         """Restore the checkpoint that `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
-        checkpoint = self._storage.find()
-        if checkpoint is None:
-            return 0
+        key = "actor_rollout_ref.model.path"
+        return self._storage.resume(self._storage.find(), self._identity(), self._restore, model_key=key)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
         state, wants = checkpoint.loop_state, self._storage.wants
-        now = data_identity(self._config, self._stream.rows_per_epoch)
-        refuse_other_data(state.get("data_identity", {}), now, checkpoint.path)
-        with self._storage.loading(checkpoint):
-            for role in self._trained():
-                if wants("model"):
-                    role.load("weights", checkpoint.part(role.name))
-                if wants("optimizer"):
-                    role.load("optimizer", checkpoint.part(f"state/{role.name}_optim"))
-            self._stream.load_state(state["data_position"])
-            self._counters.load(state["counters"])
-            if self._kl_controller is not None and state.get("kl_controller"):
-                self._kl_controller.load_state_dict(state["kl_controller"])
-            if wants("extra"):
-                rng.load(checkpoint.part("state/rng"))
-        return self._storage.loaded(checkpoint)
+        for role in self._trained():
+            if wants("model"):
+                role.load("weights", checkpoint.part(role.name))
+            if wants("optimizer"):
+                role.load("optimizer", checkpoint.part(f"state/{role.name}_optim"))
+        self._stream.load_state(state["data_position"])
+        self._counters.load(state["counters"])
+        if self._kl_controller is not None and state.get("kl_controller"):
+            self._kl_controller.load_state_dict(state["kl_controller"])
+        if wants("extra"):
+            rng.load(checkpoint.part("state/rng"))

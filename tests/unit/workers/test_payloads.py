@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.counting import instructions
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.trajectory import COLUMNS, Media, Segment
-from verl.workers import codec
-from verl.workers.plan import partition
+from verl.workers import payloads
+from verl.workers.update_plan import partition
 
 OPTIONAL = [name for name in COLUMNS if name not in ("response_ids", "response_mask")]
 
@@ -47,8 +47,8 @@ def batches(draw) -> list[Segment]:
 @settings(max_examples=60, deadline=None)
 @given(batches())
 def test_rows_come_back_as_they_were(rows) -> None:
-    payload = codec.encode(rows, OPTIONAL)
-    back = codec.decode(payload)
+    payload = payloads.encode(rows, OPTIONAL)
+    back = payloads.decode(payload)
     for old, new in zip(rows, back, strict=True):
         assert (new.uid, new.index, new.context_ids.tolist()) == (
             old.uid,
@@ -72,11 +72,11 @@ def test_rows_come_back_as_they_were(rows) -> None:
 @given(batches(), st.data())
 def test_columns_come_back_to_any_selection_of_rows(rows, data) -> None:
     chosen = data.draw(st.permutations(range(len(rows))))[: len(rows) // 2 + 1]
-    remote = codec.decode(codec.encode([rows[i] for i in chosen]))
+    remote = payloads.decode(payloads.encode([rows[i] for i in chosen]))
     for row in remote:
         row.entropy = np.full(row.length, row.index, np.float32)
     before = {id(r): r.entropy for r in rows}
-    codec.fill([rows[i] for i in chosen], codec.collect(remote, ["entropy", "values"]))
+    payloads.fill([rows[i] for i in chosen], payloads.collect(remote, ["entropy", "values"]))
     for i, row in enumerate(rows):
         if i in chosen:
             assert np.array_equal(row.entropy, np.full(row.length, row.index))
@@ -90,7 +90,7 @@ def row(uid: str, index: int, length: int, **columns) -> Segment:
 
 def test_only_the_columns_asked_for_travel() -> None:
     rows = [row("a", 0, 4, advantages=np.ones(4, np.float32), entropy=np.ones(4, np.float32))]
-    payload = codec.encode(rows, ["advantages"])
+    payload = payloads.encode(rows, ["advantages"])
     assert sorted(payload["columns"]) == ["advantages", "response_ids", "response_mask"]
     assert payload["columns"]["response_ids"].dtype == np.int32
 
@@ -101,21 +101,21 @@ def test_only_the_columns_asked_for_travel() -> None:
 )
 def test_what_does_not_fit_is_refused(columns, text) -> None:
     with pytest.raises(ValueError, match=text):
-        codec.encode([row("a", 0, 4, **columns)], ["advantages"] if columns else ["text"])
+        payloads.encode([row("a", 0, 4, **columns)], ["advantages"] if columns else ["text"])
 
 
 def test_a_column_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="3 values for 4"):
-        codec.fill([row("a", 0, 4)], {"entropy": np.zeros(3, np.float32)})
+        payloads.fill([row("a", 0, 4)], {"entropy": np.zeros(3, np.float32)})
 
 
 def test_images_go_once_and_stay_one_object() -> None:
     media = Media({"pixel_values": np.ones((4, 6), np.float32), "image_grid_thw": np.array([[1, 2, 2]])}, 1)
     rows = [row("a", 0, 4), row("a", 1, 3), row("b", 0, 2)]
     rows[0].media = rows[1].media = media
-    payload = codec.encode(rows)
-    inputs = [one.inputs for one in codec.distinct_media(row.media for row in rows)]
-    found = codec.decode(payload, inputs)
+    payload = payloads.encode(rows)
+    inputs = [one.inputs for one in payloads.distinct_media(row.media for row in rows)]
+    found = payloads.decode(payload, inputs)
     assert (
         len(payload["media"]) == len(inputs) == 1
         and found[0].media is found[1].media
@@ -123,9 +123,10 @@ def test_images_go_once_and_stay_one_object() -> None:
     )
     assert found[0].media.key == media.key and found[0].media.tokens == media.images == 1
     asks = [
-        codec.GenerateRequest(name, np.arange(3), SamplingParams(max_tokens=1), "g", media) for name in "xy"
+        payloads.GenerateRequest(name, np.arange(3), SamplingParams(max_tokens=1), "g", media)
+        for name in "xy"
     ]
-    again = [codec.decode_requests(codec.encode_requests([ask]), inputs)[0].media for ask in asks]
+    again = [payloads.decode_requests(payloads.encode_requests([ask]), inputs)[0].media for ask in asks]
     assert again[0] is again[1] is found[0].media
 
 
@@ -134,9 +135,9 @@ def test_images_that_came_to_others_go_alone() -> None:
     own, shown = Media(inputs, 1), Media({**inputs, "pixel_values": np.zeros((4, 6), np.float32)}, 1)
     rows = [row("a", 0, 4), row("a", 1, 3)]
     rows[0].media, rows[1].media = own, Media.joined([own, shown])
-    sent = codec.distinct_media(row.media for row in rows)
+    sent = payloads.distinct_media(row.media for row in rows)
     assert [one.key for one in sent] == [own.key, shown.key]
-    first, second = (r.media for r in codec.decode(codec.encode(rows), [one.inputs for one in sent]))
+    first, second = (r.media for r in payloads.decode(payloads.encode(rows), [one.inputs for one in sent]))
     assert first is not None and second is not None and rows[1].media.leaves == (own, shown)
     assert (
         second.key == rows[1].media.key and second.leaves[0] is first and second.images == second.tokens == 2
@@ -183,13 +184,13 @@ def completion(length: int, text: str | None, **fields) -> Completion:
 
 def test_responses_arrive_as_they_were_sent() -> None:
     sent = [
-        codec.GenerateResult("a", completion(3, "é漢🙂 \ufffd\x00\n", versions=(1, 2), num_preempted=4)),
-        codec.GenerateResult("b", error=("ValueError", "too long")),
-        codec.GenerateResult("c", completion(2, None)),
-        codec.GenerateResult("d", completion(0, "")),
-        codec.GenerateResult("e", completion(1, "half \ud83d")),
+        payloads.GenerateResult("a", completion(3, "é漢🙂 \ufffd\x00\n", versions=(1, 2), num_preempted=4)),
+        payloads.GenerateResult("b", error=("ValueError", "too long")),
+        payloads.GenerateResult("c", completion(2, None)),
+        payloads.GenerateResult("d", completion(0, "")),
+        payloads.GenerateResult("e", completion(1, "half \ud83d")),
     ]
-    came = codec.decode_results(codec.encode_results(sent))
+    came = payloads.decode_results(payloads.encode_results(sent))
     assert [a.id for a in came] == list("abcde") and came[1].error == ("ValueError", "too long")
     for mine, theirs in zip(came, sent, strict=True):
         if theirs.completion is None:
@@ -200,20 +201,20 @@ def test_responses_arrive_as_they_were_sent() -> None:
         assert one.log_probs.dtype == np.float32 and one.log_probs.tolist() == other.log_probs.tolist()
         for name in ("finish_reason", "versions", "num_preempted", "text"):
             assert getattr(one, name) == getattr(other, name)
-    assert codec.decode_results(codec.encode_results([])) == []
+    assert payloads.decode_results(payloads.encode_results([])) == []
 
 
 def test_requests_arrive_as_they_were_sent() -> None:
     every = SamplingParams(9, 0.5, 0.9, 7, 0.1, 1.2, ("</a>", "\n"), (5, 6), True, 2**62, 4)
     prompt = np.arange(4)
     sent = [
-        codec.GenerateRequest("a", prompt, every, "g"),
-        codec.GenerateRequest("b", prompt.copy(), every, "g"),
-        codec.GenerateRequest("c", np.arange(2), SamplingParams(max_tokens=1)),
+        payloads.GenerateRequest("a", prompt, every, "g"),
+        payloads.GenerateRequest("b", prompt.copy(), every, "g"),
+        payloads.GenerateRequest("c", np.arange(2), SamplingParams(max_tokens=1)),
     ]
-    payload = codec.encode_requests(sent)
+    payload = payloads.encode_requests(sent)
     assert payload["lengths"].tolist() == [4, 2], "a group's prompt goes once"
-    came = codec.decode_requests(payload)
+    came = payloads.decode_requests(payload)
     assert [(a.id, a.group, a.prompt_ids.tolist(), a.sampling) for a in came] == [
         (a.id, a.group, a.prompt_ids.tolist(), a.sampling) for a in sent
     ]
@@ -223,7 +224,9 @@ def test_requests_arrive_as_they_were_sent() -> None:
 def test_a_response_costs_the_same_however_long_it_is(text: str | None) -> None:
     def cost(length: int) -> int:
         done = completion(length, text and text * length)
-        payload = codec.encode_results([codec.GenerateResult("a", done), codec.GenerateResult("b", done)])
-        return instructions(lambda: codec.decode_results(payload))
+        payload = payloads.encode_results(
+            [payloads.GenerateResult("a", done), payloads.GenerateResult("b", done)]
+        )
+        return instructions(lambda: payloads.decode_results(payload))
 
     assert 0 < cost(4096) == cost(2)

@@ -25,10 +25,9 @@ from tests.weight_sync_processes import (
     weights,
 )
 from verl.platform import processes
-from verl.weight_sync.base import WeightSyncError
-from verl.weight_sync.shared_block import SharedMemoryBlock, path_of, sweep
-from verl.weight_sync.shared_memory import BucketSender, receive
-from verl.weight_sync.verify import checksums
+from verl.weight_sync.channel import BucketSender, receive
+from verl.weight_sync.shared_memory import SharedMemoryBlock, path_of, sweep
+from verl.weight_sync.verify import WeightSyncError, checksums
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -1,7 +1,7 @@
 """One training rank: the engines of its roles, and the segments of the step.
 
 Every rank of a group gets the same calls in the same order (SPMD), directly or from afar (`verl.workers.group`).
-Arguments and results are arrays and JSON-like values. Knows nothing of how it is called.
+Arguments and results are arrays, JSON-like values and records of these. Knows nothing of how it is called.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import logging
 
+from verl.algorithms.distillation import Distillation
 from verl.algorithms.flat_tokens import LossDenominators
 from verl.algorithms.objective import ActorObjective
+from verl.algorithms.value_loss import ValueObjective
+from verl.config import Config
 from verl.config.schema.base import setting
 from verl.engine.training.base import (
     LOG_PROBS_AND_ENTROPY,
@@ -28,16 +31,19 @@ from verl.engine.training.base import (
     TrainingEngine,
     TrainStepResult,
 )
-from verl.engine.training.settings import compute_dtype
+from verl.engine.training.settings import compute_dtype, named_dtype
 from verl.platform import Platform, detect, thread_stacks
+from verl.platform.host_resources import raise_open_files, tune_allocator
 from verl.platform.network import reserve
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
 from verl.tracking.timer import Profiled
 from verl.trajectory import Segment, fill_flat
-from verl.weight_sync.base import SyncResult
-from verl.weight_sync.shared_memory import BucketSender, Channel, offer
-from verl.workers import build, codec
+from verl.weight_sync.channel import BucketSender, Channel, offer
+from verl.weight_sync.collective import Rendezvous, broadcast
+from verl.weight_sync.sender import SyncResult
+from verl.weight_sync.verify import digesting
+from verl.workers import build, payloads
 
 _OPEN_FILES = 65536
 RECORDED = {"log_probs": "old_log_probs", "entropy": "entropy"}
@@ -49,7 +55,7 @@ class Worker(Profiled):
 
     free_port = staticmethod(reserve)
 
-    def __init__(self, config: Any, rank: int = 0, world: int = 1):
+    def __init__(self, config: Config, rank: int = 0, world: int = 1):
         self.config = config
         self.rank, self.world = rank, world
         self.engines: dict[str, TrainingEngine] = {}
@@ -107,12 +113,12 @@ class Worker(Profiled):
         self._rows = list(rows)
 
     def receive_rows(self, payload: Mapping[str, Any], *inputs: Mapping[str, np.ndarray]) -> None:
-        """`take_rows` of what `codec.encode` made, and the inputs of the rows' images."""
-        self._rows, self._remote = codec.decode(payload, inputs), True
+        """`take_rows` of what `payloads.encode` made, and the inputs of the rows' images."""
+        self._rows, self._remote = payloads.decode(payload, inputs), True
 
     def forward(
         self, phase: str, role: str, outputs: Mapping[str, str], positions: Sequence[int] | None = None
-    ) -> codec.Payload:
+    ) -> payloads.Payload:
         """A forward pass over the rows, or those at `positions`: fill and return the columns of `outputs` (output of
         the engine → column)."""
         engine = self.engine(role)
@@ -124,7 +130,7 @@ class Worker(Profiled):
         for name, values in columns.items():
             fill_flat(rows, name, values)
         if ROUTES in outputs and self._remote:  # the engine puts them on the rows, the context's too
-            columns |= codec.collect(rows, [ROUTES])
+            columns |= payloads.collect(rows, [ROUTES])
         return columns
 
     def update(
@@ -133,29 +139,26 @@ class Worker(Profiled):
         """One optimizer step of a role for each of `minis`: {"rows": positions, "denominators": counts of all ranks,
         "trajectory_tokens": T_i of the rows or None}.
 
-        `columns` are those that came into being since the rows did. Returns {"results": one mapping for each,
+        `columns` are those that came into being since the rows did. Returns {"results": a `TrainStepResult` for each,
         "columns": old_log_probs and entropy, each if rows were without}.
         """
         engine = self.engine(role)
         if columns:
-            codec.fill(self._rows, columns)
+            payloads.fill(self._rows, columns)
         recorded = RECORDED.values() if role == "actor" else ()
         fresh = [name for name in recorded if any(getattr(row, name) is None for row in self._rows)]
         with self.span(f"update_{role}"):
             results = [self._update(role, engine, mini) for mini in minis]
         return {
-            "results": [asdict(result) for result in results],
-            "columns": codec.collect(self._rows, fresh) if self._remote else {},
+            "results": results,
+            "columns": payloads.collect(self._rows, fresh) if self._remote else {},
         }
 
     def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> TrainStepResult:
-        from verl.algorithms.distillation import Distillation
-        from verl.algorithms.value_loss import ValueObjective
-
         rows = [self._rows[i] for i in mini["rows"]]
         counts = mini["trajectory_tokens"]
         tokens_of = None if counts is None else dict(zip(map(id, rows), counts, strict=True))
-        denominators = LossDenominators(**mini["denominators"])
+        denominators: LossDenominators = mini["denominators"]
         if role == "critic":
             values = ValueObjective(self.config.critic, denominators, tokens_of)
             return engine.step(rows, values, ("values",), temperature=self._temperature)
@@ -176,13 +179,9 @@ class Worker(Profiled):
         """`TrainingEngine.onload` of a role."""
         self.engine(role).onload(optimizer=optimizer)
 
-    def offload(self, role: str) -> None:
-        """`TrainingEngine.offload` of a role."""
-        self.engine(role).offload()
-
-    def advance(self, role: str = "actor") -> float:
-        """End of a role's training step: its learning-rate schedule moves on; returns the rate that was used."""
-        return self.engine(role).advance()
+    def run(self, role: str, method: str, *args: Any) -> Any:
+        """A method of a role's engine that needs nothing else of this rank."""
+        return getattr(self.engine(role), method)(*args)
 
     # -- weights and state ------------------------------------------------------------------------------------
 
@@ -202,9 +201,6 @@ class Worker(Profiled):
         this rank's device, buckets stay there. With a rendezvous they are also broadcast to the relays that join it.
         Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`, of the weights as they are sent.
         """
-        from verl.engine.training.settings import named_dtype
-        from verl.weight_sync.verify import digesting
-
         engine, sums = self.engine(), dict[str, str]()
         kind = None if dtype is None else named_dtype(dtype, "rollout.dtype")
         weights = engine.adapter_weights() if build.moving_adapter(self.config) else engine.named_weights()
@@ -238,8 +234,6 @@ class Worker(Profiled):
         rendezvous: Any,
     ) -> SyncResult:
         """Write weights to the readers of this node, or broadcast them to those of other nodes, too."""
-        from verl.weight_sync.collective import Rendezvous, broadcast
-
         settings = self.config.actor_rollout_ref.rollout.checkpoint_engine
         bucket = int(settings.update_weights_bucket_megabytes) << 20
         if rendezvous is None:
@@ -254,7 +248,7 @@ class Worker(Profiled):
     def try_channel(
         self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float
     ) -> str:
-        """Write a first, small transfer (`shared_memory.offer`); what went wrong, "" for nothing."""
+        """Write a first, small transfer (`channel.offer`); what went wrong, "" for nothing."""
         if channel is None:
             return ""
         device = self.platform.device() if on_device else None
@@ -266,24 +260,10 @@ class Worker(Profiled):
         with self.span("save_checkpoint"):
             (engine.save_weights if part == "weights" else engine.save_optimizer)(Path(directory))
 
-    def load(self, role: str, part: str, directory: str) -> None:
-        """Inverse of `save`."""
-        engine = self.engine(role)
-        (engine.load_weights if part == "weights" else engine.load_optimizer)(Path(directory))
-
     def peak_memory(self) -> dict[str, float]:
         """Most device memory `allocated` and `reserved`, GiB; {} on a CPU."""
         kinds = {} if self.platform.on_host else {"allocated": False, "reserved": True}
         return {kind: self.platform.peak_memory(reserved=whole) / 2**30 for kind, whole in kinds.items()}
-
-    def images(self) -> dict[str, int]:
-        """`TrainingEngine.images` of the policy."""
-        return self.engine().images()
-
-    def cost(self, role: str) -> dict[str, Any] | None:
-        """`TrainingEngine.cost` of a role as plain data."""
-        estimate = self.engine(role).cost()
-        return None if estimate is None else asdict(estimate)
 
 
 def record_old_log_probs(objective: ActorObjective) -> MicroLoss:
@@ -308,12 +288,8 @@ def record_old_log_probs(objective: ActorObjective) -> MicroLoss:
     return recording
 
 
-def prepare_process(config: Any) -> None:
+def prepare_process(config: Config) -> None:
     """What every worker process needs before it loads anything: allocator, open files, no progress bars, plug-ins."""
-    from transformers.utils import logging
-
-    from verl.platform.host_resources import raise_open_files, tune_allocator
-
     tune_allocator()
     raise_open_files(_OPEN_FILES)
     logging.disable_progress_bar()

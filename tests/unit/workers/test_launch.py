@@ -10,7 +10,7 @@ from verl.config.rollout_engines import sampler_dtype
 from verl.errors import UserError
 from verl.platform import detect
 from verl.workers import build
-from verl.workers.start import start_here
+from verl.workers.launch import start_here
 
 
 @pytest.mark.parametrize(
