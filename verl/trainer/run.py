@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,19 +36,6 @@ EXIT_USER = 2
 EXIT_FAILED = 1
 EXIT_UNSAVED = 4
 EXIT_INTERRUPTED = 130
-
-
-def run_command(argv: Sequence[str] | None, entry: str, work: str) -> int:
-    """Resolve and check the configuration of an entry point, then call its function of (config, tracking), given as
-    "module:name" and imported last. Returns the exit status of `run_guarded`, or that of the check."""
-    from verl.config.command_line import resolve
-
-    try:
-        config = resolve(argv, entry)
-    except SystemExit as error:
-        return int(error.code or 0)
-    module, _, name = work.partition(":")
-    return run_guarded(config, getattr(importlib.import_module(module), name))
 
 
 def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:

@@ -208,7 +208,7 @@ def judge(
     nodes: Sequence[Facts], driver: Facts, kind: str, pools: Sequence[ResourceRequest], needs: NodeNeeds
 ) -> Iterator[Finding]:
     """What `verl doctor --cluster` says of nodes with devices of a kind: facts of `NodeProbe.everything` and of
-    `verl.workers.ray.cluster_report`. `driver`: the facts of this process; `pools`, `needs`: what the run asks for."""
+    `verl.preflight.cluster`. `driver`: the facts of this process; `pools`, `needs`: what the run asks for."""
     have = ", ".join(f"{node['name']} has {node['devices']}" for node in nodes)
     request = " and ".join(map(str, pools))
     todo = "start Ray on more nodes or with more devices there (examples/ray_start.sh), or lower "

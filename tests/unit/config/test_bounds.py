@@ -20,11 +20,11 @@ from tests.chaos.fork_server import ForkServer
 from tests.kinds import AHEAD, KINDS, Kind
 from tests.runs import TinyRun
 from verl.config import ConfigError, load
-from verl.config.check import check
 from verl.config.fields import Field, leaves, limits_of
 from verl.config.names import PROGRAMS
 from verl.config.schema.base import Map
 from verl.config.schema.entries import ROOTS
+from verl.preflight.check import check
 
 DRAWS = int(os.environ.get("VERL_DRAWS", "3"))
 SEED = int(os.environ.get("VERL_DRAWS_SEED", "1"))

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.config import Config, ConfigError, load
-from verl.config.check import check
 from verl.config.fields import leaves
 from verl.config.grammar import parse_value
+from verl.preflight.check import check
 
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 

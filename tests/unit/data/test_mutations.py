@@ -28,8 +28,8 @@ from PIL import Image
 
 from tests.tiny import CHAT_TEMPLATE, tiny_vision_model
 from verl.config import load
-from verl.config.rules import data as data_rules
-from verl.config.rules.context import Check
+from verl.config.report import Check
+from verl.data import check as data_rules
 from verl.data.dataset import CheckedRows, PromptDataset
 from verl.data.media import decoded, has_frames, load_processor, open_image
 from verl.data.rows import BadRow, RowTools

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,3 +133,12 @@ class Check:
         """True for a run of several devices, of whatever pools."""
         pools = self.ppo and (self.rollout.nnodes > 0 or own_pools(self.cfg))
         return self.world > 1 or bool(pools)
+
+
+def beyond(value: Any, most: float, at: str) -> Iterator[tuple[str, Any]]:
+    """(path, number) in an open mapping or list at path `at` of each number that is not finite or exceeds ±`most`."""
+    many = enumerate(value) if isinstance(value, list) else ()
+    for name, item in value.items() if isinstance(value, Mapping) else many:
+        yield from beyond(item, most, f"{at}.{name}")
+    if isinstance(value, (int, float)) and not abs(value) <= most:  # nan is not
+        yield at, value

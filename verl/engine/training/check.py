@@ -10,8 +10,8 @@ from typing import Any
 from verl.config import model_facts
 from verl.config.model_facts import VALUE_LAYERS, ModelFacts
 from verl.config.names import nearest
+from verl.config.report import ACTOR, Check
 from verl.config.rollout_engines import CAPABILITIES
-from verl.config.rules.context import ACTOR, Check
 from verl.errors import UserError
 
 ALL_LINEAR = "all-linear"

@@ -15,8 +15,8 @@ from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, check_vllm_images, vllm_arguments
 from verl.config.layout import OwnPool, own_pools
 from verl.config.names import LOGGERS
+from verl.config.report import ACTOR, Check
 from verl.config.rollout_engines import CAPABILITIES, RELEASED, VISION_MODELS
-from verl.config.rules.context import ACTOR, Check
 from verl.versions import satisfies, unsupported, version
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from verl.config.model_facts import ModelFacts, ModelTrouble, find, flat_overrides, look
 from verl.config.names import nearest
-from verl.config.rules.context import Check
-from verl.config.rules.data import chat_template
+from verl.config.report import Check
+from verl.data.check import chat_template
 from verl.errors import UserError
 
 _SHAPE = (

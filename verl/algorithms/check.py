@@ -7,8 +7,8 @@ from typing import Any
 
 from verl.config.devices import ray_address
 from verl.config.fill import reader_of_values
+from verl.config.report import ACTOR, ROLLOUT, Check
 from verl.config.rollout_engines import CAPABILITIES
-from verl.config.rules.context import ACTOR, ROLLOUT, Check
 from verl.config.schema.algorithm import GROUP_ESTIMATORS
 
 _CORRECTION = "algorithm.rollout_correction"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl.config.rules.context import Check
+from verl.config.report import Check
 
 ROLES = {
     "actor": "actor_rollout_ref.actor.profiler",

@@ -7,8 +7,8 @@ from typing import Any
 
 from verl.config.layout import Sizes, divisors, model_problems, own_pools, rank_problems, reference_is_base
 from verl.config.problems import counted
+from verl.config.report import ACTOR, Check
 from verl.config.rollout_engines import CAPABILITIES
-from verl.config.rules.context import ACTOR, Check
 from verl.config.schema.trainer import EACH_EPOCH
 
 _REF = "actor_rollout_ref.ref"

@@ -16,8 +16,8 @@ from typing import Any
 from verl.config.engine_packages import NO_TORCHVISION, bound_names
 from verl.config.model_facts import find
 from verl.config.names import nearest
+from verl.config.report import Check
 from verl.config.rollout_engines import CAPABILITIES
-from verl.config.rules.context import Check
 from verl.config.weights import scores_by_model
 from verl.errors import UserError
 

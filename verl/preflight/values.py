@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from verl.config import names
@@ -10,8 +10,8 @@ from verl.config.devices import ray_address
 from verl.config.engine_packages import names_in
 from verl.config.fields import Field, Limits, limits_of
 from verl.config.names import built_in, lookup, nearest
+from verl.config.report import ACTOR, Check, beyond
 from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
-from verl.config.rules.context import ACTOR, Check
 from verl.config.schema.base import put
 
 REGISTRIES = {"algorithm.adv_estimator": "ESTIMATORS", f"{ACTOR}.policy_loss.loss_mode": "LOSSES"}
@@ -56,15 +56,6 @@ def _value(c: Check, path: str, value: Any, field: Field) -> None:
             c.refuse(f"{at}={number}", "out of range; a number within ±3e38, as float32 holds")
     if path.endswith(".override_optimizer_config") and "lr" in value:
         c.refuse(f"{path}.lr", f"the schedule sets it in each step; set {path.rpartition('.')[0]}.lr")
-
-
-def beyond(value: Any, most: float, at: str) -> Iterator[tuple[str, Any]]:
-    """(path, number) in an open mapping or list at path `at` of each number that is not finite or exceeds ±`most`."""
-    many = enumerate(value) if isinstance(value, list) else ()
-    for name, item in value.items() if isinstance(value, Mapping) else many:
-        yield from beyond(item, most, f"{at}.{name}")
-    if isinstance(value, (int, float)) and not abs(value) <= most:  # nan is not
-        yield at, value
 
 
 def _optimizer(c: Check, path: str, name: str) -> None:
