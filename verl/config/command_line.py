@@ -1,4 +1,4 @@
-"""The front of every entry point: --help, --cfg job, --check, and errors that end with the right exit status."""
+"""The options and overrides of a command line, and the configuration that they describe."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def build(arguments: argparse.Namespace, entry: str) -> Root:
     """The configuration that arguments (of `split_arguments`) describe, automatic values filled in.
 
     Raises ConfigError with every problem of grammar, type and spelling. Looks at no file but the configuration's own,
-    and not at the machine: `verl.preflight.check` does.
+    and not at the machine: `verl.preflight` does.
     """
     try:
         folders = [Path(expand(path)) for path in (arguments.config_path, arguments.config_dir) if path]

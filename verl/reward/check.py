@@ -1,64 +1,112 @@
-"""Models beside the policy that judge responses: the reward model, the sum of rewards, the teachers of distillation."""
+"""What scores responses: the function and its arguments, the reward model, the weights of several rewards."""
 
 from __future__ import annotations
 
-from typing import Any
+import ast
 
-from verl.config.layout import Sizes, own_pools
-from verl.config.model_facts import ModelFacts
+from verl.config.layout import own_pools
 from verl.config.names import nearest
-from verl.config.report import ACTOR, Check, beyond
-from verl.config.schema.distillation import TEACHER_KEYS
+from verl.config.report import Report, beyond
+from verl.config.schema.base import Root
 from verl.config.weights import scores_by_model
+from verl.data.check import user_code
+from verl.reward.load import MANY, OF_JUDGES, ONE
+from verl.reward.rules import check_kwargs
 
 _KEY = "reward_model"
 _JUDGE = "custom_reward_function.path=pkg://verl.reward.judge"
-_LOSS, _TEACHERS = "distillation.distillation_loss", "distillation.teacher_models"
 
 
-def check(c: Check) -> None:
-    """The reward model, and distillation where it is on."""
-    if c.ppo:
-        _reward_model(c)
-        if c.cfg.distillation.enabled:
-            _distillation(c)
+def check(config: Root, report: Report) -> None:
+    """Check `custom_reward_function.*`, `reward_manager.*` and `reward_model.*`."""
+    if "custom_reward_function.path" in report.keys:
+        _user_code(report)
+    if report.ppo:
+        _reward_model(report)
+        _manager_arguments(report)
+    if config.entry in ("ppo", "eval"):
+        _overlong(report)
 
 
-def _reward_model(c: Check) -> None:
+def _user_code(report: Report) -> None:
+    key = "custom_reward_function.name"
+    if (function := user_code(report, "custom_reward_function.path", key)) is not None:
+        _takes(report, key, function)
+    path = report.config.select("reward_manager.module.path")
+    if report.config.select("reward_manager.source") == "importlib":
+        if path:
+            user_code(report, "reward_manager.module.path", "reward_manager.name")
+        else:
+            name = report.config.select("reward_manager.name")
+            report.refuse(
+                "reward_manager.source", f"needs reward_manager.module.path=FILE.py with the class {name}"
+            )
+    elif path:
+        report.refuse(
+            "reward_manager.module.path", "nothing is loaded without reward_manager.source=importlib"
+        )
+
+
+def _takes(report: Report, key: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    """A reward function takes what the manager calls it with."""
+
+    manager, parameters = report.config.select("reward_model.reward_manager"), function.args
+    positional = [*parameters.posonlyargs, *parameters.args]
+    by_position = manager == "prime" or (not report.ppo and manager != "batch")  # main_eval
+    if by_position and (parameters.vararg or len(positional) >= 3):
+        return
+    called = MANY if manager == "batch" else ONE
+    names = [argument.arg for argument in (*positional, *parameters.kwonlyargs)]
+    missing = [] if parameters.kwarg else [name for name in called if name not in names]
+    supplied = {*called, *(report.config.select("custom_reward_function.reward_kwargs") or ())}
+    unset = {*names[: len(positional) - len(parameters.defaults)]} - supplied - {*OF_JUDGES}
+    if missing or unset:
+        message = f"is called with {', '.join(called)}; it takes {', '.join(names) or 'nothing'}"
+        advice = "add {} or **kwargs" if missing else "give {} a default"
+        report.refuse(key, f"{message}; {advice.format(', '.join(missing or sorted(unset)))}")
+
+
+def _reward_model(report: Report) -> None:
     """The reward model, the weights of several rewards, and where a judge can be served."""
-    reward_model, weights, path = c.cfg.reward_model, c.cfg.reward_model.weights, f"{_KEY}.model.path"
+    reward_model, weights, path = (
+        report.config.reward_model,
+        report.config.reward_model.weights,
+        f"{_KEY}.model.path",
+    )
     if wrong := [n for n, w in weights.items() if isinstance(w, bool) or not isinstance(w, (int, float))]:
-        c.refuse(f"{_KEY}.weights", f"{', '.join(wrong)}: a weight is a number, {{function: 1, model: 0.5}}")
+        report.refuse(
+            f"{_KEY}.weights", f"{', '.join(wrong)}: a weight is a number, {{function: 1, model: 0.5}}"
+        )
         return
     for at, number in beyond(weights, 10**9, f"{_KEY}.weights"):
-        c.refuse(f"{at}={number}", "out of range; a weight is within ±10^9")
+        report.refuse(f"{at}={number}", "out of range; a weight is within ±10^9")
     if "model" in weights and not reward_model.enable:
-        c.refuse(f"{_KEY}.weights", f"model needs {_KEY}.enable=True and {path}")
+        report.refuse(f"{_KEY}.weights", f"model needs {_KEY}.enable=True and {path}")
     if not reward_model.enable:
         return
     if not reward_model.model.path:
-        c.refuse(path, f"{_KEY}.enable=True needs it")
+        report.refuse(path, f"{_KEY}.enable=True needs it")
         return
-    classifier, scores, problem = _classifier(c), scores_by_model(c.cfg), ""
+    classifier, scores, problem = _classifier(report), scores_by_model(report.config), ""
     if scores and classifier is False:
         problem = f"is no sequence classifier with one label; to ask it as a judge set {_JUDGE}"
     elif not scores and classifier:
         problem = f"a sequence classifier beside a function: set {_KEY}.weights={{function: 1, model: 1}}"
-    elif not (scores or c.cfg.custom_reward_function.path):
+    elif not (scores or report.config.custom_reward_function.path):
         problem = f"nothing asks this model; to ask it as a judge set {_JUDGE}"
-    elif not scores and "judge" not in own_pools(c.cfg) and c.several:
+    elif not scores and "judge" not in own_pools(report.config) and report.several:
         problem = (
             f"beside several devices a judge has a pool of its own: set {_KEY}.enable_resource_pool=True, "
             f"{_KEY}.nnodes and {_KEY}.n_gpus_per_node; or start a server and set reward_kwargs.reward_router_address"
         )
     if problem:
-        c.refuse(path, problem)
+        report.refuse(path, problem)
 
 
-def _classifier(c: Check) -> bool | None:
+def _classifier(report: Report) -> bool | None:
     """Whether the reward model is a sequence classifier; None where that cannot be seen here."""
-    key, path = f"{_KEY}.model.path", c.cfg.reward_model.model.path
-    facts = c.look(key, path)
+    key, path = f"{_KEY}.model.path", report.config.reward_model.model.path
+    facts = report.look(key, path)
     if facts is None:
         return None
     config = facts.config
@@ -68,89 +116,35 @@ def _classifier(c: Check) -> bool | None:
     return is_classifier and len(config.get("id2label") or (0, 1)) == 1
 
 
-def _distillation(c: Check) -> None:
-    """Teachers that are complete and apart, terms that see the teacher, what has no effect."""
-    if not c.cfg.distillation.nnodes and c.was_set("distillation.n_gpus_per_node"):
-        c.notice("no effect: distillation.n_gpus_per_node: teachers run on the policy's devices")
-    _teachers(c)
-    _loss(c)
-
-
-def _teachers(c: Check) -> None:
-    keys, teachers = dict[str, str](), []
-    for name, teacher in c.cfg.distillation.teacher_models.items():
-        at = f"{_TEACHERS}.{name}"
-        if not isinstance(teacher, dict) or not isinstance(teacher.get("inference") or {}, dict):
-            c.refuse(at, f"a teacher is a mapping of {', '.join(TEACHER_KEYS)} (a mapping itself)")
-            continue
-        for unknown in teacher.keys() - {*TEACHER_KEYS}:
-            c.refuse(f"{at}.{unknown}", f"no such key of a teacher{nearest(unknown, TEACHER_KEYS)}")
-        key = str(teacher.get("key") or name)
-        if (other := keys.setdefault(key, name)) != name:
-            c.refuse(f"{at}.key={key}", f"picks {_TEACHERS}.{other}, too; one key for each teacher")
-        teachers.append(teacher)
-        _model(c, at, teacher)
-    parallel = {str((t.get("inference") or {}).get("tensor_model_parallel_size") or 1) for t in teachers}
-    if len(parallel) > 1 and own_pools(c.cfg):
-        sizes = f"tensor_model_parallel_size of the teachers: {', '.join(sorted(parallel))}"
-        c.refuse(_TEACHERS, f"{sizes}; they share devices, so make them equal")
-    if not c.cfg.distillation.teacher_models:
-        c.refuse(_TEACHERS, f"there is no teacher; set {_TEACHERS}.teacher_model.model_path")
-
-
-def _model(c: Check, at: str, teacher: Any) -> None:
-    """Its model exists; its parallel size fits the ranks: the policy's, whose rows it gets, or the teachers'."""
-    inference, arr = teacher.get("inference") or {}, c.cfg.actor_rollout_ref
-    size = inference.get("tensor_model_parallel_size") or 1
-    devices, split = Sizes.of(arr.actor).ranks_per_row, arr.ref.ulysses_sequence_parallel_size
-    message = f"a teacher's rows are the policy's, which {devices} of its devices share; set 1"
-    if pool := own_pools(c.cfg).get("teacher"):
-        devices, split = pool.devices, 1
-        message = f"does not divide the teachers' {devices} devices ({pool})"
-    if not isinstance(size, int) or devices % (split * size):
-        c.refuse(f"{at}.inference.tensor_model_parallel_size={size}", message)
-    unread = [f"inference.{key}" for key in inference if key != "tensor_model_parallel_size"]
-    unread += ["num_replicas"] if teacher.get("num_replicas") else []
-    if unread:
-        c.notice(f"no effect: {at}: {', '.join(unread)}: the training engine serves every teacher")
-    if not teacher.get("model_path"):
-        c.refuse(f"{at}.model_path", "is required: a Hugging Face id or a directory")
+def _overlong(report: Report) -> None:
+    kwargs = report.config.reward_model.reward_kwargs
+    limit = report.config.data.max_response_length if report.ppo else kwargs.max_resp_len
+    buffer, key = kwargs.overlong_buffer_cfg, "reward_model.reward_kwargs"
+    if not buffer.enable:
         return
-    where = f"{at}.model_path={teacher['model_path']}"
-    facts = c.look(where, teacher["model_path"])
-    if facts is None or c.facts is None:
+    if kwargs.max_resp_len is None:
+        report.refuse(f"{key}.max_resp_len", "the penalty needs it: data.max_response_length of the run")
         return
-    if facts.vision != c.facts.vision:
-        c.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
-    elif _patches(facts) != _patches(c.facts):
-        c.refuse(where, "its images have other patches than the policy's; choose a teacher of the family")
+    most = report.at(f"{key}.max_resp_len")
+    if not 0 < buffer.len <= kwargs.max_resp_len:
+        report.refuse(f"{key}.overlong_buffer_cfg.len", f"must be above 0 and at most {most}")
+    if kwargs.max_resp_len != limit:
+        report.notice(f"{most} is not data.max_response_length={limit}")
 
 
-def _patches(facts: ModelFacts) -> list[Any]:
-    """How images are cut for a model; what the policy's processor makes of them goes to its teachers too."""
-    vision = facts.config.get("vision_config") or {}
-    return [vision.get(key) for key in ("patch_size", "temporal_patch_size", "spatial_merge_size")]
+def _manager_arguments(report: Report) -> None:
+    """Arguments of the reward manager are open: a name close to a built-in one is taken for a mistake.
 
-
-def _loss(c: Check) -> None:
-    loss, actor = c.cfg.distillation.distillation_loss, c.cfg.actor_rollout_ref.actor
-    mode, gradient = c.at(f"{_LOSS}.loss_mode"), loss.use_policy_gradient
-    if loss.loss_mode in ("kl", "k1") and not gradient:
-        c.refuse(mode, "its gradient does not see the teacher; use k2, k3, or use_policy_gradient=True")
-    if loss.loss_mode == "forward_kl_topk":
-        vocabulary = c.facts.text.get("vocab_size") if c.facts is not None else None
-        if gradient:
-            c.notice(f"{mode} with use_policy_gradient=True: it says nothing of the token that was sampled")
-        if vocabulary and loss.topk > vocabulary:
-            c.refuse(c.at(f"{_LOSS}.topk"), f"the vocabulary has {vocabulary} tokens; lower it")
-    if gradient and loss.policy_loss_mode == "dro" and not (actor.policy_loss.dro_beta or 0) > 0:
-        c.refuse(f"{ACTOR}.policy_loss.dro_beta", "policy_loss_mode=dro needs a value above 0")
-    if loss.use_task_rewards:
-        return
-    alone = {
-        f"{ACTOR}.use_kl_loss": actor.use_kl_loss,
-        f"{ACTOR}.entropy_coeff": actor.entropy_coeff,
-        f"{_LOSS}.distillation_loss_coef": loss.distillation_loss_coef != 1,
-    }
-    if unused := [key for key, on in alone.items() if on]:
-        c.notice(f"no effect: {', '.join(unused)}: use_task_rewards=False minimises distillation alone")
+    Another name reaches only a manager class of the user's own.
+    """
+    arguments = report.config.reward_model.reward_kwargs
+    accepted = [name for name in type(arguments).__dataclass_fields__ if not name.startswith("_")]
+    for name in arguments:
+        if name not in accepted and (near := nearest(name, accepted, cutoff=0.8)):
+            report.refuse(f"reward_model.reward_kwargs.{name}", f"no such argument{near}")
+        elif name not in accepted and report.config.reward_manager.source != "importlib":
+            why = "no manager of ours takes it; those of a function are custom_reward_function.reward_kwargs"
+            report.notice(f"no effect: reward_model.reward_kwargs.{name}: {why}")
+    if not report.config.custom_reward_function.path:
+        with report.refusing("custom_reward_function.reward_kwargs"):
+            check_kwargs(report.config.custom_reward_function.reward_kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from verl.preflight.check import run_command
+from verl.preflight.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from verl.checkpoint import open_checkpoint, rng
 from verl.config.schema.trainer import EACH_EPOCH
 from verl.data.files import contents
 from verl.errors import UserError
-from verl.preflight.check import resolve
+from verl.preflight.command import resolve
 from verl.tracking.names import plain_metrics
 from verl.tracking.profiler import announce, open_profiler
 from verl.tracking.step_metrics import BACKWARD, Counters, mfu

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from verl.config import load
-from verl.preflight.check import resolve
+from verl.preflight.command import resolve
 from verl.trainer.main_ppo import main
 
 ROOT = Path(__file__).parents[3]
