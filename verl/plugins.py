@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from verl.errors import UserError
 
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 """The environment variable that lists modules beside `model.external_lib`."""
+REGISTRIES: dict[str, Any] = {}
+"""Registries that plug-in modules add to, by name: the configuration asks them, and imports no algorithm itself."""
 
 
 def import_modules(external_lib: str | Sequence[str] | None) -> None:

@@ -23,8 +23,8 @@ from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Map, Root, put, select
 from verl.config.schema.distillation import ONLY_TEACHER
 from verl.errors import UserError
+from verl.plugins import REGISTRIES, import_modules
 from verl.plugins import VARIABLE as PLUG_INS
-from verl.plugins import import_modules
 
 
 def fill(resolver: Resolver) -> None:
@@ -234,15 +234,15 @@ def reader_of_values(root: Any) -> str:
     is_built_in = name in built_in("ESTIMATORS") and mode in built_in("LOSSES")
     if is_built_in or not (arr.model.external_lib or os.environ.get(PLUG_INS)):
         return ""
-    import verl.algorithms.built_in  # noqa: F401  (it fills the registries)
-    from verl.algorithms.registry import ESTIMATORS, LOSSES
-
-    with contextlib.suppress(UserError, ValueError):
+    loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    with contextlib.suppress(UserError):
         import_modules(arr.model.external_lib)
-        if "values" in ESTIMATORS.needs(name):
-            return f"algorithm.adv_estimator={name}"
-        if "values" in LOSSES.needs(mode):
-            return f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+        for kind, key, chosen in (
+            ("ESTIMATORS", "algorithm.adv_estimator", name),
+            ("LOSSES", loss_key, mode),
+        ):
+            if kind in REGISTRIES and "values" in REGISTRIES[kind].declared(chosen).needs:
+                return f"{key}={chosen}"
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl.data.boxed import last_boxed
 from verl.reward.rules import gsm8k, math, math_dapo, numina, rule_for, search_qa
 
 _EMPTY = ("", math_dapo.INVALID)
@@ -28,7 +29,7 @@ def predicted(score_parts: Mapping[str, Any]) -> str | None:
 
 _READERS: dict[str, Callable[[str, Mapping[str, Any]], str | None]] = {
     "gsm8k": lambda text, options: gsm8k.extract(text, options.get("method", "strict")),
-    **dict.fromkeys(("math", "geo3k"), lambda text, _: math.normalise(math.last_boxed(text) or "")),
+    **dict.fromkeys(("math", "geo3k"), lambda text, _: math.normalise(last_boxed(text) or "")),
     "numina": lambda text, _: math.normalise(numina.extract(text) or ""),
     "search_qa": lambda text, _: search_qa.normalise(search_qa.last_answer(text) or ""),
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.reward.rules.math import last_boxed, same_answer
+from verl.data.boxed import last_boxed
+from verl.reward.rules.math import same_answer
 from verl.reward.rules.math import unmatched as unmatched
 
 

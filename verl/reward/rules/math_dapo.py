@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.reward.rules.math import last_boxed
+from verl.data.boxed import last_boxed
 from verl.reward.rules.math import last_boxed_only_string as last_boxed_only_string
 from verl.reward.rules.math import normalise as normalise_math
 from verl.reward.rules.math import remove_boxed as remove_boxed

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.reward.rules.math import last_boxed, same_answer, truth_text
+from verl.data.boxed import last_boxed
+from verl.reward.rules.math import same_answer, truth_text
 from verl.reward.rules.math import unmatched as unmatched
 
 _LEAD = re.compile(r"(?i)answer(?:\s+(?:is|are)\b|s?\s*:)\s*:?\s*")

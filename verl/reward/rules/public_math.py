@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.data.boxed import last_boxed
 from verl.reward.rules.gsm8k import clean_number
-from verl.reward.rules.math import compute_score, last_boxed, same_answer
+from verl.reward.rules.math import compute_score, same_answer
 from verl.reward.rules.math import last_boxed_only_string as last_boxed_only_string
 from verl.reward.rules.math import remove_boxed as remove_boxed
 
