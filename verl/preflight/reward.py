@@ -17,15 +17,41 @@ from typing import Any
 
 import numpy as np
 
+from verl.data.files import open_file
+from verl.data.rows import BadRow, RowRules, as_messages, check_columns, fields_of
 from verl.errors import UserError
 from verl.reward.outcome import Outcome, RewardLoadError
 from verl.reward.pool import FunctionSpec
-from verl.reward.precheck import GARBAGE, HOSTILE, forms, reference_responses, short, truth_text
-from verl.reward.rules import rule_or_none, unsupported
+from verl.reward.precheck import forms, reference_responses, short, truth_text
+from verl.reward.rules import check_truth, rule_or_none, unsupported
 from verl.reward.rules.gsm8k import clean_number, same_number
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.trajectory import Prompt
+
+_BOMB = 60
+
+HOSTILE: tuple[tuple[str, str], ...] = (
+    ("very long", "the answer is 31337 and " * 20_000),
+    ("very long number", "#### " + "9" * 50_000),
+    ("open braces", "\\boxed{" * 500),
+    ("closed braces", "\\boxed{1" + "}" * 500),
+    ("nested \\frac", "\\boxed{" + "\\frac{" * _BOMB + "1" + "}{2}" * _BOMB + "}"),
+    ("power tower", "\\boxed{2^{2^{2^{2}}}}"),
+    ("unicode", "#### ٧٢ ７２ ½ \u202e31337 \U0001f600 \\boxed{７２}"),
+    ("null bytes", "\x00#### \x00\\boxed{\x00}"),
+    ("lone surrogate", "\ud800 #### \\boxed{\udfff}"),
+    ("tags", "<answer>" * 50 + "</answer>" * 50 + "</think>" * 20),
+    ("marks only", "#### \\boxed{} Answer: <answer></answer>"),
+    ("format string", "%s%n{0}{__class__} $(id) `id` ${HOME}"),
+)
+
+GARBAGE: tuple[tuple[str, str], ...] = (
+    ("one word", "banana"),
+    ("prose", "I am not sure about this question, sorry."),
+    ("repetition", "12 345 6789 31337 " * 20 + "..."),
+    ("every number", " ".join(f"\\boxed{{{n}}}" for n in [*range(100), 31337]) + " I do not know."),
+)
 
 HOSTILE_ROWS = 3
 SLOW = 1.0
@@ -107,10 +133,6 @@ def _by_label(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
 
 def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], int, list[str]]:
     """(rows evenly spread over the file, rows in it, bad rows among them as text). DataError for a bad file."""
-    from verl.data.files import open_file
-    from verl.data.rows import BadRow, RowRules, as_messages, check_columns, fields_of
-    from verl.reward.rules import check_truth
-
     file = open_file(path)
     rules = RowRules(needs_truth=not custom, images=True)
     plain = check_columns(file, rules)

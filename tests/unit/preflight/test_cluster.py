@@ -21,8 +21,9 @@ from verl.errors import UserError
 from verl.preflight import doctor as command
 from verl.preflight.doctor import BAD, NOTE, OK, WARN, Finding
 from verl.preflight.doctor import main as doctor
+from verl.preflight.nodes import judge
 from verl.workers import node_facts
-from verl.workers.compare_nodes import NodeNeeds, judge, needs_of, verdict
+from verl.workers.compare_nodes import NodeNeeds, needs_of, verdict
 from verl.workers.resources import ResourceRequest, placeable, resource_requests
 
 GIB = 1 << 30
