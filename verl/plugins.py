@@ -13,6 +13,8 @@ from verl.errors import UserError
 
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 """The environment variable that lists modules beside `model.external_lib`."""
+REGISTRIES: dict[str, Any] = {}
+"""Registries that plug-in modules add to, by name: the configuration asks them, and imports no algorithm itself."""
 BATCH_VIEWS: list[str] = []
 """At most one "module:function" of a `verl.trajectory.Batch`; `verl.compat.paths.install` names `DataProto`'s."""
 

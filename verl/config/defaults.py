@@ -24,8 +24,8 @@ from verl.config.schema.entries import Config
 from verl.config.schema.fields import Field, leaves, locate
 from verl.config.schema.rollout import RolloutConfig
 from verl.errors import UserError
+from verl.plugins import REGISTRIES, import_modules
 from verl.plugins import VARIABLE as PLUG_INS
-from verl.plugins import import_modules
 
 
 def fill(resolver: Resolver) -> None:
@@ -241,15 +241,15 @@ def reader_of_values(root: Config) -> str:
     is_built_in = name in built_in("ESTIMATORS") and mode in built_in("LOSSES")
     if is_built_in or not (arr.model.external_lib or os.environ.get(PLUG_INS)):
         return ""
-    from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
-    from verl.algorithms.registry import ESTIMATORS, LOSSES
-
-    with contextlib.suppress(UserError, ValueError):
+    loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    with contextlib.suppress(UserError):
         import_modules(arr.model.external_lib)
-        if "values" in ESTIMATORS.needs(name):
-            return f"algorithm.adv_estimator={name}"
-        if "values" in LOSSES.needs(mode):
-            return f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+        for kind, key, chosen in (
+            ("ESTIMATORS", "algorithm.adv_estimator", name),
+            ("LOSSES", loss_key, mode),
+        ):
+            if kind in REGISTRIES and "values" in REGISTRIES[kind].declared(chosen).needs:
+                return f"{key}={chosen}"
     return ""
 
 

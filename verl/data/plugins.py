@@ -129,7 +129,7 @@ class CustomRows:
             raise DataError(f"data.custom_cls.path={path} needs data.custom_cls.name=CLASS")
         max_samples = int(data.train_max_samples if split == "train" else data.val_max_samples)
         about = {"data_files": files, "tokenizer": tokenizer, "config": data, "processor": processor}
-        kind = load_extern_object(path, name)
+        kind = load_extern_object(str(path), name)
         try:
             dataset = kind(**about, max_samples=max_samples)
         except (TypeError, AttributeError) as error:

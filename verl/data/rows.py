@@ -57,7 +57,7 @@ class BadRow(ValueError):
 # ------------------------------------------------------------------------------------------- from cell to token ids
 
 
-def as_messages(cell: Any, column: str = "prompt", *, images: bool = False) -> list[dict[str, Any]]:
+def as_messages(cell: Any, column: str | None = "prompt", *, images: bool = False) -> list[dict[str, Any]]:
     """The cell as a list of {role, content, …}; a string is one user message. Raises BadRow.
 
     Content is text; where `images` are allowed and it has parts of type image, it is a list of parts. Null keys

@@ -281,8 +281,8 @@ def template_options(row: Mapping[str, Any], config: SFTDataConfig) -> dict[str,
     return options
 
 
-def _reach(row: Mapping[str, Any], column: str, keys: Sequence[str] | None) -> Any:
-    value: Any = row.get(column)
+def _reach(row: Mapping[str, Any], column: str | None, keys: Sequence[str] | None) -> Any:
+    value: Any = row.get(str(column))
     for key in keys or ():
         if not isinstance(value, Mapping) or key not in value:
             content = ", ".join(value) if isinstance(value, Mapping) else type(value).__name__

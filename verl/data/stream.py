@@ -213,7 +213,7 @@ def open_stream(dataset: Any, config: Config) -> PromptStream:
     if data.sampler.class_path:
         from verl.data.load_object import load_extern_object
 
-        cls = load_extern_object(data.sampler.class_path, data.sampler.class_name)
+        cls = load_extern_object(data.sampler.class_path, str(data.sampler.class_name))
         sampler = cls(data_source=dataset, data_config=data)
     seed = int(data.seed if data.seed is not None else config.trainer.seed)
     size = data.train_batch_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
@@ -75,7 +75,7 @@ def apply(config: PreTrainedConfig, overrides: Mapping[str, Any], within: str = 
             elif hasattr(part := getattr(holder, name, None), "to_dict"):
                 if not isinstance(value, Mapping):
                     raise UserError(f"give a mapping of the fields of its {type(part).__name__}")
-                refused |= apply(part, value, f"{within}{name}.")
+                refused |= apply(cast(Any, part), value, f"{within}{name}.")
             else:
                 setattr(holder, name, value)
         except (UserError, StrictDataclassFieldValidationError) as error:

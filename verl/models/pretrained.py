@@ -8,7 +8,7 @@ architecture's own initialisation; whether it did is checked.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -263,7 +263,7 @@ def _damaged(where: str) -> str:
     return f". Damaged or cut short: {', '.join(damaged)}; fetch or copy the model again" if damaged else ""
 
 
-def check_directory(path: str | Path) -> str:
+def check_directory(path: str | Path | None) -> str:
     """The path as from_pretrained wants it; UserError for a local directory that cannot work."""
     text = str(Path(str(path)).expanduser()) if str(path).startswith("~") else str(path)
     folder = Path(text)
@@ -280,7 +280,7 @@ def check_directory(path: str | Path) -> str:
     return text
 
 
-def load_config(path: str | Path, model_cfg: ModelConfig | None = None) -> PreTrainedConfig:
+def load_config(path: str | Path, model_cfg: Mapping[str, Any] | None = None) -> PreTrainedConfig:
     """The model's configuration with `override_config` applied. UserError for an override it does not have, and for
     a transformers with a known security hole."""
     refuse_holes("transformers")

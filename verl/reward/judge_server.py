@@ -38,7 +38,11 @@ class ServedJudge:
     def __init__(
         self, engine: RolloutEngine, tokenizer: Any, settings: RewardModelConfig, processor: Any = None
     ):
-        self._engine, self._tokenizer, self._limit = engine, tokenizer, settings.rollout.max_model_len
+        self._engine, self._tokenizer, self._limit = (
+            engine,
+            tokenizer,
+            int(settings.rollout.max_model_len or 0),
+        )
         self._renderer, self._numbers = ChatRenderer(tokenizer), itertools.count()
         self._images = None if processor is None else ImageProcessor(processor)
         model = settings.model

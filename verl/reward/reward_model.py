@@ -41,7 +41,7 @@ class RewardModel:
         self.scores: Callable[[Batch], Awaitable[None]] | None = None
         text = load_config(check_directory(path), settings.model).get_text_config()
         tokenizer = load_tokenizer(path, trust_remote_code=trusted)
-        self._renderer, self._limit = ChatRenderer(tokenizer), int(settings.rollout.max_model_len)
+        self._renderer, self._limit = ChatRenderer(tokenizer), int(settings.rollout.max_model_len or 0)
         if getattr(text, "rope_parameters", None) is None:  # positions are a table of so many
             most = getattr(text, "max_position_embeddings", None) or self._limit
             self._limit = min(self._limit, most, tokenizer.model_max_length)

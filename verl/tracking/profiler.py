@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verl.config.rules.profiling import ROLES
 from verl.config.schema.base import setting
+from verl.tracking.check import ROLES
 
 if TYPE_CHECKING:
     from verl.platform import Platform

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from verl.compat.spellings import PUBLIC
-from verl.trainer.run import run_command
+from verl.preflight.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pkgutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from verl.tracking.console import notice, spare
 
 if TYPE_CHECKING:
     from verl.config import Config, EvalConfig, GenerationConfig, SFTConfig
-    from verl.config.matching import Spellings
     from verl.tracking.tracker import Tracking
 
     RunConfig = Config | EvalConfig | GenerationConfig | SFTConfig
@@ -25,18 +23,6 @@ EXIT_USER = 2
 EXIT_FAILED = 1
 EXIT_UNSAVED = 4
 EXIT_INTERRUPTED = 130
-
-
-def run_command(argv: Sequence[str] | None, entry: str, work: str, spellings: Spellings) -> int:
-    """Resolve and check the configuration of an entry point, then call its function of (config, tracking), given as
-    "module:name". Returns the exit status of `run_guarded`, or that of the check."""
-    from verl.config.command_line import resolve
-
-    try:
-        config = resolve(argv, entry, spellings)
-    except SystemExit as error:
-        return int(error.code or 0)
-    return run_guarded(config, work)
 
 
 def run_guarded(config: RunConfig, work: str) -> int:

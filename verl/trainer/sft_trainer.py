@@ -14,9 +14,9 @@ from typing import Any
 
 from verl.compat.spellings import PUBLIC
 from verl.config import SFTConfig
-from verl.config.command_line import resolve
 from verl.errors import UserError
 from verl.platform.host_resources import prepare_process
+from verl.preflight.command import resolve
 from verl.tracking.console import spare
 from verl.trainer.run import EXIT_FAILED, EXIT_USER, import_plugins, run_guarded
 

@@ -20,10 +20,10 @@ from tests.chaos.fork_server import ForkServer
 from tests.kinds import AHEAD, KINDS, Kind
 from tests.runs import TinyRun
 from verl.config import ConfigError, load
-from verl.config.check import check
 from verl.config.schema.base import Map
 from verl.config.schema.entries import PROGRAMS, ROOTS
 from verl.config.schema.fields import Field, leaves, limits_of
+from verl.preflight.check import check
 
 DRAWS = int(os.environ.get("VERL_DRAWS", "3"))
 SEED = int(os.environ.get("VERL_DRAWS_SEED", "1"))

@@ -14,7 +14,7 @@ import pytest
 
 from verl.compat.spellings import PUBLIC
 from verl.config import load
-from verl.config.command_line import resolve
+from verl.preflight.command import resolve
 from verl.trainer.main_ppo import main
 
 ROOT = Path(__file__).parents[3]

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from verl.compat.spellings import load
 from verl.config import Config, ConfigError
-from verl.config.check import check
 from verl.config.grammar import parse_value
 from verl.config.schema.fields import leaves
+from verl.preflight.check import check
 
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 

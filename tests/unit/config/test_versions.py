@@ -44,7 +44,7 @@ def test_holes(monkeypatch: pytest.MonkeyPatch, package: str, refused: str, take
 )
 def test_no_run_starts_with_versions_that_were_not_tested(monkeypatch, package, refused, taken) -> None:
     from verl.config import load
-    from verl.config.check import check
+    from verl.preflight.check import check
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert package + versions.SUPPORTED[package] in project["dependencies"]

@@ -10,9 +10,9 @@ import pytest
 
 from tests.runs import TinyRun
 from verl.config import load
-from verl.config.check import check
 from verl.config.engine_packages import EnginePackageError
-from verl.config.rules import machine
+from verl.preflight import machine
+from verl.preflight.check import check
 
 ROLLOUT = "actor_rollout_ref.rollout"
 KNOWN = frozenset({"block_size", "max_num_seqs", "model"})

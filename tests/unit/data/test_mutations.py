@@ -28,14 +28,15 @@ from PIL import Image
 
 from tests.tiny import CHAT_TEMPLATE, tiny_vision_model
 from verl.config import load
-from verl.config.rules import data as data_rules
-from verl.config.rules.context import Check
+from verl.config.report import Report
+from verl.data import check as data_rules
 from verl.data.dataset import CheckedRows, PromptDataset
 from verl.data.media import decoded, has_frames, load_processor, open_image
 from verl.data.rows import BadRow, RowTools
 from verl.data.sft import SFTDataset
 from verl.data.tokenizer import load_tokenizer
 from verl.errors import UserError
+from verl.preflight import rows
 from verl.reward.rules import check_truth, default_compute_score
 
 COUNT = int(os.environ.get("VERL_DATA_MUTATIONS", "80"))
@@ -268,9 +269,11 @@ class Reader:
         return load([*words, "data.val_files=null", "data.train_batch_size=1"], entry=entry)
 
     def check(self, path: Path, entry: str, form: Form) -> list[str]:
-        found = Check(self.config(path, entry, form))
-        data_rules.check(found)
-        return [str(problem) for problem in found.report.problems]
+        config = self.config(path, entry, form)
+        found = Report(config)
+        data_rules.check(config, found)
+        rows.check(config, found)
+        return [str(problem) for problem in found.problems]
 
     def prompts(self, path: Path, form: Form) -> tuple[CheckedRows, Callable[[int], Any]]:
         config, processor = self.config(path, "ppo", form), self.processor if form.images else None

@@ -116,7 +116,7 @@ def test_vllm_starts_as_many_threads_and_binds_none(
 
 
 def test_it_costs_no_torch() -> None:
-    code = "import sys, verl.cli.doctor, verl.platform.host_resources; sys.exit('torch' in sys.modules)"
+    code = "import sys, verl.preflight.doctor, verl.platform.host_resources; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from tests.unit.preflight.cases import ARR, MODEL, notices, only, problems, write_model, write_rows
 from verl.config import load
-from verl.config.check import check
 from verl.config.model_facts import ModelTrouble, look
 from verl.config.problems import ConfigError
 from verl.config.release import built_in
 from verl.config.schema.entries import ROOTS
 from verl.config.schema.fields import leaves
+from verl.preflight.check import check
 
 # ---- the machine ----
 
@@ -183,8 +183,8 @@ def test_model_directories(base, tmp_path, monkeypatch):
     split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
     assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
     with monkeypatch.context() as patched:
-        patched.setattr("verl.config.rules.machine.check_vllm", lambda: "")
-        patched.setattr("verl.config.rules.machine.vllm_arguments", frozenset)
+        patched.setattr("verl.preflight.machine.check_vllm", lambda: "")
+        patched.setattr("verl.preflight.machine.vllm_arguments", frozenset)
         patched.setattr("verl.config.engine_packages.importlib.util.find_spec", lambda name: None)
         only(problems(*base, path("vl"), f"{ARR}.rollout.name=vllm"), "machine", "torchvision")
     write_model(tmp_path / "remote", auto_map={"AutoModel": "x.Y"}, model_type="nobody_knows")
@@ -263,7 +263,7 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
     assert "no chat template" in str(problems(*base, inside, vision))
     (tmp_path / "vl" / "chat_template.jinja").write_text("x")
     with monkeypatch.context() as patched:
-        patched.setattr("verl.config.rules.machine.version", lambda name: "5.17.0")
+        patched.setattr("verl.preflight.machine.version", lambda name: "5.17.0")
         only(problems(*base, file, vision), "machine", "pip install 'transformers>=5.18'")
     assert problems(*base, file, vision) == []
     only(problems(*base, file, vision, "critic.enable=True"), "configuration", "no critic sees images")

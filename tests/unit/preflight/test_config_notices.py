@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.preflight.cases import ARR, notices, only, problems, write_model, write_rows
 from verl.config import load
-from verl.config.check import check
+from verl.preflight.check import check
 
 RC = "algorithm.rollout_correction"
 REWARD = "reward_model.reward_kwargs"

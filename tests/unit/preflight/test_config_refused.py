@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.preflight.cases import ARR, only, problems, write_model, write_rows
 from verl.config import load
-from verl.config.check import check
 from verl.config.layout import Sizes, rank_problems
+from verl.preflight.check import check
 
 
 def test_a_right_one(base):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from verl.data.boxed import last_boxed
 from verl.data.rows import BadRow
 from verl.reward import default_compute_score, known_sources
 from verl.reward.outcome import RewardLoadError, UnknownSource
 from verl.reward.rules import boxed, check_kwargs, check_truth, gsm8k, rule_for, unsupported
-from verl.reward.rules.boxed import last_boxed
 
 MATHVERSE = Path(__file__).parents[3].parent / "shared/data/mathverse_text_lite/problems.jsonl"
 GSM8K = Path(__file__).parents[3].parent / "shared/data/gsm8k/test.jsonl"

@@ -22,7 +22,7 @@ from tests.tiny import SPECIAL, tiny_tokenizer
 from tests.unit.rollout.test_agents import play
 from tests.unit.rollout.test_session import _QWEN
 from verl.config import load
-from verl.config.check import check
+from verl.preflight.check import check
 from verl.rollout import environments, verifiers_program, verifiers_server
 from verl.rollout.manager import RolloutError
 

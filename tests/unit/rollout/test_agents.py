@@ -15,9 +15,9 @@ from tests.tiny import tiny_tokenizer
 from tests.unit.rollout import agents_of_a_user
 from tests.unit.rollout.test_session import _QWEN
 from verl.config import load
-from verl.config.check import check
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.errors import UserError
+from verl.preflight.check import check
 from verl.reward.runner import RewardRunner
 from verl.rollout import agent_loop, environments, verifiers_server
 from verl.rollout.loop_processes import LoopEnded, LoopProcesses

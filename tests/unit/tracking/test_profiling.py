@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from verl.config import Map
-from verl.config.rules.profiling import check_options
 from verl.errors import UserError
 from verl.platform import platform_of
+from verl.tracking.check import check_options
 from verl.tracking.profiler import ProfilePlan, StepProfiler, nsight_options, open_profiler, plan_for
 from verl.tracking.timer import Phases
 

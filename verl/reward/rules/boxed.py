@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_TOKEN = re.compile(r"\\[{}\\]|[{}]")
+from verl.data.boxed import last_box, last_boxed
+
 _BARE_BOX = "\\boxed "
 _SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\s+|~")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?")
@@ -37,37 +38,6 @@ _LEAD = re.compile(r"(?i)answer(?:\s+(?:is|are)\b|s?\s*:)\s*:?\s*")
 _INLINE = re.compile(r"\$([^$]+)\$")
 _SENTENCE_END = re.compile(r"\.(?:\s|$)")
 _PI = re.compile(r"\\pi(?![A-Za-z])|π")
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{…}` or `\fbox{…}` whose braces balance, or None."""
-    box = last_box(text)
-    return None if box is None else text[box[1] + 1 : box[2]]
-
-
-def last_box(text: str) -> tuple[int, int, int] | None:
-    r"""Where the last balanced `\boxed{…}` or `\fbox{…}` begins, and its two braces; None without one.
-
-    Escaped braces (`\{`, `\}`) do not count. A box that never closes is not a box; the one before it counts.
-    """
-    if "\\boxed" not in text and "\\fbox" not in text:
-        return None
-    opened: list[int] = []
-    best: tuple[int, int] | None = None
-    for match in _TOKEN.finditer(text):
-        token = match.group()
-        if token == "{":
-            opened.append(match.start())
-        elif token == "}" and opened:
-            start = opened.pop()
-            # `\boxed {5}` is written too, so blanks before the brace are looked through.
-            before = text[max(0, start - 24) : start].rstrip()
-            if before.endswith(("\\boxed", "\\fbox")) and (best is None or start > best[0]):
-                best = (start, match.start())
-    if best is None:
-        return None
-    command = max(text.rfind(name, 0, best[0]) for name in ("\\boxed", "\\fbox"))
-    return command, *best
 
 
 def last_boxed_only_string(string: str) -> str | None:

@@ -287,7 +287,7 @@ def _cluster(args: argparse.Namespace) -> list[Finding]:
 
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed here: pip install 'verl[ray]'")
-    from verl.workers.ray.cluster_report import examine
+    from verl.preflight.cluster import examine
 
     config = load(args.overrides)
     config.actor_rollout_ref.model.path = args.model or config.actor_rollout_ref.model.path

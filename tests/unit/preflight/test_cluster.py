@@ -16,14 +16,15 @@ from tests.chaos.fork_server import ForkServer
 from tests.ray_cluster import cluster_of
 from tests.runs import environment
 from tests.tiny import tiny_model
-from verl.cli import doctor as command
-from verl.cli.doctor import BAD, NOTE, OK, WARN, Finding
-from verl.cli.doctor import main as doctor
 from verl.config import load
 from verl.errors import UserError
+from verl.preflight import doctor as command
+from verl.preflight.doctor import BAD, NOTE, OK, WARN, Finding
+from verl.preflight.doctor import main as doctor
+from verl.preflight.nodes import judge
 from verl.workers import node_facts
 from verl.workers.cluster_needs import ResourceRequest, placeable, resource_requests
-from verl.workers.compare_nodes import NodeNeeds, judge, needs_of, verdict
+from verl.workers.compare_nodes import NodeNeeds, needs_of, verdict
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[3]
@@ -284,7 +285,7 @@ def test_options_of_the_cluster_belong_to_it(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_plain_command_needs_no_model_and_waits_no_longer_than_a_run(monkeypatch, capsys) -> None:
-    report = pytest.importorskip("verl.workers.ray.cluster_report", reason="Ray is not installed")
+    report = pytest.importorskip("verl.preflight.cluster", reason="Ray is not installed")
     asked: list[Any] = []
     monkeypatch.setattr(report, "examine", lambda *args: asked.append(args) or [])
     assert doctor(["--cluster", "--timeout", "7", "--model", "/m", "trainer.nnodes=2"]) == 0

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from verl import versions
-from verl.cli import doctor
-from verl.cli.doctor import BAD, OK, WARN, Finding
 from verl.platform import host_resources, probe
+from verl.preflight import doctor
+from verl.preflight.doctor import BAD, OK, WARN, Finding
 from verl.versions import satisfies
 
 

@@ -1,8 +1,6 @@
 """Look at every node of a cluster, for `verl doctor --cluster`: facts, clocks, who reaches whom, an all-reduce.
 
-    connect ─▶ a probe on each node ─▶ facts · clock against ours · who reaches whom ─▶ ranks meet, sum, time it
-
-What the facts of the nodes mean is said by `verl.workers.compare_nodes`.
+connect ─▶ a probe on each node ─▶ facts · clock against ours · who reaches whom ─▶ ranks meet, sum, time it
 """
 
 from __future__ import annotations
@@ -17,11 +15,13 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 
+from verl.config import Config
 from verl.errors import UserError
 from verl.platform import platform_of
+from verl.preflight.nodes import judge, large_enough
 from verl.workers import node_facts
 from verl.workers.cluster_needs import resource_requests
-from verl.workers.compare_nodes import Facts, Finding, bad, judge, large_enough, needs_of
+from verl.workers.compare_nodes import Facts, Finding, bad, needs_of
 from verl.workers.ray.calls import kill
 from verl.workers.ray.cluster import Cluster
 from verl.workers.ray.nodes import ask_all, folder_is_shared, start_probe
@@ -29,7 +29,7 @@ from verl.workers.ray.nodes import ask_all, folder_is_shared, start_probe
 _AREAS = ("nodes", "versions", "limits", "room", "model", "network")
 
 
-def examine(config: Any, megabytes: int, timeout: float, say: Callable[[str], None]) -> list[Finding]:
+def examine(config: Config, megabytes: int, timeout: float, say: Callable[[str], None]) -> list[Finding]:
     """Findings about the cluster that a run with this configuration would start or join. UserError when there is none,
     or its version is refused.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from verl.reward.check import main, reward_check
+from verl.preflight.reward import main, reward_check
 from verl.reward.outcome import RewardLoadError
 from verl.reward.precheck import reference_responses
 
@@ -105,7 +105,7 @@ def test_a_name_that_verl_lacks_is_said(data: Any, reward: Any) -> None:
 
 
 def test_slow_functions_are_said(data: Any, reward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.reward.check.SLOW", 0.05)
+    monkeypatch.setattr("verl.preflight.reward.SLOW", 0.05)
     body = "time.sleep(0.1 * (solution_str == 'banana')); return float(solution_str == ground_truth)"
     report = reward_check(data(rows(3)), reward(body))
     assert any("slow: 3 of 3 calls on 'one word'" in p for p in report.problems)
@@ -165,5 +165,5 @@ def test_command_line_mistakes(data, arguments, message, capsys) -> None:
 
 
 def test_the_check_imports_no_torch() -> None:
-    code = "import sys, verl.reward.check; sys.exit('torch' in sys.modules)"
+    code = "import sys, verl.preflight.reward; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True)
