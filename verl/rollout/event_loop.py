@@ -56,6 +56,13 @@ class BackgroundLoop:
             self._loop.run_forever()
 
 
+def spawn(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task whose error nobody need ask for: asyncio does not complain of it."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
 async def users_code(code: Awaitable[T]) -> T:
     """What a user's coroutine gives. RuntimeError for what would end more than it: `sys.exit` ends the event loop, and
     whoever waits for a task that was cancelled from inside waits for ever, so the coroutine has a task of its own."""

@@ -14,7 +14,6 @@ import json
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -22,6 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from verl.data.rows import BadRow
+from verl.rollout.event_loop import spawn
 from verl.rollout.openai_routes import ROUTES, Handler, Result
 
 _MOST_BYTES = 64 * 2**20  # of a body
@@ -91,14 +91,14 @@ class _Connection:
             self._writer.close()
 
     async def _requests(self) -> None:
-        self._head = _task(_read_head(self._reader))
+        self._head = spawn(_read_head(self._reader))
         while True:
             head = await asyncio.wait_for(self._head, _READ_SECONDS)
             session, handler = self._route(head)
             data = await self._body(head.headers)
             # Read while the answer is made: it fails when the client closes the connection.
-            self._head = _task(_read_head(self._reader))
-            answer = _task(_answer(session, handler, data))
+            self._head = spawn(_read_head(self._reader))
+            answer = spawn(_answer(session, handler, data))
             try:
                 await asyncio.wait({self._head, answer}, return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done() and isinstance(self._head.exception(), EOFError | OSError):
@@ -165,13 +165,6 @@ class _Connection:
             async with asyncio.timeout(_LINGER_SECONDS):
                 while await self._reader.read(_HEAD_BYTES):
                     pass
-
-
-def _task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """A task whose error nobody need ask for."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return task
 
 
 async def _answer(session: Any, handler: Handler, data: bytes) -> tuple[HTTPStatus, Result]:

@@ -2,7 +2,7 @@
 the driver.
 
     driver: LoopProcesses.run ──run──────→ child: LoopRunner.run: the loop, with a session on a copy of the record
-            TrajectoryRecord  ←─call──────        (segment, length of it, inserted ids)
+            Attempt  ←─call──────        (segment, length of it, inserted ids)
                               ──completion→
                               ←─outcome, or error─
 
@@ -34,7 +34,6 @@ from verl.platform.host import usable
 from verl.rollout import loops
 from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.record import Excerpt, Outcome, Place, Record, SegmentRecord
-from verl.rollout.requests import TrajectoryRecord
 from verl.trajectory import Media
 
 _EXIT_WAIT = 1.0  # seconds in which what a process sent before its end may still come
@@ -60,7 +59,7 @@ class LoopUnusable(UserError):
 class _Run:
     """One trajectory in a process."""
 
-    record: TrajectoryRecord
+    record: Record
     outcome: asyncio.Future[Outcome]
     media: dict[str, Media] = field(default_factory=dict)
     calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -105,9 +104,7 @@ class LoopProcesses:
         self._numbers = itertools.count()
         self._processes: dict[_LoopProcess, asyncio.Task[None]] = {}
 
-    async def run(
-        self, name: str, record: TrajectoryRecord, sampling: SamplingParams, row: dict[str, Any]
-    ) -> Outcome:
+    async def run(self, name: str, record: Record, sampling: SamplingParams, row: dict[str, Any]) -> Outcome:
         """What the loop registered as `name` returns for a row (see `LoopRunner.run`).
 
         LoopFailed with what it raised, NotPlain for a value that cannot be sent, LoopUnusable if no process can run it.
@@ -270,7 +267,7 @@ class _RemoteRecord(Record):
         self._sent: set[str] = set()
 
     async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
-        """See `TrajectoryRecord.call`."""
+        """See `Attempt.call`."""
         self.begin(place)
         number = next(self._numbers)
         future: asyncio.Future[tuple[Completion, SegmentRecord]] = asyncio.get_running_loop().create_future()

@@ -1,7 +1,7 @@
 """Runs agent loops in one process, the driver or one of their own: a session and a loop for each trajectory, its
 deadline, its end.
 
-LoopRunner.run ─→ Session ─→ TrajectoryRecord, or a copy of it and a message to the driver
+LoopRunner.run ─→ Session ─→ Attempt, or a copy of it and a message to the driver
               └→ the loop's run(row, session) ─→ Outcome
 """
 
@@ -16,8 +16,8 @@ from verl.engine.rollout.base import SamplingParams
 from verl.rollout import loops
 from verl.rollout.boundary import Boundaries
 from verl.rollout.event_loop import users_code
-from verl.rollout.record import Outcome
-from verl.rollout.session import CallingRecord, Session
+from verl.rollout.record import Outcome, Record
+from verl.rollout.session import Session
 from verl.trajectory import SINGLE_TURN
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -68,9 +68,7 @@ class LoopRunner:
 
         return Toolbox.load(*paths)
 
-    async def run(
-        self, name: str, record: CallingRecord, sampling: SamplingParams, row: dict[str, Any]
-    ) -> Outcome:
+    async def run(self, name: str, record: Record, sampling: SamplingParams, row: dict[str, Any]) -> Outcome:
         """What the loop registered as `name` gives for a row (see `AgentLoop.run`), whose tokens are in the record.
 
         A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.engine.rollout.base import Completion
+from verl.engine.rollout.base import Completion, SamplingParams
 from verl.trajectory import UNKNOWN_EXPERT, Media
 
 NO_IDS = np.zeros(0, np.int64)
@@ -256,6 +256,10 @@ class Record:
     def replaced(self) -> int:
         """Answers that were replaced when the same was asked again."""
         return len(self.segments) - len(self._order)
+
+    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
+        """Sample what follows a place; returns it with the segment that holds it."""
+        raise NotImplementedError
 
     def place(self, ids: np.ndarray, shown: tuple[Media, ...] = (), *, repeatable: bool = False) -> Place:
         """Where a call with these ids, int64 [P], goes. repeatable: where it repeats a call, its answer replaces the

@@ -14,14 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.rollout.boundary import Message, images_of, without_images
-from verl.rollout.record import Outcome, Place, SegmentRecord
-from verl.rollout.requests import Images
+from verl.rollout.record import Outcome, Place, Record, SegmentRecord
 from verl.rollout.tools.parsers import OWN_PARSERS, Stop, ToolCall, before_stop, parse
 from verl.trajectory import Media
 
@@ -35,18 +34,6 @@ _OWN = ("max_tokens", "stop", "stop_token_ids")
 """What a turn may say about its sampling: anything else would make the trainer's log-probs another distribution's."""
 _ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
 _UNUSED = ("logprobs", "prompt_logprobs", "detokenize", "n")
-
-
-class CallingRecord(Protocol):
-    """A record that makes the calls whose tokens it holds: on the driver `TrajectoryRecord`, elsewhere through a
-    message to it."""
-
-    @property
-    def written(self) -> list[SegmentRecord]: ...
-
-    def place(self, ids: np.ndarray, shown: tuple[Media, ...] = (), *, repeatable: bool = False) -> Place: ...
-
-    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]: ...
 
 
 class OutOfTokens(ValueError):
@@ -86,7 +73,7 @@ class Session:
     long it took), and what a loop notes of it (`reward`). counts: what the run logs of the session.
     """
 
-    def __init__(self, record: CallingRecord, sampling: SamplingParams, runner: LoopRunner):
+    def __init__(self, record: Record, sampling: SamplingParams, runner: LoopRunner):
         self.sampling, self.runner, self.record = sampling, runner, record
         self._dialogues: dict[int, _Dialogue] = {}
         self._opening: tuple[list[Message], list[Any], np.ndarray] | None = None
@@ -100,14 +87,16 @@ class Session:
         self.counts: Counter[str] = Counter()
         self._began = time.monotonic()
 
-    async def generate(self, prompt_ids: Any, sampling: Settings = None, media: Images = ()) -> Completion:
+    async def generate(
+        self, prompt_ids: Any, sampling: Settings = None, media: Sequence[Media] = ()
+    ) -> Completion:
         """Sample a continuation of `prompt_ids`, int64 [P], with the run's settings or others. ValueError for an
         unknown one.
 
         media: the images that have tokens in `prompt_ids` behind those of the row's own images."""
         return (await self._call(self.place(prompt_ids, media), self.params(sampling)))[0]
 
-    def place(self, prompt_ids: Any, media: Images = ()) -> Place:
+    def place(self, prompt_ids: Any, media: Sequence[Media] = ()) -> Place:
         """Where a call with these ids goes. Over HTTP a program may ask again what it asked before."""
         ids = np.asarray(prompt_ids, np.int64)
         return self.record.place(ids, tuple(media), repeatable=self._url is not None)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from verl.data.dataset import PromptDataset
     from verl.data.files import RowFile
-    from verl.rollout.manager import RolloutManager
+    from verl.rollout.groups import RolloutManager
     from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
@@ -219,7 +219,7 @@ async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int,
 
 
 def _check_lost(lost: int, total: int, batch: Batch) -> None:
-    from verl.rollout.manager import RolloutError
+    from verl.rollout.groups import RolloutError
 
     if lost > MAX_LOST_RATIO * total:
         last = next((t.score_error for t in batch if t.finish_reason == "lost"), "")

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.driver import compute_advantages, rows_of_update
 from verl.algorithms.needs import passes, with_old_log_probs
-from verl.rollout.dynamic_sampling import open_schedule
-from verl.rollout.schedule import evict_stale
+from verl.rollout.schedule import evict_stale, open_schedule
 from verl.trainer.step_record import StepRecord
 from verl.weight_sync.base import SyncResult
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verl.engine.rollout.base import SamplingParams
     from verl.reward.runner import RewardRunner
     from verl.rollout.event_loop import Loop
-    from verl.rollout.manager import RolloutManager
+    from verl.rollout.groups import RolloutManager
     from verl.tracking.hooks import RunHooks
     from verl.tracking.step_metrics import Counters
     from verl.tracking.timer import Phases
@@ -272,8 +272,8 @@ def open_rollouts(
 ) -> RolloutManager:
     """What asks the sampler for responses, by agent loops, and hands each to `on_finished` as soon as it is there."""
     from verl.data.rows import text_of
+    from verl.rollout.groups import RolloutManager
     from verl.rollout.loop_processes import LoopProcesses
-    from verl.rollout.manager import RolloutManager
 
     processes = config.actor_rollout_ref.rollout.agent.num_workers
     return RolloutManager(
@@ -392,7 +392,7 @@ def rollout_settings(config: Config) -> Any:
     """How training responses are sampled."""
     from verl.algorithms.needs import GREEDY_BASELINE, needed_columns
     from verl.engine.rollout.base import SamplingParams
-    from verl.rollout.manager import RolloutSettings
+    from verl.rollout.attempt import RolloutSettings
 
     rollout = config.actor_rollout_ref.rollout
     sampling = SamplingParams(

@@ -14,7 +14,7 @@ from verl.trajectory import Batch
 if TYPE_CHECKING:
     from verl.data.dataset import PromptDataset
     from verl.engine.rollout.base import SamplingParams
-    from verl.rollout.manager import RolloutManager
+    from verl.rollout.groups import RolloutManager
     from verl.tracking.tracker import Tracking
     from verl.trajectory import Prompt, Trajectory
 

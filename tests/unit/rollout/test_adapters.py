@@ -24,7 +24,7 @@ from tests.unit.rollout.test_session import _QWEN
 from verl.config import load
 from verl.config.check import check
 from verl.rollout import environments, verifiers_program, verifiers_server
-from verl.rollout.manager import RolloutError
+from verl.rollout.groups import RolloutError
 
 HERE = Path(__file__).parent
 VERIFIERS = os.environ.get("VERL_VERIFIERS_PYTHON")

@@ -20,8 +20,9 @@ from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.errors import UserError
 from verl.reward.runner import RewardRunner
 from verl.rollout import agent_loop, environments, verifiers_server
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutError, RolloutManager
 from verl.rollout.loop_processes import LoopEnded, LoopProcesses
-from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings
 from verl.rollout.record import Outcome
 from verl.trajectory import Batch, Prompt, Trajectory
 

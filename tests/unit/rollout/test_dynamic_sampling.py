@@ -12,7 +12,7 @@ from tests.unit.rollout.test_rollout_async import BATCH, Rows, Run, lengths
 from tests.virtual import TimedEngine
 from verl.data.stream import PromptStream
 from verl.errors import UserError
-from verl.rollout.dynamic_sampling import GroupRule
+from verl.rollout.schedule import GroupRule
 
 ON = "algorithm.filter_groups.enable=True"
 

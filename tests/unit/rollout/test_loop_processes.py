@@ -14,8 +14,9 @@ from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.rollout import loops_of_a_user  # noqa: F401 - registers them here as model.external_lib does in a run
 from verl.config import Map
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutManager
 from verl.rollout.loop_processes import LoopProcesses, LoopUnusable
-from verl.rollout.manager import RolloutManager, RolloutSettings
 from verl.trajectory import Batch, Prompt, Trajectory
 
 

@@ -18,11 +18,11 @@ from verl.config import load
 from verl.data.stream import PromptStream
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
-from verl.rollout.dynamic_sampling import DynamicSchedule, GroupRule
+from verl.rollout.attempt import RolloutSettings, response_seed
 from verl.rollout.event_loop import BackgroundLoop
-from verl.rollout.manager import RolloutManager, RolloutSettings, response_seed
-from verl.rollout.requests import ResumableGeneration
-from verl.rollout.schedule import PromptSchedule, Versions
+from verl.rollout.groups import RolloutManager
+from verl.rollout.resumable import ResumableGeneration
+from verl.rollout.schedule import DynamicSchedule, GroupRule, PromptSchedule, Versions
 from verl.tracking.step_metrics import Counters
 from verl.tracking.timer import Phases
 from verl.trainer.colocation import Colocation
@@ -400,7 +400,7 @@ def test_an_error_in_the_background_reaches_the_loop(tmp_path) -> None:
             raise OSError("the tokenizer is gone")
         return ""
 
-    run.trainer.parts.rollouts._decode = decode
+    run.trainer.parts.rollouts._attempts._decode = decode
     with pytest.raises(OSError, match="tokenizer is gone"):
         run.go()
 

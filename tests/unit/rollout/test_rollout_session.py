@@ -13,7 +13,8 @@ from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop, loops
-from verl.rollout.manager import RolloutManager, RolloutSettings
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutManager
 from verl.rollout.record import Outcome
 from verl.trajectory import Batch, Prompt, Segment, Trajectory, segments_of
 

@@ -11,8 +11,9 @@ from tests.counting import instructions
 from tests.scripted_record import ScriptedRecord, written
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop, loops
+from verl.rollout.attempt import RolloutSettings, response_seed
+from verl.rollout.groups import RolloutError, RolloutManager
 from verl.rollout.loop_runner import LoopRunner
-from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings, response_seed
 from verl.rollout.session import Session
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt, Trajectory
 
@@ -57,14 +58,21 @@ def _prompts(count: int) -> list[Prompt]:
     return [Prompt(uid=f"0:{i}@0", ids=np.arange(i + 1), messages="q", row=i) for i in range(count)]
 
 
-def _rollouts(engine: RolloutEngine, scored: list[str], n: int = 2, **kwargs) -> RolloutManager:
+def _rollouts(
+    engine: RolloutEngine,
+    scored: list[str],
+    n: int = 2,
+    decode=lambda ids: " ".join(map(str, ids)),
+    event=None,
+    **kwargs,
+) -> RolloutManager:
     async def score(trajectory: Trajectory) -> None:
         await asyncio.sleep(0)
         scored.append(f"{trajectory.uid}#{trajectory.index}")
         trajectory.score = 1.0
 
     settings = RolloutSettings(SamplingParams(max_tokens=8), n=n, seed=3, **kwargs)
-    return RolloutManager(engine, settings, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
+    return RolloutManager(engine, settings, decode=decode, on_finished=score, event=event)
 
 
 def test_responses_come_back_in_draw_order_and_scored() -> None:
@@ -89,8 +97,10 @@ def test_a_lost_response_is_never_scored_and_too_many_stop_the_run() -> None:
     events, scored = [], []
 
     async def go(fail, max_lost):
-        rollouts = _rollouts(Scripted(fail), scored, max_lost_ratio=max_lost)
-        rollouts._event = lambda kind, **fields: events.append((kind, fields))
+        def event(kind, **fields):
+            events.append((kind, fields))
+
+        rollouts = _rollouts(Scripted(fail), scored, event=event, max_lost_ratio=max_lost)
         batch = await rollouts.take(_prompts(2))
         await rollouts.scored()
         return batch
@@ -256,8 +266,7 @@ def test_a_text_that_came_with_a_response_is_taken_if_it_is_its_own() -> None:
         return "decoded here"
 
     async def go(kinds: list[str]) -> list[str | None]:
-        rollouts = _rollouts(Worded(), [], n=1, default_loop="text_test")
-        rollouts._decode = decode
+        rollouts = _rollouts(Worded(), [], n=1, decode=decode, default_loop="text_test")
         prompts = [Prompt(f"0:{i}@0", np.arange(3), messages=kind, row=i) for i, kind in enumerate(kinds)]
         return [t.text for t in await rollouts.take(prompts)]
 
@@ -274,8 +283,7 @@ def test_a_response_costs_the_driver_the_same_however_long_it_is() -> None:
 
     def cost(length: int) -> int:
         async def go() -> None:
-            rollouts = _rollouts(Worded(length), [], n=4)
-            rollouts._decode = decode
+            rollouts = _rollouts(Worded(length), [], n=4, decode=decode)
             batch = await rollouts.take(_prompts(2))
             assert {(t.text, t.length) for t in batch} == {("came along", length)}
 
