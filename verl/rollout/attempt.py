@@ -1,7 +1,7 @@
 """One try at a trajectory, and the rules of trying: what is sampled again, left out or masked by its status.
 
     Attempts.trajectory ─→ Attempt: the record that is trained on ── call ─→ ResumableGeneration ─→ engine
-                       └→ LoopRunner or LoopProcesses: the agent loop that writes it through a session
+                       └→ loops.run, here or in one of LoopProcesses: the agent loop that writes it through a session
 
 An attempt numbers the calls of its session, names the group whose prefill they share, and records what comes back.
 """
@@ -20,7 +20,6 @@ import numpy as np
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.rollout import loops
 from verl.rollout.loop_processes import LoopEnded, LoopFailed, LoopProcesses
-from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.record import (
     NO_IDS,
     Excerpt,
@@ -32,6 +31,7 @@ from verl.rollout.record import (
     merged_routes,
 )
 from verl.rollout.resumable import ResumableGeneration
+from verl.rollout.session import LoopSetup
 from verl.trajectory import SINGLE_TURN, Media, Prompt, Segment, Trajectory
 
 _SHOWN = 3
@@ -186,65 +186,48 @@ class Attempt(Record):
 
     def sequences(self, excerpts: Sequence[Excerpt] | None) -> list[Segment]:
         """The segments of the trajectory: what was written, or what its loop made of it."""
-        if excerpts is not None:
-            return [self._excerpt(excerpt) for excerpt in excerpts]
         records = self.written
-        segments = [self._segment(segment) for segment in records] or [self._excerpt(Excerpt(NO_IDS))]
-        for segment, recorded in zip(segments, records, strict=False):
-            segment.parent, segment.shared = _parent_among(records, recorded)
+        if excerpts is not None or not records:
+            return [self._of_excerpt(Excerpt(*excerpt)) for excerpt in excerpts or [Excerpt(NO_IDS)]]
+        segments = [self._segment(record, record.media, record.routes(record.length)) for record in records]
+        for segment, record in zip(segments, records, strict=True):
+            segment.parent, segment.shared = _parent_among(records, record)
         return segments
 
-    def _context(self, ids: np.ndarray) -> np.ndarray:
-        """A context that is the prompt is its array, so that it is computed once for a group."""
-        return self._prompt.ids if np.array_equal(ids, self._prompt.ids) else ids
-
-    def _segment(self, written: SegmentRecord) -> Segment:
+    def _segment(self, written: SegmentRecord, media: Media | None, routes: np.ndarray | None) -> Segment:
+        """routes: experts of the tokens of context and response, int16 [P + L, layers, k]."""
+        context = written.context
+        if written.start != len(context):
+            context = written.ids(written.start).copy()
+        if np.array_equal(context, self._prompt.ids):
+            context = self._prompt.ids  # the prompt's own array, so that it is computed once for a group
         ids, mask, log_probs = written.response()
-        context = (
-            written.context if written.start == len(written.context) else written.ids(written.start).copy()
-        )
-        segment = Segment(
-            self._context(context),
-            ids,
-            mask,
-            media=written.media,
-            versions=written.versions(),
-            rollout_log_probs=log_probs,
-        )
-        _put_routes(segment, written.routes(written.length))
+        versions = written.versions()
+        segment = Segment(context, ids, mask, media=media, versions=versions, rollout_log_probs=log_probs)
+        if routes is not None:
+            # Copies: the context's part is shared by a group, and must not keep the rest.
+            of_context, of_response = np.split(routes, [len(context)])
+            segment.put("routed_experts", of_response.copy())
+            segment.context_columns["routed_experts"] = of_context.copy()
         return segment
 
-    def _excerpt(self, excerpt: Excerpt) -> Segment:
-        ids, marks, log_probs = [NO_IDS], [np.zeros(0, bool)], [np.zeros(0, np.float32)]
-        versions: set[int] = set()
+    def _of_excerpt(self, excerpt: Excerpt) -> Segment:
+        written = SegmentRecord(-1, excerpt.context)
         for part in excerpt.parts:
             if isinstance(part, tuple):
                 number, place, size = part
                 span = self.segments[number].spans[place]
                 assert span.log_probs is not None
-                ids.append(span.ids[:size])
-                log_probs.append(span.log_probs[:size])
-                versions.update(span.versions)
+                written.append(span.ids[:size], log_probs=span.log_probs[:size], versions=span.versions)
             else:
-                ids.append(part)
-                log_probs.append(np.zeros(len(part), np.float32))
-            marks.append(np.full(len(ids[-1]), isinstance(part, tuple)))
-        context, response = self._context(excerpt.context), np.concatenate(ids)
-        whole = np.concatenate([context, response])
+                written.append(part)
+        whole, context = written.ids(), excerpt.context
         near = max(self.segments, key=lambda s: common_prefix(whole, s.ids()), default=None)
         within = near is not None and common_prefix(context, near.context) == len(near.context)
-        segment = Segment(
-            context,
-            response,
-            np.concatenate(marks),
-            media=near.media if near is not None and within else self.media_of(context),
-            versions=tuple(sorted(versions)),
-            rollout_log_probs=np.concatenate(log_probs),
-        )
+        media = near.media if near is not None and within else self.media_of(context)
         routes = [s.routes(common_prefix(whole, s.ids())) for s in self.segments]
         parts = [excerpt.routes] if excerpt.routes is not None else [r for r in routes if r is not None]
-        _put_routes(segment, merged_routes([(0, part) for part in parts], len(whole)))
-        return segment
+        return self._segment(written, media, merged_routes([(0, part) for part in parts], len(whole)))
 
 
 def _parent_among(written: list[SegmentRecord], segment: SegmentRecord) -> tuple[int | None, int]:
@@ -254,15 +237,6 @@ def _parent_among(written: list[SegmentRecord], segment: SegmentRecord) -> tuple
         shared = min(shared, parent.shared)
         parent = parent.parent
     return (None, 0) if parent is None else (written.index(parent), shared)
-
-
-def _put_routes(segment: Segment, routes: np.ndarray | None) -> None:
-    """Experts of the tokens of context and response, int16 [P + L, layers, k], as columns."""
-    if routes is not None:
-        # Copies: the context's part is shared by a group, and must not keep the rest.
-        context, response = np.split(routes, [len(segment.context_ids)])
-        segment.put("routed_experts", response.copy())
-        segment.context_columns["routed_experts"] = context.copy()
 
 
 def _lost(prompt: Prompt, index: int, version: int, problem: str) -> Trajectory:
@@ -299,13 +273,13 @@ class Attempts:
         self,
         requests: ResumableGeneration,
         settings: RolloutSettings,
-        runner: LoopRunner,
+        setup: LoopSetup,
         *,
         decode: Callable[[np.ndarray], str],
         event: Callable[..., None] | None,
         processes: Callable[[], LoopProcesses] | None,
     ):
-        self._requests, self._settings, self._runner = requests, settings, runner
+        self._requests, self._settings, self._setup = requests, settings, setup
         self._decode, self._event = decode, event or (lambda kind, **fields: None)
         self._open_processes = processes
         self._processes: LoopProcesses | None = None
@@ -360,10 +334,11 @@ class Attempts:
         }
         started = time.monotonic()
         try:
-            where: LoopProcesses | LoopRunner = self._runner
             if self._open_processes is not None and loops.runs_apart(name):
-                where = self._processes = self._processes or self._open_processes()
-            outcome = await where.run(name, attempt, params, row)
+                self._processes = self._processes or self._open_processes()
+                outcome = await self._processes.run(name, attempt, params, row)
+            else:
+                outcome = await loops.run(self._setup, name, attempt, params, row)
             segments = attempt.sequences(outcome.excerpts)
         except Exception as error:
             if getattr(error, "ends_the_run", False):

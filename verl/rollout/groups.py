@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 
 from verl import interrupt
-from verl.config.schema.base import Group, Map
+from verl.config.schema.base import Map
+from verl.config.schema.entries import Config
 from verl.engine.rollout.base import RolloutEngine, SamplingParams
+from verl.rollout import loops
 from verl.rollout.attempt import Attempts, RolloutSettings
 from verl.rollout.event_loop import spawn
 from verl.rollout.loop_processes import LoopProcesses
-from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.resumable import ResumableGeneration
+from verl.rollout.session import LoopSetup
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
 GREEDY = -1
@@ -91,7 +93,7 @@ async def _all_back(tasks: Iterable[asyncio.Task[None]], on_progress: OnProgress
 class RolloutManager:
     """The groups of a run over one engine; `requests` are those that are under way in it.
 
-    decode, event, processes: see `Attempts`; tokenizer, config: see `LoopRunner`.
+    decode, event, processes: see `Attempts`; tokenizer, config: see `LoopSetup`.
     """
 
     def __init__(
@@ -102,14 +104,15 @@ class RolloutManager:
         decode: Callable[[np.ndarray], str],
         on_finished: OnFinished,
         tokenizer: Any = None,
-        config: Group | Map | None = None,
+        config: Config | Map | None = None,
         event: Callable[..., None] | None = None,
         processes: Callable[[], LoopProcesses] | None = None,
     ):
         self.settings, self.requests = settings, ResumableGeneration(engine)
-        runner = LoopRunner(tokenizer, config)
+        setup = LoopSetup(tokenizer, config)
+        loops.load_listed(setup.loops_file)
         self._attempts = Attempts(
-            self.requests, settings, runner, decode=decode, event=event, processes=processes
+            self.requests, settings, setup, decode=decode, event=event, processes=processes
         )
         self._on_finished = on_finished
         self._groups: list[PromptGroup] = []  # begun and not taken, in draw order

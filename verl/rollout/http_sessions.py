@@ -116,9 +116,8 @@ class _Connection:
         _, token, *parts = [*head.path.partition("?")[0].split("/"), ""]
         session, route = self._server.sessions.get(token), "/".join(parts).strip("/")
         if session is None:
-            raise _Refused(
-                HTTPStatus.NOT_FOUND, "no such session: the base URL is wrong, or its trajectory has ended"
-            )
+            problem = "no such session: the base URL is wrong, or its trajectory has ended"
+            raise _Refused(HTTPStatus.NOT_FOUND, problem)
         self._server.connections.update({self._token: -1, token: 1})
         self._token = token
         self._check_limit()
@@ -196,9 +195,8 @@ async def _read_head(reader: asyncio.StreamReader) -> _Head:
     line, *lines = text.strip().split("\r\n")
     if len(words := line.split(" ")) != 3:
         raise _Refused(HTTPStatus.BAD_REQUEST, "this is no request of HTTP")
-    headers = {
-        name.strip().lower(): value.strip() for name, _, value in (part.partition(":") for part in lines)
-    }
+    pairs = (part.partition(":") for part in lines)
+    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
     last = words[2] == "HTTP/1.0" or headers.get("connection", "").lower() == "close"
     return _Head(words[0], words[1], headers, last)
 

@@ -24,6 +24,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.config.schema.entries import Config
 from verl.config.schema.trainer import TrainerConfig
 from verl.config.weights import SCORES
@@ -158,31 +159,23 @@ class PromptSchedule:
         return self._stream.state() if following is None else following.before
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRule:
-    """What decides about a group. `metric`: "reward", or a key that the reward function returns; `limit`: prompts drawn
-    per step at most, in batches (0: no limit); `inflight`: groups under way at most, in batches."""
-
-    metric: str = "reward"
-    limit: int = 0
-    inflight: int = 1
-
-    def values(self, rows: Iterable[Trajectory]) -> list[float]:
-        """The metric of the scored responses. UserError naming the keys there are where it is missing."""
-        scores = []
-        for row in rows:
-            if row.score is None:
-                continue
-            # What a function returns that returns a number is accuracy, too.
-            parts = row.score_parts or {"acc": row.score}
-            values = parts | dict.fromkeys(SCORES, row.score)
-            if self.metric not in values:
-                keys = ", ".join(sorted({"reward", *parts}))
-                raise UserError(
-                    f"{_KEYS}.metric={self.metric}: the reward function did not return it; it returned: {keys}"
-                )
-            scores.append(float(values[self.metric]))
-        return scores
+def metric_values(metric: str, rows: Iterable[Trajectory]) -> list[float]:
+    """A metric of the scored responses: "reward", or a key that the reward function returned. UserError naming the keys
+    there are where it is missing."""
+    scores = []
+    for row in rows:
+        if row.score is None:
+            continue
+        # What a function returns that returns a number is accuracy, too.
+        parts = row.score_parts or {"acc": row.score}
+        values = parts | dict.fromkeys(SCORES, row.score)
+        if metric not in values:
+            keys = ", ".join(sorted({"reward", *parts}))
+            raise UserError(
+                f"{_KEYS}.metric={metric}: the reward function did not return it; it returned: {keys}"
+            )
+        scores.append(float(values[metric]))
+    return scores
 
 
 @dataclass(eq=False, slots=True)
@@ -207,7 +200,7 @@ class DynamicSchedule(PromptSchedule):
     def __init__(
         self,
         stream: PromptStream,
-        rule: GroupRule,
+        rule: FilterGroupsConfig,
         versions: Versions,
         *,
         last_step: int,
@@ -271,7 +264,7 @@ class DynamicSchedule(PromptSchedule):
     async def _judge(self, group: PromptGroup) -> None:
         rows = Batch([row for row in group.responses if row is not None])
         await self._score(rows)
-        self._live[group.prompt.uid].values = self._rule.values(rows)
+        self._live[group.prompt.uid].values = metric_values(self._rule.metric, rows)
 
     def _chosen(self, groups: Sequence[PromptGroup]) -> list[PromptGroup] | None:
         """The groups of the batch, None while it is not known."""
@@ -295,8 +288,9 @@ class DynamicSchedule(PromptSchedule):
         share = (accepted + 1) / (len(judged) + 1)
         needed = math.ceil(max(0, size - accepted) / share) - under_way
         ahead = self.versions.last(self._step) - self._step
-        room = (self._rule.inflight + ahead) * size - under_way
-        budget = self._rule.limit * size - self._prompts if self._rule.limit else needed
+        room = (self._rule.max_inflight_gen_batches + ahead) * size - under_way
+        most = self._rule.max_num_gen_batches * size
+        budget = most - self._prompts if most else needed
         return max(0, min(needed, room, budget))
 
     def _stop_without_signal(self, judged: Sequence[PromptGroup]) -> None:
@@ -306,9 +300,8 @@ class DynamicSchedule(PromptSchedule):
         lives = [live for live in self._live.values() if live.values is not None]
         accepted = sum(live.kept for live in lives)
         complete = len(lives) == len(self._live)
-        exhausted = (
-            self._rule.limit and self._prompts >= self._rule.limit * size and accepted < size and complete
-        )
+        most = self._rule.max_num_gen_batches * size
+        exhausted = most and self._prompts >= most and accepted < size and complete
         hopeless = not accepted and len(lives) >= max(_WITHOUT_SIGNAL * size, self._stream.rows_per_epoch)
         if not (exhausted or hopeless):
             return
@@ -369,7 +362,7 @@ def open_schedule(config: Config, stream: PromptStream, rewards: Any, last_step:
         return PromptSchedule(stream, versions, last_step=last_step)
     return DynamicSchedule(
         stream,
-        GroupRule(groups.metric, groups.max_num_gen_batches, groups.max_inflight_gen_batches),
+        groups,
         versions,
         last_step=last_step,
         score=rewards.score_batch,

@@ -19,7 +19,7 @@ from verl.config.check import check
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.errors import UserError
 from verl.reward.runner import RewardRunner
-from verl.rollout import agent_loop, environments, verifiers_server
+from verl.rollout import agent_loop, environment_agent, verifiers_server
 from verl.rollout.attempt import RolloutSettings
 from verl.rollout.groups import RolloutError, RolloutManager
 from verl.rollout.loop_processes import LoopEnded, LoopProcesses
@@ -217,7 +217,7 @@ def test_nulls_of_the_configuration_reach_the_environment_and_those_of_parquet_d
     with pytest.raises(RolloutError, match="NoneType"):
         play(["5"], *ENV, "agent.environment.kwargs.steps=null", "agent.max_resamples=0")
     with pytest.raises(UserError, match=r"environment\.kwargs\.HOME=null"):
-        environments.check({"name": "command", "path": "env", "kwargs": {"HOME": None}}, "")
+        environment_agent.check({"name": "command", "path": "env", "kwargs": {"HOME": None}}, "")
     python = {"path": "python", "kwargs": {"a": None, "renderer": None}}
     assert json.loads(verifiers_server._first(python, "t"))["environment"] == {"a": None}
 

@@ -18,8 +18,8 @@ from tests.ranks import free_port, listens
 from tests.unit.rollout.test_agents import play
 from verl.rollout.groups import RolloutError
 from verl.rollout.tools import mcp_servers
-from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.parsers import ToolCall
+from verl.rollout.tools.tool import ToolError
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
 
 pytestmark = pytest.mark.skipif(

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from tests.counting import instructions
-from tests.scripted_record import ScriptedRecord, written
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.rollout import agent_loop, loops
+from verl.rollout import agent_loop
 from verl.rollout.attempt import RolloutSettings, response_seed
 from verl.rollout.groups import RolloutError, RolloutManager
-from verl.rollout.loop_runner import LoopRunner
-from verl.rollout.session import Session
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt, Trajectory
 
 
@@ -290,18 +287,6 @@ def test_a_response_costs_the_driver_the_same_however_long_it_is() -> None:
         return instructions(lambda: asyncio.run(go()))
 
     assert 0 < cost(4096) == cost(2)
-
-
-def test_the_loop_of_one_turn_makes_no_list_of_its_tokens() -> None:
-    async def send(ids, sampling, media):
-        return Completion(np.arange(5), np.zeros(5, np.float32), "stop")
-
-    session = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopRunner())
-    asyncio.run(loops.SingleTurnAgent(session).run({"prompt_ids": np.arange(2)}, session))
-    (segment,) = written(session)
-    for column in (segment.tokens, segment.mask, segment.log_probs):
-        assert isinstance(column, np.ndarray) and len(column) == 5
-    assert segment.mask.all()
 
 
 def test_unknown_loops_are_named() -> None:

@@ -191,11 +191,11 @@ def _agents(c: Check) -> None:
     elif environment.path and not environment.name:
         c.refuse(f"{key}.agent.environment.name", f"{c.at(f'{key}.agent.environment.path')} needs it")
     elif environment.name and c.plugins:
-        from verl.rollout import environments
+        from verl.rollout import environment_agent
 
         with c.refusing(f"{key}.agent.environment"):
             tokenizer = c.cfg.select("data.tokenizer") or c.model.tokenizer_path or c.model.path
-            environments.check(environment, tokenizer)
+            environment_agent.check(environment, tokenizer)
     files = ("tool_config_path", "function_tool_path", "interaction_config_path")
     if configured := [name for name in files if turns[name]]:
         if {c.rollout.agent.default_agent_loop, *c.agent_names} <= _WITHOUT_TOOLS:
