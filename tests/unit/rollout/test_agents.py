@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.scripted_record import ScriptedEngine
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout import agents_of_a_user
 from tests.unit.rollout.test_session import _QWEN
 from verl.config import load
 from verl.config.check import check
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 from verl.reward.runner import RewardRunner
 from verl.rollout import agent_loop, environment_agent, verifiers_server
@@ -31,7 +32,7 @@ CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "3*4"}}\n
 BROKEN = '<tool_call>\n{"name": "calc'
 
 
-class Says(RolloutEngine):
+class Says(ScriptedEngine):
     """Says its texts, turn by turn of every trajectory, each ended; a text with … is cut there."""
 
     version = 0
@@ -49,10 +50,6 @@ class Says(RolloutEngine):
         ids = whole[: sampling.max_tokens]
         reason = "length" if len(ids) < len(whole) or text.endswith("…") else "stop"
         return Completion(np.array(ids), np.full(len(ids), -0.5, np.float32), reason)
-
-    def abort(self, request_ids=None): ...
-    def sleep(self): ...
-    def wake(self): ...
 
 
 def play(

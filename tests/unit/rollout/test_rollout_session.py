@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
 
+from tests.scripted_record import ScriptedEngine
 from tests.tiny import tiny_model
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, SamplingParams
 from verl.rollout import loops
 from verl.rollout.attempt import RolloutSettings
 from verl.rollout.groups import RolloutManager
@@ -110,17 +111,12 @@ def test_equal_answers_keep_their_own_log_probs() -> None:
             done = await self.generate([7, 7], sampling_params)
             return AgentLoopOutput([7, 7], done.token_ids, [1, 1], done.log_probs)
 
-    class Echoing(RolloutEngine):
+    class Echoing(ScriptedEngine):
         version = 1
 
         async def generate(self, prompt_ids, sampling, **options):
             log_probs = np.full(2, -1.0 if len(prompt_ids) == 2 else -3.0, np.float32)
             return Completion(np.array([5, 6]), log_probs, "stop", versions=(len(prompt_ids),))
-
-        def abort(self, request_ids=None): ...
-        def load_weights(self, weights, version): ...
-        def sleep(self): ...
-        def wake(self): ...
 
     (trajectory,) = sample(Echoing(), Verified, n=1)
     (segment,) = trajectory.segments

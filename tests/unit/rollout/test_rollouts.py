@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.counting import instructions
+from tests.scripted_record import ScriptedEngine
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
 from verl.rollout.attempt import RolloutSettings, response_seed
@@ -15,7 +16,7 @@ from verl.rollout.groups import RolloutError, RolloutManager
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt, Trajectory
 
 
-class Scripted(RolloutEngine):
+class Scripted(ScriptedEngine):
     """Finishes responses in reverse order of submission; `fail` names requests that raise."""
 
     version = 7
@@ -33,18 +34,6 @@ class Scripted(RolloutEngine):
             raise SamplerGone("no sampler is left")
         tokens = np.array([len(prompt_ids), 5, 6])
         return Completion(tokens, np.full(3, -0.5, np.float32), "stop", versions=(7,))
-
-    def abort(self, request_ids=None):
-        return None
-
-    def load_weights(self, weights, version):
-        return None
-
-    def sleep(self):
-        return None
-
-    def wake(self):
-        return None
 
 
 class SamplerGone(RuntimeError):
