@@ -334,9 +334,7 @@ class Record:
             len(self.segments), earlier.context, earlier.shown, earlier.parent, earlier.shared
         )
         segment.media = earlier.media
-        for span in earlier.spans[:-1]:
-            segment.spans.append(span)
-            segment.length = span.end
+        segment.spans, segment.length = earlier.spans[:-1], earlier.spans[-1].start
         earlier.withdrawn, earlier.parent, earlier.shared = True, segment, place.length
         self.segments.append(segment)
         self._order[self._order.index(earlier)] = segment

@@ -50,18 +50,13 @@ class ResumableGeneration:
         while True:
             await self._open.wait()
             pauses = self._pauses
-            remaining = sampling
+            ids, remaining, shared = prompt_ids, sampling, group
             if num_sampled:
-                remaining = replace(
-                    sampling, max_tokens=sampling.max_tokens - num_sampled, start=sampling.start + num_sampled
-                )
-            part = await self._ask(
-                _continued(prompt_ids, parts) if num_sampled else prompt_ids,
-                remaining,
-                request_id=f"{request_id}~{len(parts)}" if parts else request_id,
-                group=None if num_sampled else group,
-                **options,
-            )
+                ids = np.concatenate([np.asarray(prompt_ids, np.int64), *(part.token_ids for part in parts)])
+                room, start = sampling.max_tokens - num_sampled, sampling.start + num_sampled
+                remaining, shared = replace(sampling, max_tokens=room, start=start), None
+            name = f"{request_id}~{len(parts)}" if parts else request_id
+            part = await self._ask(ids, remaining, request_id=name, group=shared, **options)
             parts.append(part)
             num_sampled += len(part.token_ids)
             interrupted = part.finish_reason == "abort" and pauses != self._pauses
@@ -110,10 +105,6 @@ class ResumableGeneration:
             spans.append((self._busy_since, now))
             self._busy_since = now
         return spans
-
-
-def _continued(prompt_ids: Sequence[int] | np.ndarray, parts: list[Completion]) -> np.ndarray:
-    return np.concatenate([np.asarray(prompt_ids, np.int64), *(part.token_ids for part in parts)])
 
 
 def _joined(parts: list[Completion], reason: str) -> Completion:

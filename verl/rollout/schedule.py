@@ -94,17 +94,6 @@ class Versions:
         return step % self.every == 0 or step == last_step
 
 
-def check_learning(stream: PromptStream, versions: Versions) -> None:
-    """UserError for a sampler that learns from the batches trained where prompts are drawn before those."""
-    if versions.last(1) > 1 and stream.learns:
-        raise UserError(
-            f"trainer.max_staleness={versions.staleness}, weight_sync_every={versions.every}: "
-            "data.sampler has an update() that learns from each step's batch, and prompts are drawn "
-            "before the steps ahead of them are trained; set trainer.max_staleness=0 trainer.weight_sync_every=1, "
-            "or use a sampler without update()"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Drawn:
     before: dict[str, Any]
@@ -113,10 +102,16 @@ class _Drawn:
 
 
 class PromptSchedule:
-    """Draws whole steps in order. `last_step`: none is drawn for a later one."""
+    """Draws whole steps in order. `last_step`: none is drawn for a later one. UserError for a sampler that learns from
+    the batches trained where prompts are drawn before those."""
 
     def __init__(self, stream: PromptStream, versions: Versions, *, last_step: int):
-        check_learning(stream, versions)
+        if versions.last(1) > 1 and stream.learns:
+            raise UserError(
+                f"trainer.max_staleness={versions.staleness}, weight_sync_every={versions.every}: data.sampler has an "
+                "update() that learns from each step's batch, and prompts are drawn before the steps ahead of them are "
+                "trained; set trainer.max_staleness=0 trainer.weight_sync_every=1, or use a sampler without update()"
+            )
         self._stream = stream
         self.versions = versions
         self._last = last_step
