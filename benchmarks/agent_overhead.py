@@ -29,8 +29,9 @@ sys.path[:0] = [str(HERE.parent / "examples/quickstart"), str(HERE.parent)]
 
 from verl.config import load  # noqa: E402
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams  # noqa: E402
+from verl.rollout.attempt import RolloutSettings  # noqa: E402
+from verl.rollout.groups import RolloutManager  # noqa: E402
 from verl.rollout.loop_processes import LoopProcesses  # noqa: E402
-from verl.rollout.manager import RolloutManager, RolloutSettings  # noqa: E402
 from verl.trajectory import Prompt, Trajectory  # noqa: E402
 
 TEMPLATE = (

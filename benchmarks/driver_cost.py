@@ -75,7 +75,8 @@ class Step:
 
         from verl.data.rows import text_of
         from verl.engine.rollout.base import SamplingParams
-        from verl.rollout.manager import RolloutManager, RolloutSettings
+        from verl.rollout.attempt import RolloutSettings
+        from verl.rollout.groups import RolloutManager
         from verl.workers.ray.calls import WorkerHandle
         from verl.workers.ray.replicas import Replica, ReplicaPool
 

@@ -23,7 +23,8 @@ import psutil
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import loops
-from verl.rollout.manager import RolloutManager, RolloutSettings
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutManager
 from verl.rollout.record import Outcome
 from verl.trajectory import Prompt, Trajectory
 

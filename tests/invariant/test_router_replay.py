@@ -23,7 +23,8 @@ from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.errors import UserError
 from verl.models.routing import Routing
 from verl.rollout import agent_loop, loops
-from verl.rollout.manager import RolloutManager, RolloutSettings
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutManager
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Segment
 

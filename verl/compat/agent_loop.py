@@ -18,9 +18,9 @@ import numpy as np
 from verl.config.schema.base import Map, select
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
-from verl.rollout.boundary import Boundaries
 from verl.rollout.loops import AgentLoop, EnvironmentFailed, get, register
 from verl.rollout.record import Excerpt, Outcome, Record, common_prefix
+from verl.rollout.turn_boundaries import Boundaries
 from verl.trajectory import AGENT_LOOP_ARGUMENTS
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class AgentLoopBase(AgentLoop):
     @cached_property
     def _boundaries(self) -> Boundaries:
         if self.session is not None:
-            return self.session.runner.boundaries
+            return self.session.setup.boundaries
         return Boundaries(self.tokenizer, self.apply_chat_template_kwargs)
 
     @classmethod
@@ -160,16 +160,16 @@ class AgentLoopBase(AgentLoop):
         """With the keywords of the public system's constructor."""
         from verl.data.plugins import RLHFDataset
 
-        runner = session.runner
+        setup = session.setup
         keywords: dict[str, Any] = {
-            "trainer_config": DictConfigWrap(runner.config),
+            "trainer_config": DictConfigWrap(setup.config),
             "server_manager": ServerManager(session),
-            "tokenizer": runner.tokenizer,
+            "tokenizer": setup.tokenizer,
             "processor": None,
             "dataset_cls": RLHFDataset,
-            "data_config": DictConfigWrap(select(runner.config, "data")),
+            "data_config": DictConfigWrap(select(setup.config, "data")),
             "hf_model_type": None,
-        } | ({} if runner.tools is None else {"tools": runner.tools})
+        } | ({} if setup.tools is None else {"tools": setup.tools})
         return cls(**keywords | arguments)
 
     async def outcome(self, row: dict[str, Any]) -> Outcome:

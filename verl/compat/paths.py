@@ -64,7 +64,7 @@ _SCORES = {
     "sandbox_fusion": "verl.compat.reward_scores: compute_score=sandbox_score",
     "search_r1_like_qa_em": _SEARCH_QA,
 }
-_TOOLS_BASE = "verl.rollout.tools.base"
+_TOOLS_BASE = "verl.rollout.tools.tool"
 _TOOLBOX = "verl.rollout.tools.toolbox: load_all_tools initialize_tools_from_config=load_all_tools"
 _SCHEMAS = (
     "OpenAIFunctionParametersSchema OpenAIFunctionPropertySchema OpenAIFunctionSchema OpenAIFunctionToolSchema "
@@ -94,7 +94,7 @@ _TABLE = {
     "verl.tools.base_tool": f"{_TOOLS_BASE}: BaseTool OpenAIFunctionToolSchema ToolResponse",
     "verl.tools.schemas": f"{_TOOLS_BASE}: {_SCHEMAS}",
     "verl.tools.mcp_base_tool": "verl.rollout.tools.mcp_servers: MCPBaseTool=McpTool",
-    "verl.tools.function_tool": "verl.rollout.tools.function_tools",
+    "verl.tools.function_tool": "verl.rollout.tools.tool",
     "verl.tools.tool_registry": _TOOLBOX,
     "verl.tools.utils.tool_registry": _TOOLBOX,
     "verl.interactions.base": "verl.rollout.tools.interactions: BaseInteraction",

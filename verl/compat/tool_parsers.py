@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.errors import UserError
-from verl.rollout.tools.base import OpenAIFunctionToolSchema, plain
 from verl.rollout.tools.parsers import OWN_PARSERS, PARSERS, ToolCall, parse, with_arguments
+from verl.rollout.tools.tool import OpenAIFunctionToolSchema, plain
 
 
 @dataclass

@@ -9,7 +9,7 @@ from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.base import Root
 from verl.data.tokenizer import tokenizer_of
 from verl.errors import UserError
-from verl.rollout import environments, loops
+from verl.rollout import environment_agent, loops
 from verl.rollout.tool_agent import checked_tools
 
 _WITHOUT_TOOLS = {"single_turn_agent", "environment_agent"}
@@ -111,7 +111,7 @@ def _agents(report: Report) -> None:
             tokenizer = (
                 report.config.select("data.tokenizer") or report.model.tokenizer_path or report.model.path
             )
-            environments.check(environment, tokenizer)
+            environment_agent.check(environment, tokenizer)
     files = ("tool_config_path", "function_tool_path", "interaction_config_path")
     if configured := [name for name in files if turns[name]]:
         if {report.rollout.agent.default_agent_loop, *report.agent_names} <= _WITHOUT_TOOLS:

@@ -24,7 +24,7 @@ from verl.data.dataset import PromptDataset
 from verl.data.files import DataError, ParquetFile, RowFile, written_whole
 from verl.data.rows import RowRules
 from verl.errors import UserError
-from verl.rollout.manager import RolloutError, RolloutManager
+from verl.rollout.groups import RolloutError, RolloutManager
 from verl.rollout.tool_agent import checked_tools
 from verl.tracking.console import Progress, say
 from verl.tracking.hooks import RunHooks

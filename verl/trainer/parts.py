@@ -29,9 +29,10 @@ from verl.reward.precheck import precheck
 from verl.reward.reward_model import RewardModel
 from verl.reward.rules import check_truth
 from verl.reward.runner import RewardRunner
+from verl.rollout.attempt import RolloutSettings
 from verl.rollout.event_loop import Loop
+from verl.rollout.groups import RolloutManager
 from verl.rollout.loop_processes import LoopProcesses
-from verl.rollout.manager import RolloutManager, RolloutSettings
 from verl.rollout.tool_agent import checked_tools
 from verl.tracking.hooks import RunHooks
 from verl.tracking.step_metrics import Counters

@@ -26,8 +26,7 @@ from typing import Any
 from verl.algorithms.batch_advantages import compute_advantages, rows_of_update
 from verl.algorithms.needs import passes, with_old_log_probs
 from verl.config import Config
-from verl.rollout.dynamic_sampling import open_schedule
-from verl.rollout.schedule import evict_stale
+from verl.rollout.schedule import evict_stale, open_schedule
 from verl.trainer.parts import Parts
 from verl.trainer.step_record import StepRecord
 from verl.trajectory import Batch

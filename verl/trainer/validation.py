@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.data.dataset import PromptDataset
 from verl.engine.rollout.base import SamplingParams
-from verl.rollout.manager import RolloutManager
+from verl.rollout.groups import RolloutManager
 from verl.tracking.console import one_line, say
 from verl.tracking.responses import prompt_text
 from verl.tracking.tracker import Tracking

@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.scripted_record import ScriptedEngine
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout import agents_of_a_user
 from tests.unit.rollout.test_session import _QWEN
 from verl.config import load
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 from verl.preflight.check import check
 from verl.reward.runner import RewardRunner
-from verl.rollout import agent_loop, environments, verifiers_server
+from verl.rollout import agent_loop, environment_agent, verifiers_server
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutError, RolloutManager
 from verl.rollout.loop_processes import LoopEnded, LoopProcesses
-from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings
 from verl.rollout.record import Outcome
 from verl.trajectory import Batch, Prompt, Trajectory
 
@@ -30,7 +32,7 @@ CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "3*4"}}\n
 BROKEN = '<tool_call>\n{"name": "calc'
 
 
-class Says(RolloutEngine):
+class Says(ScriptedEngine):
     """Says its texts, turn by turn of every trajectory, each ended; a text with … is cut there."""
 
     version = 0
@@ -48,10 +50,6 @@ class Says(RolloutEngine):
         ids = whole[: sampling.max_tokens]
         reason = "length" if len(ids) < len(whole) or text.endswith("…") else "stop"
         return Completion(np.array(ids), np.full(len(ids), -0.5, np.float32), reason)
-
-    def abort(self, request_ids=None): ...
-    def sleep(self): ...
-    def wake(self): ...
 
 
 def play(
@@ -216,7 +214,7 @@ def test_nulls_of_the_configuration_reach_the_environment_and_those_of_parquet_d
     with pytest.raises(RolloutError, match="NoneType"):
         play(["5"], *ENV, "agent.environment.kwargs.steps=null", "agent.max_resamples=0")
     with pytest.raises(UserError, match=r"environment\.kwargs\.HOME=null"):
-        environments.check({"name": "command", "path": "env", "kwargs": {"HOME": None}}, "")
+        environment_agent.check({"name": "command", "path": "env", "kwargs": {"HOME": None}}, "")
     python = {"path": "python", "kwargs": {"a": None, "renderer": None}}
     assert json.loads(verifiers_server._first(python, "t"))["environment"] == {"a": None}
 

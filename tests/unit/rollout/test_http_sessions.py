@@ -156,7 +156,7 @@ def test_a_stop_string_is_in_the_tokens_and_not_in_the_message() -> None:
 
     session = serve(check, "One. STOP", "Two." + END, "ab")
     dialogue, _ = written(session)
-    text = session.runner.tokenizer.decode(dialogue.tokens[dialogue.mask])
+    text = session.setup.tokenizer.decode(dialogue.tokens[dialogue.mask])
     assert text == f"One. STOPTwo.{END}"
 
 
@@ -206,7 +206,7 @@ def test_messages_without_content_and_in_parts(without: str) -> None:
     session = serve(check, CALL + END, "Yes." + END)
     (segment,) = written(session)
     assert None not in [value for message in session.messages for value in message.values()]
-    text = session.runner.tokenizer.decode(segment.tokens)
+    text = session.setup.tokenizer.decode(segment.tokens)
     assert "<tool_response>\nIt is 3\n</tool_response>" in text and text.endswith(f"Yes.{END}")
 
 

@@ -16,10 +16,10 @@ from verl.rollout.agent_loop import EnvironmentFailed
 from tests.chaos.fork_server import until
 from tests.ranks import free_port, listens
 from tests.unit.rollout.test_agents import play
-from verl.rollout.manager import RolloutError
+from verl.rollout.groups import RolloutError
 from verl.rollout.tools import mcp_servers
-from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.parsers import ToolCall
+from verl.rollout.tools.tool import ToolError
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
 
 pytestmark = pytest.mark.skipif(

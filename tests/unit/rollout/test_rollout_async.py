@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from tests.chaos.fork_server import until
 from tests.virtual import TimedEngine, VirtualLoop
 from verl.config import load
+from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.stream import PromptStream
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
-from verl.rollout.dynamic_sampling import DynamicSchedule, GroupRule
+from verl.rollout.attempt import RolloutSettings, response_seed
 from verl.rollout.event_loop import BackgroundLoop
-from verl.rollout.manager import RolloutManager, RolloutSettings, response_seed
-from verl.rollout.requests import ResumableGeneration
-from verl.rollout.schedule import PromptSchedule, Versions
+from verl.rollout.groups import RolloutManager
+from verl.rollout.resumable import ResumableGeneration
+from verl.rollout.schedule import DynamicSchedule, PromptSchedule, Versions
 from verl.tracking.step_metrics import Counters
 from verl.tracking.timer import Phases
 from verl.trainer.colocation import Colocation
@@ -315,7 +316,9 @@ def test_a_sampler_of_prompts_that_learns_must_not_be_drawn_ahead() -> None:
     with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
         PromptSchedule(stream, Versions(staleness=1), last_step=3)
     with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
-        DynamicSchedule(stream, GroupRule(), Versions(staleness=1), last_step=3, score=None, check=None)
+        DynamicSchedule(
+            stream, FilterGroupsConfig(), Versions(staleness=1), last_step=3, score=None, check=None
+        )
     PromptSchedule(stream, Versions(), last_step=3)
 
 
@@ -400,7 +403,7 @@ def test_an_error_in_the_background_reaches_the_loop(tmp_path) -> None:
             raise OSError("the tokenizer is gone")
         return ""
 
-    run.trainer.parts.rollouts._decode = decode
+    run.trainer.parts.rollouts._attempts._decode = decode
     with pytest.raises(OSError, match="tokenizer is gone"):
         run.go()
 

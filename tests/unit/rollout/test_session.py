@@ -12,9 +12,8 @@ from PIL import Image
 from tests.scripted_record import ScriptedRecord, written
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.record import Place, Record
-from verl.rollout.session import OutOfTokens, Session
+from verl.rollout.session import LoopSetup, OutOfTokens, Session
 
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
@@ -205,7 +204,7 @@ def script(tokenizer: Any, *texts: str, reason: str = "stop"):
 
 def session_of(tokenizer: Any, send: Any, budget: int = 4000, **how: Any) -> Session:
     sampling = SamplingParams(max_tokens=budget)
-    runner = LoopRunner(tokenizer)
+    runner = LoopSetup(tokenizer)
     vars(runner).update(how)
     return Session(ScriptedRecord(send), sampling, runner)
 
@@ -470,7 +469,7 @@ def test_generate_records_what_goes_on_and_what_does_not() -> None:
     async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
         return Completion(np.array([len(ids), 9]), np.full(2, -1.0, np.float32), "stop")
 
-    session = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopRunner())
+    session = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopSetup())
 
     async def go() -> None:
         await session.generate([1, 2])
@@ -489,7 +488,7 @@ def test_a_record_keeps_nothing_of_the_callers_arrays() -> None:
     async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
         return Completion(np.array([8, 9]), np.full(2, -1.0, np.float32), "stop")
 
-    session, buffer = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopRunner()), np.arange(9)
+    session, buffer = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopSetup()), np.arange(9)
 
     async def go() -> None:
         await session.generate(buffer[:2])
@@ -503,7 +502,7 @@ def test_a_record_keeps_nothing_of_the_callers_arrays() -> None:
 
 
 def test_images_are_the_same_where_they_are_equal_and_no_other_ones() -> None:
-    session = Session(ScriptedRecord(None), SamplingParams(max_tokens=8), LoopRunner())  # type: ignore[arg-type]
+    session = Session(ScriptedRecord(None), SamplingParams(max_tokens=8), LoopSetup())  # type: ignore[arg-type]
 
     def key(image: Any) -> Any:
         return session._key({"role": "user", "content": [{"type": "image", "image": image}]})

@@ -13,9 +13,8 @@ import pytest
 from verl.config import Map
 from verl.data.rows import BadRow, tools_of_row
 from verl.rollout import event_loop
-from verl.rollout.tools.base import BaseTool, ToolError, ToolResponse
-from verl.rollout.tools.function_tools import function_tool
 from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
+from verl.rollout.tools.tool import BaseTool, ToolError, ToolResponse, function_tool
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
 
 SCHEMA = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {

@@ -12,7 +12,7 @@ from tests.tiny import SPECIAL, tiny_tokenizer
 from tests.weight_sync_processes import channel_name, check_clean, weights
 from verl.data.rows import text_of
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
-from verl.rollout.requests import ResumableGeneration
+from verl.rollout.resumable import ResumableGeneration
 from verl.weight_sync.channel import BucketSender
 from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.verify import WeightSyncError

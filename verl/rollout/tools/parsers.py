@@ -83,10 +83,10 @@ def _json(text: str, types: Types) -> list[ToolCall]:
     return [_from_json(call) for call in (value if isinstance(value, list) else [value])]
 
 
-def _from_json(found: Any) -> ToolCall:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def _from_json(value: Any) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", error='the call must be a JSON object with "name" and "arguments"')
-    return with_arguments(found["name"], found.get("arguments", found.get("parameters", {})))
+    return with_arguments(value["name"], value.get("arguments", value.get("parameters", {})))
 
 
 def with_arguments(name: str, arguments: Any) -> ToolCall:
