@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking import console, responses
-from verl.tracking.names import NOT_ON_CONSOLE, Number, finite, in_order, plain_metrics, with_aliases
+from verl.tracking.metrics_table import NOT_ON_CONSOLE, in_order, with_aliases
+from verl.tracking.names import Number, finite, plain_metrics
 from verl.tracking.run_folder import TRAJECTORIES, LiveReport, RunFolder, mask_secrets
 from verl.tracking.trackers import ALIASES, Tracker, TrackerSession, Unavailable, open_tracker
 from verl.trajectory import Trajectory
