@@ -100,10 +100,10 @@ def main_ppo(words: list[str], timeout: float = 240, **more: str) -> subprocess.
 
 
 def check_listed(record: dict) -> dict:
-    """The record, all of whose metrics must have a row of verl/tracking/metrics_table.py."""
+    """The record, all of whose metrics must have a row of verl/tracking/metrics_table.txt."""
     patterns = [*(row.pattern for row in ROWS), OWN_LOSS]
     unlisted = {n for n in record if n not in ("step", "time") and patterns[rank(n)] == OWN_LOSS}
-    assert not unlisted, f"metrics without a row in metrics_table.py: {unlisted}"
+    assert not unlisted, f"metrics without a row in metrics_table.txt: {unlisted}"
     return record
 
 

@@ -225,8 +225,6 @@ def test_headline_says_first_and_last(tmp_path: Path) -> None:
     [
         (["val-core/s/reward/mean@1", "val-core/s/acc/mean@1", "val/accuracy"], "Validation accuracy"),
         (["val-core/s/reward/mean@1", "val/accuracy"], "Validation reward"),
-        (["val-core/s/reward/mean@1"], "Validation reward"),
-        (["val-core/s/acc/mean@1"], "Validation accuracy"),
         (["val/accuracy"], "Validation accuracy"),
         (
             ["val-core/o/a/acc/mean@1", "val-core/o/b/acc/mean@1", "val/accuracy"],
