@@ -31,11 +31,6 @@ def plain_metrics(metrics: Mapping[str, Any]) -> tuple[dict[str, Number], list[s
     return {name: value for name, value in numbers.items() if value is not None}, bad
 
 
-def finite(metrics: Mapping[str, Number]) -> dict[str, Number]:
-    """Without NaN and infinities: what trackers get."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
 def spread(
     name: str, values: Iterable[float], which: Iterable[str] = ("mean", "max", "min")
 ) -> dict[str, Number]:

@@ -6,6 +6,7 @@ at `resumed`, because only then it is known at which step this life of the run s
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from verl.config.schema.base import Root, setting
 from verl.tracking import console, responses
 from verl.tracking.metrics_table import NOT_ON_CONSOLE, in_order, with_aliases
-from verl.tracking.names import Number, finite, plain_metrics
+from verl.tracking.names import Number, plain_metrics
 from verl.tracking.run_folder import TRAJECTORIES, LiveReport, RunFolder, mask_secrets
 from verl.tracking.trackers import ALIASES, Tracker, TrackerSession, Unavailable, open_tracker
 from verl.trajectory import Trajectory
@@ -137,7 +138,7 @@ class Tracking:
         self._step = step
         if "console" in self._names:
             console.show_step(step, full)
-        sent = finite(full)
+        sent = {name: value for name, value in full.items() if math.isfinite(value)}
         self._tell_trackers(lambda tracker: tracker.log(step, sent))
         if self._progress is not None and step > 0:
             self._progress.advance_to(step)
