@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import pydoc
 import re
 import shlex
 import subprocess
@@ -175,6 +176,12 @@ def test_every_file_of_ours_exists(page) -> None:
         r"(?<![\w/.…])((?:examples|docs|benchmarks|tests|verl)/[\w./-]*\w)(?![\w<*])", code(page)
     ):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "api").glob("*.md")), ids=lambda page: page.name)
+def test_every_object_of_the_api_pages_exists(page) -> None:
+    names = re.findall(r"^::: (\S+)$", page.read_text("utf-8"), re.M)
+    assert names and not [name for name in names if pydoc.locate(name) is None]
 
 
 # ------------------------------------------------------------------------------------- code shown in the pages

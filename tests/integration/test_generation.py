@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.runs import TinyRun
+from tests.runs import TinyRun, check_listed
 from verl.trainer import main_eval, main_generation, main_ppo
 
 
@@ -34,7 +34,7 @@ def responses(path: Path) -> list[Any]:
 
 
 def last_record(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    return check_listed(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]))
 
 
 def test_a_checkpoints_score_is_what_validation_logged(tiny: TinyRun, tmp_path: Path) -> None:

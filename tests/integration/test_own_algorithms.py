@@ -36,6 +36,27 @@ def test_declared_needs_are_there_when_they_are_asked_for(tiny: TinyRun, tmp_pat
     assert all({"timing_s/ref", "timing_s/old_log_prob", "actor/mine"} <= set(r) for r in found) and found
 
 
+@pytest.mark.parametrize(
+    ("page", "needs", "metric"),
+    [
+        ("add-an-algorithm.md", "verl", "actor/weight"),
+        ("add-an-engine.md", "verl.engine.registry", "training/rollout_logprob_abs_diff/max"),
+    ],
+)
+def test_the_module_of_a_page_trains(
+    tiny: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, needs: str, metric: str
+) -> None:
+    pytest.importorskip(needs)
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    (tmp_path / code.split()[1]).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = text.split("main_ppo … \\\n")[1].split("```")[0].replace("\\\n", " ").split()
+    words = [*overrides, "trainer.total_training_steps=2", "trainer.test_freq=0"]
+    assert main(tiny.overrides(tmp_path / "out", *words)) == 0
+    assert all(record[metric] > 0 and "actor/grad_norm" in record for record in records(tmp_path / "out"))
+
+
 def test_an_estimator_that_needs_values_has_a_critic(
     tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

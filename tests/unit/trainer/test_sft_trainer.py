@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import ranks
+from tests.runs import check_listed
 from tests.tiny import tiny_model, tiny_vision_model, unseeing
 from tests.unit.data.test_media import noise, picture
 from verl.data.sft import SFTRow
@@ -45,7 +46,7 @@ def arguments(model: Path, data: Path, run: Path, *more: str) -> list[str]:
 def records(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without events and without what measures time."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [one for one in lines if "step" in one and "event" not in one]
+    steps = [check_listed(one) for one in lines if "step" in one and "event" not in one]
     return [{k: v for k, v in one.items() if "time" not in k} for one in steps]
 
 
