@@ -10,9 +10,9 @@ from pathlib import Path
 from verl.config import asynchronous, names
 from verl.config.fields import Field, fields_of, type_name
 from verl.config.reference import allowed, default_text, first_line, help_of
-from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Group
 from verl.config.schema.entries import ROOTS
+from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES
 
 PAGE = Path(__file__).with_name("config.md")
 
@@ -71,7 +71,9 @@ def other_names() -> Iterator[str]:
     computed = "trainer.{weight_sync_every, max_staleness, max_steps_per_version}, …: see docs/compat.md"
     old.append((", ".join(asynchronous.KEYS), computed))
     yield table("## Old names", "Accepted, with one line that names the new one.", "old | new", old)
-    unread = [(plain(glob), why) for table in names.UNREAD.values() for glob, why in table.items()]
+    of_engines = [table for engine in ROLLOUT_ENGINES.values() for table in engine.unread.items()]
+    unread = [("rollout." + ", ".join(keys.split()), why) for keys, why in of_engines]
+    unread += [(plain(glob), why) for table in names.UNREAD.values() for glob, why in table.items()]
     no_effect = {**names.ACCEPTED, **names.NO_EFFECT}.items()
     rows = [*((plain(glob), reason) for glob, reason in no_effect), *unread]
     yield table("## Accepted, no effect", "The reason is printed once.", "key | reason", rows)
@@ -81,7 +83,7 @@ def other_names() -> Iterator[str]:
     refused += [(key, *absent[:2]) for key, absent in names.FEATURES.items()]
     here = (
         f"Estimators here: {', '.join(names.built_in('ESTIMATORS'))}; policy losses: {', '.join(names.built_in('LOSSES'))} (and "
-        f"registered ones); engines: {', '.join(RELEASED)}; strategies: {', '.join(names.STRATEGIES)}."
+        f"registered ones); engines: {', '.join(ROLLOUT_ENGINES)}; strategies: {', '.join(TRAINING_ENGINES)}."
     )
     yield table("## Not in this release", here, "key | what it is | closest", refused).rstrip("\n") + "\n"
 

@@ -30,7 +30,7 @@ class Sampler:
         if self._kind == "vllm":
             return vllm_engine(self.path, load_format="auto")
         from tests.tiny import tiny_tokenizer
-        from verl.engine.rollout.native import NativeEngine
+        from verl.engine.rollout.native.engine import NativeEngine
 
         limits = {"eos_token_ids": [258], "max_model_len": 256, "max_num_seqs": 8}
         return NativeEngine(load(self.path), tokenizer=tiny_tokenizer(), **limits)

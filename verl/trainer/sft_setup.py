@@ -3,11 +3,12 @@ device or of this rank."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config.layout import policy_placement
+from verl.engine.registry import TRAINING_ENGINES
 from verl.trajectory import Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -21,19 +22,15 @@ if TYPE_CHECKING:
 
 def engine_settings(config: SFTConfig) -> dict[str, Any]:
     """The SFT keys under the names that the training engine reads from a role."""
-    data, engine = config.data, config.engine
+    data = config.data
     return {
+        **config.engine,
         "ppo_micro_batch_size_per_gpu": data.micro_batch_size_per_gpu,
         "use_dynamic_bsz": data.use_dynamic_bsz,
         "ppo_max_token_len_per_gpu": data.max_token_len_per_gpu,
         "use_prefix_grouper": False,
-        "ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size,
         "grad_clip": config.optim.grad_clip,
         "optim": config.optim,
-        # This role is never idle, so `param_offload` means during the step.
-        "fsdp_config": dataclasses.replace(
-            engine, offload_policy=engine.offload_policy or engine.param_offload
-        ),
         "checkpoint": config.checkpoint,
     }
 
@@ -68,12 +65,12 @@ def build_engine(config: SFTConfig, ranks: Ranks) -> TrainingEngine:
         "seed": config.trainer.seed,
         "longest": int(config.data.max_length),
         "role": "train",
+        "idles": False,
+        "placement": policy_placement(config),
     }
-    from verl.engine.training import get_engine
-
-    engine = get_engine(config.engine.strategy)
+    build = TRAINING_ENGINES.named(config.engine.strategy).build
     if ranks.size == 1:
-        return engine(config.model.path, device=config.trainer.device, **settings)
+        return build(str(config.model.path), device=config.trainer.device, **settings)
     from verl.engine.training.process_group import init_from_environment
     from verl.platform import detect
 
@@ -81,7 +78,7 @@ def build_engine(config: SFTConfig, ranks: Ranks) -> TrainingEngine:
     index = 0 if platform.on_host else ranks.local
     platform.select(index)
     init_from_environment(platform)
-    return engine(config.model.path, device=platform, device_index=index, **settings)
+    return build(str(config.model.path), device=platform, device_index=index, **settings)
 
 
 def as_trajectory(row: SFTRow, uid: str) -> Trajectory:

@@ -7,9 +7,9 @@ from typing import Any
 
 from verl.config.devices import ray_address
 from verl.config.fill import reader_of_values
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, ROLLOUT, Check
 from verl.config.schema.algorithm import GROUP_ESTIMATORS
+from verl.engine.registry import capabilities
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -168,7 +168,7 @@ def _routes(c: Check) -> None:
         c.refuse(key, f"{c.facts.name} is a dense model, which has no experts to choose; set it to disabled")
     if mode == "R3" and not recorded:
         c.refuse(key, f"it replays the sampler's routes; set {switch}=True")
-    elif mode == "R3" and not CAPABILITIES[c.rollout.name].routes:
+    elif mode == "R3" and not capabilities(c.rollout.name).routes:
         c.refuse(key, f"{ROLLOUT}.name={c.rollout.name} does not return routes; use native, or R2")
     elif recorded and mode != "R3":
         c.notice(f"no effect: {switch}=True: only {key}=R3 replays the sampler's routes")
@@ -196,7 +196,7 @@ def _staleness(c: Check) -> None:
     key, nodes_key = f"trainer.max_staleness={lag}", f"{ROLLOUT}.nnodes"
     if c.rollout.nnodes > 0:
         return
-    if c.world == 1 and not ray_address(c.cfg) and CAPABILITIES[c.rollout.name].in_place_weights:
+    if c.world == 1 and not ray_address(c.cfg) and capabilities(c.rollout.name).in_place_weights:
         c.refuse(
             key,
             "sampler and trainer share one model here, so nothing can be sampled while it is trained. Give sampling "

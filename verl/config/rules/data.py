@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config.engine_packages import NO_TORCHVISION, bound_names
 from verl.config.model_facts import find
 from verl.config.names import nearest
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
 from verl.config.weights import scores_by_model
+from verl.engine.registry import ROLLOUT_ENGINES, capabilities
 from verl.errors import UserError
+from verl.versions import NO_TORCHVISION, bound_names
 
 TEXT_METRICS = {"bleu": "sacrebleu", "rouge": "rouge-score"}
 """Names of `metrics.text`, and the package that computes each."""
@@ -160,8 +160,10 @@ def _no_video(c: Check, model: str) -> str:
     """Why no run with this configuration can have videos, "" if one can."""
     if c.rollout is None:
         return "are not in this release outside of reinforcement learning; use rows without them"
-    if model not in CAPABILITIES[c.rollout.name].videos:
-        advice = f"{c.rollout_key}.name=native with one of {', '.join(CAPABILITIES['native'].videos)}"
+    if model not in capabilities(c.rollout.name).videos:
+        engines = {name: engine.capabilities.videos for name, engine in ROLLOUT_ENGINES.items()}
+        able = [f"{name} with one of {', '.join(models)}" for name, models in engines.items() if models]
+        advice = f"{c.rollout_key}.name={' or '.join(able)}"
         return f"of {model} models are not sampled by {c.rollout.name} in this release; take {advice}"
     return ""
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.config import model_facts
+from verl.config.layout import policy_placement
 from verl.config.model_facts import VALUE_LAYERS, ModelFacts
 from verl.config.names import nearest
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
+from verl.engine.registry import Placement, capabilities, placement
 from verl.errors import UserError
 
 ALL_LINEAR = "all-linear"
@@ -24,8 +25,8 @@ def check(c: Check) -> None:
     if c.ppo and c.cfg.critic.enable:
         path = c.cfg.critic.model.path
         facts = c.facts if path == c.model.path else c.look("critic.model.path", path)
-        _rank(c, "critic.model", facts, "critic.model.fsdp_config")
-    rank = _rank(c, c.model_key, c.facts, f"{ACTOR}.fsdp_config" if c.ppo else "engine")
+        _rank(c, "critic.model", facts, placement(c.cfg.critic, "critic"))
+    rank = _rank(c, c.model_key, c.facts, policy_placement(c.cfg))
     if rank is None:
         _without(c)
         return
@@ -35,7 +36,7 @@ def check(c: Check) -> None:
         _reference(c)
 
 
-def _rank(c: Check, key: str, facts: ModelFacts | None, parallel: str) -> int | None:
+def _rank(c: Check, key: str, facts: ModelFacts | None, role: Placement) -> int | None:
     """The rank of the adapter that a role's model, at `key`, has; None without one."""
     model: Any = c.cfg.select(key)
     rank = int(model.lora_rank)
@@ -50,8 +51,8 @@ def _rank(c: Check, key: str, facts: ModelFacts | None, parallel: str) -> int | 
         _patterns(c, key, model, facts)
         if model.lora_alpha < 1:
             c.refuse(f"{key}.lora_alpha", "is the adapter's scale, which has no effect at 0; set at least 1")
-    if (c.cfg.select(f"{parallel}.tensor_parallel_size") or 1) > 1:
-        c.refuse(f"{parallel}.tensor_parallel_size", "adapters are not cut so; with LoRA set it to 1")
+    if role.tensor > 1:
+        c.refuse(role.at("tensor"), "adapters are not cut so; with LoRA set it to 1")
     return rank
 
 
@@ -132,7 +133,7 @@ def _named(module: str, names: Sequence[str]) -> bool:
 
 def _sampler(c: Check, rank: int) -> None:
     name, at = c.rollout.name, f"{c.model_key}.lora_rank={rank}"
-    engine = CAPABILITIES[name]
+    engine = capabilities(name)
     if c.cfg.entry == "generation" and not engine.in_place_weights:
         message = f"an adapter reaches {name} with a weight sync, and nothing is trained here; give it the merged model"
         c.refuse(c.at(f"{c.model_key}.lora_rank", f"{c.model_key}.lora_adapter_path"), message)
@@ -141,7 +142,7 @@ def _sampler(c: Check, rank: int) -> None:
         return
     if room is None:
         c.refuse(at, f"{name} takes at most {engine.lora_ranks[-1]}")
-    elif engine.takes_arguments and c.rollout.engine_kwargs[name].get("enable_lora") is False:
+    elif (c.rollout.engine_kwargs.get(name) or {}).get("enable_lora") is False:
         return
     elif c.facts is not None and c.facts.experts and not engine.lora_experts:
         c.notice(f"{name} cannot add adapters of experts itself: each weight sync sends the merged weights")

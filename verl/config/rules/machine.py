@@ -11,12 +11,11 @@ import resource
 from pathlib import Path
 
 from verl.config.devices import ray_address
-from verl.config.engine_kwargs import OURS, translate
-from verl.config.engine_packages import EnginePackageError, check_vllm, check_vllm_images, vllm_arguments
-from verl.config.layout import OwnPool, own_pools
+from verl.config.layout import OwnPool, own_pools, policy_placement
+from verl.config.model_facts import VISION_MODELS
 from verl.config.names import LOGGERS
-from verl.config.rollout_engines import CAPABILITIES, RELEASED, VISION_MODELS
 from verl.config.rules.context import ACTOR, Check
+from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES, capabilities
 from verl.versions import satisfies, unsupported, version
 
 
@@ -26,8 +25,7 @@ def check(c: Check) -> None:
         c.lacks(package, advice)
     if c.trainer is not None and c.cfg.entry != "eval":
         _devices(c)
-    if c.rollout is not None:
-        _engine(c)
+    _engines(c)
     if c.model is not None:
         _model(c)
     _trackers(c)
@@ -106,37 +104,24 @@ def _open_files(c: Check, sizes: str) -> None:
         c.lacks(sizes, f"{message}; raise it: ulimit -n 65536")
 
 
-def _engine(c: Check) -> None:
+def _engines(c: Check) -> None:
+    """The rules of the run's engines."""
+    strategies = [c.cfg.select(f"{key}.strategy") for key in (ACTOR, "engine")]
+    for strategy in filter(TRAINING_ENGINES.__contains__, strategies):
+        TRAINING_ENGINES[strategy].check(c)
+    if c.rollout is None:
+        return
     name, key = c.rollout.name, f"{c.rollout_key}.name"
-    if name in CAPABILITIES and not CAPABILITIES[name].released:
-        c.refuse(f"{key}={name}", f"not in this release; set {key}={' or '.join(RELEASED)}")
-    elif name in _ARGUMENT_CHECKS:
-        _ARGUMENT_CHECKS[name](c)
-    elif c.rollout.engine_kwargs.vllm or c.rollout.engine_kwargs.sglang:
-        c.notice(f"no effect: {c.rollout_key}.engine_kwargs.* belong to vllm and sglang, this is {name}")
-
-
-def _vllm(c: Check) -> None:
-    """Its version, and its arguments, both looked up without importing it."""
-    key = c.rollout_key
-    accepted: frozenset[str] = frozenset()
-    try:
-        check_vllm()
-        accepted = vllm_arguments()
-        if c.facts is not None and c.facts.vision:
-            check_vllm_images()
-    except EnginePackageError as error:
-        c.lacks(f"{key}.name=vllm", str(error))
-    values = {name: c.rollout.get(name) for name in OURS.values()}
-    values["tensor_model_parallel_size"] = values["tensor_model_parallel_size"] or 1
-    text_only = c.facts is None or not c.facts.vision
-    translated = translate(c.rollout.engine_kwargs.vllm, accepted, values, text_only=text_only)
-    for where, message in translated.problems:
-        c.refuse(where.replace("rollout.", f"{key}.", 1), message)
-    for text in translated.notices:
-        c.notice(text)
-    if c.rollout.data_parallel_size > 1:
-        c.refuse(f"{key}.data_parallel_size", "an engine is one copy; set 1: more devices make more engines")
+    if name in ROLLOUT_ENGINES:
+        ROLLOUT_ENGINES[name].check(c)
+    elif name in c.keys[key].about["options"]:  # `rules.values` refuses the others
+        c.refuse(f"{key}={name}", f"not in this release; set {key}={' or '.join(ROLLOUT_ENGINES)}")
+    arguments = c.rollout.engine_kwargs
+    others = [engine for engine in arguments if engine != name]
+    if any(arguments[engine] for engine in others):
+        c.notice(
+            f"no effect: {c.rollout_key}.engine_kwargs.* belong to {' and '.join(others)}, this is {name}"
+        )
 
 
 def _model(c: Check) -> None:
@@ -151,7 +136,7 @@ def _model(c: Check) -> None:
     if facts.vision and (why := _no_vision(c, facts.name)):
         c.refuse(at, f"vision models ({facts.name}) {why}")
     elif facts.vision and c.rollout is not None:
-        ranges, have = CAPABILITIES[c.rollout.name].image_transformers, version("transformers")
+        ranges, have = capabilities(c.rollout.name).image_transformers, version("transformers")
         if have and not satisfies(have, ranges):
             message = (
                 f"transformers {have} is installed; images need one that is {ranges} with {c.rollout.name}"
@@ -161,13 +146,12 @@ def _model(c: Check) -> None:
 
 def _no_vision(c: Check, name: str) -> str:
     """Why this run cannot have a model of that type, which sees images, "" if it can."""
-    size = {"sft": "engine.tensor_parallel_size", "ppo": f"{ACTOR}.fsdp_config.tensor_parallel_size"}
-    if (key := size.get(c.cfg.entry)) and (c.cfg.select(key) or 1) > 1:
-        return f"are not split so in this release; set {key}=1"
+    if (split := policy_placement(c.cfg)).tensor > 1:
+        return f"are not split so in this release; set {split.keys['tensor']}=1"
     if name not in VISION_MODELS:
         supported = ", ".join(VISION_MODELS)
         return f"are not in this release, where its images were not seen to be right; take one of {supported}"
-    if c.rollout is not None and name not in CAPABILITIES[c.rollout.name].images:
+    if c.rollout is not None and name not in capabilities(c.rollout.name).images:
         return f"are not sampled by {c.rollout.name} in this release; set {c.rollout_key}.name=native"
     return ""
 
@@ -201,6 +185,3 @@ def _resume(c: Check) -> None:
         c.refuse(at, "no such directory; to start afresh set trainer.resume_mode=auto")
     elif not any(any(folder.glob(name)) for name in complete):
         c.refuse(at, "holds no checkpoint (no manifest.json, no global_step_N)")
-
-
-_ARGUMENT_CHECKS = {"vllm": _vllm}

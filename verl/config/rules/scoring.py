@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.layout import Sizes, own_pools
+from verl.config.layout import own_pools, policy_placement
 from verl.config.model_facts import ModelFacts
 from verl.config.names import nearest
 from verl.config.rules.context import ACTOR, Check
@@ -103,7 +103,7 @@ def _model(c: Check, at: str, teacher: Any) -> None:
     """Its model exists; its parallel size fits the ranks: the policy's, whose rows it gets, or the teachers'."""
     inference, arr = teacher.get("inference") or {}, c.cfg.actor_rollout_ref
     size = inference.get("tensor_model_parallel_size") or 1
-    devices, split = Sizes.of(arr.actor).ranks_per_row, arr.ref.ulysses_sequence_parallel_size
+    devices, split = policy_placement(c.cfg).ranks_per_row, arr.ref.ulysses_sequence_parallel_size
     message = f"a teacher's rows are the policy's, which {devices} of its devices share; set 1"
     if pool := own_pools(c.cfg).get("teacher"):
         devices, split = pool.devices, 1

@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from verl.config.layout import Sizes, divisors, model_problems, own_pools, rank_problems, reference_is_base
+from verl.config.layout import (
+    divisors,
+    model_problems,
+    own_pools,
+    policy_placement,
+    rank_problems,
+    reference_is_base,
+)
 from verl.config.problems import counted
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
 from verl.config.schema.trainer import EACH_EPOCH
+from verl.engine.registry import Placement, capabilities, placement
 
 _REF = "actor_rollout_ref.ref"
 
@@ -27,7 +34,7 @@ def check(c: Check) -> None:
     elif c.cfg.entry == "eval":
         _overlong(c)
     elif c.cfg.entry == "sft":
-        _ranks(c, Sizes.of(c.cfg.engine, "engine.", ""), own_model=True)
+        _ranks(c, policy_placement(c.cfg), own_model=True)
         if c.cfg.data.use_dynamic_bsz and c.cfg.data.micro_batch_size_per_gpu:
             size = c.at("data.micro_batch_size_per_gpu")
             c.notice(f"no effect: {size}: data.use_dynamic_bsz=True packs by token budget")
@@ -59,7 +66,7 @@ def _lengths(c: Check) -> None:
 def _engine_layout(c: Check) -> None:
     """How an engine's devices fit the pool, the node and the model."""
     rollout, facts, key = c.rollout, c.facts, c.rollout_key
-    engine = CAPABILITIES[rollout.name]
+    engine = capabilities(rollout.name)
     tensor = rollout.tensor_model_parallel_size or 1
     size = tensor * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
     place = rollout if c.ppo and rollout.nnodes > 0 else c.trainer
@@ -139,42 +146,42 @@ def _policy_layout(c: Check) -> None:
     The reference gets the rows of the actor's layout: ranks that share its work must have the same ones.
     """
     actor, ref = c.cfg.actor_rollout_ref.actor, c.cfg.actor_rollout_ref.ref
-    actor_sizes, ref_sizes = Sizes.of(actor, f"{ACTOR}."), Sizes.of(ref, f"{_REF}.")
-    _ranks(c, actor_sizes, own_model=True)
-    of_actor, of_ref = actor_sizes.ranks_per_row, ref_sizes.ranks_per_row
-    if of_actor % of_ref:
+    of_actor, of_ref = policy_placement(c.cfg), placement(ref, _REF)
+    _ranks(c, of_actor, own_model=True)
+    rows, ref_rows = of_actor.ranks_per_row, of_ref.ranks_per_row
+    if rows % ref_rows:
         c.refuse(
             f"{_REF}.ulysses_sequence_parallel_size",
-            f"{of_ref} devices share a sequence of the reference and {of_actor} one of the actor, which gets the same "
-            f"rows: {of_ref} must divide {of_actor}; leave it as the actor's",
+            f"{ref_rows} devices share a sequence of the reference and {rows} one of the actor, which gets the same "
+            f"rows: {ref_rows} must divide {rows}; leave it as the actor's",
         )
     needs_reference = (actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward) and not reference_is_base(c.cfg)
-    if needs_reference and (ref.model.path or Sizes.of(ref) != Sizes.of(actor)):
-        _ranks(c, ref_sizes, own_model=not ref.model.path)
+    if needs_reference and (ref.model.path or of_ref.sizes != of_actor.sizes):
+        _ranks(c, of_ref, own_model=not ref.model.path)
     if c.cfg.critic.enable:
-        _critic_layout(c, of_actor)
+        _critic_layout(c, rows)
 
 
 def _critic_layout(c: Check, together: int) -> None:
     """A critic on the policy's ranks has their rows, which as many of them share as share the actor's."""
-    sizes, pool = Sizes.of(c.cfg.critic, "critic.", "model.fsdp_config."), own_pools(c.cfg).get("critic")
-    if pool is None and sizes.ranks_per_row != together:
+    critic, pool = placement(c.cfg.critic, "critic"), own_pools(c.cfg).get("critic")
+    if pool is None and critic.ranks_per_row != together:
         message = (
-            f"= {sizes.ranks_per_row} devices share a row of the critic and {together} one of the actor on the same "
+            f"= {critic.ranks_per_row} devices share a row of the critic and {together} one of the actor on the same "
             "devices; make them equal, or give the critic devices of its own (critic.nnodes)"
         )
-        c.refuse(f"{sizes.sequence_text} × {sizes.tensor_text}", message)
-    for key, message in rank_problems(sizes, pool.devices) if pool is not None else ():
+        c.refuse(f"{critic.at('sequence')} × {critic.at('tensor')}", message)
+    for key, message in rank_problems(critic, pool.devices) if pool is not None else ():
         c.refuse(key, f"{message} (its ranks: {pool})")
 
 
-def _ranks(c: Check, sizes: Sizes, *, own_model: bool) -> None:
+def _ranks(c: Check, role: Placement, *, own_model: bool) -> None:
     """Do they fit the ranks, and the run's model if it is the role's own?"""
-    for key, message in rank_problems(sizes, c.world):
+    for key, message in rank_problems(role, c.world):
         c.refuse(key, message)
     if own_model and c.facts is not None:
         model = c.facts.text | {"num_attention_heads": c.facts.heads, "experts": c.facts.experts}
-        for key, message in model_problems(sizes, model):
+        for key, message in model_problems(role, model):
             c.refuse(key, message)
 
 
@@ -189,7 +196,7 @@ def plan(c: Check) -> list[str]:
     size = data.train_batch_size
     parts = math.ceil(size / min(actor.ppo_mini_batch_size, size))
     large = math.ceil(size / parts) * n
-    ranks = max(1, c.world // Sizes.of(actor).ranks_per_row)
+    ranks = max(1, c.world // policy_placement(c.cfg).ranks_per_row)
     epochs = actor.ppo_epochs
     lines = [
         _steps(c),

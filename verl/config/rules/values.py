@@ -7,12 +7,19 @@ from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
-from verl.config.engine_packages import names_in
 from verl.config.fields import Field, Limits, limits_of
 from verl.config.names import built_in, lookup, nearest
-from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
 from verl.config.rules.context import ACTOR, Check
 from verl.config.schema.base import put
+from verl.engine.registry import (
+    FLOATS,
+    ROLLOUT_ENGINES,
+    TRAINING_ENGINES,
+    capabilities,
+    float_name,
+    not_sampled,
+)
+from verl.versions import names_in
 
 REGISTRIES = {"algorithm.adv_estimator": "ESTIMATORS", f"{ACTOR}.policy_loss.loss_mode": "LOSSES"}
 """Key → the registry in verl.algorithms.registry that its names are of."""
@@ -87,23 +94,26 @@ def _dtype(c: Check, path: str, value: Any) -> None:
     name = float_name(value)
     if name is None and (c.was_set(path) or "same_as" not in c.keys[path].about):
         c.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(value, FLOATS)}")
-    elif name and path == f"{c.rollout_key}.dtype" and name not in CAPABILITIES[c.rollout.name].dtypes:
+    elif name and path == f"{c.rollout_key}.dtype" and name not in capabilities(c.rollout.name).dtypes:
         c.refuse(f"{path}={value}", not_sampled(c.rollout.name))
 
 
 def _unread(c: Check) -> None:
     """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
-    engine = c.rollout.name if c.rollout is not None else "native"
-    where = ["", engine]
+    engine = c.rollout.name if c.rollout is not None else next(iter(ROLLOUT_ENGINES))
+    where = [""]
     if not (c.several or (c.ppo and ray_address(c.cfg))):
-        where += ["one device", "one process"] if CAPABILITIES[engine].in_place_weights else ["one device"]
-    unread = {glob: reason for when in where for glob, reason in names.UNREAD.get(when, {}).items()}
+        where += ["one device", "one process"] if capabilities(engine).in_place_weights else ["one device"]
+    unread = {glob: reason for when in where for glob, reason in names.UNREAD[when].items()}
+    if engine in ROLLOUT_ENGINES:
+        for listed, reason in ROLLOUT_ENGINES[engine].unread.items():
+            unread |= dict.fromkeys((f"{c.rollout_key}.{key}" for key in listed.split()), reason)
     unread_keys: dict[str, list[str]] = {}
     for path, field in c.keys.items():
         value = c.cfg.select(path)
         if not c.was_set(path) or value == field.default():
             continue
-        if path.startswith(c.rollout_key) and not CAPABILITIES[engine].released:
+        if path.startswith(c.rollout_key) and engine not in ROLLOUT_ENGINES:
             continue
         if path.endswith(".model_dtype") and value in ("float32", "torch.float32"):
             continue
@@ -111,8 +121,8 @@ def _unread(c: Check) -> None:
             continue
         if reason := lookup(unread, path):
             unread_keys.setdefault(reason, []).append(c.at(path))
-    for reason, keys in unread_keys.items():
-        c.notice(f"no effect: {', '.join(keys)}: {reason}")
+    for why, keys in unread_keys.items():
+        c.notice(f"no effect: {', '.join(keys)}: {why}")
 
 
 def _said(limits: Limits) -> str:
@@ -139,8 +149,10 @@ def _inside(field: Field) -> Any:
 def _name(c: Check, path: str, name: str, field: Field) -> None:
     """A name outside its list, or one of the list that this release does not have."""
     options, foreign = field.about["options"], names.REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name)
-    here: Any = names.STRATEGIES if path.endswith("strategy") else options
-    if path in REGISTRIES:
+    here: Any = TRAINING_ENGINES if path.endswith("strategy") else options
+    if path.endswith("rollout.name"):
+        here = {*options, *ROLLOUT_ENGINES}  # `rules.machine` refuses those that are not in this release
+    elif path in REGISTRIES:
         here = built_in(REGISTRIES[path])
     if name in here:
         return
