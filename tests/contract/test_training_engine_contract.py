@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests import ranks
+from tests.contract import engines_of_a_user
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import BOTH, assert_close, reference, rows_of, simple_loss
 from tests.unit.engine.training.fsdp_cases import role
@@ -34,16 +36,21 @@ AWAY = role(fsdp={"param_offload": True, "optimizer_offload": True}, optim={"lr"
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(params=[1, 2], ids=["one process", "two ranks"])
-def on(request: pytest.FixtureRequest) -> Run:
+STRATEGY = "fsdp"
+
+
+@pytest.fixture(params=["one process", "two ranks", "an engine of a user"])
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run:
     """on(work, path, …) → the results of all ranks."""
-    if request.param == 1:
-        return lambda work, *args: [work(*args)]
-    return lambda work, *args: ranks.run(work, request.param, *args)
+    if request.param == "two ranks":
+        return lambda work, *args: ranks.run(work, 2, *args)
+    if request.param == "an engine of a user":
+        monkeypatch.setattr(sys.modules[__name__], "STRATEGY", engines_of_a_user.Trainer.name)
+    return lambda work, *args: [work(*args)]
 
 
 def engine(path: Any, role_cfg: dict[str, Any] = TRAINED, **options: Any) -> Any:
-    record = TRAINING_ENGINES["fsdp"]
+    record = TRAINING_ENGINES[STRATEGY]
     placed = record.placement(role_cfg)
     return record.build(path and str(path), role_cfg=role_cfg, placement=placed, device="cpu", **options)
 

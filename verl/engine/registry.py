@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from verl.errors import UserError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from verl.config.schema.base import Root
     from verl.config.schema.entries import Config
     from verl.config.schema.rollout import RolloutConfig
+    from verl.engine.training.base import TrainingEngine
+    from verl.platform import Platform
 
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 FLOATS = {name: name for name in _SHORT.values()} | _SHORT
@@ -68,11 +71,13 @@ class EngineRecord(ABC):
     versions     supported versions of them
     holes        versions of them with known security holes
     install      what to do where none is installed
+    builder      "module:function" that `build` calls with its arguments; imported only then
     environment  variables that the engine's processes start with unless the user sets them. Variables that begin with
                  the engine's name in capitals (VLLM_…) are passed on to all processes of a run
     """
 
     name: ClassVar[str]
+    builder: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ()
     versions: ClassVar[str] = ""
     holes: ClassVar[str] = ""
@@ -132,11 +137,11 @@ class RolloutEngineRecord(EngineRecord):
     capabilities: ClassVar[Capabilities]
     unread: ClassVar[Mapping[str, str]] = {}
 
-    @abstractmethod
-    def build(self, config: Config, tokenizer: Any, platform: Any) -> Any:
+    def build(self, config: Config, tokenizer: Any, platform: Platform) -> Any:
         """A `RolloutEngine` that is a `WeightReceiver`, with weights of its own. UserError if it cannot be built."""
+        return resolve_name(self.builder)(config, tokenizer, platform)
 
-    def attach(self, config: Config, tokenizer: Any, trainer: Any) -> Any:
+    def attach(self, config: Config, tokenizer: Any, trainer: TrainingEngine) -> Any:
         """A `RolloutEngine` on the tensors of a training engine of this process (`Capabilities.in_place_weights`)."""
         raise NotImplementedError(f"{self.name} has weights of its own")
 
@@ -195,15 +200,17 @@ class TrainingEngineRecord(EngineRecord):
         """The placement that a role's group asks for (actor, reference, critic, or `engine` of supervised training).
         path: of the group, for `Placement.keys`."""
 
-    @abstractmethod
     def build(
-        self, model_path: str, *, role_cfg: Mapping[str, Any], placement: Placement, **options: Any
-    ) -> Any:
-        """A `TrainingEngine` of this process or rank. UserError if it cannot be built.
+        self, model_path: str | None, *, role_cfg: Mapping[str, Any], placement: Placement, **options: Any
+    ) -> TrainingEngine:
+        """The engine of this process or rank. UserError if it cannot be built.
 
         role_cfg: the role's group. placement: what counts of it, where the caller changed something. options: those of
         `verl.engine.training.fsdp.engine.FSDPEngine`.
         """
+        options |= {"role_cfg": role_cfg, "placement": placement}
+        engine: TrainingEngine = resolve_name(self.builder)(model_path, **options)
+        return engine
 
 
 R = TypeVar("R", bound=EngineRecord)

