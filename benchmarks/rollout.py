@@ -75,7 +75,7 @@ def build_model(vocab: int) -> Any:
 
 def native(setting: Setting, model: Any) -> Run:
     from verl.engine.rollout.base import SamplingParams
-    from verl.engine.rollout.native import NativeEngine
+    from verl.engine.rollout.native.engine import NativeEngine
 
     engine = NativeEngine(
         model,

@@ -85,8 +85,8 @@ def in_process(layers: int = 8, hidden: int = 512) -> Callable[[], int]:
     """The push of a run on one device: the sampler makes its packed copies anew."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from verl.engine.rollout.native import NativeEngine
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.rollout.native.engine import NativeEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.weight_sync.sender import InProcessSync
 
     config = Qwen3Config(

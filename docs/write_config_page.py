@@ -10,10 +10,10 @@ from pathlib import Path
 from verl.compat.spellings import PUBLIC
 from verl.config import release
 from verl.config.reference import allowed, default_text, first_line, help_of
-from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Group
 from verl.config.schema.entries import PROGRAMS, ROOTS
 from verl.config.schema.fields import Field, fields_of, type_name
+from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES
 
 PAGE = Path(__file__).with_name("config.md")
 
@@ -72,7 +72,9 @@ def other_names() -> Iterator[str]:
     computed = "trainer.{weight_sync_every, max_staleness, max_steps_per_version}, …: see docs/compat.md"
     old.append((", ".join(PUBLIC.computed), computed))
     yield table("## Old names", "Accepted, with one line that names the new one.", "old | new", old)
-    unread = [(plain(glob), why) for table in release.UNREAD.values() for glob, why in table.items()]
+    of_engines = [table for engine in ROLLOUT_ENGINES.values() for table in engine.unread.items()]
+    unread = [("rollout." + ", ".join(keys.split()), why) for keys, why in of_engines]
+    unread += [(plain(glob), why) for table in release.UNREAD.values() for glob, why in table.items()]
     no_effect = {**PUBLIC.switches, **PUBLIC.no_effect}.items()
     rows = [*((plain(glob), reason) for glob, reason in no_effect), *unread]
     yield table("## Accepted, no effect", "The reason is printed once.", "key | reason", rows)
@@ -82,7 +84,7 @@ def other_names() -> Iterator[str]:
     refused += [(key, *absent[:2]) for key, absent in release.FEATURES.items()]
     here = (
         f"Estimators here: {', '.join(release.built_in('ESTIMATORS'))}; policy losses: {', '.join(release.built_in('LOSSES'))} (and "
-        f"registered ones); engines: {', '.join(RELEASED)}; strategies: {', '.join(release.STRATEGIES)}."
+        f"registered ones); engines: {', '.join(ROLLOUT_ENGINES)}; strategies: {', '.join(TRAINING_ENGINES)}."
     )
     yield table("## Not in this release", here, "key | what it is | closest", refused).rstrip("\n") + "\n"
 

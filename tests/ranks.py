@@ -28,8 +28,7 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "transformers.models.qwen3.modeling_qwen3",
-    "verl.engine.training.fsdp_engine",
-    "verl.engine.training.fsdp_engine",
+    "verl.engine.training.fsdp.engine",
 ]
 
 

@@ -10,14 +10,15 @@ import pytest
 
 from tests import vllm_processes
 from tests.tiny import tiny_model
-from verl.config.engine_packages import EnginePackageError, check_vllm
+from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.vllm import ENGINE
 
 
 def require_vllm() -> None:
     """Skip the module where vLLM cannot be used, saying why."""
     try:
-        check_vllm()
+        ENGINE.installed()
     except EnginePackageError as error:
         pytest.skip(f"{error}", allow_module_level=True)
 

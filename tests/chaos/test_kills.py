@@ -30,7 +30,8 @@ from tests.integration.test_vision_runs import VisionRun
 from tests.runs import records, weights
 from tests.tiny import SPECIAL, VISION, tiny_tokenizer, tiny_vision_model
 from tests.unit.rollout.test_adapters import fake_python
-from verl.config.engine_packages import EnginePackageError, check_vllm
+from verl.engine.registry import EnginePackageError
+from verl.engine.rollout.vllm import ENGINE
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "2"))
 # 61 seconds pass where the head dies while Ray itself starts, which says so after a minute.
@@ -280,7 +281,7 @@ def last_word(out: Path) -> str:
 def forked_vllm() -> Any:
     """tests.vllm_processes, its server with this process's path. Skips where vLLM cannot be used with images."""
     try:
-        check_vllm()
+        ENGINE.installed()
     except EnginePackageError as error:
         pytest.skip(str(error))
     if importlib.util.find_spec("torchvision") is None:

@@ -21,7 +21,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("eval", "verl/data/load_object.py"): (
         "imports a user's Python file, as importlib does, from the bytes that every process of a run uses"
     ),
-    ("unpickling", "verl/engine/training/optimizer_state.py"): (
+    ("unpickling", "verl/engine/training/fsdp/optimizer_state.py"): (
         "an Unpickler that can name nothing but torch's own list-of-tensors classes; in place of torch's pickle.load"
     ),
     ("process-pickle", "verl/data/dataset.py"): (

@@ -369,7 +369,7 @@ def test_a_checkpoint_is_of_the_role_that_was_named(dp_ranks, tmp_path) -> None:
 
 def test_a_transfer_that_fails_gathers_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathering is a collective: the other ranks would wait for ever, or pair with the next one."""
-    monkeypatch.setattr("verl.workers.build.moving_adapter", lambda config: None)
+    monkeypatch.setattr("verl.workers.training_worker.moving_adapter", lambda config: None)
 
     def no_room(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")

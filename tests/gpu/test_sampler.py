@@ -26,7 +26,7 @@ def load(path: str, platform: Any) -> Any:
 
 
 def engine_of(model: Any, dtype: str = "float32", **options: Any) -> Any:
-    from verl.engine.rollout.native import NativeEngine
+    from verl.engine.rollout.native.engine import NativeEngine
 
     options = {"eos_token_ids": [], "max_model_len": 400, "max_num_seqs": 16} | options
     return NativeEngine(model, dtype=dtype, **options)
@@ -113,7 +113,7 @@ def test_sampling_in_deterministic_mode(
 def test_sampler_and_trainer_agree(
     platform: Any, model_path: str, dtype: str, most: float, mean: float, record_property: Any
 ) -> None:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.trajectory import Prompt, Trajectory
 
     responses = sample(engine_of(load(model_path, platform), dtype))[: len(LENGTHS)]

@@ -21,7 +21,7 @@ from tests.runs import environment
 from tests.tiny import tiny_vision_model
 from tests.unit.engine.training.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, vllm_engine
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.trajectory import Prompt
 from verl.weight_sync.sender import StreamedSync
 

@@ -34,7 +34,7 @@ MODELS = [("gpt2", True), *(pytest.param(*model, marks=pytest.mark.long) for mod
 
 def trainer(path: Path) -> Any:
     from verl.config import Map
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     role = {"optim": {"lr": 0.05}, "fsdp_config": {"dtype": "float32"}, "ppo_max_token_len_per_gpu": 4096}
     engine = FSDPEngine(str(path), role_cfg=Map.of(role), model_cfg=Map.of({}), device="cpu", seed=0)

@@ -18,7 +18,7 @@ from tests.unit.engine.training.engine_cases import (
     rows_of,
     simple_loss,
 )
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.engine.training.log_prob import CANDIDATE_OUTPUTS
 
 CONFIG = {"fsdp_config": {"dtype": "float32"}, "grad_clip": 0.0, "optim": {"lr": 0.0, "weight_decay": 0.0}}

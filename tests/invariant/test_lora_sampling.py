@@ -13,7 +13,7 @@ import torch
 from tests.invariant.test_sampler_logprobs import make_prompts, sample
 from tests.tiny import tiny_model
 from tests.unit.engine.training.lora_cases import disturb, engine, lora, trained
-from verl.engine.rollout.native import NativeEngine
+from verl.engine.rollout.native.engine import NativeEngine
 from verl.trajectory import Prompt, Trajectory
 from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.sender import InProcessSync, StreamedSync

@@ -18,8 +18,8 @@ from tests.runs import TinyRun, main_ppo, records, weights
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine.training.engine_cases import assert_close, gradients, rows_of, simple_loss
 from verl.engine.rollout.base import SamplingParams
-from verl.engine.rollout.native import NativeEngine
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.rollout.native.engine import NativeEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
 from verl.models.routing import Routing
 from verl.rollout import agent_loop, loops

@@ -11,7 +11,7 @@ import torch
 
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import NativeEngine
+from verl.engine.rollout.native.engine import NativeEngine
 
 PROMPT_LENGTHS = (5, 37, 1, 150)
 CASES: dict[str, dict[str, Any]] = {

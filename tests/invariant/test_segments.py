@@ -22,7 +22,7 @@ from tests.unit.engine.training.test_value_engine import engine as critic_engine
 from tests.unit.engine.training.test_value_engine import stepped, with_a_head
 from verl.algorithms.batch_advantages import compute_advantages
 from verl.algorithms.flat_tokens import MODES
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.trajectory import Batch, Segment, Trajectory, flat
 from verl.workers.group import DirectCalls, WorkerGroup
 from verl.workers.roles import Policy

@@ -16,21 +16,21 @@ from PIL import Image
 from tests import ranks
 from tests.tiny import tiny_model, tiny_vision_model
 from tests.unit.engine.training.engine_cases import assert_close, gradients, simple_loss
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.base import setting
 from verl.data.media import ImageProcessor, load_processor
 from verl.data.rows import ChatRenderer
 from verl.data.tokenizer import load_tokenizer
+from verl.engine.registry import capabilities
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import NativeEngine
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.rollout.native.engine import NativeEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.models.layers import product_weights
 from verl.models.pretrained import load_model
 from verl.trajectory import VIDEO_SECONDS, Media, Prompt, Trajectory
 from verl.versions import satisfies
 from verl.weight_sync.sender import InProcessSync
 
-RANGES = CAPABILITIES["native"].image_transformers
+RANGES = capabilities("native").image_transformers
 pytestmark = pytest.mark.skipif(
     not satisfies(transformers.__version__, RANGES), reason=f"images need transformers {RANGES}"
 )

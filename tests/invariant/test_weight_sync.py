@@ -45,7 +45,7 @@ def trains(
     import torch.distributed as dist
 
     from tests.unit.engine.training.fsdp_cases import role, rows, simple_loss, total
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.weight_sync.channel import BucketSender
     from verl.weight_sync.verify import checksums
 
@@ -75,7 +75,7 @@ def samples(path: str, channel: str, reader: int, dtype: Any, responses: Any) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from verl.engine.rollout.base import SamplingParams
-    from verl.engine.rollout.native import NativeEngine
+    from verl.engine.rollout.native.engine import NativeEngine
     from verl.weight_sync.channel import receive
 
     torch.set_num_threads(1)

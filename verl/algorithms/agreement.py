@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from verl.algorithms.correction import LIMIT, correction_metrics, mean_of
-from verl.config.rollout_engines import float_name
 from verl.config.schema.entries import Config
+from verl.engine.registry import float_name
 from verl.trajectory import Trajectory
 
 _BLOCK = 1 << 15  # tokens: a few float64 arrays of it fit into a second-level cache

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.algorithms.correction import parse_rules, parse_weighting
 from verl.config.defaults import reader_of_values
-from verl.config.layout import Sizes, own_pools
+from verl.config.layout import own_pools, policy_placement
 from verl.config.matching import nearest
 from verl.config.model_facts import ModelFacts
 from verl.config.report import ACTOR, ROLLOUT, Report
@@ -189,7 +189,7 @@ def _teacher_model(report: Report, at: str, teacher: Any) -> None:
     """Its model exists; its parallel size fits the ranks: the policy's, whose rows it gets, or the teachers'."""
     inference, arr = teacher.get("inference") or {}, report.config.actor_rollout_ref
     size = inference.get("tensor_model_parallel_size") or 1
-    devices, split = Sizes.of(arr.actor).ranks_per_row, arr.ref.ulysses_sequence_parallel_size
+    devices, split = policy_placement(report.config).ranks_per_row, arr.ref.ulysses_sequence_parallel_size
     message = f"a teacher's rows are the policy's, which {devices} of its devices share; set 1"
     if pool := own_pools(report.config).get("teacher"):
         devices, split = pool.devices, 1

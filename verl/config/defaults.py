@@ -14,15 +14,15 @@ from typing import Any
 from verl.config import devices as machine
 from verl.config.conversion import coerce, expand
 from verl.config.grammar import GrammarError, Value
-from verl.config.layout import Sizes
+from verl.config.layout import policy_placement
 from verl.config.release import built_in
 from verl.config.resolve import Resolver
-from verl.config.rollout_engines import RELEASED
 from verl.config.schema.algorithm import ONLY_TEACHER
 from verl.config.schema.base import Map, Root, put, select
 from verl.config.schema.entries import Config
 from verl.config.schema.fields import Field, leaves, locate
 from verl.config.schema.rollout import RolloutConfig
+from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES
 from verl.errors import UserError
 from verl.plugins import REGISTRIES, import_modules
 from verl.plugins import VARIABLE as PLUG_INS
@@ -32,12 +32,24 @@ def fill(resolver: Resolver) -> None:
     """Resolve interpolations, then give every automatic key its value."""
     if resolver.interpolated:
         _interpolate(resolver)
+    _plug_in_engines(resolver.root)
     _devices(resolver.root)
     _micro_batches(resolver)
     spellings = resolver.spellings
     computed = {key: resolver.old[key].data for key in spellings.computed if key in resolver.old}
     spellings.settle(resolver.root, computed, resolver.refuse, resolver.notice)
     complete(resolver.root, resolver.notice)
+
+
+def _plug_in_engines(root: Root) -> None:
+    """Import the plug-in modules where an engine is not one of ours; the check reports modules that fail to import."""
+    names = (select(root, f"{group}.strategy") for group in ("actor_rollout_ref.actor", "critic", "engine"))
+    rollout = next(filter(None, map(root.select, ("actor_rollout_ref.rollout", "rollout"))), None)
+    engines = {"auto", *ROLLOUT_ENGINES}
+    if set(names) - {None, *TRAINING_ENGINES} or (rollout is not None and rollout.name not in engines):
+        model = root.select("actor_rollout_ref.model") or root["model"]
+        with contextlib.suppress(UserError):
+            import_modules(model.external_lib)
 
 
 def complete(root: Root, say: Callable[[str], None] = lambda text: None) -> None:
@@ -121,11 +133,7 @@ def _environment(text: str, tree: Any) -> str:
 def _micro_batches(resolver: Resolver) -> None:
     """Deprecated: sizes of micro-batches over all devices."""
     root = resolver.root
-    role = root.select("actor_rollout_ref.actor") or root.get("engine")
-    together = (
-        Sizes.of(role, "", "fsdp_config." if "fsdp_config" in role else "").ranks_per_row if role else 1
-    )
-    ranks = max(1, machine.ranks(root) // max(1, together))
+    ranks = max(1, machine.ranks(root) // max(1, policy_placement(root).ranks_per_row))
     for old, value in resolver.old.items():
         path = f"{old}_per_gpu"
         if path not in leaves(type(root)):
@@ -202,8 +210,6 @@ def _ppo(root: Config, say: Callable[[str], None]) -> None:
         if not root.was_set("critic.loss_agg_mode"):
             root.critic.loss_agg_mode = "seq-mean-token-mean"
         say(f"loss_mode={mode}: actor.loss_agg_mode=seq-mean-token-mean, as in its paper")
-    if root.actor_rollout_ref.ref.fsdp_config.dtype is None:
-        root.actor_rollout_ref.ref.fsdp_config.dtype = actor.fsdp_config.dtype
     if mode.startswith("dppo_") and not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
         actor.clip_ratio_c = 20.0
     _teachers(root.distillation.teacher_models, say)
@@ -264,7 +270,7 @@ def _teachers(models: Map, say: Callable[[str], None]) -> None:
 def _rollout(rollout: RolloutConfig, data: Mapping[str, Any]) -> None:
     """The engine of this release, and the longest sequence: a response ends at the smaller one of its two limits."""
     if rollout.name == "auto":
-        rollout.name = RELEASED[0]
+        rollout.name = next(iter(ROLLOUT_ENGINES))
     if rollout.max_model_len is None:
         response = min(rollout.response_length, data.get("max_response_length", rollout.response_length))
         rollout.max_model_len = rollout.prompt_length + response

@@ -26,17 +26,6 @@ _ROLLOUT = "{actor_rollout_ref.rollout, rollout}."
 _ALONE = "on one device nothing is sharded or kept in host memory during a step"
 _SHARED = "in one process the native engine uses the trainer's own weights, which are not sent and stay where they are"
 UNREAD: dict[str, dict[str, str]] = {
-    "native": {
-        _ROLLOUT + "{data_parallel_size, pipeline_model_parallel_size}": "a native engine runs on one device",
-        _ROLLOUT + "{enable_chunked_prefill, enable_prefix_caching, cudagraph_capture_sizes, load_format, "
-        "scheduling_policy, disable_log_stats, skip_tokenizer_init, multi_stage_wake_up, "
-        "calculate_log_probs, logprobs_mode}": "the native engine decides it by itself",
-    },
-    "vllm": {
-        _ROLLOUT + "{multi_stage_wake_up, disable_log_stats, calculate_log_probs}": (
-            "the vllm engine always does what is best here"
-        )
-    },
     "": {
         _ROLLOUT + "checkpoint_engine.engine_kwargs": "the ways that weights travel here take no arguments",
         _ROLLOUT + "checkpoint_engine.backend": (
@@ -69,7 +58,8 @@ UNREAD: dict[str, dict[str, str]] = {
         "actor_rollout_ref.actor.fsdp_config.param_offload": _SHARED,
     },
 }
-"""Keys of the schema that nothing reads, and why; by when ("" always, or an engine's name, …: see `rules.values`)."""
+"""Keys of the schema that nothing reads, and why; by when ("": always; see `preflight.values`). Those that an engine
+does not read are in its record."""
 
 _FULL = {"full": Absent("the KL of whole distributions, which needs all logits,", "low_var_kl")}
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {
@@ -91,7 +81,6 @@ FEATURES: dict[str, Absent] = {
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
 """Keys of the schema, or globs, whose values need a missing feature unless they are false, null or empty."""
-STRATEGIES = ("fsdp", "fsdp2")
 NO_STEP = {"torch.optim": {"LBFGS", "Muon", "Optimizer", "SparseAdam", "lr_scheduler", "swa_utils"}}
 """Names in a module of what wants a closure, matrices alone, a subclass, sparse gradients, or is no optimizer."""
 LOGGERS = ("console", "file", "tensorboard", "wandb")

@@ -15,7 +15,6 @@ from typing import Any
 from jinja2 import TemplateSyntaxError, meta, pass_context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from verl.config.engine_packages import bound_names
 from verl.config.matching import nearest
 from verl.config.model_facts import ModelTrouble, find
 from verl.config.report import ACTOR, Report
@@ -25,6 +24,7 @@ from verl.data.files import DataError, RowFile, is_remote, open_file
 from verl.data.rows import RESERVED, RowRules, check_columns, check_plain_truth
 from verl.data.tokenizer import template_text
 from verl.errors import UserError
+from verl.versions import bound_names
 
 _ARGUMENTS_OF_TRANSFORMERS = ("tools", "documents", "continue_final_message", "add_generation_prompt")
 _TAG_OF_TRANSFORMERS = re.compile(r"{%-?\s*generation")

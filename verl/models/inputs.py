@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from verl.config.rollout_engines import VISION_MODELS
+from verl.config.model_facts import VISION_MODELS
 from verl.errors import UserError
 from verl.trajectory import VIDEO_SECONDS, Media
 

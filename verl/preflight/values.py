@@ -8,15 +8,22 @@ from typing import Any
 from verl.algorithms import registry
 from verl.config import release
 from verl.config.devices import ray_address
-from verl.config.engine_packages import names_in
 from verl.config.matching import lookup, nearest
 from verl.config.release import built_in
 from verl.config.report import ACTOR, Report, beyond
-from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
 from verl.config.schema.base import Root, put
 from verl.config.schema.fields import Field, Limits, limits_of
+from verl.engine.registry import (
+    FLOATS,
+    ROLLOUT_ENGINES,
+    TRAINING_ENGINES,
+    capabilities,
+    float_name,
+    not_sampled,
+)
 from verl.reward.user_function import REWARD_MANAGER_REGISTRY
 from verl.rollout.tools.parsers import OWN_PARSERS
+from verl.versions import names_in
 
 REGISTRIES = {"algorithm.adv_estimator": "ESTIMATORS", f"{ACTOR}.policy_loss.loss_mode": "LOSSES"}
 """Key → the registry in verl.algorithms.registry that its names are of."""
@@ -85,24 +92,27 @@ def _dtype(report: Report, path: str, value: Any) -> None:
     elif (
         name
         and path == f"{report.rollout_key}.dtype"
-        and name not in CAPABILITIES[report.rollout.name].dtypes
+        and name not in capabilities(report.rollout.name).dtypes
     ):
         report.refuse(f"{path}={value}", not_sampled(report.rollout.name))
 
 
 def _unread(report: Report) -> None:
     """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
-    engine = report.rollout.name if report.rollout is not None else "native"
-    where = ["", engine]
+    engine = report.rollout.name if report.rollout is not None else next(iter(ROLLOUT_ENGINES))
+    where = [""]
     if not (report.several or (report.ppo and ray_address(report.config))):
-        where += ["one device", "one process"] if CAPABILITIES[engine].in_place_weights else ["one device"]
-    unread = {glob: reason for when in where for glob, reason in release.UNREAD.get(when, {}).items()}
+        where += ["one device", "one process"] if capabilities(engine).in_place_weights else ["one device"]
+    unread = {glob: reason for when in where for glob, reason in release.UNREAD[when].items()}
+    if engine in ROLLOUT_ENGINES:
+        for listed, why in ROLLOUT_ENGINES[engine].unread.items():
+            unread |= dict.fromkeys((f"{report.rollout_key}.{key}" for key in listed.split()), why)
     unread_keys: dict[str, list[str]] = {}
     for path, field in report.keys.items():
         value = report.config.select(path)
         if not report.was_set(path) or value == field.default():
             continue
-        if path.startswith(report.rollout_key) and not CAPABILITIES[engine].released:
+        if path.startswith(report.rollout_key) and engine not in ROLLOUT_ENGINES:
             continue
         if path.endswith(".model_dtype") and value in ("float32", "torch.float32"):
             continue
@@ -141,8 +151,10 @@ def _name(report: Report, path: str, name: str, field: Field) -> None:
         field.about["options"],
         release.REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name),
     )
-    here: Any = release.STRATEGIES if path.endswith("strategy") else options
-    if path in REGISTRIES:
+    here: Any = TRAINING_ENGINES if path.endswith("strategy") else options
+    if path.endswith("rollout.name"):
+        here = {*options, *ROLLOUT_ENGINES}  # `machine` refuses those that are not in this release
+    elif path in REGISTRIES:
         here = built_in(REGISTRIES[path])
     if name in here:
         return

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl.config.report import ACTOR, ROLLOUT, Report
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.base import Root
 from verl.data.tokenizer import tokenizer_of
+from verl.engine.registry import capabilities
 from verl.errors import UserError
 from verl.rollout import environment_agent, loops
 from verl.rollout.tool_agent import checked_tools
@@ -74,7 +74,7 @@ def _routes(report: Report) -> None:
         )
     if mode == "R3" and not recorded:
         report.refuse(key, f"it replays the sampler's routes; set {switch}=True")
-    elif mode == "R3" and not CAPABILITIES[report.rollout.name].routes:
+    elif mode == "R3" and not capabilities(report.rollout.name).routes:
         report.refuse(key, f"{ROLLOUT}.name={report.rollout.name} does not return routes; use native, or R2")
     elif recorded and mode != "R3":
         report.notice(f"no effect: {switch}=True: only {key}=R3 replays the sampler's routes")

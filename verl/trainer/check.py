@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.devices import ray_address
-from verl.config.layout import Sizes, divisors, model_problems, own_pools, rank_problems, reference_is_base
+from verl.config.layout import (
+    divisors,
+    model_problems,
+    own_pools,
+    policy_placement,
+    rank_problems,
+    reference_is_base,
+)
 from verl.config.problems import counted
 from verl.config.report import ACTOR, ROLLOUT, Report
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.base import Root
 from verl.config.schema.trainer import EACH_EPOCH
+from verl.engine.registry import Placement, capabilities, placement
 
 _REF = "actor_rollout_ref.ref"
 
@@ -28,7 +35,7 @@ def check(config: Root, report: Report) -> None:
         for rules in (_batches, _pools, _policy_layout, _staleness, _without_effect):
             rules(report)
     elif config.entry == "sft":
-        _ranks(report, Sizes.of(report.config.engine, "engine.", ""), own_model=True)
+        _ranks(report, policy_placement(report.config), own_model=True)
         if report.config.data.use_dynamic_bsz and report.config.data.micro_batch_size_per_gpu:
             size = report.at("data.micro_batch_size_per_gpu")
             report.notice(f"no effect: {size}: data.use_dynamic_bsz=True packs by token budget")
@@ -66,7 +73,7 @@ def _lengths(report: Report) -> None:
 def _engine_layout(report: Report) -> None:
     """How an engine's devices fit the pool, the node and the model."""
     rollout, facts, key = report.rollout, report.facts, report.rollout_key
-    engine = CAPABILITIES[rollout.name]
+    engine = capabilities(rollout.name)
     tensor = rollout.tensor_model_parallel_size or 1
     size = tensor * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
     place = rollout if report.ppo and rollout.nnodes > 0 else report.trainer
@@ -136,50 +143,47 @@ def _policy_layout(report: Report) -> None:
     The reference gets the rows of the actor's layout: ranks that share its work must have the same ones.
     """
     actor, ref = report.config.actor_rollout_ref.actor, report.config.actor_rollout_ref.ref
-    actor_sizes, ref_sizes = Sizes.of(actor, f"{ACTOR}."), Sizes.of(ref, f"{_REF}.")
-    _ranks(report, actor_sizes, own_model=True)
-    of_actor, of_ref = actor_sizes.ranks_per_row, ref_sizes.ranks_per_row
-    if of_actor % of_ref:
+    of_actor, of_ref = policy_placement(report.config), placement(ref, _REF)
+    _ranks(report, of_actor, own_model=True)
+    rows, ref_rows = of_actor.ranks_per_row, of_ref.ranks_per_row
+    if rows % ref_rows:
         report.refuse(
             f"{_REF}.ulysses_sequence_parallel_size",
-            f"{of_ref} devices share a sequence of the reference and {of_actor} one of the actor, which gets the same "
-            f"rows: {of_ref} must divide {of_actor}; leave it as the actor's",
+            f"{ref_rows} devices share a sequence of the reference and {rows} one of the actor, which gets the same "
+            f"rows: {ref_rows} must divide {rows}; leave it as the actor's",
         )
     needs_reference = (
         actor.use_kl_loss or report.config.algorithm.use_kl_in_reward
     ) and not reference_is_base(report.config)
-    if needs_reference and (ref.model.path or Sizes.of(ref) != Sizes.of(actor)):
-        _ranks(report, ref_sizes, own_model=not ref.model.path)
+    if needs_reference and (ref.model.path or of_ref.sizes != of_actor.sizes):
+        _ranks(report, of_ref, own_model=not ref.model.path)
     if report.config.critic.enable:
-        _critic_layout(report, of_actor)
+        _critic_layout(report, rows)
 
 
 def _critic_layout(report: Report, together: int) -> None:
     """A critic on the policy's ranks has their rows, which as many of them share as share the actor's."""
-    sizes, pool = (
-        Sizes.of(report.config.critic, "critic.", "model.fsdp_config."),
-        own_pools(report.config).get("critic"),
-    )
-    if pool is None and sizes.ranks_per_row != together:
+    critic, pool = placement(report.config.critic, "critic"), own_pools(report.config).get("critic")
+    if pool is None and critic.ranks_per_row != together:
         message = (
-            f"= {sizes.ranks_per_row} devices share a row of the critic and {together} one of the actor on the same "
+            f"= {critic.ranks_per_row} devices share a row of the critic and {together} one of the actor on the same "
             "devices; make them equal, or give the critic devices of its own (critic.nnodes)"
         )
-        report.refuse(f"{sizes.sequence_text} × {sizes.tensor_text}", message)
-    for key, message in rank_problems(sizes, pool.devices) if pool is not None else ():
+        report.refuse(f"{critic.at('sequence')} × {critic.at('tensor')}", message)
+    for key, message in rank_problems(critic, pool.devices) if pool is not None else ():
         report.refuse(key, f"{message} (its ranks: {pool})")
 
 
-def _ranks(report: Report, sizes: Sizes, *, own_model: bool) -> None:
+def _ranks(report: Report, role: Placement, *, own_model: bool) -> None:
     """Do they fit the ranks, and the run's model if it is the role's own?"""
-    for key, message in rank_problems(sizes, report.world):
+    for key, message in rank_problems(role, report.world):
         report.refuse(key, message)
     if own_model and report.facts is not None:
         model = report.facts.text | {
             "num_attention_heads": report.facts.heads,
             "experts": report.facts.experts,
         }
-        for key, message in model_problems(sizes, model):
+        for key, message in model_problems(role, model):
             report.refuse(key, message)
 
 
@@ -206,7 +210,7 @@ def _staleness(report: Report) -> None:
     if (
         report.world == 1
         and not ray_address(report.config)
-        and CAPABILITIES[report.rollout.name].in_place_weights
+        and capabilities(report.rollout.name).in_place_weights
     ):
         report.refuse(
             key,
@@ -286,7 +290,7 @@ def plan(report: Report) -> list[str]:
     size = data.train_batch_size
     parts = math.ceil(size / min(actor.ppo_mini_batch_size, size))
     large = math.ceil(size / parts) * n
-    ranks = max(1, report.world // Sizes.of(actor).ranks_per_row)
+    ranks = max(1, report.world // policy_placement(report.config).ranks_per_row)
     epochs = actor.ppo_epochs
     lines = [
         _steps(report),

@@ -9,7 +9,6 @@ takes its share of a batch, and rank 0 keeps the records.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ import torch
 from verl import interrupt
 from verl.checkpoint import Checkpoint, open_checkpoint, rng
 from verl.config import SFTConfig
+from verl.config.layout import policy_placement
 from verl.config.schema.trainer import EACH_EPOCH
 from verl.data.load_object import load_extern_object
 from verl.data.rows import BadRow
 from verl.data.sft import SFTDataset, SFTRow
 from verl.data.tokenizer import save_tokenizer
-from verl.engine.training import get_engine
+from verl.engine.registry import TRAINING_ENGINES
 from verl.engine.training.base import MicroBatch, TrainingEngine, TrainStepResult
 from verl.engine.training.process_group import init_from_environment
 from verl.errors import UserError
@@ -280,19 +280,15 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
 
 def engine_settings(config: SFTConfig) -> dict[str, Any]:
     """The SFT keys under the names that the training engine reads from a role."""
-    data, engine = config.data, config.engine
+    data = config.data
     return {
+        **config.engine,
         "ppo_micro_batch_size_per_gpu": data.micro_batch_size_per_gpu,
         "use_dynamic_bsz": data.use_dynamic_bsz,
         "ppo_max_token_len_per_gpu": data.max_token_len_per_gpu,
         "use_prefix_grouper": False,
-        "ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size,
         "grad_clip": config.optim.grad_clip,
         "optim": config.optim,
-        # This role is never idle, so `param_offload` means during the step.
-        "fsdp_config": dataclasses.replace(
-            engine, offload_policy=engine.offload_policy or engine.param_offload
-        ),
         "checkpoint": config.checkpoint,
     }
 
@@ -324,15 +320,17 @@ def build_engine(config: SFTConfig, ranks: Ranks) -> TrainingEngine:
         "seed": config.trainer.seed,
         "longest": int(config.data.max_length),
         "role": "train",
+        "idles": False,
+        "placement": policy_placement(config),
     }
-    engine = get_engine(config.engine.strategy)
+    build = TRAINING_ENGINES.named(config.engine.strategy).build
     if ranks.size == 1:
-        return engine(config.model.path, device=config.trainer.device, **settings)
+        return build(str(config.model.path), device=config.trainer.device, **settings)
     platform = detect(config.trainer.device, ranks.local + 1)
     index = 0 if platform.on_host else ranks.local
     platform.select(index)
     init_from_environment(platform)
-    return engine(config.model.path, device=platform, device_index=index, **settings)
+    return build(str(config.model.path), device=platform, device_index=index, **settings)
 
 
 def as_trajectory(row: SFTRow, uid: str) -> Trajectory:

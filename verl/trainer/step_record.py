@@ -17,6 +17,7 @@ from verl.algorithms.correction import parse_correction, weights_of_the_update
 from verl.algorithms.registry import ESTIMATORS
 from verl.algorithms.value_loss import explained_variance
 from verl.config import Config
+from verl.config.layout import policy_placement
 from verl.rollout.schedule import PromptSchedule
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import StepTimes, Timeline, profiled
@@ -294,5 +295,5 @@ class StepRecord:
             raise DisagreementError(
                 f"step {step}: sampler and trainer differ by {worst:.3g} nats on a token, more than "
                 f"trainer.logprob_diff_limit={limit:g}. Raise the limit, or compute in float32 "
-                "(actor_rollout_ref.actor.fsdp_config.dtype=float32)"
+                f"({policy_placement(self._config).keys['dtype']}=float32)"
             )

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.reward_weights import scores_by_model
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.fields import for_elsewhere
+from verl.engine.registry import ROLLOUT_ENGINES, holes
 from verl.platform import platform_of
-from verl.versions import HOLES, satisfies
+from verl.versions import satisfies
 from verl.workers.node_facts import CODE, model_files
 
 GIB = 1 << 30
@@ -82,7 +82,7 @@ def needs_of(config: Any) -> NodeNeeds:
     """Of a run with this configuration."""
     arr, trainer, packages = config.actor_rollout_ref, config.trainer, set(NodeNeeds().packages)
     lora = arr.model.lora_rank > 0 or arr.model.lora_adapter_path
-    packages |= set(CAPABILITIES[arr.rollout.name].packages)
+    packages |= set(ROLLOUT_ENGINES.named(arr.rollout.name).packages)
     if lora:
         packages.add("peft")
     packages |= set(platform_of(trainer.device).packages)
@@ -127,13 +127,13 @@ def compare(nodes: Sequence[Facts], driver: Facts, needs: NodeNeeds) -> Iterator
     if not nodes:
         return
     by_name = {node["name"]: node for node in nodes}
-    every = {"the driver": driver} | by_name
+    every, refused = {"the driver": driver} | by_name, holes()
     for name in dict.fromkeys(name for node in every.values() for name in node["versions"]):
         have = {who: node["versions"].get(name, _MISSING) for who, node in every.items()}
         todo = _SAME_CODE if name == CODE else f"install one {name} on every node and for the driver"
         yield _alike("versions", name, have, todo, partial(_decisive, name, packages=needs.packages))
-        for who, text in have.items() if name in HOLES and name in needs.packages else ():
-            if text != _MISSING and satisfies(text, HOLES[name]):
+        for who, text in have.items() if name in refused and name in needs.packages else ():
+            if text != _MISSING and satisfies(text, refused[name]):
                 problem = f"{text} on {who} has a known security hole; it is refused"
                 yield bad("versions", name, problem, f"pip install -U {name} there")
     if any(name.endswith("(driver)") for name in by_name):

@@ -13,7 +13,8 @@ from typing import Any
 from verl.config import Config
 from verl.config.devices import ray_address
 from verl.config.layout import own_pools
-from verl.config.rollout_engines import CAPABILITIES
+from verl.engine.registry import ROLLOUT_ENGINES
+from verl.engine.rollout.settings import moving_adapter
 from verl.errors import UserError
 from verl.platform import detect
 from verl.platform.network import check_reachable
@@ -74,7 +75,8 @@ def _on_cluster(config: Config, hooks: RunHooks, total_steps: int | None = None)
 
 def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
     """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
-    shared = CAPABILITIES[config.actor_rollout_ref.rollout.name].in_place_weights
+    record = ROLLOUT_ENGINES.named(config.actor_rollout_ref.rollout.name)
+    shared = record.capabilities.in_place_weights
     worker = Worker(config)
     facts = worker.build(total_steps, shared)
     group = WorkerGroup(DirectCalls(worker), [facts], plan=update_plan(config))
@@ -82,11 +84,11 @@ def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
     sampler: Any
     sync: WeightSync
     if shared:
-        sampler = build.native_sampler(config, engine.module, tokenizer, str(engine.compute_dtype))
+        sampler = record.attach(config, tokenizer, engine)
         sync = InProcessSync(engine, sampler)
     else:
-        sampler = build.own_sampler(config, tokenizer, worker.platform)
-        sync = StreamedSync(engine, sampler, adapter=build.moving_adapter(config) is not None)
+        sampler = record.build(config, tokenizer, worker.platform)
+        sync = StreamedSync(engine, sampler, adapter=moving_adapter(config) is not None)
     roles = roles_of(group, config)
     profiler = open_profiler(config, roles=(*roles, "rollout"), rank=0, platform=worker.platform)
     return WorkerSet(roles, sampler, sync, facts["device"], profiler=profiler)

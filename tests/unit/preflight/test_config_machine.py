@@ -183,9 +183,9 @@ def test_model_directories(base, tmp_path, monkeypatch):
     split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
     assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
     with monkeypatch.context() as patched:
-        patched.setattr("verl.preflight.machine.check_vllm", lambda: "")
-        patched.setattr("verl.preflight.machine.vllm_arguments", frozenset)
-        patched.setattr("verl.config.engine_packages.importlib.util.find_spec", lambda name: None)
+        patched.setattr("verl.engine.rollout.vllm.VLLM.installed", lambda record: "")
+        patched.setattr("verl.engine.rollout.vllm.kwargs.vllm_arguments", frozenset)
+        patched.setattr("verl.engine.rollout.vllm.kwargs.importlib.util.find_spec", lambda name: None)
         only(problems(*base, path("vl"), f"{ARR}.rollout.name=vllm"), "machine", "torchvision")
     write_model(tmp_path / "remote", auto_map={"AutoModel": "x.Y"}, model_type="nobody_knows")
     only(problems(*base, path("remote")), "configuration", "trust_remote_code=False", "author")

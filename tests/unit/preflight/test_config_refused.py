@@ -7,7 +7,8 @@ import pytest
 
 from tests.unit.preflight.cases import ARR, only, problems, write_model, write_rows
 from verl.config import load
-from verl.config.layout import Sizes, rank_problems
+from verl.config.layout import rank_problems
+from verl.engine.registry import Placement
 from verl.preflight.check import check
 
 
@@ -308,10 +309,10 @@ def test_the_references_layout_is_checked_where_there_is_one(base, monkeypatch):
 
 
 def test_the_ranks_that_remain_beside_another_cut_are_counted():
-    assert list(rank_problems(Sizes(1, 3, 3), 12)) == [
+    assert list(rank_problems(Placement(tensor=3, shard=3), 12)) == [
         (
-            "fsdp_config.fsdp_size=3",
-            "does not divide the 4 ranks that remain beside fsdp_config.tensor_parallel_size=3; use one of 1, 2, 4",
+            "shard=3",
+            "does not divide the 4 ranks that remain beside tensor=3; use one of 1, 2, 4",
         )
     ]
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import SamplingParams
-from verl.engine.rollout.native import NativeEngine
+from verl.engine.rollout.native.engine import NativeEngine
 from verl.rollout.attempt import RolloutSettings
 from verl.rollout.event_loop import BackgroundLoop
 from verl.rollout.groups import RolloutManager

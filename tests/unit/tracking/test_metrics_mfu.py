@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import ranks
 from tests.tiny import tiny_config, tiny_model
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.models.layers import ModelCost, model_cost, product_weights
 from verl.platform import detect
 from verl.platform.device import half_precision_peak
@@ -121,7 +121,7 @@ def test_a_device_without_a_known_peak_has_no_such_metric(tmp_path) -> None:
 
 
 def cost_of_a_rank(path: str) -> tuple[float, float, float]:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.platform.cpu import CpuPlatform
 
     platform = CpuPlatform()

@@ -13,8 +13,8 @@ import torch
 
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import SamplingParams
-from verl.engine.rollout.native import NativeEngine
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.rollout.native.engine import NativeEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.models.adapters import exported
 from verl.models.checkpoint_names import CheckpointViews
 from verl.weight_sync.sender import InProcessSync

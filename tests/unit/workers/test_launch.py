@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.config import load
-from verl.config.rollout_engines import sampler_dtype
+from verl.engine.registry import sampler_dtype
 from verl.errors import UserError
 from verl.platform import detect
 from verl.workers import build

@@ -10,6 +10,7 @@ from verl.config.schema.training import (
     LogProbConfig,
     MegatronConfig,
     OptimConfig,
+    RefFSDPConfig,
     RefMegatronConfig,
 )
 
@@ -148,7 +149,7 @@ class RefConfig(LogProbConfig):
 
     strategy: str = same_as(_ACTOR + "strategy", options=STRATEGIES)
     model: RefModelConfig = sub(RefModelConfig)
-    fsdp_config: FSDPConfig = sub(FSDPConfig)
+    fsdp_config: RefFSDPConfig = sub(RefFSDPConfig)
     megatron: RefMegatronConfig = sub(RefMegatronConfig)
     ulysses_sequence_parallel_size: int = same_as(_ACTOR + "ulysses_sequence_parallel_size", low=1)
     use_torch_compile: bool = same_as(_ACTOR + "use_torch_compile")

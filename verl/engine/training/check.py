@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.config import model_facts
+from verl.config.layout import policy_placement
 from verl.config.matching import nearest
 from verl.config.model_facts import VALUE_LAYERS, ModelFacts
 from verl.config.report import ACTOR, Report
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.base import Root
+from verl.engine.registry import Placement, capabilities, placement
 from verl.errors import UserError
 
 ALL_LINEAR = "all-linear"
@@ -22,11 +23,11 @@ def check(config: Root, report: Report) -> None:
     """What adapters need of the model and of other settings, and notices."""
     if report.model is None:
         return
-    if report.ppo and report.config.critic.enable:
-        path = report.config.critic.model.path
-        facts = report.facts if path == report.model.path else report.look("critic.model.path", path)
-        _rank(report, "critic.model", facts, "critic.model.fsdp_config")
-    rank = _rank(report, report.model_key, report.facts, f"{ACTOR}.fsdp_config" if report.ppo else "engine")
+    if report.ppo and report.config.critireport.enable:
+        path = report.config.critireport.model.path
+        facts = report.facts if path == report.model.path else report.look("critireport.model.path", path)
+        _rank(report, "critireport.model", facts, placement(report.config.critic, "critic"))
+    rank = _rank(report, report.model_key, report.facts, policy_placement(report.config))
     if rank is None:
         _without(report)
         return
@@ -36,7 +37,7 @@ def check(config: Root, report: Report) -> None:
         _reference(report)
 
 
-def _rank(report: Report, key: str, facts: ModelFacts | None, parallel: str) -> int | None:
+def _rank(report: Report, key: str, facts: ModelFacts | None, role: Placement) -> int | None:
     """The rank of the adapter that a role's model, at `key`, has; None without one."""
     model: Any = report.config.select(key)
     rank = int(model.lora_rank)
@@ -53,8 +54,8 @@ def _rank(report: Report, key: str, facts: ModelFacts | None, parallel: str) -> 
             report.refuse(
                 f"{key}.lora_alpha", "is the adapter's scale, which has no effect at 0; set at least 1"
             )
-    if (report.config.select(f"{parallel}.tensor_parallel_size") or 1) > 1:
-        report.refuse(f"{parallel}.tensor_parallel_size", "adapters are not cut so; with LoRA set it to 1")
+    if role.tensor > 1:
+        report.refuse(role.at("tensor"), "adapters are not cut so; with LoRA set it to 1")
     return rank
 
 
@@ -137,7 +138,7 @@ def _named(module: str, names: Sequence[str]) -> bool:
 
 def _sampler(report: Report, rank: int) -> None:
     name, at = report.rollout.name, f"{report.model_key}.lora_rank={rank}"
-    engine = CAPABILITIES[name]
+    engine = capabilities(name)
     if report.config.entry == "generation" and not engine.in_place_weights:
         message = f"an adapter reaches {name} with a weight sync, and nothing is trained here; give it the merged model"
         report.refuse(
@@ -148,7 +149,7 @@ def _sampler(report: Report, rank: int) -> None:
         return
     if room is None:
         report.refuse(at, f"{name} takes at most {engine.lora_ranks[-1]}")
-    elif engine.takes_arguments and report.rollout.engine_kwargs[name].get("enable_lora") is False:
+    elif (report.rollout.engine_kwargs.get(name) or {}).get("enable_lora") is False:
         return
     elif report.facts is not None and report.facts.experts and not engine.lora_experts:
         report.notice(

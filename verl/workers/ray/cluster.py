@@ -20,6 +20,7 @@ from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from verl import interrupt
 from verl.config import Config
 from verl.config.devices import ray_address
+from verl.engine.registry import ROLLOUT_ENGINES, records
 from verl.errors import UserError
 from verl.platform import KINDS, platform_of
 from verl.platform.host_resources import DEFAULTS, usable
@@ -38,15 +39,13 @@ _TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _WORKER_ENV = {
     **DEFAULTS,
     "NCCL_DEBUG": "WARN",
-    "VLLM_LOGGING_LEVEL": "WARN",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_CUMEM_ENABLE": "0",
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
 }
 _PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "TASK_QUEUE_ENABLE")
-_FAMILIES = ("HF_", "VERL_", "VLLM_", "NCCL_", "HCCL_", "GLOO_", "TORCH_", "PYTORCH_", "ASCEND_")
+_FAMILIES = ("HF_", "VERL_", "NCCL_", "HCCL_", "GLOO_", "TORCH_", "PYTORCH_", "ASCEND_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +237,13 @@ def worker_environment(threads: int) -> dict[str, str]:
 
     Which devices a worker sees is never passed on: that is decided where it is placed.
     """
-    env = {name: os.environ.get(name, value) for name, value in _WORKER_ENV.items()}
+    defaults = dict(_WORKER_ENV)
+    families = _FAMILIES + tuple(f"{name.upper()}_" for name in ROLLOUT_ENGINES)
+    for engine in records():
+        defaults |= engine.environment
+    env = {name: os.environ.get(name, value) for name, value in defaults.items()}
     for name, value in os.environ.items():
-        if name in _PASSED_ON or (name.startswith(_FAMILIES) and not name.endswith("VISIBLE_DEVICES")):
+        if name in _PASSED_ON or (name.startswith(families) and not name.endswith("VISIBLE_DEVICES")):
             env[name] = value
     env.setdefault("OMP_NUM_THREADS", str(threads))
     return env

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import NativeEngine
 from verl.engine.rollout.native.architecture import bytes_per_token
 from verl.engine.rollout.native.cache import AttentionCalls
+from verl.engine.rollout.native.engine import NativeEngine
 from verl.errors import UserError
 from verl.models import pretrained
 from verl.models.layers import attention_sizes

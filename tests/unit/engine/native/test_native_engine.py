@@ -14,7 +14,7 @@ import torch
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import NativeEngine
+from verl.engine.rollout.native.engine import NativeEngine
 from verl.errors import UserError
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)

@@ -83,7 +83,7 @@ def on_ranks(
     path: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]], steps: int = 1
 ) -> dict[str, Any]:
     """On one rank: name → (role, model_cfg, kind of shares) → what `drive` saw of this rank's rows."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     out = {}
     for name, (role_cfg, model_cfg, kind) in cases.items():
@@ -103,7 +103,7 @@ def locally(
     path: str, role_cfg: dict[str, Any], model_cfg: dict[str, Any] | None = None, steps: int = 1
 ) -> Any:
     """The same on `FSDPEngine` with all rows."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     engine = FSDPEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu", topk=4)
     return drive(engine, rows(), total(), steps)

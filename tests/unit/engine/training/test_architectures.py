@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine.training.engine_cases import rows_of
-from verl.engine.training.fsdp_engine import FSDPEngine
-from verl.engine.training.tensor_parallel import TensorParallel
+from verl.engine.training.fsdp.engine import FSDPEngine
+from verl.engine.training.fsdp.tensor_parallel import TensorParallel
 from verl.errors import UserError
 from verl.models.pretrained import build_model, fill_buffers
 

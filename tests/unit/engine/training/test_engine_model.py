@@ -15,7 +15,7 @@ from tests.unit.engine.training.engine_cases import (
     rows_of,
     simple_loss,
 )
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
 
 GROUPS = [(7, [5, 9, 1, 0, 3]), (1, [4]), (12, [6, 6]), (3, [0, 0]), (5, [2, 11, 40])]

@@ -21,7 +21,7 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import simple_loss
 from tests.unit.engine.training.fsdp_cases import role, rows, total
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 
 LAYERS = 4
 ROWS = 4
@@ -65,7 +65,7 @@ def traffic(events: list[Any]) -> Iterator[None]:
 
 
 def build(path: str, fsdp: dict[str, Any], **more: Any) -> Any:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     changes = {"ppo_micro_batch_size_per_gpu": ROWS, **more}
     model_cfg = {"enable_gradient_checkpointing": False}

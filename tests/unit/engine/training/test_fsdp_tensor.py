@@ -13,7 +13,7 @@ from tests.tiny import tiny_model
 from tests.unit.engine.training.fsdp_cases import assert_same, locally, on_ranks, role
 from tests.unit.engine.training.test_fsdp_checkpoint import ROLE, same, save, sharded, state
 from tests.unit.engine.training.test_fsdp_engine import complaint
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 
 Cases = dict[str, tuple[dict[str, Any], dict[str, Any], str]]
 

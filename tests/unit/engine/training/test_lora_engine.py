@@ -14,7 +14,7 @@ import torch
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import BOTH, reference, rows_of, simple_loss
 from tests.unit.engine.training.lora_cases import RANK, disturb, engine, lora, trained
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
 
 pytest.importorskip("peft")

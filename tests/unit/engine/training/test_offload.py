@@ -15,10 +15,10 @@ import torch
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.engine.training.engine_cases import rows_of, simple_loss
 from verl.config import load
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.rollout.vllm import VLLM
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.trainer.colocation import Colocation
 from verl.trajectory import Batch, Trajectory
-from verl.workers import build
 from verl.workers.launch import start_here
 from verl.workers.roles import WorkerSet
 
@@ -128,7 +128,7 @@ def engine_of(workers: WorkerSet, role: str = "actor") -> Any:
 @pytest.fixture
 def separate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A sampler with weights of its own, in place of vLLM."""
-    monkeypatch.setitem(build._OWN_SAMPLERS, "vllm", lambda *_: object())
+    monkeypatch.setattr(VLLM, "build", lambda *_: object())
     yield
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import rows_of
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
 
 FP32 = {"fsdp_config": {"dtype": "float32"}}

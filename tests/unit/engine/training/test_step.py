@@ -8,7 +8,7 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import rows_of, simple_loss
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 
 GROUPS = [(7, [5, 9, 1, 0, 3]), (4, [6, 2])]
 ROLE = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 1e-2}, "ppo_micro_batch_size_per_gpu": 2}

@@ -17,7 +17,7 @@ from tests.unit.engine.training.engine_cases import assert_close, rows_of
 from verl.algorithms.flat_tokens import count_denominators, trajectory_tokens
 from verl.algorithms.value_loss import ValueObjective
 from verl.config import Map
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.models.pretrained import load_model
 from verl.trajectory import segments_of
 

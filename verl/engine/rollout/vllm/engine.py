@@ -23,22 +23,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config.engine_packages import check_vllm_images, vllm_arguments
+from verl.config import Config
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams, check_request
+from verl.engine.rollout.settings import moving_adapter, trainer_dtype
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
     EngineSettings,
     cache_bytes,
     engine_arguments,
+    engine_settings,
     request_arguments,
 )
 from verl.engine.rollout.vllm.batch import BatchCall
 from verl.engine.rollout.vllm.images import ImageInputs
+from verl.engine.rollout.vllm.kwargs import check_images, vllm_arguments
 from verl.engine.rollout.vllm.launch import LoopThread
 from verl.engine.rollout.vllm.requests import BusyTime, Live, ended_at_seam
 from verl.engine.rollout.vllm.weights import RPC_TIMEOUT, AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
 from verl.models.inputs import sees_images
+from verl.models.pretrained import load_config
+from verl.platform import Platform
 from verl.platform.host_resources import available_memory
 from verl.platform.processes import process_start_time
 from verl.trajectory import Media
@@ -86,7 +91,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         options: dict[str, Any] = {"cpu": cpu, "sleeps": sleeps, "vision": sees_images(model_config)}
         arguments = engine_arguments(s, vllm_arguments(), **options, notice=notice)
         if options["vision"]:
-            check_vllm_images()
+            check_images()
         if s.override_config:
             arguments["hf_config_path"] = self._folder.name
         if cpu:
@@ -405,6 +410,18 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._folder.cleanup()
         if self._adapter is not None:
             self._adapter.remove()
+
+
+def build(config: Config, tokenizer: Any, platform: Platform) -> VLLMEngine:
+    """The engine of a run, to be filled by a weight transfer. UserError where it cannot be used so."""
+    model = config.actor_rollout_ref.model
+    settings = engine_settings(config, trainer_dtype(config, platform))
+    settings["eos_token_ids"] = launch.end_token_ids(load_config(model.path, model), model.path, tokenizer)
+    if lora := moving_adapter(config):
+        # The base comes from the model's files: a transfer brings the adapter alone.
+        dummy = settings["load_format"] == "dummy"
+        settings |= {"lora": lora.described(), "load_format": "auto" if dummy else settings["load_format"]}
+    return VLLMEngine(**settings)
 
 
 async def _in_loop(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -16,7 +16,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl.config.engine_packages import EnginePackageError, check_vllm
+from verl.engine.registry import EnginePackageError
+from verl.engine.rollout.vllm import ENGINE
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 from verl.models.layers import layer_configs
@@ -82,7 +83,7 @@ def platform() -> tuple[bool, bool]:
 
     EnginePackageError if it is absent, of another version than those supported, or cannot be imported.
     """
-    version = check_vllm()
+    version = ENGINE.installed()
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:

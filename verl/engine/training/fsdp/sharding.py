@@ -8,14 +8,15 @@ get the same rows. Weights are cut over all ranks that are no tensor-parallel ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from verl.config.layout import Sizes, rank_problems
+from verl.config.layout import rank_problems
+from verl.engine.registry import Placement
 from verl.engine.training import process_group
 from verl.errors import UserError
 
@@ -35,13 +36,12 @@ class Layout:
     sequence: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
-    tensor_size: int = 1
-    sequence_size: int = 1
+    placement: Placement = field(default_factory=Placement)
 
     @property
     def ranks_per_row(self) -> int:
         """Ranks that have the same rows."""
-        return self.tensor_size * self.sequence_size
+        return self.placement.ranks_per_row
 
     @property
     def counts_rows(self) -> bool:
@@ -59,18 +59,16 @@ class Layout:
         return self.mesh is None or not self.hybrid or self.mesh.get_local_rank(0) == 0
 
 
-def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: int = 1) -> Layout:
-    """The layout of the default process group, or of one process. UserError for sizes that do not divide its ranks.
-
-    fsdp_size: ranks that share one copy of the weights; ≤ 0 or as many as there are: all.
-    """
+def layout(device_type: str, placement: Placement) -> Layout:
+    """The layout of the default process group, or of one process. UserError for sizes that do not divide its ranks."""
     if not dist.is_initialized():
         return Layout()
     size, rank = dist.get_world_size(), dist.get_rank()
-    for text, problem in rank_problems(Sizes(sequence_size, tensor_size, fsdp_size), size):
+    for text, problem in rank_problems(placement, size):
         raise UserError(f"{text}: {problem}")
+    sequence_size, tensor_size = placement.sequence, placement.tensor
     cut = size // tensor_size
-    shard = cut if fsdp_size <= 0 or fsdp_size >= cut else fsdp_size
+    shard = placement.shard if 0 < placement.shard < cut else cut
     sizes = {"replicate": cut // shard, "shard": shard, "tensor": tensor_size}
     sizes = {name: count for name, count in sizes.items() if count > 1 or name == "shard"}
     every = process_group.mesh(device_type, tuple(sizes.values()), tuple(sizes))
@@ -81,7 +79,7 @@ def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: in
         # Neighbours of one sequence are a tensor-parallel group apart.
         places = torch.arange(size).view(-1, sequence_size, tensor_size).movedim(1, -1)
         sequence = process_group.split(places.reshape(-1, sequence_size).tolist(), "sequence")
-    return Layout(mesh, tensor, sequence, rank, size, tensor_size, sequence_size)
+    return Layout(mesh, tensor, sequence, rank, size, placement)
 
 
 def sharded_modules(module: torch.nn.Module) -> list[FSDPModule]:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from verl.config.schema.base import setting
+from verl.engine.registry import Placement
 from verl.engine.training import lora, weight_files
 from verl.engine.training.base import (
     LOG_PROBS,
@@ -37,7 +38,9 @@ from verl.engine.training.base import (
     TrainingEngine,
     TrainStepResult,
 )
-from verl.engine.training.model import ModelSettings, sharded_model, whole_model
+from verl.engine.training.fsdp import ENGINE, fsdp_settings
+from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
+from verl.engine.training.fsdp.sharding import layout, sharded_modules
 from verl.engine.training.optimizer import (
     Schedule,
     StepAccumulator,
@@ -51,7 +54,6 @@ from verl.engine.training.optimizer import (
 from verl.engine.training.packing import MicroBatching, Pack, keep_routes, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, local, on_all_ranks, waiting, whole
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
-from verl.engine.training.sharding import layout, sharded_modules
 from verl.errors import UserError
 from verl.models import adapters, attention, pretrained
 from verl.models.attention import TokenSpan
@@ -84,6 +86,8 @@ class FSDPEngine(TrainingEngine):
     device_index  which of the devices this process sees is its own
     trainable     False builds no gradients and no optimizer
     longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.models.positions`)
+    placement     None: that of role_cfg
+    idles         False: the role is never idle, `param_offload` keeps the weights in host memory during a step too
     shared        a sampler of this process works on the same tensors: `fsdp_config.param_offload` leaves them alone
     head          what the outputs are made with (`verl.engine.training.heads`)
     topk          how many of the most likely tokens its outputs topk_log_probs and topk_ids hold
@@ -96,6 +100,7 @@ class FSDPEngine(TrainingEngine):
         module: PreTrainedModel | None = None,
         model_cfg: Any = None,
         role_cfg: Any = None,
+        placement: Placement | None = None,
         log_prob_cfg: Any = None,
         device: str | Platform = "auto",
         device_index: int = 0,
@@ -103,14 +108,28 @@ class FSDPEngine(TrainingEngine):
         seed: int = 0,
         role: str = "actor",
         longest: int | None = None,
+        idles: bool = True,
         shared: bool = False,
         head: str = "lm",
         topk: int = 0,
     ):
         self.role, self.head, self.trainable = role, head, trainable
-        self._place(device, device_index, role_cfg, seed)
+        placement = placement or ENGINE.placement(role_cfg or {})
+        fsdp, _ = fsdp_settings(role_cfg)
+        self._place(device, device_index, placement, seed, bool(setting(fsdp, "full_determinism", False)))
+        streams = bool(setting(fsdp, "offload_policy", False)) or (placement.param_offload and not idles)
         settings = ModelSettings(
-            model_path, model_cfg, role_cfg, head, self.device, self.compute_dtype, trainable, seed, longest
+            model_path,
+            model_cfg,
+            fsdp,
+            head,
+            self.device,
+            self.compute_dtype,
+            trainable,
+            seed,
+            longest,
+            streams=streams,
+            freezes_vision=bool(setting(role_cfg, "freeze_vision_tower", False)),
         )
         alone = self.layout.mesh is None
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
@@ -119,7 +138,11 @@ class FSDPEngine(TrainingEngine):
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
         self._serving_dtype = pretrained.serving_dtype(model_path, model_cfg)
-        self._read_settings(model_cfg, role_cfg, log_prob_cfg, shared)
+        self._read_settings(model_cfg, role_cfg, log_prob_cfg)
+        # With `offload_policy` the state of a sharded engine is in host memory at all times.
+        moves = not (self._sharded and streams)
+        self._weights_leave = moves and not shared and placement.param_offload
+        self._state_leaves = moves and placement.optimizer_offload
         self._cost = model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
         if setting(model_cfg, "use_fused_kernels") is not False:
             self._find_layer()
@@ -131,26 +154,23 @@ class FSDPEngine(TrainingEngine):
         if trainable:
             self._prepare_training(role_cfg)
 
-    def _place(self, device: str | Platform, index: int, role_cfg: Any, seed: int) -> None:
+    def _place(
+        self, device: str | Platform, index: int, placement: Placement, seed: int, deterministic: bool
+    ) -> None:
         self.platform = detect(device) if isinstance(device, str) else device
         self.platform.prepare()
-        if setting(role_cfg, "fsdp_config.full_determinism", False):
+        if deterministic:
             self.platform.be_deterministic()
         self.device, self._index = self.platform.device(index), index
         self.platform.select(index)
         self.platform.seed(seed)
-        self.compute_dtype = compute_dtype(role_cfg, self.platform)
-        self.layout = layout(
-            self.device.type,
-            int(setting(role_cfg, "fsdp_config.fsdp_size", -1)),
-            int(setting(role_cfg, "ulysses_sequence_parallel_size", 1)),
-            int(setting(role_cfg, "fsdp_config.tensor_parallel_size", 1)),
-        )
+        self.compute_dtype = compute_dtype(placement, self.platform)
+        self.layout = layout(self.device.type, placement)
         together = self.layout.ranks_per_row
         self.dp_rank, self.dp_size = self.layout.rank // together, self.layout.size // together
 
-    def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any, shared: bool) -> None:
-        """Everything the configuration says about passes, steps and who has the device's memory when."""
+    def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any) -> None:
+        """Everything the configuration says about passes and steps."""
         self._token_bytes = activation_bytes(self.module.config)
         self._replays = setting(role_cfg, "router_replay.mode", "disabled") != "disabled"
         self._routing: Routing | None = None
@@ -162,18 +182,13 @@ class FSDPEngine(TrainingEngine):
         self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
         self._adapter_only = bool(setting(role_cfg, "checkpoint.save_lora_only", False))
         self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
-        cfg = setting(role_cfg, "fsdp_config")
-        # With `offload_policy` the state of a sharded engine is in host memory at all times.
-        moves = not (self._sharded and setting(cfg, "offload_policy", False))
-        self._weights_leave = moves and not shared and bool(setting(cfg, "param_offload", False))
-        self._state_leaves = moves and bool(setting(cfg, "optimizer_offload", False))
 
     def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
         preferred = preferred_tokens(self.platform, self._token_bytes)
         share = setting(role_cfg, "use_prefix_grouper")
         batching = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
         # A sequence lies on all devices that share it.
-        tokens, limit = (size * self.layout.sequence_size for size in (batching.tokens, batching.limit))
+        tokens, limit = (size * self.layout.placement.sequence for size in (batching.tokens, batching.limit))
         return replace(batching, tokens=tokens, limit=limit, one_by_one=is_recurrent(self.module))
 
     @torch.no_grad()
@@ -351,7 +366,7 @@ class FSDPEngine(TrainingEngine):
                 self._model.head.set_is_last_backward(last)  # type: ignore[operator]
                 self._model.head.set_requires_all_reduce(last or not self.layout.hybrid)  # type: ignore[operator]
             total.tokens += batch.size
-            recomputing = self._recomputing(-(-batch.size // self.layout.sequence_size))
+            recomputing = self._recomputing(-(-batch.size // self.layout.placement.sequence))
             with self._model.fused.active(), recomputing, waiting("the passes of a step"):
                 computed = self._outputs(batch, outputs, temperature)
                 changed = computed.pop("changed", None)
@@ -514,13 +529,13 @@ class FSDPEngine(TrainingEngine):
 
     def save_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.save_optimizer`; each rank writes its share."""
-        from verl.engine.training.optimizer_state import save_state
+        from verl.engine.training.fsdp.optimizer_state import save_state
 
         save_state(Path(directory), self._require_optimizer(), self._names, self._schedule.step)
 
     def load_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.load_optimizer`; whatever the number of ranks that wrote it."""
-        from verl.engine.training.optimizer_state import load_state
+        from verl.engine.training.fsdp.optimizer_state import load_state
 
         self._schedule.restore(load_state(Path(directory), self._require_optimizer(), self._names))
         if self._weights_leave or self._state_leaves:  # it was put where the parameters are for the moment

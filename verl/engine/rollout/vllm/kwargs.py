@@ -1,13 +1,17 @@
-"""`rollout.engine_kwargs.vllm`: passed on, translated, dropped or refused (docs/vllm.md, "Settings")."""
+"""`rollout.engine_kwargs.vllm`: passed on, translated, dropped or refused (docs/vllm.md, "Settings"). Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import ast
+import importlib.util
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from verl.config.matching import nearest
-from verl.config.rollout_engines import float_name
+from verl.engine.registry import EngineCheck, EnginePackageError, float_name
+from verl.versions import NO_TORCHVISION, package_folder
 
 KEY = "rollout.engine_kwargs.vllm"
 
@@ -102,3 +106,60 @@ def translate(
 def _same(left: Any, right: Any) -> bool:
     """Equal, or two names of one floating type."""
     return bool(left == right) or (float_name(left) is not None and float_name(left) == float_name(right))
+
+
+@cache
+def vllm_arguments() -> frozenset[str]:
+    """Names of all arguments of the installed vLLM's engine, read from its source; empty if that cannot be read."""
+    folder = package_folder("vllm")
+    if folder is None:
+        return frozenset()
+    try:
+        return arguments_in((folder / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return frozenset()
+
+
+def arguments_in(source: str) -> frozenset[str]:
+    """Fields of the classes EngineArgs and AsyncEngineArgs in Python source text. SyntaxError if it is none."""
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
+            for item in node.body:
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    names.add(item.target.id)
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+def check_images() -> None:
+    """EnginePackageError where vLLM could not serve a model that sees images.
+
+    vLLM loads such a model's processor, whose part for videos imports torchvision.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        raise EnginePackageError(f"vLLM reads images with {NO_TORCHVISION}, or set rollout.name=native")
+
+
+def check(c: EngineCheck, installed: Callable[[], str]) -> None:
+    """See `EngineRecord.check`: the version and the arguments, both looked up without importing vLLM.
+
+    installed: raises EnginePackageError where vLLM cannot be used.
+    """
+    key, accepted = c.rollout_key, frozenset[str]()
+    text_only = c.facts is None or not c.facts.vision
+    try:
+        installed()
+        accepted = vllm_arguments()
+        if not text_only:
+            check_images()
+    except EnginePackageError as error:
+        c.lacks(f"{key}.name=vllm", str(error))
+    values = {name: c.rollout.get(name) for name in OURS.values()}
+    values["tensor_model_parallel_size"] = values["tensor_model_parallel_size"] or 1
+    translated = translate(c.rollout.engine_kwargs.vllm, accepted, values, text_only=text_only)
+    for where, message in translated.problems:
+        c.refuse(where.replace("rollout.", f"{key}.", 1), message)
+    for text in translated.notices:
+        c.notice(text)
+    if c.rollout.data_parallel_size > 1:
+        c.refuse(f"{key}.data_parallel_size", "an engine is one copy; set 1: more devices make more engines")

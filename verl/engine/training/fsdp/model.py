@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from verl.config.layout import MODEL_KEYS, Sizes, model_problems
+from verl.config.layout import MODEL_KEYS, model_problems
 from verl.config.schema.base import setting
-from verl.engine.training.fuse import FusedForwards
+from verl.engine.training.fsdp.fuse import FusedForwards
+from verl.engine.training.fsdp.sharding import Layout, sharded_modules
+from verl.engine.training.fsdp.tensor_parallel import TensorParallel
+from verl.engine.training.fsdp.ulysses import SequenceParallel
 from verl.engine.training.heads import HEADS, OutputHead
 from verl.engine.training.lora import Adapter, AdapterSource, LoraSettings, inject
 from verl.engine.training.process_group import on_all_ranks
 from verl.engine.training.settings import named_dtype
-from verl.engine.training.sharding import Layout, sharded_modules
-from verl.engine.training.tensor_parallel import TensorParallel
-from verl.engine.training.ulysses import SequenceParallel
 from verl.engine.training.weight_files import WeightSource, open_source
 from verl.errors import UserError
 from verl.models import attention, positions, pretrained
@@ -40,17 +40,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """What decides how the model is built; see `FSDPEngine`."""
+    """What decides how the model is built; see `FSDPEngine`. fsdp: `fsdp_config`. streams: units come from host memory
+    during a step."""
 
     path: str | Path | None
     model_cfg: Any
-    role_cfg: Any
+    fsdp: Any
     head: str
     device: torch.device
     compute_dtype: torch.dtype
     trainable: bool
     seed: int
     longest: int | None
+    streams: bool = False
+    freezes_vision: bool = False
 
     @property
     def lora(self) -> LoraSettings | None:
@@ -86,7 +89,7 @@ def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) 
     if lora is not None:
         adapter = inject(module, lora)
         adapter.materialise(AdapterSource(module, lora, settings.seed, None), settings.device)
-    if setting(settings.role_cfg, "freeze_vision_tower", False):
+    if settings.freezes_vision:
         pretrained.freeze_vision_tower(module)
     return EngineModel(head(module.eval()), FusedForwards(module), adapter)
 
@@ -105,7 +108,7 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     if lora is not None:
         adapter = on_all_ranks(lambda: inject(module, lora))
         source = on_all_ranks(lambda: AdapterSource(module, lora, settings.seed, source))
-    if setting(settings.role_cfg, "freeze_vision_tower", False):
+    if settings.freezes_vision:
         pretrained.freeze_vision_tower(module)
     model = EngineModel(HEADS[settings.head](module), FusedForwards(), adapter, tensor, sequence)
     on_all_ranks(lambda: _shard(model, source, layout, settings))
@@ -114,19 +117,21 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
 
 def _sequence_parallel(module: PreTrainedModel, layout: Layout) -> SequenceParallel | None:
     """How ranks share sequences, if they do. UserError for sizes of any kind that do not suit the model."""
-    sizes = Sizes(layout.sequence_size, layout.tensor_size)
+    placement = layout.placement
     text = module.config.get_text_config()
     for config in layer_configs(text):
-        for key, problem in model_problems(sizes, {key: getattr(config, key, None) for key in MODEL_KEYS}):
+        for key, problem in model_problems(
+            placement, {key: getattr(config, key, None) for key in MODEL_KEYS}
+        ):
             raise UserError(f"{key}: {problem}")
     if layout.sequence is None:
         return None
     name = type(module).__name__
     if is_recurrent(module):
-        raise UserError(f"{sizes.sequence_text}: {name} carries a state along the row; set it to 1")
-    heads, sees = int(text.num_attention_heads) // layout.tensor_size, sees_images(module.config)
+        raise UserError(f"{placement.at('sequence')}: {name} carries a state along the row; set it to 1")
+    heads, sees = int(text.num_attention_heads) // layout.placement.tensor, sees_images(module.config)
     if sees and not takes_features(module):
-        raise UserError(f"{sizes.sequence_text}: {name} takes no encoded images; set it to 1")
+        raise UserError(f"{placement.at('sequence')}: {name} takes no encoded images; set it to 1")
     return SequenceParallel(layout.sequence, heads, module.config.image_token_id if sees else None)
 
 
@@ -153,10 +158,10 @@ def _shard(model: EngineModel, source: WeightSource, layout: Layout, settings: M
 
     While a unit's weights are whole, `model.fused` looks which of its modules it can stand in for.
     """
-    module, tensor, cfg = model.head.module, model.tensor, setting(settings.role_cfg, "fsdp_config")
+    module, tensor, cfg = model.head.module, model.tensor, settings.fsdp
     names = {id(p): name for name, p in module.named_parameters()}
     places = {id(part): name for name, part in module.named_modules()}
-    options = _unit_options(cfg, layout, settings)
+    options = _unit_options(layout, settings)
     buffers = setting(cfg, "mixed_precision.buffer_dtype")
     buffer_dtype = buffers and named_dtype(buffers, "fsdp_config.mixed_precision.buffer_dtype")
 
@@ -187,13 +192,13 @@ def _shard(model: EngineModel, source: WeightSource, layout: Layout, settings: M
             current.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
 
 
-def _unit_options(cfg: Any, layout: Layout, settings: ModelSettings) -> dict[str, Any]:
+def _unit_options(layout: Layout, settings: ModelSettings) -> dict[str, Any]:
     """Arguments of `fully_shard`; gradients are added over ranks in float32 unless `fsdp_config` says otherwise."""
     key = "mixed_precision.reduce_dtype"
-    reduce = named_dtype(setting(cfg, key, "float32"), f"fsdp_config.{key}")
+    reduce = named_dtype(setting(settings.fsdp, key, "float32"), f"fsdp_config.{key}")
     compute = None if settings.compute_dtype == torch.float32 else settings.compute_dtype
     offload = OffloadPolicy()
-    if setting(cfg, "offload_policy", False):
+    if settings.streams:
         offload = CPUOffloadPolicy(pin_memory=not platform_of(settings.device).on_host)
     mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     return {"mesh": layout.mesh, "mp_policy": mixed, "offload_policy": offload}
