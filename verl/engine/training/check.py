@@ -23,10 +23,10 @@ def check(config: Root, report: Report) -> None:
     """What adapters need of the model and of other settings, and notices."""
     if report.model is None:
         return
-    if report.ppo and report.config.critireport.enable:
-        path = report.config.critireport.model.path
-        facts = report.facts if path == report.model.path else report.look("critireport.model.path", path)
-        _rank(report, "critireport.model", facts, placement(report.config.critic, "critic"))
+    if report.ppo and report.config.critic.enable:
+        path = report.config.critic.model.path
+        facts = report.facts if path == report.model.path else report.look("critic.model.path", path)
+        _rank(report, "critic.model", facts, placement(report.config.critic, "critic"))
     rank = _rank(report, report.model_key, report.facts, policy_placement(report.config))
     if rank is None:
         _without(report)
