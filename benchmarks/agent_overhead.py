@@ -110,9 +110,7 @@ async def play(folder: Path, args: argparse.Namespace, processes: int) -> float:
     seconds = []
     for round_ in range(args.rounds + 1):
         messages = [{"role": "user", "content": "1 + 2?"}]
-        opening = np.array(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        )
+        opening = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         prompts = [Prompt(f"0:{i}@{round_}", opening, messages) for i in range(args.trajectories // 8)]
         began = time.perf_counter()
         batch = await manager.take(prompts)

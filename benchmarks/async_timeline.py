@@ -156,9 +156,7 @@ def train(work_dir: Path, work: dict[str, Any], staleness: int, steps: int, batc
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(HERE / "workers"), os.environ.get("PYTHONPATH", "")]).strip(
-            os.pathsep
-        ),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "workers"), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -197,9 +195,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 def main() -> None:
     """Measure, or draw what was measured."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run, draw = commands.add_parser("run"), commands.add_parser("draw")
     run.add_argument("--staleness", default="0,1,3")

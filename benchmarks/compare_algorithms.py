@@ -99,9 +99,7 @@ def figure(curves: dict[str, list[Curve]]) -> str:
         for number, run in enumerate(runs):
             points = " ".join(place(tokens, accuracy) for tokens, accuracy, _ in run)
             stroke = 2.5 if number == 0 else 1
-            parts.append(
-                f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{stroke}"/>'
-            )
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{stroke}"/>')
         x, y = place(*runs[0][-1][:2]).split(",")
         parts.append(f'<text x="{float(x) + 6}" y="{float(y) + 4}" fill="{color}">{name}</text>')
     box = f'viewBox="0 0 {width} {height}"'

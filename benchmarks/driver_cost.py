@@ -139,9 +139,7 @@ class Step:
 
         rng = np.random.default_rng(number)
         return [
-            Prompt(
-                f"0:{i}@{number}", rng.integers(0, 10_000, PROMPT_TOKENS), messages=None, data_source="bench"
-            )
+            Prompt(f"0:{i}@{number}", rng.integers(0, 10_000, PROMPT_TOKENS), messages=None, data_source="bench")
             for i in range(self.given.responses // GROUP)
         ]
 
@@ -235,9 +233,7 @@ def _time(parts: Parts, name: str, work: Callable[[], Any]) -> Any:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--ranks", type=int, default=8)

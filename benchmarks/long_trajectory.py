@@ -93,9 +93,7 @@ async def run(turns: int, trajectories: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", default="50,100,200")
     parser.add_argument("--open", type=int, default=1000)
     parser.add_argument("--json", type=Path)
@@ -105,9 +103,7 @@ def main() -> None:
     for turns in map(int, options.turns.split(",")):
         seconds = min(asyncio.run(run(turns, 20))[0] for _ in range(3))
         figures[f"seconds of {turns} turns"] = round(seconds, 5)
-        print(
-            f"{turns:4} turns: {seconds * 1000:7.2f} ms of processor time, {seconds / turns * 1e6:6.1f} µs a turn"
-        )
+        print(f"{turns:4} turns: {seconds * 1000:7.2f} ms of processor time, {seconds / turns * 1e6:6.1f} µs a turn")
     if options.open:
         memory = asyncio.run(run(200, options.open))[1]
         figures[f"GiB beyond the tokens of {options.open} open trajectories of 200 turns"] = round(memory, 3)

@@ -197,9 +197,7 @@ def measure(runs: dict[str, Run | OtherProcess], repeats: int) -> dict[str, list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="native,generate", help=f"of {', '.join(ENGINES)}, vllm")
     parser.add_argument(
         "--vllm-python",
@@ -235,9 +233,7 @@ def main() -> None:
     for dtype in args.dtype.split(","):
         setting = Setting(prompts, args.responses, args.tokens, dtype, args.spread, args.seeded)
         runs: dict[str, Run | OtherProcess] = {
-            name: OtherProcess(setting, model, args.vllm_python)
-            if name == "vllm"
-            else ENGINES[name](setting, model)
+            name: OtherProcess(setting, model, args.vllm_python) if name == "vllm" else ENGINES[name](setting, model)
             for name in args.engine.split(",")
         }
         medians = {name: statistics.median(r) for name, r in measure(runs, args.repeats).items()}

@@ -83,9 +83,7 @@ def train(out: Path, staleness: int, slow: float, args: argparse.Namespace) -> P
 
 def main() -> None:
     """Run both, print their figures, draw their timelines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=63)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--slow", type=float, default=3.0)
@@ -98,15 +96,11 @@ def main() -> None:
         prepare(out, args.groups * args.steps)
         for staleness, slow in itertools.product(args.staleness, (args.slow, 0.0)):
             run = train(out, staleness, slow, args)
-            name = f"max_staleness={staleness}, " + (
-                f"a step in ten takes {slow:g} s" if slow else "no slow step"
-            )
+            name = f"max_staleness={staleness}, " + (f"a step in ten takes {slow:g} s" if slow else "no slow step")
             timelines[name] = load(run)
             found = records(run)
             ratio = found[args.steps]["agent/prefix_reuse_ratio"]
-            print(
-                name, json.dumps(figures(timelines[name], found) | {"prefix_reuse_ratio": ratio}), flush=True
-            )
+            print(name, json.dumps(figures(timelines[name], found) | {"prefix_reuse_ratio": ratio}), flush=True)
     if args.svg:
         args.svg.write_text(svg(timelines), encoding="utf-8")
 

@@ -84,9 +84,7 @@ def looked_at(root: psutil.Process, out: Path) -> dict[str, float]:
     for process in processes(root):
         try:
             memory = process.memory_info()
-            own = (
-                memory.rss - memory.shared
-            ) / 2**20  # without pages of files, which other programs may share
+            own = (memory.rss - memory.shared) / 2**20  # without pages of files, which other programs may share
             descriptors, threads = process.num_fds(), process.num_threads()
             name = MEMORY_OF + kind(process, root)
         except psutil.Error:
@@ -148,10 +146,7 @@ def compared(seen: list[tuple[int, dict[str, float]]], steps: int) -> dict[str, 
             "at_the_end": round(last, 1),
             "growth_a_step": round(growth, 5),
         }
-    parts = [
-        [found for step, found in seen if start <= step < start + tenth]
-        for start in range(WARM, steps, tenth)
-    ]
+    parts = [[found for step, found in seen if start <= step < start + tenth] for start in range(WARM, steps, tenth)]
     for name in [name for name in out if name.startswith("memory_mb")]:
         medians = [statistics.median(found.get(name, 0.0) for found in part) for part in parts if part]
         out[name]["by_tenth"] = [round(median, 1) for median in medians]

@@ -72,9 +72,7 @@ def extra(push: Callable[[bool], Any], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=18)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -52,9 +52,7 @@ def measure(args: argparse.Namespace, images: int, extra: list[str]) -> dict[str
         found[side.name] = {name: round(side.median(name), 2) for name in FIELDS}
         assert {record["tokens"] for record in side.records} == {sum(map(sum, content["lengths"]))}
     if len(sides) == 2:
-        found["ratio_trl_over_verl"] = {
-            name: round(found["trl"][name] / found["verl"][name], 2) for name in FIELDS
-        }
+        found["ratio_trl_over_verl"] = {name: round(found["trl"][name] / found["verl"][name], 2) for name in FIELDS}
     return found
 
 
@@ -78,9 +76,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", default="1", help="images of a prompt; several numbers with commas")
-    parser.add_argument(
-        "--side", type=int, default=224, help="pixels of a side of an image, a multiple of 28"
-    )
+    parser.add_argument("--side", type=int, default=224, help="pixels of a side of an image, a multiple of 28")
     parser.add_argument("--precision", choices=["default", "fp32"], default="default")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)

@@ -142,9 +142,7 @@ def measure(ways: dict[str, Callable[[], int]], rounds: int) -> list[dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=26, help="parameters of the weights that are sent")
     parser.add_argument("--buckets", default="16,64", help="bucket sizes in MiB")
     parser.add_argument("--samplers", default="1,2", help="numbers of reading processes")

@@ -32,9 +32,7 @@ _PRELOAD = [
 ]
 
 
-def run(
-    function: Callable[..., Any], size: int, *args: Any, timeout: float = 90.0, join: bool = True
-) -> list[Any]:
+def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 90.0, join: bool = True) -> list[Any]:
     """function(*args) on `size` ranks → their results. RuntimeError with the first failed rank's traceback.
 
     join=False: the ranks have not met, but the environment says how to, as torchrun would.
@@ -105,9 +103,7 @@ def _collect(pipes: list[Any], processes: list[Any], timeout: float, folder: Pat
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _child(
-    pipe: Any, rank: int, size: int, port: int, timeout: float, folder: str, function: Any, args: Any
-) -> None:
+def _child(pipe: Any, rank: int, size: int, port: int, timeout: float, folder: str, function: Any, args: Any) -> None:
     import torch
     import torch.distributed as dist
 

@@ -208,9 +208,9 @@ def tiny_vision_model(
     _save_vision_model(path, config, seed)
     tiny_tokenizer(path, template=VISION_TEMPLATE, special=SPECIAL + VISION)
     side = 2 * patch
-    Qwen2VLImageProcessorPil(
-        patch_size=patch, min_pixels=4 * side * side, max_pixels=64 * side * side
-    ).save_pretrained(path)
+    Qwen2VLImageProcessorPil(patch_size=patch, min_pixels=4 * side * side, max_pixels=64 * side * side).save_pretrained(
+        path
+    )
     return path
 
 

@@ -52,9 +52,7 @@ def sample(engine: Any, prompts: list[list[int]], n: int = 1, **params: Any) -> 
         for i, prompt in enumerate(prompts):
             for j in range(n):
                 sampling = SamplingParams(**({"max_tokens": 24, "seed": 1000 * i + j} | params))
-                calls.append(
-                    engine.generate(prompt, sampling, request_id=f"{id(prompts)}-{i}.{j}", group=str(i))
-                )
+                calls.append(engine.generate(prompt, sampling, request_id=f"{id(prompts)}-{i}.{j}", group=str(i)))
         return await asyncio.gather(*calls)
 
     return asyncio.run(run())

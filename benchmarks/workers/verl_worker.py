@@ -127,9 +127,7 @@ def main() -> None:
     config = load([*overrides(args.work, work, args.precision, args.device), *extra])
     tracking = Tracking(config, args.work / "verl_out")
     with asyncio.Runner() as loop:
-        parts, total = build_parts(
-            config, tracking, loop, Phases(), RunHooks(tracking.event, tracking.notice)
-        )
+        parts, total = build_parts(config, tracking, loop, Phases(), RunHooks(tracking.event, tracking.notice))
         trainer = Measured(config, parts, total)
         memory = parts.phases.mark = Memory(detect(args.device))
         parts.workers.weight_sync.push(0)

@@ -159,9 +159,7 @@ def assert_same(run: Saved, out: Path, *said: str) -> None:
     assert ours.keys() == theirs.keys(), said
     differ = {n for n in ours if ours[n] != theirs[n]}
     assert all(name.endswith(".distcp") for name in differ), (differ, said)
-    for part in {
-        Path(name).parent for name in differ
-    }:  # torch orders the tensors of a rank's file anew each time
+    for part in {Path(name).parent for name in differ}:  # torch orders the tensors of a rank's file anew each time
         ones, others = (optimizer(folder / "global_step_2" / part) for folder in (out, run.out))
         assert ones == others, (part, said)
     assert newest(out).step == 2, said

@@ -246,9 +246,7 @@ class Run:
         if not self._ended.wait(timeout):
             self.kill(signal.SIGABRT)  # the fault handler writes where every thread is
             self._ended.wait(5)
-            raise AssertionError(
-                f"still running after {timeout} s\n{self.stdout[-2000:]}\n{self.stderr[-3000:]}"
-            )
+            raise AssertionError(f"still running after {timeout} s\n{self.stdout[-2000:]}\n{self.stderr[-3000:]}")
         assert self.status is not None
         return self.status
 

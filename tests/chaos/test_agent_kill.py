@@ -77,9 +77,7 @@ def dialogues(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 def words_of(tiny: TinyRun, out: Path, workers: int, *more: str) -> list[str]:
     tools = f"{ROLLOUT}multi_turn.function_tool_path={tiny.root / 'tools.py'}"
-    return tiny.overrides(
-        out, *WORDS, tools, f"{ROLLOUT}agent.num_workers={workers}", "trainer.save_freq=1", *more
-    )
+    return tiny.overrides(out, *WORDS, tools, f"{ROLLOUT}agent.num_workers={workers}", "trainer.save_freq=1", *more)
 
 
 @pytest.mark.slow
@@ -98,9 +96,7 @@ def test_a_trainer_killed_in_the_middle_of_a_dialogue_resumes_exactly(
     for (
         step,
         record,
-    ) in (
-        whole.items()
-    ):  # which turns are computed together depends on time: rounding of the sampler's log-probs
+    ) in whole.items():  # which turns are computed together depends on time: rounding of the sampler's log-probs
         assert killed[step] == pytest.approx(record, rel=1e-3, abs=1e-6, nan_ok=True)
 
 
@@ -118,9 +114,7 @@ def what_is_killed(what: str, folder: Path, **variables: str) -> list[str]:
     environment = f"{ROLLOUT}agent.environment."
     if what == "mcp":
         pytest.importorskip("mcp")
-        path = tools_file(
-            folder, {"calculator": STDIO | {"env": variables}}, tool_selected_list=["calculate"]
-        )
+        path = tools_file(folder, {"calculator": STDIO | {"env": variables}}, tool_selected_list=["calculate"])
         return [
             f"{ROLLOUT}multi_turn.function_tool_path=null",
             f"{ROLLOUT}multi_turn.tool_config_path={path}",

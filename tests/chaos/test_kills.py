@@ -223,9 +223,7 @@ class Runs:
         found, driver = self.found, not self.kind.process
         status = run.wait(400)
         if status:
-            found.longest_s_until_the_end = max(
-                found.longest_s_until_the_end, round(time.monotonic() - killed, 1)
-            )
+            found.longest_s_until_the_end = max(found.longest_s_until_the_end, round(time.monotonic() - killed, 1))
             assert driver or time.monotonic() - killed < NAMED_S, f"it ended late:\n{log_of(out)[-2000:]}"
         self._nothing_left(out, time.monotonic())
         if status and not driver:
@@ -251,9 +249,7 @@ class Runs:
 
         def left() -> tuple[list[Any], set[str]]:
             forked = {p.pid for p in self._forked()} - self._before
-            return sorted({*forked, *processes_with("CHAOS_RUN", str(out))}), left_in_shared_memory(
-                self.shared
-            )
+            return sorted({*forked, *processes_with("CHAOS_RUN", str(out))}), left_in_shared_memory(self.shared)
 
         while any(left()) and time.monotonic() - ended < GONE_S:
             time.sleep(0.1)

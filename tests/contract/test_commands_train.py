@@ -36,9 +36,7 @@ VISION = (
 )
 
 if not (SHARED / "commands").is_dir() or not (SHARED / "data/gsm8k").is_dir():
-    pytest.skip(
-        "shared/commands and shared/data/gsm8k are not beside the repository", allow_module_level=True
-    )
+    pytest.skip("shared/commands and shared/data/gsm8k are not beside the repository", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +134,7 @@ def assert_trained(out: Path, stdout: str, script: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", [*TEXT[1::2], *(pytest.param(one, marks=pytest.mark.long) for one in TEXT[::2])]
-)
+@pytest.mark.parametrize("script", [*TEXT[1::2], *(pytest.param(one, marks=pytest.mark.long) for one in TEXT[::2])])
 def test_text_commands_pass_the_check_and_train(script, fork_server, home, tmp_path) -> None:
     out = tmp_path / "out"
     words = arguments(script, shrink(home, out, script), home, tmp_path)

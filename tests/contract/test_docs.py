@@ -77,9 +77,7 @@ def code(page: Path) -> str:
 
 @functools.cache
 def help_of(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "verl.cli.main", *words, "--help"], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "verl.cli.main", *words, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -172,9 +170,7 @@ def test_every_link_leads_somewhere(page) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_file_of_ours_exists(page) -> None:
-    for name in re.findall(
-        r"(?<![\w/.…])((?:examples|docs|benchmarks|tests|verl)/[\w./-]*\w)(?![\w<*])", code(page)
-    ):
+    for name in re.findall(r"(?<![\w/.…])((?:examples|docs|benchmarks|tests|verl)/[\w./-]*\w)(?![\w<*])", code(page)):
         assert (ROOT / name).exists(), name
 
 

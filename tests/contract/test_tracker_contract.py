@@ -119,9 +119,7 @@ def test_a_curve_over_a_resume(name: str, place: Path) -> None:
         ("wandbb", "there is no such tracker; known: console, file, tensorboard, wandb"),
     ],
 )
-def test_what_cannot_be_used_says_why(
-    name: str, why: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_used_says_why(name: str, why: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_FILE_LOGGER_ROOT")
     for module in ("wandb", "tensorboard.compat.proto.event_pb2"):
         monkeypatch.setitem(sys.modules, module, None)

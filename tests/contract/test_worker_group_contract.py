@@ -103,10 +103,7 @@ class FarCalls:
     def call(self, method, *args, each=None, doing=""):
         given = [args] * len(self.workers) if each is None else each
         self.sent.append((method, given))
-        return [
-            travel(getattr(worker, method)(*travel(own)))
-            for worker, own in zip(self.workers, given, strict=True)
-        ]
+        return [travel(getattr(worker, method)(*travel(own))) for worker, own in zip(self.workers, given, strict=True)]
 
     def share(self, value, media=()):
         return [value, *(one.inputs for one in payloads.distinct_media(media))]
@@ -164,18 +161,14 @@ class Ranks:
         return [
             {
                 "loss": sum(part["loss"] for part in parts),
-                "rows": sorted(
-                    row for part in parts for row in zip(part["rows"], part["masks"], strict=True)
-                ),
+                "rows": sorted(row for part in parts for row in zip(part["rows"], part["masks"], strict=True)),
             }
             for parts in zip(*steps, strict=True)
         ]
 
 
 WAYS = [None, [0], [0, 1], [0, 0, 1, 1]]
-ways = pytest.mark.parametrize(
-    "dp_ranks", WAYS, ids=["direct", "far", "two ranks", "two ranks, four processes"]
-)
+ways = pytest.mark.parametrize("dp_ranks", WAYS, ids=["direct", "far", "two ranks", "two ranks, four processes"])
 
 
 def batch_of(groups: Sequence[Sequence[int]], segments: int = 1) -> Batch:
@@ -184,9 +177,7 @@ def batch_of(groups: Sequence[Sequence[int]], segments: int = 1) -> Batch:
     for g, lengths in enumerate(groups):
         prompt = Prompt(f"0:{g}@0", np.arange(4 + g), messages=None)
         for index, length in enumerate(lengths):
-            parts = [
-                segment(rng, prompt.ids if s == 0 else np.arange(9 + s), length) for s in range(segments)
-            ]
+            parts = [segment(rng, prompt.ids if s == 0 else np.arange(9 + s), length) for s in range(segments)]
             rows.append(Trajectory(prompt, index, segments=parts))
     return Batch(rows)
 

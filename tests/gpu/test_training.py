@@ -103,9 +103,7 @@ def test_batching_changes_nothing(platform: Any, model_path: str, record_propert
     assert relative(*found) < 1e-4
 
 
-def test_a_resumed_optimizer_goes_on(
-    platform: Any, model_path: str, tmp_path: Path, record_property: Any
-) -> None:
+def test_a_resumed_optimizer_goes_on(platform: Any, model_path: str, tmp_path: Path, record_property: Any) -> None:
     """State of the fused AdamW as it was, to the bit; the step after it as near as the device repeats itself."""
     rows = rows_of(GROUPS)
     whole = local(model_path, platform)

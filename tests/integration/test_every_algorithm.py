@@ -22,10 +22,7 @@ MORE = {
     "gspo": [f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
     "dppo_tv": ["algorithm.rollout_correction.bypass_mode=True", f"{ACTOR}.ppo_epochs=2"],
 }
-PAIRS = [
-    (ESTIMATORS[i % len(ESTIMATORS)], LOSSES[i % len(LOSSES)])
-    for i in range(max(len(ESTIMATORS), len(LOSSES)))
-]
+PAIRS = [(ESTIMATORS[i % len(ESTIMATORS)], LOSSES[i % len(LOSSES)]) for i in range(max(len(ESTIMATORS), len(LOSSES)))]
 
 
 LOSS = "distillation.distillation_loss"

@@ -62,9 +62,7 @@ class LongRun(TinyRun):
     def overrides(self, out: Path, *more: str) -> list[str]:
         sizes = ["data.max_prompt_length=16600", "data.train_batch_size=1", "actor_rollout_ref.rollout.n=2"]
         steps = ["trainer.total_training_steps=2", "trainer.test_freq=0", "trainer.val_before_train=False"]
-        images = (
-            ["data.image_key=images", "data.mm_processor_kwargs.max_pixels=1048576"] if self.seeing else []
-        )
+        images = ["data.image_key=images", "data.mm_processor_kwargs.max_pixels=1048576"] if self.seeing else []
         # A budget that holds a group: beyond it each response computes the prompt again.
         actor = "actor_rollout_ref.actor."
         batch = [f"{actor}ppo_mini_batch_size=1", f"{actor}ppo_max_token_len_per_gpu=17000"]

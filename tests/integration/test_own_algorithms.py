@@ -80,9 +80,7 @@ def test_a_need_that_nothing_produces_is_refused(
 ) -> None:
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-    register_adv_est("wants_a_teacher", needs={"teacher_log_probs"})(
-        lambda token_level_rewards, **kwargs: None
-    )
+    register_adv_est("wants_a_teacher", needs={"teacher_log_probs"})(lambda token_level_rewards, **kwargs: None)
     try:
         words = [PLUG_IN, "algorithm.adv_estimator=wants_a_teacher"]
         assert main(tiny.overrides(tmp_path / "out", *words)) == 2
@@ -130,9 +128,7 @@ def test_dynamic_sampling_trains_and_goes_on_exactly(tiny: TinyRun, tmp_path: Pa
     assert main(tiny.overrides(tmp_path / "whole", *words)) == 0
     assert main(tiny.overrides(tmp_path / "parts", *words, "trainer.total_training_steps=2")) == 0
     assert main(tiny.overrides(tmp_path / "parts", *words)) == 0
-    whole, parts = (
-        [r for r in records(tmp_path / name) if "actor/grad_norm" in r] for name in ("whole", "parts")
-    )
+    whole, parts = ([r for r in records(tmp_path / name) if "actor/grad_norm" in r] for name in ("whole", "parts"))
     assert [r["step"] for r in parts] == [1, 2, 3, 4]
     assert sum(r["training/filter_groups/evicted_samples"] for r in whole) > 2
     for one, other in zip(whole, parts, strict=True):

@@ -12,9 +12,7 @@ from tests.fake_run import make_run
 from tests.integration import chromium
 from verl.report import write_report
 
-pytestmark = pytest.mark.skipif(
-    chromium.find() is None, reason="no chromium or chrome binary on this machine"
-)
+pytestmark = pytest.mark.skipif(chromium.find() is None, reason="no chromium or chrome binary on this machine")
 
 
 @pytest.fixture(scope="module")
@@ -198,9 +196,7 @@ def test_empty_and_young_runs(page: chromium.Page, tmp_path: Path) -> None:
 
     young = make_run(tmp_path / "young", 1, finished=False)
     config = (young / "config.yaml").read_text()
-    (young / "config.yaml").write_text(
-        config.replace('"total_training_steps": 1', '"total_training_steps": 50')
-    )
+    (young / "config.yaml").write_text(config.replace('"total_training_steps": 1', '"total_training_steps": 50'))
     events = (young / "events.jsonl").read_text().replace('"total_steps": 1', '"total_steps": 50')
     (young / "events.jsonl").write_text(events)
     page.open(write_report(young))

@@ -135,9 +135,7 @@ def main() -> None:
     reason="vLLM's kernels go by the processor, torch's by the variable: mixed, two ranks "
     "sample ids beyond the vocabulary",
 )
-def test_two_devices_agree_and_no_process_outlives_a_killed_driver(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_two_devices_agree_and_no_process_outlives_a_killed_driver(tmp_path: Path, fork_server: ForkServer) -> None:
     """Tensor parallel 2; then the driver is killed without a chance to close anything."""
     run = fork_server.start([str(tmp_path)], module=HERE, **vllm_processes.variables())
     until(lambda: run.ended or (tmp_path / "ready").exists(), timeout=200, pause=0.1)

@@ -109,9 +109,7 @@ class TwoTurns(AgentLoopBase):
     async def run(self, sampling_params, **row):
         first = await self.generate(row["prompt_ids"], {"max_tokens": 12})
         between = np.arange(5)
-        second = await self.generate(
-            np.concatenate([row["prompt_ids"], first.token_ids, between]), {"max_tokens": 12}
-        )
+        second = await self.generate(np.concatenate([row["prompt_ids"], first.token_ids, between]), {"max_tokens": 12})
         parts = [
             (first.token_ids, first.log_probs, 1),
             (between, np.zeros(5), 0),
@@ -131,9 +129,7 @@ def test_later_turns_bring_their_routes() -> None:
         loops._LOOPS.pop("two_turns")
     engine = engine_of(model)
     assert all((row.columns["routed_experts"][:-1] >= 0).all() for row in rows)
-    found = np.split(
-        engine.forward(rows, temperature=1.0)["log_probs"], np.cumsum([row.length for row in rows])[:-1]
-    )
+    found = np.split(engine.forward(rows, temperature=1.0)["log_probs"], np.cumsum([row.length for row in rows])[:-1])
     for row, log_probs in zip(rows, found, strict=True):
         mask = row.columns["response_mask"]
         assert np.abs(log_probs - row.rollout_log_probs)[mask].max() <= 1e-4

@@ -68,11 +68,7 @@ def worst(
     model: torch.nn.Module, prompts: list[list[int]], groups: list[list[Completion]], temperature: float = 1.0
 ) -> float:
     return max(
-        float(
-            (full_log_probs(model, p, c.token_ids.tolist(), temperature) - torch.from_numpy(c.log_probs))
-            .abs()
-            .max()
-        )
+        float((full_log_probs(model, p, c.token_ids.tolist(), temperature) - torch.from_numpy(c.log_probs)).abs().max())
         for p, group in zip(prompts, groups, strict=True)
         for c in group
     )

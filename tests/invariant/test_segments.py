@@ -44,9 +44,7 @@ def trajectories(cut: bool) -> list[Trajectory]:
         ends = [0, *([row.length // 2, row.length - 1] if cut and row.length > 3 else []), row.length]
         segments = []
         for start, end in itertools.pairwise(ends):
-            context = (
-                row.prompt.ids if not start else np.concatenate([row.prompt.ids, row.response_ids[:start]])
-            )
+            context = row.prompt.ids if not start else np.concatenate([row.prompt.ids, row.response_ids[:start]])
             columns = {name: values[start:end] for name, values in row.segments[0].columns.items()}
             segments.append(Segment(context, **columns))
         out.append(Trajectory(row.prompt, row.index, segments=segments, score=float(rng.integers(0, 3))))
@@ -147,9 +145,7 @@ def test_a_critic_and_gae_see_one_trajectory(mode: str, tmp_path: Path) -> None:
             row.values = own
         compute_advantages(batch, algorithm, 3)
         metrics, weights = stepped(path, rows, rows, mode, ppo_micro_batch_size_per_gpu=2 if cut else None)
-        found.append(
-            ([flat(batch.trajectories, n) for n in ("values", "returns", "advantages")], metrics, weights)
-        )
+        found.append(([flat(batch.trajectories, n) for n in ("values", "returns", "advantages")], metrics, weights))
     whole, parts = found
     for a, b in zip(whole[0], parts[0], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)

@@ -87,9 +87,7 @@ def samples(path: str, channel: str, reader: int, dtype: Any, responses: Any) ->
 
     async def write() -> list[Any]:
         params = SamplingParams(max_tokens=24, ignore_eos=True, seed=reader)
-        return await asyncio.gather(
-            *(engine.generate(p, params, request_id=str(i)) for i, p in enumerate(PROMPTS))
-        )
+        return await asyncio.gather(*(engine.generate(p, params, request_id=str(i)) for i, p in enumerate(PROMPTS)))
 
     asyncio.run(write())  # packs copies and fills caches with the wrong weights
     engine.load_weights(receive(channel, reader, timeout=60, version=VERSION), VERSION)
@@ -115,9 +113,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_sync_is_a_sync_and_sampler_and_trainer_agree(
-    case: str, models: dict[str, str], channel: str
-) -> None:
+def test_a_sync_is_a_sync_and_sampler_and_trainer_agree(case: str, models: dict[str, str], channel: str) -> None:
     name, sharded, readers, bucket, dtype = CASES[case]
     path, responses = models[name], context.Queue()
     samplers = [spawn(samples, path, channel, reader, dtype, responses) for reader in range(readers)]

@@ -204,8 +204,7 @@ def gdpo(inputs: EstimatorInputs) -> Result:
             f"gdpo needs algorithm.gdpo_reward_keys, and as many gdpo_reward_weights: {keys}, {weights}"
         )
     parts = [
-        weight * _group_relative(_component(key, inputs), inputs)
-        for key, weight in zip(keys, weights, strict=True)
+        weight * _group_relative(_component(key, inputs), inputs) for key, weight in zip(keys, weights, strict=True)
     ]
     return whiten_responses(np.sum(parts, axis=0), inputs)
 
@@ -321,9 +320,7 @@ def remax(inputs: EstimatorInputs) -> Result:
     if inputs.baselines is None:
         raise ValueError("remax needs reward_baselines, the score of a greedy response to each prompt")
     returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
-    return [
-        row_returns - baseline for row_returns, baseline in zip(returns, inputs.baselines, strict=True)
-    ], returns
+    return [row_returns - baseline for row_returns, baseline in zip(returns, inputs.baselines, strict=True)], returns
 
 
 def _gradient_norms(inputs: EstimatorInputs) -> Arrays:
@@ -389,9 +386,7 @@ def variance_proxies(rows: Sequence[Trajectory], gradient_norm: float) -> dict[s
     (proxy2 − proxy1) / (N − 1), not below 0; expected_a_squared, expected_w: means of A² and W.
     """
     terms = [
-        _power(t)
-        for t in rows
-        if t.policy_tokens and t.old_log_probs is not None and t.sum_pi_squared is not None
+        _power(t) for t in rows if t.policy_tokens and t.old_log_probs is not None and t.sum_pi_squared is not None
     ]
     if not terms:
         return {}
@@ -400,9 +395,7 @@ def variance_proxies(rows: Sequence[Trajectory], gradient_norm: float) -> dict[s
     return {
         "variance_proxy/proxy1_signal_strength": signal,
         "variance_proxy/proxy2_total_power": power,
-        "variance_proxy/proxy3_pure_noise": max(0.0, power - signal) / (len(terms) - 1)
-        if len(terms) > 1
-        else np.nan,
+        "variance_proxy/proxy3_pure_noise": max(0.0, power - signal) / (len(terms) - 1) if len(terms) > 1 else np.nan,
         "variance_proxy/expected_a_squared": float(squares.mean()),
         "variance_proxy/expected_w": float(weights.mean()),
     }

@@ -102,9 +102,7 @@ class Agreement:
             "training/rollout_probs_diff_valid": 1 if self.tokens else 0,
             "training/rollout_probs_diff_max": float(self._ends[5]) if self.tokens else nan,
             "training/rollout_probs_diff_mean": self._sums["apart"] / n,
-            "training/rollout_probs_diff_std": math.sqrt(max(0.0, zz - z * z / n) / (n - 1))
-            if n > 1
-            else nan,
+            "training/rollout_probs_diff_std": math.sqrt(max(0.0, zz - z * z / n) / (n - 1)) if n > 1 else nan,
             "training/rollout_actor_probs_pearson_corr": correlation,
             "training/rollout_logprob_abs_diff/mean": self._sums["abs_e"] / n,
             "training/rollout_logprob_abs_diff/max": float(np.max(largest)),

@@ -23,9 +23,7 @@ from verl.config.schema.base import setting
 from verl.trajectory import COLUMNS, Batch, Trajectory, fill_flat, flat
 
 
-def compute_advantages(
-    batch: Batch, algorithm: Any, rollout_n: int, kl_beta: float | None = None
-) -> dict[str, float]:
+def compute_advantages(batch: Batch, algorithm: Any, rollout_n: int, kl_beta: float | None = None) -> dict[str, float]:
     """Fill token_rewards, advantages, returns and loss_mask of every trajectory; return what is to be logged.
 
     `algorithm` is the config group (adv_estimator, norm_adv_by_std_in_grpo, use_kl_in_reward, kl_penalty, …);
@@ -106,9 +104,7 @@ def _without_rejected(rows: Batch, needs_group_baseline: bool) -> tuple[Batch, i
     accepted: list[Trajectory] = []
     dropped = 0
     for group in rows.groups():
-        members = [
-            t for t in group if t.loss_mask.any() or t.extra.get("without_gradient") or not t.policy_tokens
-        ]
+        members = [t for t in group if t.loss_mask.any() or t.extra.get("without_gradient") or not t.policy_tokens]
         if needs_group_baseline and len(members) == 1:
             members[0].loss_mask = np.zeros(members[0].length, bool)
             members, dropped = [], dropped + 1

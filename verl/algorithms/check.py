@@ -31,19 +31,13 @@ def _kl(report: Report) -> None:
     algorithm, actor = report.config.algorithm, report.config.actor_rollout_ref.actor
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         both = f"algorithm.use_kl_in_reward=True, {ACTOR}.use_kl_loss=True"
-        report.refuse(
-            both, "KL would be charged twice, in the reward and in the loss; keep one (GRPO: the loss)"
-        )
+        report.refuse(both, "KL would be charged twice, in the reward and in the loss; keep one (GRPO: the loss)")
     if algorithm.use_kl_in_reward or actor.use_kl_loss:
         _same_tokens(report, "actor_rollout_ref.ref.model.path")
     if report.was_set("algorithm.kl_ctrl") and not algorithm.use_kl_in_reward:
-        report.notice(
-            "algorithm.kl_ctrl.* is set, and without algorithm.use_kl_in_reward=True nothing uses it"
-        )
+        report.notice("algorithm.kl_ctrl.* is set, and without algorithm.use_kl_in_reward=True nothing uses it")
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
-        report.notice(
-            f"{report.at(f'{ACTOR}.kl_loss_type')}: its expected gradient is 0; low_var_kl is usual"
-        )
+        report.notice(f"{report.at(f'{ACTOR}.kl_loss_type')}: its expected gradient is 0; low_var_kl is usual")
 
 
 def _estimator(report: Report) -> None:
@@ -61,13 +55,9 @@ def _estimator(report: Report) -> None:
     groups = algorithm.filter_groups
     if n < 2 and (name == "grpo_passk" or groups.enable):
         feature = "grpo_passk" if name == "grpo_passk" else "filter_groups"
-        report.refuse(
-            f"{ROLLOUT}.n", f"{feature} compares responses to one prompt; set {ROLLOUT}.n=2 or more"
-        )
+        report.refuse(f"{ROLLOUT}.n", f"{feature} compares responses to one prompt; set {ROLLOUT}.n=2 or more")
     elif n == 1 and name in GROUP_ESTIMATORS:
-        report.notice(
-            f"{ROLLOUT}.n=1 with {name}: a group of one has no baseline, the score is the advantage"
-        )
+        report.notice(f"{ROLLOUT}.n=1 with {name}: a group of one has no baseline, the score is the advantage")
     if groups.enable and algorithm.use_kl_in_reward and groups.metric == "seq_final_reward":
         message = "the KL penalty is not known while groups are sampled; use metric=reward"
         report.refuse("algorithm.filter_groups.metric=seq_final_reward", message)
@@ -77,9 +67,7 @@ def _estimator(report: Report) -> None:
     if keys and weights and len(keys) != len(weights):
         report.refuse("algorithm.gdpo_reward_weights", f"{len(weights)} weights for {len(keys)} keys")
     if name == "gdpo" and algorithm.use_kl_in_reward:
-        report.notice(
-            "algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys alone"
-        )
+        report.notice("algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys alone")
 
 
 def _same_tokens(report: Report, key: str) -> None:
@@ -103,9 +91,7 @@ def _loss(report: Report) -> None:
         report.notice("gspo: its paper has clip_ratio_low=3e-4, clip_ratio_high=4e-4, far below these")
     unset = not (report.was_set(f"{ACTOR}.clip_ratio_low") and report.was_set(f"{ACTOR}.clip_ratio_high"))
     if mode.startswith("dppo_") and unset:
-        report.notice(
-            f"{mode}: clip_ratio_low and clip_ratio_high bound a divergence; set both (paper: 0.05)"
-        )
+        report.notice(f"{mode}: clip_ratio_low and clip_ratio_high bound a divergence; set both (paper: 0.05)")
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and report.config.algorithm.norm_adv_by_std_in_grpo:
         report.notice("seq-mean-token-sum-norm with norm_adv_by_std_in_grpo=True: Dr. GRPO sets it to False")
 
@@ -115,9 +101,7 @@ def _correction(report: Report) -> None:
     correction, key = report.config.algorithm.rollout_correction, _CORRECTION
     weights, reinforce = correction.rollout_is, correction.loss_type == "reinforce"
     if (weights or correction.bypass_mode) and not report.rollout.calculate_log_probs:
-        report.refuse(
-            f"{ROLLOUT}.calculate_log_probs=False", f"{key} needs the sampler's log-probs; set True"
-        )
+        report.refuse(f"{ROLLOUT}.calculate_log_probs=False", f"{key} needs the sampler's log-probs; set True")
     if reinforce and not correction.bypass_mode:
         report.refuse(f"{key}.loss_type=reinforce", f"goes with {key}.bypass_mode=True")
     if weights or correction.rollout_rs:
@@ -126,13 +110,9 @@ def _correction(report: Report) -> None:
         why = "with bypass_mode responses are rejected before each update, after the statistics are computed"
         report.refuse(f"{key}.rollout_rs_in_baseline=False", f"{why}; leave it True")
     elif not correction.rollout_rs_in_baseline and not correction.rollout_rs:
-        report.notice(
-            f"no effect: {key}.rollout_rs_in_baseline=False: without rollout_rs nothing is rejected"
-        )
+        report.notice(f"no effect: {key}.rollout_rs_in_baseline=False: without rollout_rs nothing is rejected")
     if reinforce and correction.bypass_mode and not weights:
-        report.notice(
-            f"{key}.loss_type=reinforce without rollout_is: older responses are trained on uncorrected"
-        )
+        report.notice(f"{key}.loss_type=reinforce without rollout_is: older responses are trained on uncorrected")
     if correction.bypass_mode and not reinforce and weights:
         why = "bypass_mode with loss_type=ppo_clip, whose ratio is to the sampler already"
         report.notice(f"no effect: {key}.rollout_is={weights}: {why}")
@@ -208,13 +188,9 @@ def _teacher_model(report: Report, at: str, teacher: Any) -> None:
     if facts is None or report.facts is None:
         return
     if facts.vision != report.facts.vision:
-        report.refuse(
-            where, "a teacher sees images if the policy does, and only then; choose another teacher"
-        )
+        report.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
     elif _patches(facts) != _patches(report.facts):
-        report.refuse(
-            where, "its images have other patches than the policy's; choose a teacher of the family"
-        )
+        report.refuse(where, "its images have other patches than the policy's; choose a teacher of the family")
 
 
 def _patches(facts: ModelFacts) -> list[Any]:
@@ -231,9 +207,7 @@ def _distillation_loss(report: Report) -> None:
     if loss.loss_mode == "forward_kl_topk":
         vocabulary = report.facts.text.get("vocab_size") if report.facts is not None else None
         if gradient:
-            report.notice(
-                f"{mode} with use_policy_gradient=True: it says nothing of the token that was sampled"
-            )
+            report.notice(f"{mode} with use_policy_gradient=True: it says nothing of the token that was sampled")
         if vocabulary and loss.topk > vocabulary:
             report.refuse(report.at(f"{_LOSS}.topk"), f"the vocabulary has {vocabulary} tokens; lower it")
     if gradient and loss.policy_loss_mode == "dro" and not (actor.policy_loss.dro_beta or 0) > 0:

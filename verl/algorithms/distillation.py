@@ -90,9 +90,7 @@ class Distillation:
         loss = LOSSES.get(self.config.policy_loss_mode)
         return loss(replace(inputs, config=config, columns={}))
 
-    def _terms(
-        self, inputs: LossInputs, columns: MicroBatchColumns, micro: MicroBatch
-    ) -> tuple[Tensor, Metrics]:
+    def _terms(self, inputs: LossInputs, columns: MicroBatchColumns, micro: MicroBatch) -> tuple[Tensor, Metrics]:
         if not self.topk:
             teacher = columns["teacher_log_probs"]
             student, teacher, metrics = self._from_below(inputs, inputs.log_probs, teacher)
@@ -105,9 +103,7 @@ class Distillation:
         student, teacher, limited = self._from_below(inputs, student, teacher)
         return topk_terms(student, teacher), metrics | limited
 
-    def _from_below(
-        self, inputs: LossInputs, student: Tensor, teacher: Tensor
-    ) -> tuple[Tensor, Tensor, Metrics]:
+    def _from_below(self, inputs: LossInputs, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         """Both log-probs limited from below, and the share of tokens of which one was."""
         least = self.config.log_prob_min_clamp
         if least is None:

@@ -150,9 +150,7 @@ def trajectory_tokens(rows: Sequence[Segment]) -> list[int] | None:
     """T_i for each row: loss tokens of all segments of its trajectory. None where every trajectory has one segment."""
     if all(row.trajectory is None or len(row.trajectory.segments) == 1 for row in rows):
         return None
-    return [
-        sum(int(np.count_nonzero(loss_mask(s))) for s in (row.trajectory or row).segments) for row in rows
-    ]
+    return [sum(int(np.count_nonzero(loss_mask(s))) for s in (row.trajectory or row).segments) for row in rows]
 
 
 class MicroBatchColumns:
@@ -163,9 +161,7 @@ class MicroBatchColumns:
         self.segments, self.like = segments, like
         self.rows = Rows([segment.length for segment in segments], like.device)
         if self.rows.cu_seqlens[-1] != len(like):
-            raise ValueError(
-                f"{len(like)} log-probs for rows with {self.rows.cu_seqlens[-1]} response tokens"
-            )
+            raise ValueError(f"{len(like)} log-probs for rows with {self.rows.cu_seqlens[-1]} response tokens")
 
     def __getitem__(self, name: str) -> Tensor:
         """A column that every segment must have. ValueError naming the first that lacks it."""
@@ -191,9 +187,7 @@ class MicroBatchColumns:
         mask = torch.from_numpy(np.repeat(present, self.rows.lengths)).to(current.device)
         return torch.where(mask, self.joined(list(zeros)), current)
 
-    def batch_info(
-        self, denominators: LossDenominators, tokens_of: Mapping[int, int] | None
-    ) -> dict[str, Any]:
+    def batch_info(self, denominators: LossDenominators, tokens_of: Mapping[int, int] | None) -> dict[str, Any]:
         """The keywords of `aggregate`; `tokens_of`: T_i of segments (by id) whose trajectory has others.
 
         Gradients are added, never averaged, hence dp_size 1.

@@ -133,9 +133,7 @@ def with_old_log_probs(chosen: list[Pass]) -> list[Pass]:
 def teacher_roles(config: Config) -> dict[str, Any]:
     """The teachers' roles with what `distillation.teacher_models` says of each; none where distillation is off."""
     on = setting(config, "distillation.enabled", False)
-    return (
-        {f"teacher_{name}": model for name, model in config.distillation.teacher_models.items()} if on else {}
-    )
+    return {f"teacher_{name}": model for name, model in config.distillation.teacher_models.items()} if on else {}
 
 
 def teacher_columns(config: Config) -> frozenset[str]:

@@ -137,9 +137,7 @@ class AgentLoopBase(AgentLoop):
     ):
         self.config = getattr(trainer_config, "config", trainer_config)
         self.data_config = getattr(data_config, "config", data_config)
-        self.rollout_config: Any = (
-            None if self.config is None else self.config.actor_rollout_ref.get("rollout")
-        )
+        self.rollout_config: Any = None if self.config is None else self.config.actor_rollout_ref.get("rollout")
         self.server_manager = server_manager
         # A user's own test of a loop gives a server manager that has `generate` alone.
         self.session: Session = getattr(server_manager, "session", None)  # type: ignore[assignment]
@@ -202,9 +200,7 @@ class AgentLoopBase(AgentLoop):
         from outside: past its deadline, or its environment failed."""
         return {}
 
-    async def apply_chat_template(
-        self, messages: list[dict[str, Any]], tools: Any = None, **media: Any
-    ) -> list[int]:
+    async def apply_chat_template(self, messages: list[dict[str, Any]], tools: Any = None, **media: Any) -> list[int]:
         """Ids of a whole dialogue with the generation prompt."""
         return [int(i) for i in self._boundaries.whole(messages, tools)[0]]
 
@@ -227,9 +223,7 @@ class AgentLoopBase(AgentLoop):
         following = updated_messages[len(previous_messages) :]
         between = self._boundaries.between(previous_messages[-1], following, tools, ids[-1])
         if between is None:
-            raise UserError(
-                "the chat template rewrites earlier turns: return the next turn as an output of its own"
-            )
+            raise UserError("the chat template rewrites earlier turns: return the next turn as an output of its own")
         added = [int(i) for i in between[0]]
         log_probs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(added)]
         return SimpleNamespace(token_ids=ids + added), [*response_mask, *[0] * len(added)], log_probs

@@ -40,9 +40,7 @@ _REWARDS = ("token_level_rewards", "response_mask")
 _PADDED: dict[int, tuple[Algorithm, Callable[..., Any]]] = {}
 
 
-def _padded_estimator(
-    estimator: Algorithm, *required: str, **optional: Any
-) -> Callable[..., estimators.Tensors]:
+def _padded_estimator(estimator: Algorithm, *required: str, **optional: Any) -> Callable[..., estimators.Tensors]:
     function = estimators.padded_form(estimator, *required, **optional)
     _PADDED[id(estimator)] = (estimator, function)
     return function
@@ -112,9 +110,7 @@ def _public(function: Algorithm) -> Algorithm:
 
 def _flat(function: Algorithm, flat_form: Callable[[Algorithm], Algorithm]) -> Algorithm:
     """What the core calls: the one of ours that has this public form, or the user's function behind `flat_form`."""
-    return next((flat for flat, public in _PADDED.values() if public is function), None) or flat_form(
-        function
-    )
+    return next((flat for flat, public in _PADDED.values() if public is function), None) or flat_form(function)
 
 
 class _Table(MutableMapping[str, Algorithm]):

@@ -47,9 +47,7 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
     ):
         self.batch = MappingProxyType(dict(batch or {}))
-        self.non_tensor_batch = MappingProxyType(
-            {k: _objects(v) for k, v in (non_tensor_batch or {}).items()}
-        )
+        self.non_tensor_batch = MappingProxyType({k: _objects(v) for k, v in (non_tensor_batch or {}).items()})
         self.meta_info = MappingProxyType(dict(meta_info or {}))
         sizes = {name: len(value) for name, value in self.batch.items()}
         sizes |= {name: len(value) for name, value in self.non_tensor_batch.items()}

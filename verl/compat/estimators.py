@@ -144,9 +144,7 @@ def flat_form(function: Algorithm) -> Estimator:
     return call
 
 
-def _on_batch(
-    function: Algorithm, rows: Batch, algorithm: Any, baselines: np.ndarray | None
-) -> tuple[Arrays, Arrays]:
+def _on_batch(function: Algorithm, rows: Batch, algorithm: Any, baselines: np.ndarray | None) -> tuple[Arrays, Arrays]:
     """(advantages, returns) of the policy tokens of each row, float32, by a function of the public form.
 
     baselines: scores of greedy responses [N], or None. ValueError if the function requires what is not there, and for

@@ -140,9 +140,7 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """`verl.algorithms.value_loss.value_loss` of padded tensors [b, L]; `counts` are those of `agg_loss`."""
     predicted, returns, values, mask = (t.flatten() for t in (vpreds, returns, values, response_mask))
-    return value_loss(
-        predicted, returns, values, mask, rows_of(vpreds), cliprange_value, loss_agg_mode, **counts
-    )
+    return value_loss(predicted, returns, values, mask, rows_of(vpreds), cliprange_value, loss_agg_mode, **counts)
 
 
 def apply_kl_penalty(

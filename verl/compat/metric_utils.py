@@ -183,9 +183,7 @@ def process_validation_metrics(
     counts = Counter(source for source, value in accuracies if value is not None)
     for source, expected in (expected_acc_counts or {}).items():
         if counts[source] != expected:
-            raise ValueError(
-                f"data source {source!r} has {counts[source]} values of acc, {expected} are expected"
-            )
+            raise ValueError(f"data source {source!r} has {counts[source]} values of acc, {expected} are expected")
     groups: dict[tuple[str, str], list[int]] = {}
     for row, key in enumerate(zip(data_sources, sample_uids, strict=True)):
         groups.setdefault(key, []).append(row)

@@ -55,8 +55,7 @@ _SCORES = {
     "math_dapo": f"verl.reward.rules.math_dapo: normalize_final_answer {_DAPO} remove_boxed last_boxed_only_string",
     "math_verify": "verl.compat.reward_scores: compute_score=verified_score",
     "prime_math": (
-        "verl.compat.reward_scores: compute_score=prime_math_score grade_answer match_answer "
-        "math_equal remove_boxed"
+        "verl.compat.reward_scores: compute_score=prime_math_score grade_answer match_answer math_equal remove_boxed"
     ),
     "prime_math.grader": "verl.compat.reward_scores: math_equal",
     "prime_math.math_normalize": "verl.reward.rules.boxed: normalize_answer=normalise",

@@ -157,10 +157,7 @@ def math_equal(
 ) -> bool:
     """True if two numbers are equal within a relative `tolerance` (`include_percentage`: or one is the other's
     percentage), or two texts mean the same, π being `pi`."""
-    texts = [
-        str(text).replace("\\pi", f"({pi})") if pi != math.pi else str(text)
-        for text in (prediction, reference)
-    ]
+    texts = [str(text).replace("\\pi", f"({pi})") if pi != math.pi else str(text) for text in (prediction, reference)]
     try:
         number, truth = (float(clean_number(text)) for text in texts)
     except ValueError:
@@ -183,16 +180,12 @@ def prime_math_score(model_output: str, ground_truth: str) -> tuple[bool, bool, 
 # ------------------------------------------------------------------------------- geo3k, prime_code, sandbox_fusion
 
 
-def geo3k_score(
-    predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1
-) -> float:
+def geo3k_score(predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
     """`score` of `compute_score`: the public `geo3k.compute_score`."""
     return float(boxed.geo3k_score(predict_str, ground_truth, format_score, use_boxed)["score"])
 
 
-def prime_code_score(
-    completion: str, test_cases: Any, continuous: bool = False
-) -> tuple[float, list[dict[str, Any]]]:
+def prime_code_score(completion: str, test_cases: Any, continuous: bool = False) -> tuple[float, list[dict[str, Any]]]:
     """The public `prime_code.compute_score`: (passed cases over cases run if `continuous`, else whether all pass;
     a dict a case). A completion without a fenced block is the program."""
     passed = code.results(_fenced(completion), test_cases)

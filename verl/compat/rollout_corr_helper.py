@@ -126,9 +126,7 @@ def compute_is_metrics(
     tokens = response_mask.sum(-1, keepdim=True).clamp(min=1) if rollout_is == "sequence" else 1
     metrics = compute_rollout_correction_weights(raw.double().log() / tokens, *settings)[1]
     values = raw[response_mask.bool()]
-    extremes = (
-        {"rollout_is_max": float(values.max()), "rollout_is_min": float(values.min())} if len(values) else {}
-    )
+    extremes = {"rollout_is_max": float(values.max()), "rollout_is_min": float(values.min())} if len(values) else {}
     return metrics | extremes
 
 

@@ -42,9 +42,7 @@ def rank_problems(placement: Placement, ranks: int) -> Iterator[tuple[str, str]]
     problems = [(placement.at(name), wrong) for name in shared if ranks % getattr(placement, name)]
     if not problems and ranks % placement.ranks_per_row:
         text = " × ".join(map(placement.at, shared))
-        problems = [
-            (text, f"= {placement.ranks_per_row} does not divide the {ranks} ranks; lower one of them")
-        ]
+        problems = [(text, f"= {placement.ranks_per_row} does not divide the {ranks} ranks; lower one of them")]
     yield from problems
     if placement.shard <= 0:
         return

@@ -98,9 +98,7 @@ def help_text(entry: str, key: str, spellings: Spellings) -> str:
         return renamed + block(name, keys[name])
     if inside := [path for path in keys if path.startswith(name + ".") or name == "all"]:
         fields = ((path, keys[path]) for path in inside)
-        return "\n".join(
-            f"{p} ({type_name(f)}, {default_text(f)}): {help_of(f.owner, f.name)}" for p, f in fields
-        )
+        return "\n".join(f"{p} ({type_name(f)}, {default_text(f)}): {help_of(f.owner, f.name)}" for p, f in fields)
     mapped = [path for path, field in keys.items() if field.is_map and name.startswith(path + ".")]
     if blocks := [path for path in keys if path.endswith("." + name)] or mapped:
         return "\n".join(block(path, keys[path]) for path in blocks)

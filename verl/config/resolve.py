@@ -158,9 +158,7 @@ class Resolver:
             self.notice(f"{value.data} is FSDP2 here: its sizes and offloading count, its kernels do not")
         try:
             value = Value.given(meant) if meant else value
-            self.store(
-                name, free(value) if place.inside else self._synonyms(name, coerce(value, place.field))
-            )
+            self.store(name, free(value) if place.inside else self._synonyms(name, coerce(value, place.field)))
         except GrammarError as error:
             self.refuse(name, f"{error} (from {source})")
 

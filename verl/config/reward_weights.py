@@ -15,9 +15,7 @@ def weights_of(config: Config) -> dict[str, float]:
     """
     reward_model = config.reward_model
     alone = reward_model.enable and not _own_function(config)
-    return {name: float(weight) for name, weight in reward_model.weights.items()} or (
-        {MODEL: 1.0} if alone else {}
-    )
+    return {name: float(weight) for name, weight in reward_model.weights.items()} or ({MODEL: 1.0} if alone else {})
 
 
 def scores_by_model(config: Config) -> bool:

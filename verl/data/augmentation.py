@@ -65,9 +65,7 @@ class Augmentation:
         except Exception as error:  # user code
             raise BadRow("augmentation failed", f"{name}: {type(error).__name__}: {error}") from error
         if not isinstance(changed, Image):
-            raise BadRow(
-                "augmentation failed", f"{name} returned {type(changed).__name__}, not a Pillow image"
-            )
+            raise BadRow("augmentation failed", f"{name} returned {type(changed).__name__}, not a Pillow image")
         return changed.convert("RGB")
 
 

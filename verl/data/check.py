@@ -95,11 +95,7 @@ def _columns(report: Report, key: str, file: RowFile) -> None:
             check_plain_truth(file.path, file.values("response"), len(file), rules)
     for line in warnings.getvalue().splitlines():
         report.notice(line.removeprefix("[data] "), run_says=True)
-    names = (
-        {str(value) for value in file.values("agent_name") if value}
-        if "agent_name" in file.columns
-        else set()
-    )
+    names = {str(value) for value in file.values("agent_name") if value} if "agent_name" in file.columns else set()
     report.agent_names |= names
     # Data sources of rows that score themselves need no reward. Each row is checked when the run reads it.
     if not any(map(rules.loop_makes_prompt, names)):
@@ -112,15 +108,11 @@ def user_code(report: Report, path_key: str, name_key: str) -> ast.FunctionDef |
         return _definition(report, path_key, name_key)
     default = report.keys[name_key].default() if name_key in report.keys else None
     if report.config.select(name_key) not in (None, "", default):
-        report.refuse(
-            name_key, f"nothing is loaded without {path_key}; set it to the file that defines the name"
-        )
+        report.refuse(name_key, f"nothing is loaded without {path_key}; set it to the file that defines the name")
     return None
 
 
-def _definition(
-    report: Report, path_key: str, name_key: str
-) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def _definition(report: Report, path_key: str, name_key: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     source, name = _source(report, path_key), report.config.select(name_key)
     if source is None:
         return None

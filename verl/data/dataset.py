@@ -323,9 +323,7 @@ class PromptDataset(CheckedRows):
             if media is not None or self.config.data.filter_overlong_prompts:
                 message = f"{len(ids)} tokens, it had {self.lengths[index]} before"
                 less = ", or augment less" if self._augment else ""
-                raise BadRow(
-                    "prompt too long", f"{message}; raise data.max_prompt_length={self._limit}{less}"
-                )
+                raise BadRow("prompt too long", f"{message}; raise data.max_prompt_length={self._limit}{less}")
             ids = truncate(ids, self._limit, self.config.data.truncation)
         if self.images is not None:
             self.images.counts["drawn"] += len(cells)

@@ -119,9 +119,7 @@ class CustomRows:
         self.paths = [name]
 
     @classmethod
-    def load(
-        cls, files: Paths, config: Config, tokenizer: Any, split: str, processor: Any = None
-    ) -> CustomRows:
+    def load(cls, files: Paths, config: Config, tokenizer: Any, split: str, processor: Any = None) -> CustomRows:
         """Build `data.custom_cls` over the files of a split. processor: of a model that sees images."""
         data = config.data
         path, name = data.custom_cls.path, data.custom_cls.name

@@ -185,9 +185,7 @@ class _Sampled:
         self._iterator = iter(self._sampler)
 
     def state(self) -> dict[str, Any]:
-        sampler_state = (
-            {"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {}
-        )
+        sampler_state = {"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {}
         return {"drawn": list(self._drawn)} | sampler_state
 
     def load(self, state: dict[str, Any]) -> None:

@@ -42,9 +42,7 @@ class TokenSpan:
 class AttentionPlan(Protocol):
     """How the tokens of the current forward pass see each other."""
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """query [1, Hq, S, D], key and value [1, Hkv, S, D] of the packed tokens → output [1, S, Hq, D].
 
         `module` is the layer that asks; it may ask more than once in a pass.

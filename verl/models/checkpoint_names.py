@@ -87,9 +87,7 @@ def _parts(model: PreTrainedModel, source: str, tensor: torch.Tensor) -> Iterato
             int(view[tuple(int(d == axis) for d in range(view.ndim))]) - offset if view.shape[axis] > 1 else 0
             for axis in range(view.ndim)
         )
-        if min(stride, default=0) < 0 or not torch.equal(
-            view, numbers.view(-1).as_strided(view.shape, stride, offset)
-        ):
+        if min(stride, default=0) < 0 or not torch.equal(view, numbers.view(-1).as_strided(view.shape, stride, offset)):
             raise ValueError(
                 f"{type(model).__name__}: {name} of the checkpoint is not a part of {source} that can be written "
                 "in place"

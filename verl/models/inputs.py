@@ -47,9 +47,7 @@ def special_token_ids(config: PreTrainedConfig) -> list[int]:
     if not sees_images(config):
         return []
     token_ids = {key: value for key, value in config.to_dict().items() if key.endswith("_token_id")}
-    special = {
-        value for key, value in token_ids.items() if isinstance(value, int) and key.startswith(_SPECIAL)
-    }
+    special = {value for key, value in token_ids.items() if isinstance(value, int) and key.startswith(_SPECIAL)}
     return sorted(special & set(range(config.get_text_config().vocab_size)))
 
 

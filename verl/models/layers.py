@@ -122,9 +122,7 @@ def is_recurrent(module: torch.nn.Module) -> bool:
     return any(word in type(m).__name__.lower() for m in module.modules() for word in _STATEFUL)
 
 
-def model_cost(
-    module: PreTrainedModel, platform: Platform, dtype: torch.dtype, devices: int = 1
-) -> ModelCost | None:
+def model_cost(module: PreTrainedModel, platform: Platform, dtype: torch.dtype, devices: int = 1) -> ModelCost | None:
     """The cost of a pass on so many devices; None where the devices' peak is not known."""
     peak = platform.peak_flops(dtype)
     if peak is None:

@@ -157,9 +157,7 @@ class PackedPlan:
             self._windows[window] = [replace(t, mask=self._mask(t, window)) for t in self.tiles]
         return self._windows[window]
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan.attend`. Under autocast the products run in its dtype."""
         query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
         # A window that takes nothing away from any token of this pack is none.

@@ -153,9 +153,7 @@ def value_weights(module: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter
     return [(name, p) for name, p in module.named_parameters() if id(p) in ids]
 
 
-def build_model(
-    path: str | Path, model_cfg: ModelConfig | None = None, *, head: str = "lm"
-) -> PreTrainedModel:
+def build_model(path: str | Path, model_cfg: ModelConfig | None = None, *, head: str = "lm") -> PreTrainedModel:
     """The architecture of a directory or hub id, float32, all tensors on the meta device.
 
     UserError as `load_model` raises it, but for what only the weights themselves can show.

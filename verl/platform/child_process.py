@@ -79,9 +79,7 @@ def to_plain(value: Any, where: str = "value", arrays: bool = False) -> Any:
         texts = _TEXT.issuperset(map(type, value)) or all(isinstance(k, str) for k in value)
         if texts and _TAG not in value:
             return {str(k): to_plain(v, f"{where}.{k}", arrays) for k, v in value.items()}
-        pairs = [
-            [to_plain(k, f"{where} key"), to_plain(v, f"{where}[{k!r}]", arrays)] for k, v in value.items()
-        ]
+        pairs = [[to_plain(k, f"{where} key"), to_plain(v, f"{where}[{k!r}]", arrays)] for k, v in value.items()]
         return {_TAG: "dict", "v": pairs}
     if isinstance(value, list | tuple):
         items = [to_plain(v, f"{where}[{i}]", arrays) for i, v in enumerate(value)]
@@ -145,9 +143,7 @@ class ChildProcess:
         paths = dumps([os.path.abspath(p) if p == "" else p for p in sys.path])
         parent_socket, child_socket = socket.socketpair()
         with child_socket:
-            self.reader, self.writer = await asyncio.open_connection(
-                sock=parent_socket, limit=LONGEST_MESSAGE
-            )
+            self.reader, self.writer = await asyncio.open_connection(sock=parent_socket, limit=LONGEST_MESSAGE)
             try:
                 self.process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-c", _START_CODE, self._module, str(child_socket.fileno()), paths),

@@ -57,9 +57,7 @@ class CpuPlatform(Platform):
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
         return packed
 
-    def packed_product(
-        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def packed_product(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
         return out
 
@@ -100,9 +98,7 @@ def has_packed_products(dtype: torch.dtype) -> bool:
     environment variable ONEDNN_MAX_CPU_ISA=AVX2 makes it behave as on a processor with AVX2 alone.
     """
     try:
-        PLATFORM.packed_product(
-            torch.zeros(1, 16, dtype=dtype), PLATFORM.pack_weight(torch.zeros(16, 16, dtype=dtype))
-        )
+        PLATFORM.packed_product(torch.zeros(1, 16, dtype=dtype), PLATFORM.pack_weight(torch.zeros(16, 16, dtype=dtype)))
     except (AttributeError, RuntimeError):
         return False
     return True

@@ -129,9 +129,7 @@ def _has_flash(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _FLASH_CAPABILITY
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, part: Any, scale: float
-) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, part: Any, scale: float) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
     lengths = part.queries, part.keys, part.max_queries, part.max_keys
     out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, 0.0, part.causal, False, scale=scale

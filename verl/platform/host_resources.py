@@ -126,9 +126,7 @@ def memory_limit() -> tuple[int | None, int | None]:
     for place in cgroups("memory"):
         for limit_name, used_name in _MEMORY_FILES:
             limit, used = read(place / limit_name), read(place / used_name)
-            if (
-                limit.isdecimal() and int(limit) < 1 << 60
-            ):  # version 1 writes "no limit" as a number near 2**63
+            if limit.isdecimal() and int(limit) < 1 << 60:  # version 1 writes "no limit" as a number near 2**63
                 limits.append((int(limit), int(used) if used.isdecimal() else None))
     return min(limits, key=lambda pair: pair[0], default=(None, None))
 

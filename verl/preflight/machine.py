@@ -47,12 +47,7 @@ def check(config: Root, report: Report) -> None:
     if report.model is not None:
         _model(report)
         _overrides(report, report.model_key, report.facts)
-    if (
-        report.ppo
-        and (critic := report.config.critic).enable
-        and critic.model.path
-        and critic.model.override_config
-    ):
+    if report.ppo and (critic := report.config.critic).enable and critic.model.path and critic.model.override_config:
         key, model = "critic.model", critic.model
         facts = report.look(f"{key}.path", model.path, model.override_config, model.hf_config_path)
         _overrides(report, key, facts)
@@ -71,9 +66,7 @@ def _devices(report: Report) -> None:
         f"{report.at('trainer.nnodes')}, {report.at('trainer.n_gpus_per_node')}",
     )
     if kind == "cuda" and here and not devices.cuda_build:
-        report.lacks(
-            "trainer.device=cuda", "torch is built without CUDA here; install a CUDA build, or set cpu"
-        )
+        report.lacks("trainer.device=cuda", "torch is built without CUDA here; install a CUDA build, or set cpu")
     elif device in ("cuda", "npu") and not here and not cluster:
         report.lacks("trainer.device", f"no {device} device is found here; set trainer.device=cpu or auto")
     if report.config.entry == "sft":
@@ -101,9 +94,7 @@ def _processes(report: Report, sizes: str, kind: str, here: int) -> None:
         report.was_set("trainer.nnodes") or report.was_set("trainer.n_gpus_per_node")
     ):
         command = f"torchrun --nnodes={nodes} --nproc_per_node={per_node} starts as many"
-        report.notice(
-            f"no effect: {sizes}: torchrun decides how many processes train, here {report.world}; {command}"
-        )
+        report.notice(f"no effect: {sizes}: torchrun decides how many processes train, here {report.world}; {command}")
 
 
 def _one_machine(report: Report, sizes: str, kind: str, here: int) -> None:
@@ -184,9 +175,7 @@ def _no_vision(report: Report, name: str) -> str:
         supported = ", ".join(VISION_MODELS)
         return f"are not in this release, where its images were not seen to be right; take one of {supported}"
     if report.rollout is not None and name not in capabilities(report.rollout.name).images:
-        return (
-            f"are not sampled by {report.rollout.name} in this release; set {report.rollout_key}.name=native"
-        )
+        return f"are not sampled by {report.rollout.name} in this release; set {report.rollout_key}.name=native"
     return ""
 
 
@@ -197,9 +186,7 @@ def _overrides(report: Report, model_key: str, facts: ModelFacts | None) -> None
     if facts is None or not changes:
         return
     unchanged = look(model.path, None, model.hf_config_path)
-    shapes = (
-        dict(_contradictions(changes, unchanged.config, unchanged.text)) if unchanged.weight_names() else {}
-    )
+    shapes = dict(_contradictions(changes, unchanged.config, unchanged.text)) if unchanged.weight_names() else {}
     for name, size in shapes.items():
         report.refuse(f"{key}.{name}", f"the weights of {model.path} have {name}={size}; remove it")
     if not unchanged.remote_code:

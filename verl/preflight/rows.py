@@ -46,11 +46,7 @@ def check(config: Root, report: Report) -> None:
 def _sources(report: Report, sources: set[str], key: str = "data.reward_fn_key") -> None:
     """Every data source has something that scores it."""
 
-    built_in = (
-        RowRules.of(report.config).needs_truth
-        if report.ppo
-        else not report.config.custom_reward_function.path
-    )
+    built_in = RowRules.of(report.config).needs_truth if report.ppo else not report.config.custom_reward_function.path
     if not built_in or not sources:
         return
 
@@ -58,9 +54,7 @@ def _sources(report: Report, sources: set[str], key: str = "data.reward_fn_key")
     for source, message in list(unknown.items())[:_SHOWN]:
         report.refuse(f"{report.at(key)}, source {source:.80}", message)
     if len(unknown) > _SHOWN:
-        report.refuse(
-            report.at(key), f"{len(unknown) - _SHOWN} further values of that column have no built-in reward"
-        )
+        report.refuse(report.at(key), f"{len(unknown) - _SHOWN} further values of that column have no built-in reward")
 
 
 def _images(report: Report, key: str, file: RowFile) -> bool:
@@ -190,29 +184,19 @@ def _look_at_row(report: Report, file: RowFile, row: dict[str, Any], number: int
 def _enough_rows(report: Report) -> None:
     most, size = report.rows_used("train"), report.config.data.train_batch_size
     if most is not None and most < size:
-        report.refuse(
-            "data.train_batch_size", f"more than {most} rows of data.train_files; lower it to {most}"
-        )
+        report.refuse("data.train_batch_size", f"more than {most} rows of data.train_files; lower it to {most}")
 
 
 def _table(report: Report) -> None:
     """The file of prompts or of responses that generation and evaluation read."""
 
     if "://" in (report.config.select("data.output_path") or ""):
-        report.refuse(
-            "data.output_path", "is not a local path; write to a disk of this machine and copy the file"
-        )
+        report.refuse("data.output_path", "is not a local path; write to a disk of this machine and copy the file")
     elif report.config.entry == "generation" and (target := report.config.select("data.output_path")):
         if Path(target).suffix in (".json", ".jsonl", ".csv", ".txt"):
-            report.refuse(
-                f"data.output_path={target}", "a parquet file is written; let its name end in .parquet"
-            )
-        if any(
-            Path(target).resolve() == Path(file).resolve() for file in report.config.select("data.path") or ()
-        ):
-            report.refuse(
-                f"data.output_path={target}", "is a file of data.path and would be replaced; name another"
-            )
+            report.refuse(f"data.output_path={target}", "a parquet file is written; let its name end in .parquet")
+        if any(Path(target).resolve() == Path(file).resolve() for file in report.config.select("data.path") or ()):
+            report.refuse(f"data.output_path={target}", "is a file of data.path and would be replaced; name another")
     for file in report.files["data.path"]:
         with report.refusing("data.path"):
             if report.config.entry == "generation":

@@ -74,9 +74,7 @@ def _optimizer(report: Report, path: str, name: str) -> None:
     user_set = report.was_set(path) or report.was_set(f"{path}_impl")
     module = report.config.select(f"{path}_impl")
     names_bound = names_in(module) if user_set and not _unused(report, path) else None
-    if names_bound is not None and name not in (
-        names_bound := names_bound - release.NO_STEP.get(module, set())
-    ):
+    if names_bound is not None and name not in (names_bound := names_bound - release.NO_STEP.get(module, set())):
         report.refuse(path, f"{path}_impl={module} has no optimizer of that name{nearest(name, names_bound)}")
 
 
@@ -89,11 +87,7 @@ def _dtype(report: Report, path: str, value: Any) -> None:
     name = float_name(value)
     if name is None and (report.was_set(path) or "same_as" not in report.keys[path].about):
         report.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(value, FLOATS)}")
-    elif (
-        name
-        and path == f"{report.rollout_key}.dtype"
-        and name not in capabilities(report.rollout.name).dtypes
-    ):
+    elif name and path == f"{report.rollout_key}.dtype" and name not in capabilities(report.rollout.name).dtypes:
         report.refuse(f"{path}={value}", not_sampled(report.rollout.name))
 
 

@@ -94,9 +94,7 @@ def page_data(run: Run, responses: Packed) -> Record:
         "config": summary.flatten(run.config),
         "versions": summary.flatten(run.versions),
         "unreadable": dict(run.unreadable),
-        "responses": {
-            name: getattr(responses, name) for name in ("rows", "prompts", "tokens", "images", "steps")
-        }
+        "responses": {name: getattr(responses, name) for name in ("rows", "prompts", "tokens", "images", "steps")}
         | {"stepsOnDisk": responses.steps_on_disk},
     }
 

@@ -86,9 +86,7 @@ def _lines(line: Line, columns: dict[str, list[float | None]]) -> list[dict[str,
     before, _, rest = line.metric.partition("{")
     after = rest.rpartition("}")[2]
     names = [name for name in columns if regex.fullmatch(name)][:_MOST]
-    labels = [
-        line.label or name.removeprefix(before).removesuffix(after).removesuffix("/mean") for name in names
-    ]
+    labels = [line.label or name.removeprefix(before).removesuffix(after).removesuffix("/mean") for name in names]
     return [
         {"name": name, "label": label} | {flag: flag in line.flags for flag in flags}
         for name, label in zip(names, labels, strict=True)

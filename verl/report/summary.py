@@ -143,9 +143,7 @@ def _single_figures(metrics: Metrics) -> list[Record]:
         note = f"interval {last[f'{name}_low']:.3g} to {last[f'{name}_high']:.3g}"
         figures.append(_figure(f"Accuracy, {source}", name, last, "", note))
     if SPEED in last:
-        figures.append(
-            _figure("Sampling", SPEED, last, "tokens/s", f"{last['generation/num_prompts']:g} prompts")
-        )
+        figures.append(_figure("Sampling", SPEED, last, "tokens/s", f"{last['generation/num_prompts']:g} prompts"))
         note = f"longest {last['response_length/max']:g}, {last['response_length/clip_ratio']:.0%} cut at the limit"
         figures.append(_figure("Mean response", "response_length/mean", last, "tokens", note))
     return figures

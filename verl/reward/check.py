@@ -38,13 +38,9 @@ def _user_code(report: Report) -> None:
             user_code(report, "reward_manager.module.path", "reward_manager.name")
         else:
             name = report.config.select("reward_manager.name")
-            report.refuse(
-                "reward_manager.source", f"needs reward_manager.module.path=FILE.py with the class {name}"
-            )
+            report.refuse("reward_manager.source", f"needs reward_manager.module.path=FILE.py with the class {name}")
     elif path:
-        report.refuse(
-            "reward_manager.module.path", "nothing is loaded without reward_manager.source=importlib"
-        )
+        report.refuse("reward_manager.module.path", "nothing is loaded without reward_manager.source=importlib")
 
 
 def _takes(report: Report, key: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -74,9 +70,7 @@ def _reward_model(report: Report) -> None:
         f"{_KEY}.model.path",
     )
     if wrong := [n for n, w in weights.items() if isinstance(w, bool) or not isinstance(w, (int, float))]:
-        report.refuse(
-            f"{_KEY}.weights", f"{', '.join(wrong)}: a weight is a number, {{function: 1, model: 0.5}}"
-        )
+        report.refuse(f"{_KEY}.weights", f"{', '.join(wrong)}: a weight is a number, {{function: 1, model: 0.5}}")
         return
     for at, number in beyond(weights, 10**9, f"{_KEY}.weights"):
         report.refuse(f"{at}={number}", "out of range; a weight is within ±10^9")
@@ -110,9 +104,7 @@ def _classifier(report: Report) -> bool | None:
     if facts is None:
         return None
     config = facts.config
-    is_classifier = any(
-        "ForSequenceClassification" in str(name) for name in config.get("architectures") or ()
-    )
+    is_classifier = any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
     return is_classifier and len(config.get("id2label") or (0, 1)) == 1
 
 

@@ -35,9 +35,7 @@ class ServedJudge:
     UserError for a tokenizer without chat template.
     """
 
-    def __init__(
-        self, engine: RolloutEngine, tokenizer: Any, settings: RewardModelConfig, processor: Any = None
-    ):
+    def __init__(self, engine: RolloutEngine, tokenizer: Any, settings: RewardModelConfig, processor: Any = None):
         self._engine, self._tokenizer, self._limit = (
             engine,
             tokenizer,

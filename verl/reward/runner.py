@@ -348,9 +348,7 @@ def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
 
 def _shown(trajectory: Trajectory) -> list[str]:
     """The images that tools and environments showed, in their order, as data URIs; [] unless `reward_model.images`."""
-    all_media = (
-        leaf for segment in trajectory.segments if segment.media is not None for leaf in segment.media.leaves
-    )
+    all_media = (leaf for segment in trajectory.segments if segment.media is not None for leaf in segment.media.leaves)
     other_media = dict.fromkeys(leaf for leaf in all_media if leaf is not trajectory.prompt.media)
     return data_uris(file for leaf in other_media for file in leaf.files)
 

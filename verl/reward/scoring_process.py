@@ -85,9 +85,7 @@ class Function:
 
             self.call = load_function(init["path"], init["name"])
             self.kwargs = taken(self.call, init["offered"]) | self.kwargs
-            self.positional = calling_style(
-                self.call, self.kwargs, batch=self.batch, positional=init["positional"]
-            )
+            self.positional = calling_style(self.call, self.kwargs, batch=self.batch, positional=init["positional"])
             self.is_async = is_async(self.call)
 
     def __call__(self, message: dict[str, Any]) -> Any:
@@ -126,9 +124,7 @@ def _report(channel: ParentChannel, number: int, outcomes: list[Outcome]) -> Non
         outcomes = [replace(outcomes[0], undecided=_undecided), *outcomes[1:]]
         _undecided = 0
     if REFUSED_NAMES:
-        outcomes = [
-            failed("load", f"it asks for what verl lacks: {REFUSED_NAMES[0]}", o.traceback) for o in outcomes
-        ]
+        outcomes = [failed("load", f"it asks for what verl lacks: {REFUSED_NAMES[0]}", o.traceback) for o in outcomes]
     channel.send({"id": number, "outcomes": [vars(outcome) for outcome in outcomes]})
 
 

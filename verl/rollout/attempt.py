@@ -290,9 +290,7 @@ class Attempts:
         if self._processes is not None:
             await self._processes.close()
 
-    async def trajectory(
-        self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str
-    ) -> Trajectory:
+    async def trajectory(self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str) -> Trajectory:
         """One trajectory. `prefix` keeps requests apart whose prompts come from different files."""
         for number in range(self._settings.max_resamples + 1):
             trajectory = await self._attempt(prompt, index, sampling, prefix, number)
@@ -345,9 +343,7 @@ class Attempts:
                 raise
             problem = str(error) if isinstance(error, LoopFailed) else f"{type(error).__name__}: {error}"
             trace = "".join(traceback.format_exception(error))
-            self._failed(
-                "rollout_failure", prompt, problem, file=prompt.file, row=prompt.row, traceback=trace
-            )
+            self._failed("rollout_failure", prompt, problem, file=prompt.file, row=prompt.row, traceback=trace)
             lost = _lost(prompt, index, self._requests.engine.version, problem)
             if isinstance(error, LoopEnded):
                 lost.status, lost.extra["agent_loop"] = "environment_error", name

@@ -33,18 +33,14 @@ def _sampling(report: Report) -> None:
     rollout = report.rollout
     val = rollout.val_kwargs
     if rollout.temperature <= 0:
-        report.refuse(
-            f"{ROLLOUT}.temperature", "training samples; set 1.0 (validation: val_kwargs.temperature)"
-        )
+        report.refuse(f"{ROLLOUT}.temperature", "training samples; set 1.0 (validation: val_kwargs.temperature)")
     if not rollout.do_sample:
         report.refuse(f"{ROLLOUT}.do_sample", "training samples; set True (validation: val_kwargs.do_sample)")
     if val.do_sample is True and val.temperature == 0:
         both = f"{ROLLOUT}.val_kwargs.do_sample=True, val_kwargs.temperature=0"
         report.refuse(both, "temperature 0 is greedy; set val_kwargs.temperature=1.0, or do_sample=False")
     elif val.n > 1 and (val.do_sample is False or val.temperature == 0):
-        report.notice(
-            f"{report.at(f'{ROLLOUT}.val_kwargs.n')} and greedy: all responses to a prompt will be the same"
-        )
+        report.notice(f"{report.at(f'{ROLLOUT}.val_kwargs.n')} and greedy: all responses to a prompt will be the same")
     if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
         report.notice(
             f"{ROLLOUT}: top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} truncate what is sampled; "
@@ -69,9 +65,7 @@ def _routes(report: Report) -> None:
         f"{ROLLOUT}.enable_rollout_routing_replay",
     )
     if mode != "disabled" and report.facts is not None and not report.facts.experts:
-        report.refuse(
-            key, f"{report.facts.name} is a dense model, which has no experts to choose; set it to disabled"
-        )
+        report.refuse(key, f"{report.facts.name} is a dense model, which has no experts to choose; set it to disabled")
     if mode == "R3" and not recorded:
         report.refuse(key, f"it replays the sampler's routes; set {switch}=True")
     elif mode == "R3" and not capabilities(report.rollout.name).routes:
@@ -79,9 +73,7 @@ def _routes(report: Report) -> None:
     elif recorded and mode != "R3":
         report.notice(f"no effect: {switch}=True: only {key}=R3 replays the sampler's routes")
     if mode == "R2" and report.config.algorithm.rollout_correction.bypass_mode:
-        report.refuse(
-            key, "with rollout_correction.bypass_mode no pass gives old log-probs and routes; use R3"
-        )
+        report.refuse(key, "with rollout_correction.bypass_mode no pass gives old log-probs and routes; use R3")
 
 
 def _stop_tokens(report: Report) -> None:
@@ -92,9 +84,7 @@ def _stop_tokens(report: Report) -> None:
             report.refuse(f"{key}={wrong[0]}", f"the model's vocabulary has {size} tokens")
     own_key, of_data = f"{report.rollout_key}.response_length", "data.max_response_length"
     if report.was_set(own_key) and report.config.select(own_key) != report.config.select(of_data):
-        report.notice(
-            f"{report.at(own_key)} differs from {report.at(of_data)}: responses end at the smaller one"
-        )
+        report.notice(f"{report.at(own_key)} differs from {report.at(of_data)}: responses end at the smaller one")
 
 
 def _agents(report: Report) -> None:
@@ -103,14 +93,10 @@ def _agents(report: Report) -> None:
     if environment.name and not environment.path:
         report.refuse(f"{key}.agent.environment.path", f"environment.name={environment.name} needs it")
     elif environment.path and not environment.name:
-        report.refuse(
-            f"{key}.agent.environment.name", f"{report.at(f'{key}.agent.environment.path')} needs it"
-        )
+        report.refuse(f"{key}.agent.environment.name", f"{report.at(f'{key}.agent.environment.path')} needs it")
     elif environment.name and report.plugins:
         with report.refusing(f"{key}.agent.environment"):
-            tokenizer = (
-                report.config.select("data.tokenizer") or report.model.tokenizer_path or report.model.path
-            )
+            tokenizer = report.config.select("data.tokenizer") or report.model.tokenizer_path or report.model.path
             environment_agent.check(environment, tokenizer)
     files = ("tool_config_path", "function_tool_path", "interaction_config_path")
     if configured := [name for name in files if turns[name]]:

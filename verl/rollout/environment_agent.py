@@ -188,9 +188,7 @@ class EnvironmentAgent(AgentLoop):
             return reply
         except Exception as error:
             cause = str(error) or f"no answer within rollout.agent.tool_timeout={self._agent.tool_timeout} s"
-            raise EnvironmentFailed(
-                f"{self._path}: {method.__name__}: {type(error).__name__}: {cause}"
-            ) from error
+            raise EnvironmentFailed(f"{self._path}: {method.__name__}: {type(error).__name__}: {cause}") from error
         finally:
             self._seconds += self.loop.time() - started
 

@@ -111,9 +111,7 @@ class RolloutManager:
         self.settings, self.requests = settings, ResumableGeneration(engine)
         setup = LoopSetup(tokenizer, config)
         loops.load_listed(setup.loops_file)
-        self._attempts = Attempts(
-            self.requests, settings, setup, decode=decode, event=event, processes=processes
-        )
+        self._attempts = Attempts(self.requests, settings, setup, decode=decode, event=event, processes=processes)
         self._on_finished = on_finished
         self._groups: list[PromptGroup] = []  # begun and not taken, in draw order
         self._open: list[PromptGroup] = []  # with responses to be waited for, those of `sample` too

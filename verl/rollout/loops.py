@@ -144,9 +144,7 @@ class SingleTurnAgent(AgentLoop):
         return Outcome()
 
 
-async def run(
-    setup: LoopSetup, name: str, record: Record, sampling: SamplingParams, row: dict[str, Any]
-) -> Outcome:
+async def run(setup: LoopSetup, name: str, record: Record, sampling: SamplingParams, row: dict[str, Any]) -> Outcome:
     """What the loop registered as `name` gives for a row (see `AgentLoop.run`), whose tokens are in the record.
 
     A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that

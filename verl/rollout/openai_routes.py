@@ -167,9 +167,7 @@ def _choice(
     return {"index": number, **content, "finish_reason": reason, "logprobs": log_probs, "token_ids": ids}
 
 
-def _result(
-    kind: str, body: Mapping[str, Any], sampled: Sequence[tuple[int, Completion, dict[str, Any]]]
-) -> Result:
+def _result(kind: str, body: Mapping[str, Any], sampled: Sequence[tuple[int, Completion, dict[str, Any]]]) -> Result:
     """The body, or the parts of the stream that was asked for. sampled: tokens of the prompt, completion, choice."""
     before = sum(size for size, _, _ in sampled)
     after = sum(len(completion.token_ids) for _, completion, _ in sampled)

@@ -330,9 +330,7 @@ class Record:
         it."""
         earlier = place.segment
         assert earlier is not None
-        segment = SegmentRecord(
-            len(self.segments), earlier.context, earlier.shown, earlier.parent, earlier.shared
-        )
+        segment = SegmentRecord(len(self.segments), earlier.context, earlier.shown, earlier.parent, earlier.shared)
         segment.media = earlier.media
         segment.spans, segment.length = earlier.spans[:-1], earlier.spans[-1].start
         earlier.withdrawn, earlier.parent, earlier.shared = True, segment, place.length

@@ -65,9 +65,7 @@ class ResumableGeneration:
                 # The text is the whole response's; of a response that began elsewhere these are not all its tokens.
                 return replace(completion, text=None) if sampling.start else completion
 
-    async def _ask(
-        self, prompt_ids: Any, sampling: SamplingParams, *, request_id: str, **how: Any
-    ) -> Completion:
+    async def _ask(self, prompt_ids: Any, sampling: SamplingParams, *, request_id: str, **how: Any) -> Completion:
         if not self._under_way:
             self._busy_since = self._clock()
             self._empty.clear()

@@ -166,9 +166,7 @@ def metric_values(metric: str, rows: Iterable[Trajectory]) -> list[float]:
         values = parts | dict.fromkeys(SCORES, row.score)
         if metric not in values:
             keys = ", ".join(sorted({"reward", *parts}))
-            raise UserError(
-                f"{_KEYS}.metric={metric}: the reward function did not return it; it returned: {keys}"
-            )
+            raise UserError(f"{_KEYS}.metric={metric}: the reward function did not return it; it returned: {keys}")
         scores.append(float(values[metric]))
     return scores
 
@@ -309,9 +307,7 @@ class DynamicSchedule(PromptSchedule):
             f"or a higher {_KEYS}.max_num_gen_batches"
         )
 
-    async def _take(
-        self, rollouts: RolloutManager, chosen: list[PromptGroup], judged: Sequence[PromptGroup]
-    ) -> Batch:
+    async def _take(self, rollouts: RolloutManager, chosen: list[PromptGroup], judged: Sequence[PromptGroup]) -> Batch:
         """The chosen groups as a batch; what was drawn before their last is done with, what was drawn after it waits or
         goes back."""
         last = rollouts.groups.index(chosen[-1]) + 1

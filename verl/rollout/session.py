@@ -134,9 +134,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         self._began = time.monotonic()
 
-    async def generate(
-        self, prompt_ids: Any, sampling: Settings = None, media: Sequence[Media] = ()
-    ) -> Completion:
+    async def generate(self, prompt_ids: Any, sampling: Settings = None, media: Sequence[Media] = ()) -> Completion:
         """Sample a continuation of `prompt_ids`, int64 [P], with the run's settings or others. ValueError for an
         unknown one.
 
@@ -338,8 +336,7 @@ def _normal(message: Message) -> dict[str, Any]:
     out = {name: value for name, value in message.items() if value is not None} | {"content": content}
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
-            for call in calls
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}} for call in calls
         ]
     return out
 

@@ -71,16 +71,13 @@ class ToolAgent(AgentLoop):
             return None
         if not self._turns.interaction_config_path:
             why = (
-                "rows name it in interaction_kwargs and there is no multi_turn.interaction_config_path: "
-                "nobody answers"
+                "rows name it in interaction_kwargs and there is no multi_turn.interaction_config_path: nobody answers"
             )
             warn_once(str(name), "no file", why, of="interaction")
             return None
         interactions = load_interactions(self._turns.interaction_config_path)
         if name not in interactions:
-            raise UserError(
-                f"interaction_kwargs.name={name!r}: known are {', '.join(interactions) or 'none'}"
-            )
+            raise UserError(f"interaction_kwargs.name={name!r}: known are {', '.join(interactions) or 'none'}")
         arguments = {key: value for key, value in kwargs.items() if value is not None}
         return Partner(interactions[name], arguments, self._agent.tool_timeout)
 

@@ -90,9 +90,7 @@ class Boundaries:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return bool(text == self.chat.text(messages, **_with(tools)))
 
-    def between(
-        self, turn: Message, following: Sequence[Message], tools: Any, last_id: int | None
-    ) -> Rendered | None:
+    def between(self, turn: Message, following: Sequence[Message], tools: Any, last_id: int | None) -> Rendered | None:
         """What comes after the model's `turn` (its message) when `following` are said, the generation prompt at its
         end. last_id: the last sampled token. None where the template has no boundary here."""
         kind = f"{following[0]['role']} {bool(turn.get('tool_calls'))}"

@@ -71,9 +71,7 @@ def _profiler(report: Report) -> None:
         return
     tool = f"global_profiler.tool={profiler.tool}"
     if not profiler.steps:
-        report.notice(
-            f"no effect: {tool}: no step is named (global_profiler.steps=[2] would profile the second)"
-        )
+        report.notice(f"no effect: {tool}: no step is named (global_profiler.steps=[2] would profile the second)")
         return
     report.refuse_file("global_profiler.save_path", profiler.save_path)
     if min(profiler.steps) < 1:

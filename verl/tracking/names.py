@@ -31,9 +31,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> tuple[dict[str, Number], list[s
     return {name: value for name, value in numbers.items() if value is not None}, bad
 
 
-def spread(
-    name: str, values: Iterable[float], which: Iterable[str] = ("mean", "max", "min")
-) -> dict[str, Number]:
+def spread(name: str, values: Iterable[float], which: Iterable[str] = ("mean", "max", "min")) -> dict[str, Number]:
     """`{name}/{mean,max,min}` of values; NaN where there are none."""
     import numpy as np
 

@@ -138,9 +138,7 @@ class StepProfiler:
         return self._tool.span(name) if self._first is not None else nullcontext()
 
 
-def open_profiler(
-    config: Root, *, roles: Sequence[str], rank: int, platform: Platform
-) -> StepProfiler | None:
+def open_profiler(config: Root, *, roles: Sequence[str], rank: int, platform: Platform) -> StepProfiler | None:
     """The profiler of a process that plays `roles` as rank `rank`; None if the configuration wants none of it.
 
     platform: of the device that it computes on. UserError for a tool that cannot work here, saying what to do.

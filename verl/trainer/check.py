@@ -58,13 +58,9 @@ def _lengths(report: Report) -> None:
     if facts is not None and facts.context is not None and longest > facts.context:
         report.refuse(text, f"= {longest} tokens, the model's context is {facts.context}; lower one of them")
     if longest > rollout.max_model_len:
-        report.refuse(
-            text, f"= {longest} tokens, {report.at(f'{key}.max_model_len')}; raise it or leave it null"
-        )
+        report.refuse(text, f"= {longest} tokens, {report.at(f'{key}.max_model_len')}; raise it or leave it null")
     if report.ppo and rollout.prompt_length < report.config.data.max_prompt_length:
-        report.refuse(
-            f"{key}.prompt_length", f"prompts may have {report.at('data.max_prompt_length')}; leave it unset"
-        )
+        report.refuse(f"{key}.prompt_length", f"prompts may have {report.at('data.max_prompt_length')}; leave it unset")
     if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.max_model_len:
         message = f"without enable_chunked_prefill a prompt is not cut; raise it to {rollout.max_model_len}"
         report.refuse(f"{key}.max_num_batched_tokens", f"{message}, or leave it unset")
@@ -118,13 +114,9 @@ def _batches(report: Report) -> None:
         above = f"the longest sequence ({longest} tokens) is above the token budget ({budget})"
         report.notice(f"{above}; it goes alone")
     if not data.val_files and report.trainer.val_only:
-        report.refuse(
-            "trainer.val_only=True, data.val_files", "there is nothing to validate on; name the files"
-        )
+        report.refuse("trainer.val_only=True, data.val_files", "there is nothing to validate on; name the files")
     if not data.val_files and report.trainer.test_freq > 0:
-        report.notice(
-            f"{report.at('trainer.test_freq')} without data.val_files: there is nothing to validate on"
-        )
+        report.notice(f"{report.at('trainer.test_freq')} without data.val_files: there is nothing to validate on")
 
 
 def _pools(report: Report) -> None:
@@ -132,9 +124,7 @@ def _pools(report: Report) -> None:
         needed = "needs a pool for sampling: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
         report.refuse("actor_rollout_ref.hybrid_engine", needed)
     if report.config.reward_model.enable_resource_pool and not report.config.reward_model.nnodes:
-        report.refuse(
-            "reward_model.enable_resource_pool=True, reward_model.nnodes=0", "set its size in nodes"
-        )
+        report.refuse("reward_model.enable_resource_pool=True, reward_model.nnodes=0", "set its size in nodes")
 
 
 def _policy_layout(report: Report) -> None:
@@ -152,9 +142,9 @@ def _policy_layout(report: Report) -> None:
             f"{ref_rows} devices share a sequence of the reference and {rows} one of the actor, which gets the same "
             f"rows: {ref_rows} must divide {rows}; leave it as the actor's",
         )
-    needs_reference = (
-        actor.use_kl_loss or report.config.algorithm.use_kl_in_reward
-    ) and not reference_is_base(report.config)
+    needs_reference = (actor.use_kl_loss or report.config.algorithm.use_kl_in_reward) and not reference_is_base(
+        report.config
+    )
     if needs_reference and (ref.model.path or of_ref.sizes != of_actor.sizes):
         _ranks(report, of_ref, own_model=not ref.model.path)
     if report.config.critic.enable:
@@ -207,20 +197,14 @@ def _staleness(report: Report) -> None:
     key, nodes_key = f"trainer.max_staleness={lag}", f"{ROLLOUT}.nnodes"
     if report.rollout.nnodes > 0:
         return
-    if (
-        report.world == 1
-        and not ray_address(report.config)
-        and capabilities(report.rollout.name).in_place_weights
-    ):
+    if report.world == 1 and not ray_address(report.config) and capabilities(report.rollout.name).in_place_weights:
         report.refuse(
             key,
             "sampler and trainer share one model here, so nothing can be sampled while it is trained. Give sampling "
             f"devices of its own ({nodes_key}=1 {ROLLOUT}.n_gpus_per_node=1), or set trainer.max_staleness=0",
         )
     else:
-        report.notice(
-            f"{key} on shared devices: sampler and trainer compete; {nodes_key} gives sampling its own"
-        )
+        report.notice(f"{key} on shared devices: sampler and trainer compete; {nodes_key} gives sampling its own")
 
 
 def _without_effect(report: Report) -> None:
@@ -230,13 +214,9 @@ def _without_effect(report: Report) -> None:
     if report.config.critic.nnodes and not report.config.critic.enable:
         report.notice(f"no effect: {report.at('critic.nnodes')}: there is no critic (critic.enable)")
     if not report.model.use_remove_padding:
-        report.notice(
-            f"no effect: {report.model_key}.use_remove_padding=False: sequences are packed without padding"
-        )
+        report.notice(f"no effect: {report.model_key}.use_remove_padding=False: sequences are packed without padding")
     if "hf_model" in actor.checkpoint.save_contents:
-        report.notice(
-            "checkpoint.save_contents: hf_model has no effect, weights are Hugging Face files always"
-        )
+        report.notice("checkpoint.save_contents: hf_model has no effect, weights are Hugging Face files always")
 
 
 def _folders(report: Report) -> None:
@@ -250,24 +230,18 @@ def _folders(report: Report) -> None:
         if folder_name == "":
             report.refuse(f"trainer.{name}", "is part of the run's folder; name something")
         elif ".." in Path(str(folder_name or "")).parts:
-            report.refuse(
-                f"trainer.{name}", "is part of the run's folder and may not lead out of it; remove '..'"
-            )
+            report.refuse(f"trainer.{name}", "is part of the run's folder and may not lead out of it; remove '..'")
     for role in ("actor_rollout_ref.actor.checkpoint", "checkpoint"):
         contents: Any = report.config.select(f"{role}.save_contents")
         if contents == [] and report.trainer.get("save_freq") not in (-1, 0):
-            report.refuse(
-                f"{role}.save_contents", "a checkpoint would hold nothing; name model, optimizer, extra"
-            )
+            report.refuse(f"{role}.save_contents", "a checkpoint would hold nothing; name model, optimizer, extra")
 
 
 def _resume(report: Report) -> None:
     """The checkpoint of resume_path is there."""
     if report.trainer.resume_mode != "resume_path":
         if report.trainer.resume_from_path:
-            report.notice(
-                f"no effect: {report.at('trainer.resume_from_path')} without trainer.resume_mode=resume_path"
-            )
+            report.notice(f"no effect: {report.at('trainer.resume_from_path')} without trainer.resume_mode=resume_path")
         return
     at, folder = report.at("trainer.resume_from_path"), Path(report.trainer.resume_from_path or "")
     complete = ("manifest.json", "latest_checkpointed_iteration.txt", "data.pt", "global_step_*")

@@ -69,9 +69,7 @@ class Storage:
 
     # ---------------------------------------------------------------------------------------------- saving
 
-    def save(
-        self, step: int, parts: Mapping[str, Callable[[Path], Any]], loop_state: Mapping[str, Any]
-    ) -> None:
+    def save(self, step: int, parts: Mapping[str, Callable[[Path], Any]], loop_state: Mapping[str, Any]) -> None:
         """Write `global_step_{step}`. A failure is an event and a notice, and the run goes on.
 
         Waits for the save before it.
@@ -201,9 +199,7 @@ class Storage:
         saved, path = checkpoint.loop_state.get("data_identity", {}), checkpoint.path
         different = [key for key in data_identity if key in saved and saved[key] != data_identity[key]]
         if different:
-            changed = "; ".join(
-                f"{key}: {saved[key]!r} then, {data_identity[key]!r} now" for key in different
-            )
+            changed = "; ".join(f"{key}: {saved[key]!r} then, {data_identity[key]!r} now" for key in different)
             raise UserError(
                 f"cannot resume from {path}: the order of the data would change ({changed}). Restore the settings, "
                 f"or start a new run from the weights: {model_key}={path / 'actor'} trainer.resume_mode=disable"
@@ -327,9 +323,7 @@ class Checkpoints:
         policy = self._workers.policy
 
         def log_probs(row: Trajectory) -> Any:
-            bare = [
-                Segment(s.context_ids, s.response_ids, s.response_mask, media=s.media) for s in row.segments
-            ]
+            bare = [Segment(s.context_ids, s.response_ids, s.response_mask, media=s.media) for s in row.segments]
             probe = Trajectory(row.prompt, row.index, segments=bare)
             with self._colocation.computing(policy):
                 policy.forward(Batch([probe]), "save_checkpoint", {"log_probs": "old_log_probs"})

@@ -110,9 +110,7 @@ class Responses(CheckedRows):
         if unknown:
             raise DataError("; ".join(unknown.values()))
 
-    def _add(
-        self, number: int, row: dict[str, Any], plain_format: bool, rules: RowRules, config: EvalConfig
-    ) -> None:
+    def _add(self, number: int, row: dict[str, Any], plain_format: bool, rules: RowRules, config: EvalConfig) -> None:
         data = config.data
         row["reward_model"] = _truth(row.get(data.reward_model_key))
         fields = fields_of(row, number, plain_format, rules)
@@ -155,9 +153,7 @@ def _responses(cell: Any, fields: RowFields, path: str, row: int) -> list[Trajec
     state: dict[str, Any] = {"finish_reason": ""}
     lost = {"finish_reason": "lost", "score_error": "lost by the sampler (null in the file)"}
     return [
-        Trajectory(
-            prompt, i, nothing, nothing.astype(bool), text=text or "", **(lost if text is None else state)
-        )
+        Trajectory(prompt, i, nothing, nothing.astype(bool), text=text or "", **(lost if text is None else state))
         for i, text in enumerate(texts)
     ]
 

@@ -115,9 +115,7 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     return data, tokenizer
 
 
-def _build(
-    run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks
-) -> tuple[RolloutManager, WorkerSet]:
+def _build(run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks) -> tuple[RolloutManager, WorkerSet]:
     """The samplers and what drives them."""
     settings = rollout_settings(run)
     settings = replace(settings, max_lost_ratio=1.0)  # the share of a prompt's own responses says little

@@ -64,9 +64,7 @@ class Parts:
     counters: Counters
 
 
-def build_parts(
-    config: Config, tracking: Tracking, loop: Loop, phases: Phases, hooks: RunHooks
-) -> tuple[Parts, int]:
+def build_parts(config: Config, tracking: Tracking, loop: Loop, phases: Phases, hooks: RunHooks) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
     check_cluster(config)
@@ -99,9 +97,7 @@ def build_parts(
         *(stream, rollouts, rewards, workers, colocation, kl_controller, validator),
         *(checkpoints, tracking, phases, loop, counters),
     )
-    print(
-        f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"
-    )
+    print(f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}")
     return parts, total_steps
 
 
@@ -135,9 +131,7 @@ def open_rewards(config: Config, tracking: Tracking, judging: RolloutEngine | No
     return RewardRunner(config, events=tracking.event, model=model, judge=judge)
 
 
-def open_tokenizer(
-    model: ModelConfig, data: DataConfig | SFTDataConfig, tracking: Tracking
-) -> tuple[Any, Any]:
+def open_tokenizer(model: ModelConfig, data: DataConfig | SFTDataConfig, tracking: Tracking) -> tuple[Any, Any]:
     """The tokenizer, which the records get too, and the processor of a model that sees images, else None. A run loads
     them first, so libraries are set up before. model, data: the groups of the configuration."""
     tune_allocator()
@@ -159,9 +153,7 @@ def open_data(
     train = PromptDataset(config.as_written("data.train_files"), config, tokenizer, **options)
     validation = None
     if data.val_files:
-        validation = PromptDataset(
-            config.as_written("data.val_files"), config, tokenizer, split="val", **options
-        )
+        validation = PromptDataset(config.as_written("data.val_files"), config, tokenizer, split="val", **options)
     tracking.data_report(train, validation)
     return train, validation
 

@@ -82,8 +82,7 @@ def _interrupted(config: RunConfig, run_dir: Path) -> str:
         return "interrupted: the same command starts from the beginning"
     if further is None:
         return (
-            "interrupted before a checkpoint was saved (trainer.save_freq): "
-            "the same command starts from the beginning"
+            "interrupted before a checkpoint was saved (trainer.save_freq): the same command starts from the beginning"
         )
     return f"interrupted. {further}"
 

@@ -262,9 +262,7 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
     tokenizer, processor = open_tokenizer(config.model, config.data, tracking)
     train, validation = open_data(config, tokenizer, tracking, processor)
     if trainer.save_freq != EACH_EPOCH and int(trainer.save_freq) <= 0 and not trainer.val_only:
-        tracking.notice(
-            "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"
-        )
+        tracking.notice("trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)")
     training = SFTTrainer(config, build_engine(config, ranks), train, validation, tracking, ranks)
     try:
         training.fit()

@@ -98,9 +98,7 @@ class _Filling:
         self._entries: list[str] = []
         self._header = 2
 
-    def add(
-        self, name: str, flat: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> int:
+    def add(self, name: str, flat: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Copy as many elements of `flat` from `start` as fit; returns how many, -1 if not even a part fits.
 
         A tensor that an empty bucket could hold is not cut: the receiver can then use it where it lies.
@@ -183,9 +181,7 @@ def parse(header: bytes, size: int) -> list[Part]:
     """The parts of a bucket of `size` bytes. Raises WeightSyncError for a header that cannot be right."""
     try:
         entries = json.loads(header)
-        parts = [
-            Part(n, _DTYPES[d], tuple(map(int, s)), int(a), int(c), int(o)) for n, d, s, a, c, o in entries
-        ]
+        parts = [Part(n, _DTYPES[d], tuple(map(int, s)), int(a), int(c), int(o)) for n, d, s, a, c, o in entries]
     except (ValueError, KeyError, TypeError) as error:
         raise WeightSyncError(f"a bucket's header cannot be read ({error})") from error
     for part in parts:

@@ -120,9 +120,7 @@ class WeightGroup:
         del self._group, self._store
 
 
-def _process_group(
-    backend: str, store: dist.Store, rank: int, size: int, limit: timedelta, address: str
-) -> Any:
+def _process_group(backend: str, store: dist.Store, rank: int, size: int, limit: timedelta, address: str) -> Any:
     """A `torch.distributed.ProcessGroup` of its own."""
     options: Any
     if backend == "gloo":

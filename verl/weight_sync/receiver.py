@@ -11,9 +11,7 @@ class WeightReceiver(ABC):
     """Replaces the weights that an engine samples with. Calls block, come from any thread, one at a time."""
 
     @abstractmethod
-    def load_weights(
-        self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
-    ) -> dict[str, str]:
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = "") -> dict[str, str]:
         """Replace weights from (Hugging Face name, full tensor) pairs, asleep or not; those of the adapter if the
         engine has one of its own. With `verify` (`verl.weight_sync.verify`) returns checksums by name of what the
         engine then holds, or of what it received where that cannot be compared.

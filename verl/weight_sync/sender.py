@@ -100,9 +100,7 @@ class StreamedSync(WeightSync):
         return SyncResult(moved[0], time.monotonic() - started, len(sent))
 
 
-def _counted(
-    weights: Weights, dtype: torch.dtype | None, moved: list[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _counted(weights: Weights, dtype: torch.dtype | None, moved: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass weights on and add up their bytes as they travel."""
     for name, tensor in weights:
         moved[0] += tensor.numel() * converted(tensor, dtype).itemsize

@@ -284,9 +284,7 @@ def _reserve(fd: int, start: int, size: int) -> None:
         ) from error
 
 
-def wait(
-    until: Callable[[], bool], check: Callable[[], None], timeout: float, who: Callable[[], str]
-) -> None:
+def wait(until: Callable[[], bool], check: Callable[[], None], timeout: float, who: Callable[[], str]) -> None:
     """Poll `until`; every now and then `check`, which raises when waiting is in vain.
 
     Raises WeightSyncError after `timeout` seconds; `who` says what was waited for.

@@ -65,9 +65,7 @@ def engines_of(
     return engines
 
 
-def actor_engine(
-    config: Config, total_steps: int, platform: Platform, *, shared: bool = False
-) -> TrainingEngine:
+def actor_engine(config: Config, total_steps: int, platform: Platform, *, shared: bool = False) -> TrainingEngine:
     """The idle engine of the policy in training, its schedule set. With several ranks, they must have joined before.
 
     shared: a sampler of this process is to work on its tensors (one rank only).
@@ -179,9 +177,7 @@ def reward_engine(config: Config, platform: Platform) -> Any:
             )
         except NotPacked:
             tokens = cfg.rollout.max_num_batched_tokens
-            whole = PaddedClassifier(
-                path, model_cfg=cfg.model, tokens=tokens, placement=placed, device=platform
-            )
+            whole = PaddedClassifier(path, model_cfg=cfg.model, tokens=tokens, placement=placed, device=platform)
             whole.offload()
             return whole
     except UserError as error:
@@ -206,9 +202,7 @@ def _engine(
     }
     record = TRAINING_ENGINES.named(role_cfg["strategy"])
     placed = placed or record.placement(role_cfg)
-    engine: TrainingEngine = record.build(
-        str(path), role_cfg=role_cfg, placement=placed, device=platform, **options
-    )
+    engine: TrainingEngine = record.build(str(path), role_cfg=role_cfg, placement=placed, device=platform, **options)
     engine.offload()
     engine.release_cached_memory()
     return engine

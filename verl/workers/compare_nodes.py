@@ -144,9 +144,7 @@ def compare(nodes: Sequence[Facts], driver: Facts, needs: NodeNeeds) -> Iterator
         yield from _own(node, needs)
 
 
-def _alike(
-    area: str, name: str, have: Mapping[str, str], todo: str, decisive: Callable[[str], str]
-) -> Finding:
+def _alike(area: str, name: str, have: Mapping[str, str], todo: str, decisive: Callable[[str], str]) -> Finding:
     """One line: every node has what the first one has, or which has which. `have`: by node. `decisive`: what must not
     differ of a text. Builds of one release may meet ("2.13.0+cpu" on a driver without a device)."""
     first, mine = next(iter(have.items()))

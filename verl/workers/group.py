@@ -88,9 +88,7 @@ class WorkerGroup:
     between an update and the push of its weights.
     """
 
-    def __init__(
-        self, calls: Calls, facts: Sequence[Mapping[str, Any]], *, plan: UpdatePlan, balance: bool = True
-    ):
+    def __init__(self, calls: Calls, facts: Sequence[Mapping[str, Any]], *, plan: UpdatePlan, balance: bool = True):
         self.calls, self.plan = calls, plan
         self.facts = list(facts)
         self.dp_ranks = [int(fact["dp_rank"]) for fact in facts]

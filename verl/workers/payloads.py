@@ -238,9 +238,7 @@ def decode_results(payload: Mapping[str, Any]) -> list[GenerateResult]:
     ids = iter(_cut(payload["token_ids"].astype(np.int64), lengths))
     log_probs = iter(_cut(np.array(payload["log_probs"]), lengths))
     return [
-        GenerateResult(
-            name, None if facts is None else Completion(next(ids), next(log_probs), **facts), error
-        )
+        GenerateResult(name, None if facts is None else Completion(next(ids), next(log_probs), **facts), error)
         for name, error, facts in payload["entries"]
     ]
 

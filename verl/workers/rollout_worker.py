@@ -72,9 +72,7 @@ class RolloutWorker(Profiled):
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         }
 
-    async def submit(
-        self, payload: Payload, ended: Sequence[str] = (), *inputs: Mapping[str, np.ndarray]
-    ) -> None:
+    async def submit(self, payload: Payload, ended: Sequence[str] = (), *inputs: Mapping[str, np.ndarray]) -> None:
         """End these sessions, then begin requests; returns at once. A request id that is under way is left as it is.
         inputs: of the requests' images."""
         for session in ended:
@@ -99,9 +97,7 @@ class RolloutWorker(Profiled):
             if self.engine.dead:
                 self._note_death(error)
             else:
-                self._done.append(
-                    payloads.GenerateResult(request.id, error=(type(error).__name__, str(error)))
-                )
+                self._done.append(payloads.GenerateResult(request.id, error=(type(error).__name__, str(error))))
         self._wakeup.set()
 
     def _text(self, request: payloads.GenerateRequest, completion: Completion) -> str | None:

@@ -99,9 +99,7 @@ class Worker(Profiled):
             "device": self.platform.describe(),
             "device_id": self.platform.memory_id(self.platform.device()),
             "roles": list(self.engines),
-            "compute_dtype": str(
-                compute_dtype(placement(self.config.actor_rollout_ref.actor), self.platform)
-            ),
+            "compute_dtype": str(compute_dtype(placement(self.config.actor_rollout_ref.actor), self.platform)),
         }
 
     def engine(self, role: str = "actor") -> TrainingEngine:
@@ -249,9 +247,7 @@ class Worker(Profiled):
         with closing(Rendezvous(**rendezvous).join(0, settings.backend, self.platform)) as group:
             return broadcast(group, weights, version, bucket_bytes=bucket, dtype=dtype, channel=target)
 
-    def try_channel(
-        self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float
-    ) -> str:
+    def try_channel(self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float) -> str:
         """Write a first, small transfer (`channel.offer`); what went wrong, "" for nothing."""
         if channel is None:
             return ""

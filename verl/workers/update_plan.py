@@ -180,9 +180,7 @@ class UpdatePlan:
         ends = np.cumsum([segment.length for segment in segments])[:-1]
         return dict(zip(map(id, segments), np.split(log_probs(segments), ends), strict=True))
 
-    def _tokens(
-        self, segments: list[Segment], current: dict[int, np.ndarray], seed: Sequence[int]
-    ) -> MiniBatchTokens:
+    def _tokens(self, segments: list[Segment], current: dict[int, np.ndarray], seed: Sequence[int]) -> MiniBatchTokens:
         """What a loss may ask of the whole mini-batch."""
         old = "rollout_log_probs" if self.correction.bypass else "old_log_probs"
         numbers: dict[int, int] = {}

@@ -57,13 +57,9 @@ def test_failed_scores_are_not_outcomes() -> None:
     assert batch[0].loss_mask is not batch[0].response_mask
 
 
-@pytest.mark.parametrize(
-    ("rollout_n", "needs", "dropped"), [(2, True, 1), (5, True, 1), (1, True, 0), (2, False, 0)]
-)
+@pytest.mark.parametrize(("rollout_n", "needs", "dropped"), [(2, True, 1), (5, True, 1), (1, True, 0), (2, False, 0)])
 def test_a_group_left_with_one_response(rollout_n: int, needs: bool, dropped: int) -> None:
-    batch = Batch(
-        [response("a", [1], 1.0), response("a", [1], None), response("b", [1], 1.0), response("b", [1], 0.0)]
-    )
+    batch = Batch([response("a", [1], 1.0), response("a", [1], None), response("b", [1], 1.0), response("b", [1], 0.0)])
     usable, found = prepare_outcomes(batch, rollout_n, needs)
     assert found == dropped
     assert usable.tolist() == [not dropped, False, True, True]
@@ -97,9 +93,7 @@ def test_rewards_stand_on_policy_tokens(mask: list[int], data: st.DataObject) ->
 
 
 def test_token_scores_of_the_wrong_length_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"response 4 of q: token_scores has shape \(3,\), the response has 2"
-    ):
+    with pytest.raises(ValueError, match=r"response 4 of q: token_scores has shape \(3,\), the response has 2"):
         token_rewards(response("q", [1, 1], 0.0, 4, extra={"token_scores": [1, 2, 3]}))
 
 
@@ -245,9 +239,7 @@ def test_an_estimator_finds_the_score_of_an_empty_response_in_its_row(estimator:
 def test_an_estimator_receives_what_it_names(estimator: Any) -> None:
     seen: dict[str, Any] = {}
 
-    def named(
-        token_level_rewards, index, config, gamma, loss_mask, rollout_log_probs, non_tensor_batch, own=5
-    ):  # type: ignore[no-untyped-def]
+    def named(token_level_rewards, index, config, gamma, loss_mask, rollout_log_probs, non_tensor_batch, own=5):  # type: ignore[no-untyped-def]
         seen.update(locals())
         return token_level_rewards * 0 + 7, token_level_rewards * 0 + 8
 
@@ -306,9 +298,7 @@ def test_what_an_estimator_lacks_or_gets_wrong_is_named(estimator: Any) -> None:
     def wants(token_level_rewards, values, foo):  # type: ignore[no-untyped-def]
         raise AssertionError("not called")
 
-    with pytest.raises(
-        ValueError, match="test_estimator asks for values, foo, which this step does not have"
-    ):
+    with pytest.raises(ValueError, match="test_estimator asks for values, foo, which this step does not have"):
         compute_advantages(batch, algorithm(adv_estimator=estimator(wants)), rollout_n=1)
 
     def flat(token_level_rewards):  # type: ignore[no-untyped-def]

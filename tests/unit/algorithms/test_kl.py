@@ -66,9 +66,7 @@ def test_other_names_are_refused_with_the_list(name: str) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    matrices(st.floats(-1, 1), st.floats(-4, 0), st.floats(-4, 0)), st.sampled_from(NAMES), st.floats(0, 1)
-)
+@given(matrices(st.floats(-1, 1), st.floats(-4, 0), st.floats(-4, 0)), st.sampled_from(NAMES), st.floats(0, 1))
 def test_reward_penalty_equals_the_loop(batch: tuple[list[list[float]], ...], name: str, beta: float) -> None:
     rewards, old, ref, masks = batch
     tensors = [torch.tensor(x, dtype=torch.float64) for x in (rewards, old, ref, masks)]

@@ -53,9 +53,7 @@ def tokens(rows: list[Segment], seed: int) -> torch.Tensor:
     return torch.tensor(flat + rng.normal(0, 0.4, len(flat)), dtype=torch.float64)
 
 
-def loop_oracle(
-    cfg: Any, rows: list[Segment], flat: torch.Tensor, entropy: torch.Tensor, horizon: float
-) -> Any:
+def loop_oracle(cfg: Any, rows: list[Segment], flat: torch.Tensor, entropy: torch.Tensor, horizon: float) -> Any:
     """Loss, gradients and metrics: the policy term by its slow reference, KL and entropy one token at a time."""
     new, bonuses = (torch.split(values, [row.length for row in rows]) for values in (flat, entropy))
     batch = [
@@ -206,15 +204,11 @@ def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.
 
     seen: list[Any] = []
 
-    def mine(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, rollout_is_weights=None
-    ):
+    def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, rollout_is_weights=None):
         seen.append((config, response_mask, rollout_is_weights))
         share = (log_prob * response_mask).sum() / response_mask.sum().clamp(min=1)
         terms = -advantages * log_prob * config.my_scale
-        return agg_loss(terms, response_mask, loss_agg_mode, **config.global_batch_info), {
-            "actor/mine": share
-        }
+        return agg_loss(terms, response_mask, loss_agg_mode, **config.global_batch_info), {"actor/mine": share}
 
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "mine", mine)
     cfg = actor(loss_mode="mine", my_scale=2.0, loss_agg_mode="seq-mean-token-mean")

@@ -88,9 +88,7 @@ def test_old_names(row):
     cfg = load([given], entry=entry)
     assert str(cfg.select(new, "missing")).replace("'", "").replace(" ", "") == value
     if old != "reward_manager.name":
-        assert any(
-            (old in notice and "now called" in notice) or "deprecated" in notice for notice in cfg.notices
-        )
+        assert any((old in notice and "now called" in notice) or "deprecated" in notice for notice in cfg.notices)
 
 
 @pytest.mark.parametrize(
@@ -200,19 +198,12 @@ def test_asynchronous_keys_that_cannot_be(override, words):
 @pytest.mark.parametrize("name", ["veomni", "fsdp_turbo", "torchtitan", "automodel"])
 def test_backends_that_are_fsdp2_under_another_name(name):
     cfg = load([f"model_engine={name}"])
-    assert (
-        cfg.actor_rollout_ref.actor.strategy
-        == cfg.actor_rollout_ref.ref.strategy
-        == cfg.critic.strategy
-        == "fsdp2"
-    )
+    assert cfg.actor_rollout_ref.actor.strategy == cfg.actor_rollout_ref.ref.strategy == cfg.critic.strategy == "fsdp2"
     assert cfg.notices == [f"{name} is FSDP2 here: its sizes and offloading count, its kernels do not"]
     assert load([f"actor@{ARR}.actor={name}_actor"]).actor_rollout_ref.actor.strategy == "fsdp2"
     assert load([f"{ARR}.actor.strategy={name}"]).actor_rollout_ref.actor.strategy == "fsdp2"
     assert load([f"engine={name}", f"optim={name}"], entry="sft").engine.strategy == "fsdp2"
-    own = load(
-        [f"+custom_reward_function.reward_kwargs.strategy={name}"]
-    ).custom_reward_function.reward_kwargs
+    own = load([f"+custom_reward_function.reward_kwargs.strategy={name}"]).custom_reward_function.reward_kwargs
     assert own["strategy"] == name, "a value of the user's own keeps its text"
 
 
@@ -220,10 +211,7 @@ def test_keys_of_a_group_that_is_not_there_are_one_line():
     with pytest.raises(ConfigError) as error:
         load(["topology.a=1", "topology.b.c=2", "topology.d=3", "algorithm.gama=1"])
     texts = [str(problem) for problem in error.value.problems]
-    assert (
-        len(texts) == 2
-        and "no such group of keys; given in it: topology.a, topology.b.c, topology.d" in texts[0]
-    )
+    assert len(texts) == 2 and "no such group of keys; given in it: topology.a, topology.b.c, topology.d" in texts[0]
     assert "nearest: algorithm.gamma" in texts[1]
 
 
@@ -231,9 +219,7 @@ def test_small_spellings():
     assert load(["reward.custom_reward_function.name=null"]).custom_reward_function.name == "compute_score"
     given = "+ray_kwargs.ray_init.runtime_env.py_executable='uv run python'"
     cfg = load([given])
-    assert ("py_executable" in cfg.ray_kwargs.ray_init.runtime_env) != any(
-        "uv is not" in n for n in cfg.notices
-    )
+    assert ("py_executable" in cfg.ray_kwargs.ray_init.runtime_env) != any("uv is not" in n for n in cfg.notices)
     assert load(["trainer.save_freq=after_each_epoch"], entry="sft").trainer.save_freq == "after_each_epoch"
 
 

@@ -109,10 +109,7 @@ def test_every_key_is_read_or_said_to_be_without_effect(entry):
     globs = [glob.rpartition(".")[0] for glob in release.FEATURES if glob.count(".") > 2]
     globs += ["skip", *release.FEATURES, *(glob for table in release.UNREAD.values() for glob in table)]
     globs += [
-        f"*.rollout.{key}"
-        for engine in ROLLOUT_ENGINES.values()
-        for keys in engine.unread
-        for key in keys.split()
+        f"*.rollout.{key}" for engine in ROLLOUT_ENGINES.values() for keys in engine.unread for key in keys.split()
     ]
     keys = leaves(ROOTS[entry])
     read = _words() | {known.about.get("same_as", "").rpartition(".")[2] for known in keys.values()}
@@ -131,9 +128,7 @@ def _words():
         if file.parent.name != "schema" and file.name not in ("release.py", "spellings.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 text = getattr(node, "attr", "") or getattr(node, "id", "") or getattr(node, "value", "")
-                found |= (
-                    set(re.findall(r"\w+", text)) if isinstance(text, str) and "\n" not in text else set()
-                )
+                found |= set(re.findall(r"\w+", text)) if isinstance(text, str) and "\n" not in text else set()
     return found
 
 

@@ -55,9 +55,7 @@ def config(path: str, *more: str) -> Any:
     return load([f"data.train_files={path}", "data.val_files=null", "actor_rollout_ref.model.path=x", *more])
 
 
-def open_rows(
-    tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, *more: str, **kw: Any
-) -> PromptDataset:
+def open_rows(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, *more: str, **kw: Any) -> PromptDataset:
     path = save(tmp_path / kw.pop("name", "x.jsonl"), rows)
     return PromptDataset(path, config(path, *more), tokenizer, **kw)
 
@@ -224,9 +222,7 @@ def test_own_function_needs_neither_truth_nor_known_source(tmp_path: Path, token
 
 
 @pytest.mark.parametrize("agent", [None, "environment_agent", "own_loop"])
-def test_rows_whose_loop_makes_the_prompt_need_none(
-    tmp_path: Path, tokenizer: Any, agent: str | None
-) -> None:
+def test_rows_whose_loop_makes_the_prompt_need_none(tmp_path: Path, tokenizer: Any, agent: str | None) -> None:
     rows = [{"data_source": "a game", "extra_info": {"index": 1}, "agent_name": agent}, chat()]
     rows = rows if agent else [{k: v for k, v in rows[0].items() if k != "agent_name"}]
     words = () if agent else ("actor_rollout_ref.rollout.agent.environment.name=verifiers",)
@@ -268,9 +264,7 @@ def test_truncation_modes(tmp_path: Path, tokenizer: Any, mode: str) -> None:
     assert len(data.prompt(0).ids) == EXTRA + 5
 
 
-def test_scan_in_processes(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_scan_in_processes(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     rows = [chat("x" * (i % 37)) if i % 37 else chat() | {"prompt": None} for i in range(40)]
     here = open_rows(tmp_path, rows, tokenizer, "data.max_bad_row_ratio=0.5", name="x.parquet")
     monkeypatch.setattr(dataset, "WORTH_PROCESSES", 1)
@@ -286,9 +280,7 @@ def test_scan_in_processes(
     own = f"data.custom_cls={{path:{tmp_path}/own.py,name:Own}}"
     assert len(open_rows(tmp_path, rows, tokenizer, *more, own, name="x.parquet")) == len(here)
     (tmp_path / "other.py").write_text("class Own:\n    def __init__(self): ...\n")
-    with pytest.raises(
-        DataError, match=r"data\.custom_cls: .*other\.py: Own, given data_files, .*max_samples: "
-    ):
+    with pytest.raises(DataError, match=r"data\.custom_cls: .*other\.py: Own, given data_files, .*max_samples: "):
         open_rows(tmp_path, rows, tokenizer, own.replace("own.py", "other.py"), name="x.parquet")
 
 

@@ -114,11 +114,7 @@ def set_odd(rng: random.Random, row: Any, value: Any, path: list[Any] | None) ->
         step = path[len(way)] if path else rng.choice(list(row) if isinstance(row, dict) else range(len(row)))
         way.append(step)
         inner = row[step]
-        if (
-            (len(way) == len(path))
-            if path
-            else (not isinstance(inner, dict | list) or not inner or rng.random() < 0.3)
-        ):
+        if (len(way) == len(path)) if path else (not isinstance(inner, dict | list) or not inner or rng.random() < 0.3):
             row[step] = value
             return way
         row = inner
@@ -156,17 +152,13 @@ def damaged(rng: random.Random, content: bytes) -> bytes:
     elif kind == "zero":
         data[at : at + size] = bytes(len(data[at : at + size]))
     elif kind == "insert":
-        data[at:at] = rng.choice(
-            [rng.randbytes(size), b"\xff\xfe", b"\xef\xbb\xbf", b"[" * 100_000, b"NaN", b"\x00"]
-        )
+        data[at:at] = rng.choice([rng.randbytes(size), b"\xff\xfe", b"\xef\xbb\xbf", b"[" * 100_000, b"NaN", b"\x00"])
     elif kind == "double":
         data = data + data
     elif kind == "swap":
         data = data[at:] + data[:at]
     elif kind == "encode":
-        data = bytearray(
-            content.decode("latin-1").encode(rng.choice(["utf-8", "utf-16", "utf-32", "utf-8-sig"]))
-        )
+        data = bytearray(content.decode("latin-1").encode(rng.choice(["utf-8", "utf-16", "utf-32", "utf-8-sig"])))
     return bytes(data)
 
 
@@ -208,11 +200,7 @@ def odd_column(rng: random.Random, table: pa.Table) -> pa.Table:
     way = rng.choice(["replace", "replace", "add", "twice"])
     if way == "replace":
         return table.set_column(table.column_names.index(name), name, made)
-    return (
-        table.append_column("further", made)
-        if way == "add"
-        else table.append_column(name, table.column(name))
-    )
+    return table.append_column("further", made) if way == "add" else table.append_column(name, table.column(name))
 
 
 def write_parquet(rng: random.Random, path: Path, rows: Rows, form: Form) -> None:
@@ -278,9 +266,7 @@ class Reader:
     def prompts(self, path: Path, form: Form) -> tuple[CheckedRows, Callable[[int], Any]]:
         config, processor = self.config(path, "ppo", form), self.processor if form.images else None
         tools = RowTools({"calc": SCHEMA}, every_row=True)
-        data = PromptDataset(
-            path, config, self.tokenizer, check_truth=check_truth, tools=tools, processor=processor
-        )
+        data = PromptDataset(path, config, self.tokenizer, check_truth=check_truth, tools=tools, processor=processor)
 
         def use(number: int) -> Any:
             prompt = data.prompt(number)
@@ -338,9 +324,7 @@ def test_a_damaged_animation_is_an_image_or_a_bad_row(kind: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_good_files_are_used_whole_with_their_images_and_tools(
-    reader: Reader, tmp_path: Path, form: Form
-) -> None:
+def test_good_files_are_used_whole_with_their_images_and_tools(reader: Reader, tmp_path: Path, form: Form) -> None:
     path = tmp_path / ("rows.jsonl" if form.text else "rows.parquet")
     write_text(path, form.rows()) if form.text else pq.write_table(pa.Table.from_pylist(form.rows()), path)
     assert reader.check(path, "ppo", form) == reader.check(path, "sft", form) == []
@@ -354,9 +338,7 @@ def test_good_files_are_used_whole_with_their_images_and_tools(
     assert not form.plain or (prompt.extra_info["response"], prompt.extra_info["reward"]) == ("#### 2", 0.5)
 
 
-def test_mutated_files_end_in_no_traceback(
-    reader: Reader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mutated_files_end_in_no_traceback(reader: Reader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: Counter[str] = Counter()
     assert CHAT_TEMPLATE
     for number in range(FIRST, FIRST + COUNT):

@@ -119,9 +119,7 @@ def test_buckets_on_a_device_leave_room() -> None:
     """The default asks for two of 2 GiB."""
     from verl.weight_sync.channel import BucketSender
 
-    sizes = [
-        BucketSender("small", 1, size, device=torch.device(CUDA)).bucket_bytes for size in (2 << 30, 1000)
-    ]
+    sizes = [BucketSender("small", 1, size, device=torch.device(CUDA)).bucket_bytes for size in (2 << 30, 1000)]
     assert sizes == [256 << 20, 1024]
 
 
@@ -171,9 +169,7 @@ def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
         asked.update(options, mask=mask, heads=(query.shape[1], key.shape[1], value.shape[1]))
         return query
 
-    monkeypatch.setattr(
-        prefill_plan, "F", SimpleNamespace(scaled_dot_product_attention=attention), raising=True
-    )
+    monkeypatch.setattr(prefill_plan, "F", SimpleNamespace(scaled_dot_product_attention=attention), raising=True)
     monkeypatch.setattr(PrefillPlan, "_mask", lambda *_: "mask")
     plan = object.__new__(PrefillPlan)
     query, key = empty(1, 8, new, 16, dtype=dtype), empty(1, 2, total, 16, dtype=dtype)
@@ -183,9 +179,7 @@ def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
     assert asked["is_causal"] == (new == total) and (asked["mask"] is None) == (new == total)
 
 
-@pytest.mark.skipif(
-    satisfies(torch.__version__, "<2.12"), reason="torch 2.11 knows no shapes of this product"
-)
+@pytest.mark.skipif(satisfies(torch.__version__, "<2.12"), reason="torch 2.11 knows no shapes of this product")
 def test_scores_on_a_device_are_float32(shapes_only: None) -> None:
     made: list[str] = []
 

@@ -58,9 +58,7 @@ def test_a_quota_is_heeded_where_it_is_less_than_the_cores(
     )
     assert ScoringPool(FunctionSpec(), workers=4)._cpus == usable
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert host_resources.thread_limit() is None and host_resources.usable() == usable, (
-        "who says a number gets it"
-    )
+    assert host_resources.thread_limit() is None and host_resources.usable() == usable, "who says a number gets it"
 
 
 def test_the_tightest_quota_of_either_version_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

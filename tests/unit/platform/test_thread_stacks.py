@@ -106,9 +106,9 @@ def test_a_summary_tells_a_rank_that_waits_from_one_that_hangs() -> None:
     plugin = 'Thread 0x3 (most recent call first):\n  File "/home/me/plug.py", line 4 in loss\n' + hangs
     assert thread_stacks.summary(f"{idle}\n\n{plugin}") == "is at /home/me/plug.py:4 in loss"
     assert thread_stacks.summary(idle) == "has no thread at work"
-    assert thread_stacks.summary(waits).startswith(
-        "waits for other ranks"
-    ) and "agree.py:5" in thread_stacks.summary(waits)
+    assert thread_stacks.summary(waits).startswith("waits for other ranks") and "agree.py:5" in thread_stacks.summary(
+        waits
+    )
     assert thread_stacks.summary(hangs) == "is at /x/verl/worker/execute.py:7 in update"
     assert "does not answer" in thread_stacks.summary(
         "process 3 does not answer: it is stopped, or waits in the kernel"

@@ -169,9 +169,7 @@ def test_a_head_without_devices_is_left_alone() -> None:
     assert not [f for f in findings if f.level == BAD], findings
     assert [f.name for f in findings if f.level == WARN] == ["torch"], "builds of one release"
     assert "leaves it alone: too few devices" in next(f for f in findings if f.level == NOTE).found
-    assert (
-        "asks for 3 nodes of 8" in next(f for f in judged(found, (3, 8), kind="cuda") if f.level == BAD).found
-    )
+    assert "asks for 3 nodes of 8" in next(f for f in judged(found, (3, 8), kind="cuda") if f.level == BAD).found
     found[0] = {"name": "10.0.0.1 (driver)", "devices": 0, "problem": "no module"}
     assert not [f for f in judged(found, (2, 8), kind="cuda") if f.level == BAD]
 
@@ -179,9 +177,7 @@ def test_a_head_without_devices_is_left_alone() -> None:
 def test_two_pools_may_share_a_node() -> None:
     assert {f.level for f in judged(of_gpus(8), (1, 4), (1, 4), kind="cuda")} == {OK}
     finding = worst(of_gpus(8), (1, 8), (1, 4), kind="cuda")
-    asked = (
-        "asks for 1 node of 8 (trainer) and 1 node of 4 (actor_rollout_ref.rollout); 10.0.0.1 (driver) has 8"
-    )
+    asked = "asks for 1 node of 8 (trainer) and 1 node of 4 (actor_rollout_ref.rollout); 10.0.0.1 (driver) has 8"
     assert finding.level == BAD and finding.found.endswith(asked)
 
 
@@ -341,9 +337,7 @@ def test_a_node_with_other_code_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other)})
         # Ray gives a driver's working folder to all workers: not that of this code.
         command = [sys.executable, "-c", code, *wanted(tmp_path, cluster.address)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=240
-        )
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=240)
     bad = json.loads(done.stdout)
     found = next(f for f in bad["findings"] if f["name"] == "this code")
     assert done.returncode == 1 and not bad["ok"] and found["level"] == BAD and str(other) in found["found"]

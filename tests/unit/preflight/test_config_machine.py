@@ -144,9 +144,7 @@ def test_damaged_model_configurations(base, tmp_path, changes, words):
     only(problems(*base), "configuration", words)
 
 
-@pytest.mark.parametrize(
-    "kind", ["gpt2", "deepseek_v3", "gemma3", "glm4v_moe", "qwen3_vl", "gpt_oss", "mamba2"]
-)
+@pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3", "gemma3", "glm4v_moe", "qwen3_vl", "gpt_oss", "mamba2"])
 def test_configurations_that_transformers_writes_are_not_damaged(tmp_path, kind):
     from transformers import CONFIG_MAPPING
 
@@ -159,9 +157,7 @@ def test_model_directories(base, tmp_path, monkeypatch):
         return f"{ARR}.model.path={tmp_path / name}"
 
     write_model(tmp_path / "shards", weights=False)
-    (tmp_path / "shards/model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": "model-1.safetensors"}}'
-    )
+    (tmp_path / "shards/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     only(problems(*base, path("shards")), "configuration", "model-1.safetensors")
     write_model(tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text("{")
@@ -279,17 +275,13 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
     videos = (*base, file, vision, "data.video_key=images", "data.image_key=x")
     find = importlib.util.find_spec
     with monkeypatch.context() as patched:
-        patched.setattr(
-            importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name)
-        )
+        patched.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name))
         only(problems(*videos), "machine", "videos need torchvision, which is not installed: pip install")
         patched.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or find(name))
         assert problems(*videos) == []
         told = problems(*videos, f"{ARR}.rollout.name=vllm")
         assert any(
-            "configuration: " in problem
-            and "not sampled by vllm" in problem
-            and "rollout.name=native" in problem
+            "configuration: " in problem and "not sampled by vllm" in problem and "rollout.name=native" in problem
             for problem in told
         )
     label = {"architectures": ["QForSequenceClassification"], "id2label": {"0": "x"}}

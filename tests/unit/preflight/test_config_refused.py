@@ -241,9 +241,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"), REFUSED, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
-)
+@pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=lambda v: v[0][-48:] if isinstance(v, list) else None)
 def test_refused(base, tmp_path, monkeypatch, overrides, parts):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
@@ -303,9 +301,7 @@ def test_the_references_layout_is_checked_where_there_is_one(base, monkeypatch):
     argv = [*base, "trainer.n_gpus_per_node=4", f"{ARR}.ref.fsdp_config.fsdp_size=3"]
     assert problems(*argv) == []
     argv.append(f"{ARR}.actor.use_kl_loss=True")
-    only(
-        problems(*argv), "configuration", f"{ARR}.ref.fsdp_config.fsdp_size=3", "does not divide the 4 ranks"
-    )
+    only(problems(*argv), "configuration", f"{ARR}.ref.fsdp_config.fsdp_size=3", "does not divide the 4 ranks")
 
 
 def test_the_ranks_that_remain_beside_another_cut_are_counted():

@@ -25,9 +25,7 @@ def test_local_versions_and_wildcards() -> None:
         satisfies("1.0", "about 1")
 
 
-def test_python_is_what_the_package_requires(
-    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_is_what_the_package_requires(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=" + ".".join(map(str, doctor.PYTHON))
     monkeypatch.setattr(probe, "requirements", lambda name: [])

@@ -47,9 +47,7 @@ def reward(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.mark.parametrize(
-    "source", ["openai/gsm8k", "math_dapo", "searchR1_nq", "lighteval/MATH", "hiyouga/geometry3k"]
-)
+@pytest.mark.parametrize("source", ["openai/gsm8k", "math_dapo", "searchR1_nq", "lighteval/MATH", "hiyouga/geometry3k"])
 def test_built_in_rules_pass_on_sound_rows(data: Any, source: str) -> None:
     records = rows(6, source)
     if source == "searchR1_nq":

@@ -120,10 +120,7 @@ def test_a_run_asks_the_judge(served: tuple[Judge, str]) -> None:
     words += [f"{kwargs}reward_router_address='{url}'", f"{kwargs}model=m", "reward_model.max_concurrent=4"]
     runner = RewardRunner(None, settings=settings(*words))
     try:
-        rows = [
-            trajectory_of(text, i)
-            for i, text in enumerate(["says five", "says nothing", "says ten", "says half"])
-        ]
+        rows = [trajectory_of(text, i) for i, text in enumerate(["says five", "says nothing", "says ten", "says half"])]
         turn = {"role": "assistant", "content": "says five"}
         rows[2].fields["messages"] = [
             *rows[2].prompt.messages,

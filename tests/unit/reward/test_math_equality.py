@@ -147,9 +147,7 @@ def test_long_and_deep_answers_are_wrong_at_once(answer: str) -> None:
     assert time.process_time() - started < 3.0
 
 
-WORDS = (
-    r"\frac \sqrt \boxed \text \left \right \pi \infty \int \sum \cdot \le \circ \{ \} \% \$ \begin{pmatrix}"
-)
+WORDS = r"\frac \sqrt \boxed \text \left \right \pi \infty \int \sum \cdot \le \circ \{ \} \% \$ \begin{pmatrix}"
 SIGNS = r"\end{pmatrix} { } ( ) [ ] | ^ _ = < > , ; + - * / ! 0 1 12 0.5 . x y abc e i $ % \ & # ٧"
 _PIECES = st.sampled_from([*WORDS.split(), *SIGNS.split(), " ", "\n", "\x00", "\u202e", "\\text{ and }"])
 

@@ -77,9 +77,7 @@ def test_results_that_are_not(value: Any, message: str) -> None:
 @pytest.mark.parametrize("much", ["a" * LARGEST_RESULT, list(range(3_000_000))], ids=["text", "list"])
 def test_a_result_that_is_too_large_to_keep_is_no_score(much: Any) -> None:
     found = outcome_of({"score": 1, "much": much}, 0.1)
-    assert (found.score, found.kind, found.parts) == (None, "value", {}) and "bytes, at most" in str(
-        found.error
-    )
+    assert (found.score, found.kind, found.parts) == (None, "value", {}) and "bytes, at most" in str(found.error)
 
 
 def test_parts_keep_numbers_and_hashables_and_turn_the_rest_into_text() -> None:

@@ -109,9 +109,7 @@ def test_last_boxed(text: str, content: str | None) -> None:
     assert last_boxed(text) == content
 
 
-@pytest.mark.parametrize(
-    "text", ["\\boxed{" * 200_000, "\\boxed{1" + "}" * 200_000, "{" * 300_000 + "\\boxed{1}"]
-)
+@pytest.mark.parametrize("text", ["\\boxed{" * 200_000, "\\boxed{1" + "}" * 200_000, "{" * 300_000 + "\\boxed{1}"])
 def test_last_boxed_is_linear(text: str) -> None:
     assert last_boxed(text) in (None, "1")
 
@@ -293,10 +291,7 @@ def test_the_answers_of_mathverse_are_right_and_those_of_another_question_are_no
     for row, truth in zip(rows, truths, strict=True):
         said = row["answer"]
         assert default_compute_score(source, f"<answer>{said}</answer>", truth)["score"] == 1, row
-    wrong = [
-        default_compute_score(source, f"<answer>{rows[i - 1]['answer']}</answer>", truths[i])
-        for i in range(20)
-    ]
+    wrong = [default_compute_score(source, f"<answer>{rows[i - 1]['answer']}</answer>", truths[i]) for i in range(20)]
     assert sum(one["score"] for one in wrong) <= 2
 
 

@@ -387,9 +387,7 @@ def test_a_function_that_cannot_be_loaded_fails_every_response_with_the_reason(
 
 @pytest.mark.parametrize("use", ["scores.math.is_eqiv", "from verl.utils.reward_score.math import is_eqiv"])
 @pytest.mark.parametrize("catches", ["Exception", "BaseException"])
-def test_a_name_that_verl_lacks_ends_the_run_whatever_catches_it(
-    make, tmp_path, use: str, catches: str
-) -> None:
+def test_a_name_that_verl_lacks_ends_the_run_whatever_catches_it(make, tmp_path, use: str, catches: str) -> None:
     path = tmp_path / "user.py"
     path.write_text(
         "import inspect, pickle\nfrom verl.utils import reward_score as scores\n"
@@ -419,9 +417,7 @@ def test_one_version_of_a_file_a_run(make: Any, tmp_path: Path) -> None:
         "    return {'score': 0.25 + beside.BONUS, 'file': __file__}\n"
     )
     path.write_text(source)
-    runner = make(
-        path=str(path), max_error_ratio=1.0, events=lambda kind, **fields: events.append((kind, fields))
-    )
+    runner = make(path=str(path), max_error_ratio=1.0, events=lambda kind, **fields: events.append((kind, fields)))
     assert run(runner, ["72"])[0].score == 0.5
     path.write_text("# edited\n" * 9 + source.replace("0.25 +", "777 +"))
     run(runner, ["exit"])
@@ -430,9 +426,7 @@ def test_one_version_of_a_file_a_run(make: Any, tmp_path: Path) -> None:
     for _ in range(2):
         runner.check_errors(found)
     assert [fields["path"] for kind, fields in events if kind == "reward_file_changed"] == [str(path)]
-    assert "line four" in next(
-        fields["traceback"] for kind, fields in events if fields.get("failure") == "exception"
-    )
+    assert "line four" in next(fields["traceback"] for kind, fields in events if fields.get("failure") == "exception")
     assert run(make(path=str(path)), ["72"])[0].score == 777.25
 
 

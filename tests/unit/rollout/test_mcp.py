@@ -142,8 +142,6 @@ def test_a_server_over_http_that_ends_and_comes_back(tmp_path: Path) -> None:
         ({}, {"mcp_servers_config_path": None}, "type mcp needs mcp: {mcp_servers_config_path"),
     ],
 )  # fmt: skip
-def test_files_and_servers_that_cannot_be_used(
-    tmp_path: Path, servers: Any, options: dict, message: str
-) -> None:
+def test_files_and_servers_that_cannot_be_used(tmp_path: Path, servers: Any, options: dict, message: str) -> None:
     with pytest.raises(ToolError, match=message):
         toolbox(tools_file(tmp_path, servers, **options))

@@ -261,9 +261,7 @@ def test_more_staleness_hides_longer_stragglers(tmp_path) -> None:
     def length(seed: int) -> int:
         return 60 if seed % 13 == 0 else 5
 
-    times = {
-        k: Run(tmp_path, k, TimedEngine(length), steps=8, update_s=8.0).go().ended[-1] for k in (0, 1, 4)
-    }
+    times = {k: Run(tmp_path, k, TimedEngine(length), steps=8, update_s=8.0).go().ended[-1] for k in (0, 1, 4)}
     assert times[4] < times[1] < times[0]
 
 
@@ -316,9 +314,7 @@ def test_a_sampler_of_prompts_that_learns_must_not_be_drawn_ahead() -> None:
     with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
         PromptSchedule(stream, Versions(staleness=1), last_step=3)
     with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
-        DynamicSchedule(
-            stream, FilterGroupsConfig(), Versions(staleness=1), last_step=3, score=None, check=None
-        )
+        DynamicSchedule(stream, FilterGroupsConfig(), Versions(staleness=1), last_step=3, score=None, check=None)
     PromptSchedule(stream, Versions(), last_step=3)
 
 

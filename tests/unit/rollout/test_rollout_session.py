@@ -46,9 +46,7 @@ def sample(engine, loop: type[loops.AgentLoop], n: int = 3) -> Batch:
     async def score(trajectory: Trajectory) -> None:
         trajectory.score = float(trajectory.index)
 
-    settings = RolloutSettings(
-        SamplingParams(max_tokens=12, ignore_eos=True), n=n, seed=3, default_loop=loop.__name__
-    )
+    settings = RolloutSettings(SamplingParams(max_tokens=12, ignore_eos=True), n=n, seed=3, default_loop=loop.__name__)
     manager = RolloutManager(engine, settings, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
 
     async def run() -> Batch:
@@ -139,9 +137,7 @@ def test_a_loop_that_drops_its_history_gives_segments(tmp_path) -> None:
         ]
         assert t.length == first.length + second.length == 24 and t.policy_tokens == 24
         assert np.array_equal(t.response_ids, np.concatenate([first.response_ids, second.response_ids]))
-        assert np.array_equal(
-            t.rollout_log_probs, np.concatenate([first.rollout_log_probs, second.rollout_log_probs])
-        )
+        assert np.array_equal(t.rollout_log_probs, np.concatenate([first.rollout_log_probs, second.rollout_log_probs]))
         assert (
             t.fields == {"turn 1": "seen", "turn 2": "seen", "agent_metrics": {"calls": 2}}
             and t.extra["calls"] == 2

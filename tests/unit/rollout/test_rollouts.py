@@ -163,9 +163,7 @@ def test_a_loop_that_scores_itself_replaces_the_reward_function() -> None:
     (t,) = asyncio.run(go())
     assert t.score == 0.25 and scored == [] and t.num_turns == 4
     assert t.rollout_log_probs[3] == 0 and t.policy_tokens == 6
-    assert len({request for request, *_ in engine.calls}) == 2, (
-        "every call of a response has its own request id"
-    )
+    assert len({request for request, *_ in engine.calls}) == 2, "every call of a response has its own request id"
 
 
 def test_columns_with_the_names_of_arguments_do_not_collide() -> None:

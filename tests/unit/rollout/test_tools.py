@@ -22,10 +22,10 @@ SCHEMA = {"type": "function", "function": {"name": "find", "parameters": {"type"
     "any": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     "not": {}}}}}  # fmt: skip
 ONE = {"text": "1, {a}", "count": 2}
-XML = (
-    "<function=find>\n<parameter=text>\n1, {a}\n</parameter>\n<parameter=count>\n2\n</parameter>\n</function>"
+XML = "<function=find>\n<parameter=text>\n1, {a}\n</parameter>\n<parameter=count>\n2\n</parameter>\n</function>"
+INVOKE = (
+    '<invoke name="find">\n<parameter name="text">1, {a}</parameter>\n<parameter name="count">2</parameter>\n</invoke>'
 )
-INVOKE = '<invoke name="find">\n<parameter name="text">1, {a}</parameter>\n<parameter name="count">2</parameter>\n</invoke>'
 DSML = '<｜DSML｜invoke name="find"><｜DSML｜parameter name="text" string="true">1, {a}</｜DSML｜parameter><｜DSML｜parameter name="count" string="false">2</｜DSML｜parameter></｜DSML｜invoke>'
 JSON = '{"name": "find", "arguments": {"text": "1, {a}", "count": 2}}'
 JSON_CALL = f"<tool_call>{JSON}</tool_call>"

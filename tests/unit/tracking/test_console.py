@@ -17,9 +17,7 @@ from verl.tracking import console, names
 from verl.tracking.metrics_table import NOT_ON_CONSOLE, in_order, with_aliases
 
 ROOT = Path(__file__).parents[3]
-NAMES = st.text(
-    st.characters(codec="ascii", categories=["L", "N"], include_characters="_/@:"), min_size=1, max_size=20
-)
+NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters="_/@:"), min_size=1, max_size=20)
 
 
 def test_line_is_exactly_as_specified():

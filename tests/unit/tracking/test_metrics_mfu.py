@@ -27,9 +27,7 @@ class Known:
         return 1e12 if dtype == torch.bfloat16 else None
 
 
-@pytest.mark.parametrize(
-    ("arch", "tied"), [("qwen3", False), ("qwen3", True), ("qwen2", False), ("llama", True)]
-)
+@pytest.mark.parametrize(("arch", "tied"), [("qwen3", False), ("qwen3", True), ("qwen2", False), ("llama", True)])
 def test_a_forward_pass_costs_what_torch_counts(arch: str, tied: bool) -> None:
     """torch counts the products it dispatches: all pairs of a sequence, where a causal pass needs half of them."""
     model = AutoModelForCausalLM.from_config(tiny_config(arch, tied=tied), attn_implementation="eager").eval()

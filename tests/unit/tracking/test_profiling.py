@@ -234,6 +234,4 @@ def test_supervised_training_profiles_too(tmp_path: Path) -> None:
     ]
     assert main(words) == 0
     name = "sft.rank0.step2.torch_memory"
-    assert {"update", "[memory]"} <= {
-        event.get("name") for event in opened(str(tmp_path / f"profiles/{name}.json.gz"))
-    }
+    assert {"update", "[memory]"} <= {event.get("name") for event in opened(str(tmp_path / f"profiles/{name}.json.gz"))}

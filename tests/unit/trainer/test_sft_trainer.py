@@ -179,9 +179,7 @@ def test_a_row_whose_image_cannot_be_drawn_is_replaced(tmp_path, count) -> None:
     rows[2]["images"] = ["cut.png"]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     run, once = tmp_path / "run", ("trainer.total_training_steps=2", "data.max_length=200")
-    words = arguments(
-        files, tmp_path / "rows.jsonl", run, *once, "trainer.test_freq=2", "data.train_batch_size=3"
-    )
+    words = arguments(files, tmp_path / "rows.jsonl", run, *once, "trainer.test_freq=2", "data.train_batch_size=3")
     words = [*words, "data.max_bad_row_ratio=0.2"]
     assert (ranks.run(main, 2, words, join=False) == [0, 0]) if count > 1 else (main(words) == 0)
     assert sum(line.get("training/skipped_rows", 0) for line in records(run)) == 1

@@ -259,9 +259,7 @@ def test_weights_are_asked_about_the_longest_row(tmp_path) -> None:
     one, asked, rows = storage(tmp_path), [], [row("a", 0), row("b", 2), row("c", 5)]
     assert [one.refuses(1, rows[:n], log_probs_of(asked), "lr") for n in (3, 2, 1)] == [True, False, False]
     assert asked == [5, 2]
-    assert not storage(tmp_path, contents={"save_contents": ["extra"]}).refuses(
-        1, rows, log_probs_of([]), "lr"
-    )
+    assert not storage(tmp_path, contents={"save_contents": ["extra"]}).refuses(1, rows, log_probs_of([]), "lr")
 
 
 def test_refused_steps_in_a_row_are_counted_over_a_resume(tmp_path) -> None:

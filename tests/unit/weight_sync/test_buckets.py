@@ -33,9 +33,7 @@ class Kept(buckets.Sink):
         return self.at is not None and used >= self.at
 
     def publish(self, header: bytes, used: int) -> None:
-        assert (
-            used - buckets.ALIGN < self.reserved or used == 0
-        )  # an empty tensor at the end moves `used` only
+        assert used - buckets.ALIGN < self.reserved or used == 0  # an empty tensor at the end moves `used` only
         self.kept.append((header, self.buffer[:used].clone()))
 
 

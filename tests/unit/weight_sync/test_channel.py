@@ -94,13 +94,9 @@ def test_only_the_owner_may_read_a_segment_and_files_of_others_are_refused(chann
 
 
 def test_messages_name_who_is_waited_for(channel: str) -> None:
-    with pytest.raises(
-        WeightSyncError, match=r"nothing moved for 0\.2 s; reader 4 of channel .* waits for a sender"
-    ):
+    with pytest.raises(WeightSyncError, match=r"nothing moved for 0\.2 s; reader 4 of channel .* waits for a sender"):
         list(receive(channel, 4, timeout=0.2))
-    with pytest.raises(
-        WeightSyncError, match="waits for reader 0, which has not come, reader 1, which has not come"
-    ):
+    with pytest.raises(WeightSyncError, match="waits for reader 0, which has not come, reader 1, which has not come"):
         BucketSender(channel, 2, 1024, timeout=0.2).send(weights(), 0)
 
 
@@ -255,13 +251,10 @@ def test_handles_of_device_memory_travel_as_plain_data(channel: str, monkeypatch
         return {"at": len(table) - 1}
 
     monkeypatch.setattr(CpuPlatform, "share_memory", lambda self, buffer: share(buffer))
-    monkeypatch.setattr(
-        CpuPlatform, "open_memory", lambda self, note: table[json.loads(json.dumps(note))["at"]]
-    )
+    monkeypatch.setattr(CpuPlatform, "open_memory", lambda self, note: table[json.loads(json.dumps(note))["at"]])
     got: list[dict[str, str]] = []
     readers = [
-        threading.Thread(target=lambda r=r: got.append(checksums(receive(channel, r, timeout=20))))
-        for r in range(2)
+        threading.Thread(target=lambda r=r: got.append(checksums(receive(channel, r, timeout=20)))) for r in range(2)
     ]
     for thread in readers:
         thread.start()

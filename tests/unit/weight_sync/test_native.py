@@ -105,9 +105,7 @@ def test_verification_sees_a_stale_packed_copy(tmp_path: Path, dtype: str) -> No
     assert sync.push(2, verify=True).verified
 
 
-def test_verification_sees_a_push_that_forgets_the_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verification_sees_a_push_that_forgets_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = FSDPEngine(module=load(tmp_path, "qwen3"))
     sampler = engine(trainer.module)
     response(sampler)

@@ -51,10 +51,7 @@ def test_a_data_type_the_sampler_does_not_have_is_refused() -> None:
 
 def test_a_reference_of_its_own_has_its_own_configuration(tmp_path) -> None:
     paths = [tiny_model(tmp_path / str(layers), num_hidden_layers=layers) for layers in (2, 1)]
-    words = [
-        f"actor_rollout_ref.{key}.path={path}"
-        for key, path in zip(("model", "ref.model"), paths, strict=True)
-    ]
+    words = [f"actor_rollout_ref.{key}.path={path}" for key, path in zip(("model", "ref.model"), paths, strict=True)]
     config = load([*words, "algorithm.use_kl_in_reward=True", "trainer.device=cpu"])
     engines = build.engines_of(config, ["actor", "ref"], 1, detect("cpu"))
     for role, layers in (("actor", 2), ("ref", 1)):

@@ -116,16 +116,9 @@ def test_images_go_once_and_stay_one_object() -> None:
     payload = payloads.encode(rows)
     inputs = [one.inputs for one in payloads.distinct_media(row.media for row in rows)]
     found = payloads.decode(payload, inputs)
-    assert (
-        len(payload["media"]) == len(inputs) == 1
-        and found[0].media is found[1].media
-        and found[2].media is None
-    )
+    assert len(payload["media"]) == len(inputs) == 1 and found[0].media is found[1].media and found[2].media is None
     assert found[0].media.key == media.key and found[0].media.tokens == media.images == 1
-    asks = [
-        payloads.GenerateRequest(name, np.arange(3), SamplingParams(max_tokens=1), "g", media)
-        for name in "xy"
-    ]
+    asks = [payloads.GenerateRequest(name, np.arange(3), SamplingParams(max_tokens=1), "g", media) for name in "xy"]
     again = [payloads.decode_requests(payloads.encode_requests([ask]), inputs)[0].media for ask in asks]
     assert again[0] is again[1] is found[0].media
 
@@ -139,9 +132,7 @@ def test_images_that_came_to_others_go_alone() -> None:
     assert [one.key for one in sent] == [own.key, shown.key]
     first, second = (r.media for r in payloads.decode(payloads.encode(rows), [one.inputs for one in sent]))
     assert first is not None and second is not None and rows[1].media.leaves == (own, shown)
-    assert (
-        second.key == rows[1].media.key and second.leaves[0] is first and second.images == second.tokens == 2
-    )
+    assert second.key == rows[1].media.key and second.leaves[0] is first and second.images == second.tokens == 2
     for name, value in rows[1].media.inputs.items():
         assert np.array_equal(second.inputs[name], value)
 
@@ -177,9 +168,7 @@ def test_fewer_groups_than_ranks_are_halved() -> None:
 
 
 def completion(length: int, text: str | None, **fields) -> Completion:
-    return Completion(
-        np.arange(length), np.linspace(-1, 0, length, dtype=np.float32), "stop", text=text, **fields
-    )
+    return Completion(np.arange(length), np.linspace(-1, 0, length, dtype=np.float32), "stop", text=text, **fields)
 
 
 def test_responses_arrive_as_they_were_sent() -> None:
@@ -224,9 +213,7 @@ def test_requests_arrive_as_they_were_sent() -> None:
 def test_a_response_costs_the_same_however_long_it_is(text: str | None) -> None:
     def cost(length: int) -> int:
         done = completion(length, text and text * length)
-        payload = payloads.encode_results(
-            [payloads.GenerateResult("a", done), payloads.GenerateResult("b", done)]
-        )
+        payload = payloads.encode_results([payloads.GenerateResult("a", done), payloads.GenerateResult("b", done)])
         return instructions(lambda: payloads.decode_results(payload))
 
     assert 0 < cost(4096) == cost(2)

@@ -165,9 +165,7 @@ def test_a_response_that_began_elsewhere_has_no_text(byte_tokenizer: Any) -> Non
     async def go() -> tuple[Completion, Completion]:
         pool = Pool(_host(byte_tokenizer, Given({"a": np.array([74])})))
         given = await pool.generate(np.array([71, 72, 73]), sampling, request_id="a")
-        return given, await ResumableGeneration(pool).generate(
-            np.array([71, 72, 73]), sampling, request_id="a"
-        )
+        return given, await ResumableGeneration(pool).generate(np.array([71, 72, 73]), sampling, request_id="a")
 
     given, kept = asyncio.run(go())
     assert given.text == byte_tokenizer.decode([72, 73, 74]) and kept.text is None
@@ -201,15 +199,12 @@ def test_a_dead_engine_gives_what_it_has_and_then_its_reason(byte_tokenizer: Any
 
     async def go() -> None:
         asks = [
-            payloads.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4))
-            for name in ("first", "b", "c")
+            payloads.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ("first", "b", "c")
         ]
         await host.alive()
         await host.submit(payloads.encode_requests(asks))
         (response,) = payloads.decode_results(await host.results(5.0))
-        assert (response.id, response.error) == ("first", None), (
-            "no request has the engine's death for a response"
-        )
+        assert (response.id, response.error) == ("first", None), "no request has the engine's death for a response"
         for call in (host.results(5.0), host.results(5.0), host.alive()):
             with pytest.raises(EngineDead, match=r"its engine died \(RuntimeError: core stopped\)"):
                 await call
@@ -225,9 +220,7 @@ def test_a_death_while_responses_are_waited_for_ends_the_wait(byte_tokenizer: An
         waiting = asyncio.create_task(host.results(30.0))
         await asyncio.sleep(0.05)
         await host.submit(
-            payloads.encode_requests(
-                [payloads.GenerateRequest("b", np.arange(2), SamplingParams(max_tokens=4))]
-            )
+            payloads.encode_requests([payloads.GenerateRequest("b", np.arange(2), SamplingParams(max_tokens=4))])
         )
         with pytest.raises(EngineDead, match="core stopped"):
             await asyncio.wait_for(waiting, 5)

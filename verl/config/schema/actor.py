@@ -38,9 +38,7 @@ class PolicyLossConfig(Group):
         tau_neg: sapo: temperature for negative advantages.
     """
 
-    loss_mode: str = choice(
-        "vanilla", *POLICY_LOSSES, registry="verl.trainer.ppo.core_algos.register_policy_loss"
-    )
+    loss_mode: str = choice("vanilla", *POLICY_LOSSES, registry="verl.trainer.ppo.core_algos.register_policy_loss")
     clip_cov_ratio: float = key(2e-4, low=0)
     clip_cov_lb: float = key(1.0)
     clip_cov_ub: float = key(5.0, inf=True)

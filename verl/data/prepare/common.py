@@ -134,9 +134,7 @@ def finish(splits: Mapping[str, Sequence[dict[str, Any]]], args: argparse.Namesp
         path = args.directory / f"{name}.parquet"
         write_parquet(limited, path)
         longest = max(prompt_characters(row) for row in limited)
-        print(
-            f"{path}: {len(limited)} rows; columns {', '.join(limited[0])}; longest prompt {longest} characters"
-        )
+        print(f"{path}: {len(limited)} rows; columns {', '.join(limited[0])}; longest prompt {longest} characters")
         if args.hdfs_dir:
             _copy(path, f"{args.hdfs_dir.rstrip('/')}/{path.name}")
     first = next(iter(splits.values()))[0]

@@ -51,9 +51,7 @@ def _rank(report: Report, key: str, facts: ModelFacts | None, role: Placement) -
     else:
         _patterns(report, key, model, facts)
         if model.lora_alpha < 1:
-            report.refuse(
-                f"{key}.lora_alpha", "is the adapter's scale, which has no effect at 0; set at least 1"
-            )
+            report.refuse(f"{key}.lora_alpha", "is the adapter's scale, which has no effect at 0; set at least 1")
     if role.tensor > 1:
         report.refuse(role.at("tensor"), "adapters are not cut so; with LoRA set it to 1")
     return rank
@@ -117,9 +115,7 @@ def _patterns(report: Report, model_key: str, model: Any, facts: ModelFacts | No
     missing = [t for t in targets if not any(_named(m, [t]) for m in modules)]
     adapted = [m for m in modules if _named(m, targets)]
     if adapted and all(_named(m, model.exclude_modules or []) for m in adapted):
-        report.refuse(
-            report.at(f"{model_key}.exclude_modules"), f"leaves nothing of {report.at(key)} to adapt"
-        )
+        report.refuse(report.at(f"{model_key}.exclude_modules"), f"leaves nothing of {report.at(key)} to adapt")
     if not missing:
         return
     ends = sorted({m.rpartition(".")[2] for m in modules})
@@ -141,9 +137,7 @@ def _sampler(report: Report, rank: int) -> None:
     engine = capabilities(name)
     if report.config.entry == "generation" and not engine.in_place_weights:
         message = f"an adapter reaches {name} with a weight sync, and nothing is trained here; give it the merged model"
-        report.refuse(
-            report.at(f"{report.model_key}.lora_rank", f"{report.model_key}.lora_adapter_path"), message
-        )
+        report.refuse(report.at(f"{report.model_key}.lora_rank", f"{report.model_key}.lora_adapter_path"), message)
     room = next((supported for supported in engine.lora_ranks if supported >= rank), None)
     if not engine.lora_ranks:
         return
@@ -152,9 +146,7 @@ def _sampler(report: Report, rank: int) -> None:
     elif (report.rollout.engine_kwargs.get(name) or {}).get("enable_lora") is False:
         return
     elif report.facts is not None and report.facts.experts and not engine.lora_experts:
-        report.notice(
-            f"{name} cannot add adapters of experts itself: each weight sync sends the merged weights"
-        )
+        report.notice(f"{name} cannot add adapters of experts itself: each weight sync sends the merged weights")
     elif room != rank:
         report.notice(f"{at}: {name} sets room aside for rank {room}, results are the same")
 

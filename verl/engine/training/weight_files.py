@@ -189,9 +189,7 @@ def refuse_non_finite(module: PreTrainedModel) -> None:
         for name, parameter in module.named_parameters():
             norm = float(torch.linalg.vector_norm(process_group.local(parameter), dtype=torch.float32))
             if not math.isfinite(norm):
-                raise UserError(
-                    f"the norm of the weight {name} is {norm}: training blew it up (lower optim.lr)"
-                )
+                raise UserError(f"the norm of the weight {name} is {norm}: training blew it up (lower optim.lr)")
 
     on_all_ranks(look)
 

@@ -20,11 +20,7 @@ _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?")
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree(?![A-Za-z])|°")
 _NOON = r"(?!\s*[aApP]\.?\s*[mM]\b)"
 _UNIT = re.compile(
-    r"(?<=[^\\{(\[,])\\(?:(?:text|mbox|textrm)\{"
-    + _NOON
-    + r"(?!and\b|or\b)[^{}]*\}|mathrm\{"
-    + _NOON
-    + r"[^{}]{2,}\})"
+    r"(?<=[^\\{(\[,])\\(?:(?:text|mbox|textrm)\{" + _NOON + r"(?!and\b|or\b)[^{}]*\}|mathrm\{" + _NOON + r"[^{}]{2,}\})"
     r"(?:\^\{?-?[0-9]+\}?)?$"
 )
 _LEFT_SIDE = re.compile(r"^[A-Za-z](?:\([A-Za-z]\))?=(?=[^=])")

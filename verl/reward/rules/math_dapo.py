@@ -51,9 +51,7 @@ def is_correct_minerva(
     return pred == normalise((last_boxed(gt) or "") if gt_need_extract else gt), pred
 
 
-def is_correct_strict_box(
-    pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None
-) -> tuple[int, str]:
+def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None) -> tuple[int, str]:
     """(1 or -1: whether the box in the last 100 characters holds exactly `gt`, its content). The last of four positions
     of pause tokens stands for the end."""
     end = 0 if pause_tokens_index is None else pause_tokens_index[-1]

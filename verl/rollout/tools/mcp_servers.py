@@ -101,9 +101,7 @@ class McpServer:
         except Exception as error:
             if await self._answers():
                 raise
-            gone = (
-                f"MCP server {self.name!r} ({self.target}) is gone: {reason(error)}{await self.last_lines()}"
-            )
+            gone = f"MCP server {self.name!r} ({self.target}) is gone: {reason(error)}{await self.last_lines()}"
             raise EnvironmentFailed(gone) from error
 
     @property
@@ -156,9 +154,7 @@ class McpServer:
             self._connection = None
 
 
-async def _hold(
-    spec: Mapping[str, Any], errlog: TextIO, ready: asyncio.Future[Any], end: asyncio.Event
-) -> None:
+async def _hold(spec: Mapping[str, Any], errlog: TextIO, ready: asyncio.Future[Any], end: asyncio.Event) -> None:
     """Keep a connection open until `end`: what opens it has to close it, in the same task."""
     try:
         async with AsyncExitStack() as stack:

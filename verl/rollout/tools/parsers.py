@@ -43,17 +43,14 @@ Read = Callable[[str, Types], tuple[str, list[ToolCall]]]
 ReadBody = Callable[[str, Types], list[ToolCall]]
 
 
-def parse(
-    tool_format: str, text: str, tools: Sequence[Mapping[str, Any]] | None = None
-) -> tuple[str, list[ToolCall]]:
+def parse(tool_format: str, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[ToolCall]]:
     """(text without the calls, the calls in order) of a turn of the model. Calls inside its thinking are none.
 
     tools: OpenAI schemas, from which formats without types take those of the arguments. KeyError for an unknown format.
     """
     thought, answer = _split_thinking(tool_format, text)
     types = {
-        tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
-        for tool in tools or ()
+        tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {}) for tool in tools or ()
     }
     content, calls = PARSERS[tool_format](answer, types)
     numbered = [replace(call, id=call.id or f"call_{number}") for number, call in enumerate(calls)]

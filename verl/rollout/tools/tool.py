@@ -177,9 +177,7 @@ class BaseTool(Tool):
         self.config = config
         self.tool_schema = tool_schema
         schema = tool_schema or self.get_openai_tool_schema()
-        self.tool_schema = (
-            OpenAIFunctionToolSchema.model_validate(schema) if isinstance(schema, Mapping) else schema
-        )
+        self.tool_schema = OpenAIFunctionToolSchema.model_validate(schema) if isinstance(schema, Mapping) else schema
         if self.tool_schema is None:
             raise ToolError(f"{type(self).__name__} has no schema: set tool_schema or get_openai_tool_schema")
         self.name = self.tool_schema.function.name
@@ -236,9 +234,7 @@ def normalize_function_tool_return(returned: Any) -> tuple[ToolResponse, float, 
 
 def _text(value: Any) -> str:
     if inspect.isawaitable(value):
-        raise TypeError(
-            f"it returned a {type(value).__name__} that nobody awaited: an await is missing in it"
-        )
+        raise TypeError(f"it returned a {type(value).__name__} that nobody awaited: an await is missing in it")
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
 
 

@@ -109,9 +109,7 @@ class Toolbox:
         tool_names = ", ".join(self.by_name) or "none"
         for name, value in kwargs.items():
             if value is not None and name not in self.by_name:
-                warn_once(
-                    name, "unknown", f"is in a row's tools_kwargs; the run has no such tool ({tool_names})"
-                )
+                warn_once(name, "unknown", f"is in a row's tools_kwargs; the run has no such tool ({tool_names})")
 
     @classmethod
     def load(cls, tool_config_path: str | None = None, function_tool_path: str | None = None) -> Toolbox:
@@ -195,9 +193,7 @@ class ToolRun:
 
     show_images: Any = None
 
-    def __init__(
-        self, tools: Mapping[str, Tool], kwargs: Any, *, timeout: float | None, longest: int, side: str
-    ):
+    def __init__(self, tools: Mapping[str, Tool], kwargs: Any, *, timeout: float | None, longest: int, side: str):
         self.names = set(tools)
         self._tools, self._kwargs = tools, kwargs or {}
         self._timeout, self._longest, self._side = timeout, longest, side

@@ -81,9 +81,7 @@ class _Builder:
         self._say(f"starting {_some(trainer.devices, 'training worker')} on {_some(trainer.nodes, 'node')}")
         group, nodes, devices = self._ranks_of(trainer, "training worker")
         judge = self._judge(apart.pop("judge")) if "judge" in apart else None
-        groups = {
-            name: self._ranks_of(pool, f"{name.replace('_', ' ')} worker")[0] for name, pool in apart.items()
-        }
+        groups = {name: self._ranks_of(pool, f"{name.replace('_', ' ')} worker")[0] for name, pool in apart.items()}
         replicas = self.replicas = self._samplers(sampling, None if separate else devices)
         engines = self._group([replica.worker for replica in replicas])
         self._say(f"loading the model, starting {_some(len(replicas), 'sampler')}")
@@ -199,9 +197,7 @@ class _Builder:
         self.pools.append(pool)
         return pool
 
-    def _load(
-        self, group: RayCalls, engines: RayCalls, total_steps: int, apart: bool
-    ) -> list[dict[str, Any]]:
+    def _load(self, group: RayCalls, engines: RayCalls, total_steps: int, apart: bool) -> list[dict[str, Any]]:
         """Models into the trainers, engines into the samplers; what each training worker says of itself."""
         building = group.start("build", total_steps)
         self._note_processes(engines, "pid", "starting the samplers")
@@ -289,9 +285,7 @@ class _Builder:
             worker = create(node)
             group = RayCalls([worker])
             try:
-                return worker, group.wait(
-                    group.start("start"), "starting a sampler again", self.restart_limit
-                )[0]
+                return worker, group.wait(group.start("start"), "starting a sampler again", self.restart_limit)[0]
             except BaseException:
                 end_workers([worker])  # it may live, and the next one needs its memory
                 raise

@@ -156,9 +156,7 @@ class RemoteWeightSync(WeightSync):
         arguments = [(*(write or (None, [])), *common) for write in plan.writes]
         relays = self._relays(plan, replicas, arguments)
         receiving = {
-            replica: replica.worker.handle.receive_weights.remote(
-                plan.places[replica], version, _TIMEOUT_S, verify
-            )
+            replica: replica.worker.handle.receive_weights.remote(plan.places[replica], version, _TIMEOUT_S, verify)
             for replica in replicas
         }
         try:
@@ -197,8 +195,7 @@ class RemoteWeightSync(WeightSync):
         """Do handles of device memory work between these processes? Says so in the run's events."""
         handles = {replica: replica.worker.handle for replica in plan.places}
         calls = {
-            replica: handles[replica].try_channel.remote(places, _TRIAL_S)
-            for replica, places in plan.places.items()
+            replica: handles[replica].try_channel.remote(places, _TRIAL_S) for replica, places in plan.places.items()
         }
         arguments = [(*(write or (None, [])), plan.on_device, _TRIAL_S) for write in plan.writes]
         problems = list(self._training.call("try_channel", each=arguments, doing="update_weights"))
@@ -211,9 +208,7 @@ class RemoteWeightSync(WeightSync):
         self._pool.event("weights_by_device", works=not failed, reason=failed[0] if failed else "")
         return not failed
 
-    def _relays(
-        self, plan: TransferPlan, replicas: Sequence[Replica], arguments: list[tuple[Any, ...]]
-    ) -> list[Any]:
+    def _relays(self, plan: TransferPlan, replicas: Sequence[Replica], arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Nodes without a training rank get weights by broadcast: worker 0 sends, the first replica of each relays."""
         if not plan.relayed:
             return []

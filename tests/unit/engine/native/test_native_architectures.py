@@ -132,9 +132,7 @@ def test_log_probs_are_the_models_own(arch: str) -> None:
         assert (preempted > 0) == bool(size)
     layout = engine._pool.layout
     stored = (layout.blocks + 1) * layout.rows * layout.cols  # one block is spare
-    assert sum(tensor.nbytes for tensor in engine._pool.tensors()) == stored * bytes_per_token(
-        model, torch.float32
-    )
+    assert sum(tensor.nbytes for tensor in engine._pool.tensors()) == stored * bytes_per_token(model, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +190,7 @@ def test_passes_that_attend_in_another_order_are_an_error() -> None:
         calls.start()
         for module in others:
             calls.number(module)
-        with pytest.raises(
-            RuntimeError, match=f"of {len(others)} attention calls differs .*rollout.name=vllm"
-        ):
+        with pytest.raises(RuntimeError, match=f"of {len(others)} attention calls differs .*rollout.name=vllm"):
             calls.finish()
 
 

@@ -57,9 +57,7 @@ def sharded(
     """One rank: build, load, train, save, train more → (state at saving, state at the end)."""
     from verl.engine.training.fsdp.engine import FSDPEngine
 
-    engine = FSDPEngine(
-        path, role_cfg=ROLE | {"fsdp_config": ROLE["fsdp_config"] | (fsdp or {})}, device="cpu"
-    )
+    engine = FSDPEngine(path, role_cfg=ROLE | {"fsdp_config": ROLE["fsdp_config"] | (fsdp or {})}, device="cpu")
     engine.schedule(8)
     if load:
         # Where the weights were before must not matter.

@@ -94,9 +94,7 @@ def step(one: Any) -> dict[str, Any]:
         return simple_loss(total())(batch)
 
     first = one._layers[0].mlp
-    hook = first.register_forward_pre_hook(
-        lambda module, _: weights.append(module.up_proj.weight.untyped_storage())
-    )
+    hook = first.register_forward_pre_hook(lambda module, _: weights.append(module.up_proj.weight.untyped_storage()))
     with traffic(sent):
         seen["norm"] = one.step(rows()[:ROWS], loss, temperature=1.0).grad_norm
     hook.remove()

@@ -48,9 +48,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Places:
 
         def wrapped(self: Any, *, optimizer: bool = away) -> None:
             named = {"weights"} if self._weights_leave else set()
-            named |= (
-                {"optimizer"} if self._state_leaves and optimizer and self._optimizer is not None else set()
-            )
+            named |= {"optimizer"} if self._state_leaves and optimizer and self._optimizer is not None else set()
             seen.here[id(self)] = seen.at(self) - named if away else seen.at(self) | named
             method(self) if away else method(self, optimizer=optimizer)
 
@@ -188,9 +186,7 @@ def test_the_base_of_an_adapter_is_there_for_the_references_pass(
     tmp_path: Path, places: Places, separate: None
 ) -> None:
     config = with_vllm(
-        configured(
-            tmp_path, *BOTH, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=2"
-        )
+        configured(tmp_path, *BOTH, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=2")
     )
     workers = start_here(config, tiny_tokenizer(), total_steps=1)
     train_step(config, workers, tmp_path / "saved")

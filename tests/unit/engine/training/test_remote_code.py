@@ -99,9 +99,7 @@ def test_rope_scaling_keeps_theta_and_lasts(tmp_path) -> None:
     powers = torch.arange(0, 16, 2, dtype=torch.float64) / 16
     scaling = {"type": "linear", "factor": 4.0}
     torch.testing.assert_close(_rotations(path, rope_scaling=scaling), 20_000.0**-powers / 4)
-    engine = FSDPEngine(
-        path, model_cfg={"override_config": {"rope_scaling": scaling}}, role_cfg=FP32, device="cpu"
-    )
+    engine = FSDPEngine(path, model_cfg={"override_config": {"rope_scaling": scaling}}, role_cfg=FP32, device="cpu")
     engine.save_weights(tmp_path / "saved")
     torch.testing.assert_close(_rotations(tmp_path / "saved"), 20_000.0**-powers / 4)
 

@@ -93,9 +93,7 @@ def stepped(path: Any, batch: list[Any], mine: list[Any], mode: str, **options: 
     critic = engine(path, **options)
     counts = trajectory_tokens(batch)
     tokens_of = None if counts is None else dict(zip(map(id, batch), counts, strict=True))
-    objective = ValueObjective(
-        Map(CRITIC | {"loss_agg_mode": mode}), count_denominators(batch, 12.0), tokens_of
-    )
+    objective = ValueObjective(Map(CRITIC | {"loss_agg_mode": mode}), count_denominators(batch, 12.0), tokens_of)
     result = critic.step(mine, objective, ("values",), temperature=1.0)
     return result.metrics, {name: tensor.clone() for name, tensor in critic.named_weights()}
 
@@ -134,9 +132,7 @@ def ranked(path: str) -> Any:
     critic = engine(path)
     mine = [batch[:3], batch[3:]][critic.dp_rank]
     values = critic.forward(mine, ("values",), temperature=1.0)["values"]
-    result = critic.step(
-        mine, ValueObjective(CRITIC, count_denominators(batch, 12.0)), ("values",), temperature=1.0
-    )
+    result = critic.step(mine, ValueObjective(CRITIC, count_denominators(batch, 12.0)), ("values",), temperature=1.0)
     metrics, weights = result.metrics, {n: t.clone() for n, t in critic.named_weights()}
     return values, metrics, weights
 

@@ -104,9 +104,7 @@ def settings(**more: Any) -> EngineSettings:
 
 def test_engine_arguments_on_a_cpu_and_elsewhere() -> None:
     cpu = engine_arguments(settings(free_cache_engine=True), KNOWN, cpu=True, sleeps=False)
-    assert (
-        cpu["enforce_eager"] and cpu["block_size"] == 32 and "uniproc" in cpu["distributed_executor_backend"]
-    )
+    assert cpu["enforce_eager"] and cpu["block_size"] == 32 and "uniproc" in cpu["distributed_executor_backend"]
     assert not cpu["enable_sleep_mode"]
     assert not cpu["enable_chunked_prefill"] and cpu["max_num_batched_tokens"] == 8192
     device = engine_arguments(settings(free_cache_engine=True), KNOWN, cpu=False, sleeps=True)
@@ -239,7 +237,5 @@ def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch
         if taken:
             launch.check_cpu_model(config)
         else:
-            with pytest.raises(
-                UserError, match=r"latent attention only with .* in .576. .*rollout\.name=native"
-            ):
+            with pytest.raises(UserError, match=r"latent attention only with .* in .576. .*rollout\.name=native"):
                 launch.check_cpu_model(config)

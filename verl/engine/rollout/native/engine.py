@@ -285,9 +285,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """See `WeightReceiver.readers`."""
         return [self._platform.memory_id(self._runner.device)]
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
-    ) -> dict[str, str]:
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = "") -> dict[str, str]:
         """See `WeightReceiver.load_weights`: copies into this engine's model, one tensor at a time.
 
         Names are those of a Hugging Face checkpoint, or of the model's own tensors; tied weights may be left out. For a

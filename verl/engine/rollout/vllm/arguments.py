@@ -162,9 +162,7 @@ def _cpu_defaults(s: EngineSettings) -> dict[str, Any]:
     return chosen
 
 
-def _whole_prompts(
-    s: EngineSettings, arguments: Mapping[str, Any], notice: Callable[[str], None]
-) -> dict[str, Any]:
+def _whole_prompts(s: EngineSettings, arguments: Mapping[str, Any], notice: Callable[[str], None]) -> dict[str, Any]:
     """The arguments, such that no prompt is cut in parts on a CPU: vLLM would turn the request's generator back after
     each part, which a CPU's cannot ("CPU Generator does not use offset"), and every request here has its own seed."""
     whole = {name: value for name, value in arguments.items() if not name.startswith(_CUTTING)}

@@ -119,9 +119,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             sees = options["vision"]
             self._images = ImageInputs(model_config, self._engine.input_processor) if sees else None
             # Without a name of its own here: what this frame names would outlive `close`.
-            self._channel = WorkerChannel(
-                self._host, self._engine.collective_rpc, devices, bucket_bytes, notice
-            )
+            self._channel = WorkerChannel(self._host, self._engine.collective_rpc, devices, bucket_bytes, notice)
             self._max_model_len = int(s.max_model_len or self._engine.model_config.max_model_len)
             if eos_token_ids is None:
                 tokenizer = None if s.skip_tokenizer_init else self.tokenizer
@@ -190,9 +188,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             return completion
         return ended_at_seam(completion, prompt[-sampling.start :], sampling.stop, self._text)
 
-    def _check(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, media: Media | None
-    ) -> None:
+    def _check(self, request_id: str, prompt: list[int], sampling: SamplingParams, media: Media | None) -> None:
         if self._asleep:
             raise RuntimeError("the sampler is asleep: call wake() before generate()")
         if self._broken:
@@ -262,9 +258,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
 
     # ---- weights
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
-    ) -> dict[str, str]:
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = "") -> dict[str, str]:
         """See `WeightReceiver.load_weights`. Requests under way go on with the new weights, their cache computed anew.
 
         Checksums are of what every worker received: vLLM packs and fuses its weights, so their bytes do not compare.
@@ -381,9 +375,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         from verl.data.tokenizer import load_tokenizer
 
         s = self._settings
-        return load_tokenizer(
-            s.model_path, tokenizer_path=s.tokenizer_path, trust_remote_code=s.trust_remote_code
-        )
+        return load_tokenizer(s.model_path, tokenizer_path=s.tokenizer_path, trust_remote_code=s.trust_remote_code)
 
     def _text(self, ids: list[int]) -> str:
         """Special tokens included: a stop string may be one."""

@@ -43,8 +43,7 @@ FIXED: dict[str, str] = {
 """Arguments that this engine sets for itself."""
 
 _GONE = (
-    "swap_space disable_log_requests use_v2_block_manager num_scheduler_steps preemption_mode "
-    "max_seq_len_to_capture"
+    "swap_space disable_log_requests use_v2_block_manager num_scheduler_steps preemption_mode max_seq_len_to_capture"
 )
 DROPPED: dict[str, str] = {
     "padding_mode": "sequences are packed without padding; results are the same",
@@ -85,9 +84,7 @@ def translate(
             out.problems.append((f"{key}={value}", f"{FIXED[name]}; remove this key"))
         elif rollout_key:
             if rollout_key in rollout and not _same(value, rollout[rollout_key]):
-                message = (
-                    f"rollout.{rollout_key}={rollout[rollout_key]} sets it; set rollout.{rollout_key} instead"
-                )
+                message = f"rollout.{rollout_key}={rollout[rollout_key]} sets it; set rollout.{rollout_key} instead"
                 out.problems.append((f"{key}={value}", message))
         elif name in accepted or not accepted:
             out.arguments[name] = value

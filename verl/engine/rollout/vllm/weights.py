@@ -84,9 +84,7 @@ class WorkerChannel:
             raise
         return _loaded(loading, RPC_TIMEOUT)
 
-    def _begin(
-        self, places: Places, version: int, timeout: float, verify: str
-    ) -> concurrent.futures.Future[list[Any]]:
+    def _begin(self, places: Places, version: int, timeout: float, verify: str) -> concurrent.futures.Future[list[Any]]:
         arguments = list(places), version, timeout, verify
         return self._host.submit(self._rpc("verl_load_weights", args=arguments))
 

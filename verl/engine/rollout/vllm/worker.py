@@ -165,9 +165,7 @@ def _has_head(model: Any) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return any(isinstance(m, ParallelLMHead) for m in model.modules()) or any(
-        name.endswith(_HEAD) for name in names
-    )
+    return any(isinstance(m, ParallelLMHead) for m in model.modules()) or any(name.endswith(_HEAD) for name in names)
 
 
 def _tied(model: Any) -> bool:

@@ -154,9 +154,7 @@ class FSDPEngine(TrainingEngine):
         if trainable:
             self._prepare_training(role_cfg)
 
-    def _place(
-        self, device: str | Platform, index: int, placement: Placement, seed: int, deterministic: bool
-    ) -> None:
+    def _place(self, device: str | Platform, index: int, placement: Placement, seed: int, deterministic: bool) -> None:
         self.platform = detect(device) if isinstance(device, str) else device
         self.platform.prepare()
         if deterministic:

@@ -120,9 +120,7 @@ def _sequence_parallel(module: PreTrainedModel, layout: Layout) -> SequenceParal
     placement = layout.placement
     text = module.config.get_text_config()
     for config in layer_configs(text):
-        for key, problem in model_problems(
-            placement, {key: getattr(config, key, None) for key in MODEL_KEYS}
-        ):
+        for key, problem in model_problems(placement, {key: getattr(config, key, None) for key in MODEL_KEYS}):
             raise UserError(f"{key}: {problem}")
     if layout.sequence is None:
         return None

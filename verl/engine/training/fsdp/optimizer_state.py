@@ -32,9 +32,7 @@ _PARTS += [part for part in vars(metadata).values() if is_dataclass(part)]
 _KNOWN = {(part.__module__, part.__qualname__): part for part in _PARTS}
 
 
-def save_state(
-    directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any], step: int
-) -> None:
+def save_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any], step: int) -> None:
     """Write the state of every parameter and the schedule's step. `names` maps names to parameters.
 
     OSError, on every rank, where one cannot write.

@@ -78,9 +78,7 @@ class UlyssesPlan:
     def __init__(self, whole: AttentionPlan, group: dist.ProcessGroup, rank: int, size: int):
         self._whole, self._group, self._rank, self._size = whole, group, rank, size
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan.attend`; tensors hold this rank's tokens and all heads."""
         query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
         # Key heads that the ranks do not divide are repeated just as often as it takes.
