@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pyarrow as pa
@@ -100,21 +101,21 @@ def main_ppo(words: list[str], timeout: float = 240, **more: str) -> subprocess.
     )
 
 
-def check_listed(record: dict) -> dict:
-    """The record, all of whose metrics must have a row of verl/tracking/metrics_table.txt."""
+def check_listed(record: dict, own: Collection[str] = ()) -> dict:
+    """The record, all of whose metrics must have a row of verl/tracking/metrics_table.txt, or be a plug-in's `own`."""
     patterns = [*(row.pattern for row in ROWS), OWN_LOSS]
-    unlisted = {n for n in record if n not in ("step", "time") and patterns[rank(n)] == OWN_LOSS}
+    unlisted = {n for n in record if n not in ("step", "time", *own) and patterns[rank(n)] == OWN_LOSS}
     assert not unlisted, f"metrics without a row in metrics_table.txt: {unlisted}"
     return record
 
 
-def records(run: Path) -> dict[int, dict]:
+def records(run: Path, own: Collection[str] = ()) -> dict[int, dict]:
     """metrics.jsonl as step → record, the last of each step; the part that must not vary between equal runs."""
     found: dict[int, dict] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "step" in record and "event" not in record:
-            check_listed(record)
+            check_listed(record, own)
             kept = {k: v for k, v in record.items() if k != "time" and not k.startswith(UNSTABLE)}
             found[record["step"]] = kept
     return found

@@ -222,5 +222,5 @@ def test_the_plugin_and_the_reward_train(tmp_path) -> None:
     path = os.pathsep.join([str(EXAMPLES / "plugin"), str(ROOT)])
     done = main_ppo(run.overrides(out, *words), PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-3000:]
-    step = records(out)[1]
+    step = records(out, ["actor/faded"])[1]
     assert "actor/faded" in step and step["actor/grad_norm"] > 0

@@ -198,7 +198,7 @@ WRONG = {
     "environment.path.*needs it": [f"{ENVIRONMENT}name=custom"],
     "NoSuch": [f"{ENVIRONMENT}name=custom", f"{ENVIRONMENT}path={USER}:NoSuch"],
     "the program 'no-such-program' is not found": [f"{ENVIRONMENT}name=command", f"{ENVIRONMENT}path=no-such-program"],
-    "no OpenEnv server answers at|needs the package openenv": [
+    "no OpenEnv server answers at|needs openenv: pip install": [
         f"{ENVIRONMENT}name=openenv",
         f"{ENVIRONMENT}path=http://127.0.0.1:9",
     ],

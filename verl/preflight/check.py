@@ -23,6 +23,7 @@ def check(config: Root) -> Report:
     Loads no weights, fetches nothing.
     """
     report = Report(config)
+    report.plugins  # noqa: B018  (imports the plug-in modules, or reports one that fails)
     for part in _CHECKS:
         part.check(config, report)
     report.plan = trainer.plan(report)
