@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.model_facts import ATTENTION_LAYERS
 from verl.config.reward_weights import scores_by_model
 from verl.config.schema.base import Root
 from verl.engine.registry import Placement, capabilities, placement
@@ -18,8 +19,6 @@ _HEADS = "num_attention_heads"
 _COUNTS = (_HEADS, "num_key_value_heads", "intermediate_size")
 MODEL_KEYS = (*_COUNTS, "layer_types")
 """What a model's configuration has to say for `model_problems`."""
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Kinds of layers that carry no state along a row."""
 _WORDS = {_HEADS: "attention heads", "num_key_value_heads": "key-value heads"}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.config.layout import ATTENTION_LAYERS
+from verl.config.model_facts import ATTENTION_LAYERS
 
 if TYPE_CHECKING:
     import torch

@@ -30,7 +30,7 @@ from verl.rollout.schedule import evict_stale, open_schedule
 from verl.trainer.parts import Parts
 from verl.trainer.step_record import StepRecord
 from verl.trajectory import Batch
-from verl.weight_sync.sender import SyncResult
+from verl.weight_sync.verify import SyncResult
 
 
 class PPOTrainer:

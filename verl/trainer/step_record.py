@@ -26,7 +26,7 @@ from verl.trainer.colocation import Colocation
 from verl.trainer.image_checks import ImageRecord
 from verl.trainer.parts import Parts
 from verl.trajectory import COLUMNS, Batch, Trajectory
-from verl.weight_sync.sender import SyncResult
+from verl.weight_sync.verify import SyncResult
 from verl.workers.update_plan import Refusal, UpdateResult
 
 REJECTED_SHARE = 0.05

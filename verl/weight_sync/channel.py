@@ -20,9 +20,8 @@ import torch
 from verl.platform import platform_of
 from verl.platform.processes import Identity, alive, namespace
 from verl.weight_sync import buckets, shared_memory
-from verl.weight_sync.sender import SyncResult
 from verl.weight_sync.shared_memory import DONE, FAILED, RUNNING, SharedMemoryBlock, path_of, wait
-from verl.weight_sync.verify import WeightSyncError
+from verl.weight_sync.verify import SyncResult, WeightSyncError
 
 TIMEOUT = 300.0
 """Seconds without any progress after which a side gives up."""

@@ -27,8 +27,7 @@ from verl.platform import Platform, platform_of
 from verl.platform.network import address_towards, listen, time_limit
 from verl.weight_sync import buckets
 from verl.weight_sync.channel import TIMEOUT, Channel, SharedMemorySink
-from verl.weight_sync.sender import SyncResult
-from verl.weight_sync.verify import WeightSyncError
+from verl.weight_sync.verify import SyncResult, WeightSyncError
 
 _BEGIN, _BUCKET, _DONE, _FAILED = range(4)
 _TEXT = 1024

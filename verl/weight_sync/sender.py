@@ -1,4 +1,4 @@
-"""What a push of weights is, and the two of one process: nothing moves, or one stream of full tensors.
+"""Weight transfers within one process: shared tensors, or a stream of full tensors.
 
 After a push both sides hold the same weights under one version.
 """
@@ -8,26 +8,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from verl.weight_sync.buckets import Weights, converted
-from verl.weight_sync.verify import FULL, SAMPLED, UNVERIFIED, compare, digesting
+from verl.weight_sync.verify import FULL, SAMPLED, UNVERIFIED, SyncResult, compare, digesting
 
 if TYPE_CHECKING:
     import torch
 
     from verl.engine.training.base import TrainingEngine
     from verl.weight_sync.receiver import WeightReceiver
-
-
-@dataclass(frozen=True, slots=True)
-class SyncResult:
-    """bytes moved, seconds taken, and of how many weights it was verified that both sides have the same."""
-
-    bytes: int
-    seconds: float
-    verified: int = 0
 
 
 class WeightSync(ABC):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -27,6 +28,15 @@ class WeightSyncError(RuntimeError):
 
     def __init__(self, text: str):
         super().__init__(f"weight sync: {text.removeprefix('weight sync: ')}")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncResult:
+    """bytes moved, seconds taken, and of how many weights it was verified that both sides have the same."""
+
+    bytes: int
+    seconds: float
+    verified: int = 0
 
 
 def checksums(weights: Weights, verify: str = FULL, *, dtype: torch.dtype | None = None) -> dict[str, str]:

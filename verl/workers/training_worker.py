@@ -43,8 +43,7 @@ from verl.tracking.timer import Profiled
 from verl.trajectory import Segment, fill_flat
 from verl.weight_sync.channel import BucketSender, Channel, offer
 from verl.weight_sync.collective import Rendezvous, broadcast
-from verl.weight_sync.sender import SyncResult
-from verl.weight_sync.verify import digesting
+from verl.weight_sync.verify import SyncResult, digesting
 from verl.workers import build, payloads
 
 _OPEN_FILES = 65536

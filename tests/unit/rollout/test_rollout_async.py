@@ -30,7 +30,7 @@ from verl.trainer.colocation import Colocation
 from verl.trainer.parts import Parts
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trajectory import Batch, Prompt
-from verl.weight_sync.sender import SyncResult
+from verl.weight_sync.verify import SyncResult
 from verl.workers.update_plan import UpdateResult
 
 BATCH, N = 4, 2

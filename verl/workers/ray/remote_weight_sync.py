@@ -23,8 +23,8 @@ import ray
 from ray import exceptions as faults
 
 from verl.platform.processes import Identity
-from verl.weight_sync.sender import SyncResult, WeightSync
-from verl.weight_sync.verify import SAMPLED, WeightSyncError, compare
+from verl.weight_sync.sender import WeightSync
+from verl.weight_sync.verify import SAMPLED, SyncResult, WeightSyncError, compare
 from verl.workers.group import WorkerGroup
 from verl.workers.ray.calls import RayCalls, WorkerFailed, reason
 from verl.workers.ray.replicas import Replica, ReplicaPool, Troubles, troubles_of

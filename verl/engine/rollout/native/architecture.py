@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.config.layout import ATTENTION_LAYERS
+from verl.config.model_facts import ATTENTION_LAYERS
 from verl.errors import UserError
 from verl.models import attention
 from verl.models.attention import AttentionOptions

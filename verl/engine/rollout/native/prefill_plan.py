@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +14,17 @@ from torch import Tensor, nn
 from verl.engine.rollout.base import RecordedRoutes
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.models.attention import AttentionOptions
-from verl.models.inputs import text_axes
+from verl.models.inputs import ImageContext, text_axes
 from verl.platform import platform_of
+from verl.trajectory import Media
 
-if TYPE_CHECKING:
-    from verl.engine.rollout.native.vision import PromptImages
+
+@dataclass(frozen=True, slots=True)
+class PromptImages:
+    """The images of one prompt and where its tokens are."""
+
+    media: Media
+    context: ImageContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from verl.engine.rollout.native.architecture import INSTEAD
+from verl.engine.rollout.native.prefill_plan import PrefillSpan, PromptImages
 from verl.errors import UserError
-from verl.models.inputs import ImageContext, ImageFeatures, VisionInputs, takes_features
+from verl.models.inputs import ImageFeatures, VisionInputs, takes_features
 from verl.trajectory import Media
-
-if TYPE_CHECKING:
-    from verl.engine.rollout.native.prefill_plan import PrefillSpan
 
 # Image tokens whose features are kept for later turns and for prompts that are computed again.
 _KEPT_TOKENS = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class PromptImages:
-    """The images of one prompt and where its tokens are."""
-
-    media: Media
-    context: ImageContext
 
 
 class ImageEncoder:

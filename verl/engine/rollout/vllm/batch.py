@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.config.matching import nearest
 from verl.engine.rollout.base import Completion, SamplingParams
-
-if TYPE_CHECKING:
-    from verl.engine.rollout.vllm.engine import VLLMEngine
 
 # A text, texts, token ids, or conversations (lists of {"role", "content"}).
 Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]]
@@ -60,7 +57,7 @@ class BatchCall:
         self._calls = 0
 
     async def run(
-        self, engine: VLLMEngine, prompts: Prompts, sampling_params: Mapping[str, Any] | None
+        self, sample: Callable[..., Awaitable[Completion]], prompts: Prompts, sampling_params: Mapping[str, Any] | None
     ) -> list[dict[str, Any]]:
         """See `VLLMEngine.generate`."""
         settings = batch_sampling(sampling_params)
@@ -71,7 +68,7 @@ class BatchCall:
         async def respond(number: int, index: int) -> Completion:
             digest = hashlib.blake2b(f"{base}/{number}/{index}".encode(), digest_size=8).digest()
             seeded = replace(settings.sampling, seed=int.from_bytes(digest, "little") >> 1)
-            return await engine.sample(rows[number], seeded, request_id=f"batch {call}/{number}#{index}")
+            return await sample(rows[number], seeded, request_id=f"batch {call}/{number}#{index}")
 
         places = [(number, index) for number in range(len(rows)) for index in range(settings.n)]
         tasks = [asyncio.ensure_future(respond(*place)) for place in places]

@@ -162,7 +162,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
                 raise ValueError("generate: a request needs its request_id")
             return self.sample(prompts, sampling, request_id=request_id, media=media)
         parameters = sampling_params if sampling_params is not None else sampling
-        return self._host.call(self._batch.run(self, prompts, parameters))
+        return self._host.call(self._batch.run(self.sample, prompts, parameters))
 
     @cached_property
     def _batch(self) -> BatchCall:
