@@ -55,9 +55,8 @@ def test_a_batch_call_that_fails_leaves_nothing_running(host: LoopThread) -> Non
         raise AssertionError
 
     call = BatchCall(None, 0)
-    engine: Any = SimpleNamespace(sample=sample)
     with pytest.raises(ValueError, match="no room"):
-        host.call(call.run(engine, [[1], [1, 2, 3], [2]], {"max_tokens": 4}), 20)
+        host.call(call.run(sample, [[1], [1, 2, 3], [2]], {"max_tokens": 4}), 20)
     assert len(ended) == 2
 
 
