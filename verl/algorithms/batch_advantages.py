@@ -32,8 +32,8 @@ def compute_advantages(batch: Batch, algorithm: Any, rollout_n: int, kl_beta: fl
     `prepare_outcomes`) get advantages of zero and an empty loss mask, and no estimator sees them.
 
     With `algorithm.rollout_correction` rows also get is_weights, and what is rejected leaves their loss_mask; in
-    bypass mode that is done before each update (verl.workers.update_plan), for it needs the weights of that moment. With
-    `rollout_rs_in_baseline=False` the estimator does not see responses that are rejected whole.
+    bypass mode that is done before each update (verl.workers.update_plan), for it needs the weights of that moment.
+    With `rollout_rs_in_baseline=False` the estimator does not see responses that are rejected whole.
 
     Metrics: training/dropped_groups; with KL in the reward actor/reward_kl_penalty and its coefficient;
     rollout_corr/rollout_is_… and rollout_rs_…; critic/reward_baseline/mean where greedy responses are compared with.

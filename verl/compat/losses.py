@@ -122,8 +122,8 @@ def agg_loss(
     loss_scale_factor: float | None = None,
     trajectory_tokens: Tensor | None = None,
 ) -> Tensor:
-    """`verl.algorithms.flat_tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor H is
-    L."""
+    """`verl.algorithms.flat_tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor
+    H is L."""
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, trajectory_tokens)
     terms, mask = torch.broadcast_tensors(torch.atleast_2d(loss_mat), torch.atleast_2d(loss_mask))
     return aggregate(terms.flatten(), mask.flatten(), rows_of(terms), loss_agg_mode, *counts)

@@ -1,7 +1,8 @@
-r"""Helpers that users' rewards import from the public `math_reward` (`math`, `math_batch`), `math_verify`, `prime_math`,
-`geo3k`, `prime_code` and `sandbox_fusion`.
+r"""Helpers that users' rewards import from the public `math_reward` (`math`, `math_batch`), `math_verify`,
+`prime_math`, `geo3k`, `prime_code` and `sandbox_fusion`.
 
-Names, arguments and results are those of the public system; `verl.reward.rules.math_equality` decides equality in meaning.
+Names, arguments and results are those of the public system; `verl.reward.rules.math_equality` decides equality in
+meaning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names matched with names: globs of keys, similar names, the spellings of another system.
 
-A glob: `*.` in front is any prefix or none, `*` the rest of a word, `{a, b}` one of several; it covers the keys below it
-too.
+A glob: `*.` in front is any prefix or none, `*` the rest of a word, `{a, b}` one of several; it covers the keys below
+it too.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0
 class Spellings(NamedTuple):
     """Names and values of another system beside the schema's, as data for `verl.config.command_line.resolve`.
 
-    Keys may be globs. renames: entry point → old key → the schema's, in which \\1 and \\2 stand for the variable parts of
-    the glob. synonyms: key → value → ours; modules: a module's name → ours. no_effect: keys that are accepted and change
-    nothing, with the reason that is printed unless it is one of `silent`; switches: the same for switches that are on.
+    Keys may be globs. renames: entry point → old key → the schema's, in which \\1 and \\2 stand for the variable parts
+    of the glob. synonyms: key → value → ours; modules: a module's name → ours. no_effect: keys that are accepted and
+    change nothing, with the reason that is printed unless it is one of `silent`; switches: the same for switches that
+    are on.
     refused: keys outside the schema that switch a missing feature on. choices: group → `group@package=choice` → its
-    `strategy`, or None where there is one implementation. configurations: names for `--config-name` → entry point and the
-    keys they set; the first one of an entry point is its default. computed: keys that stand for others by a computation;
-    settle(root, values of these keys, refuse, notice) does it.
+    `strategy`, or None where there is one implementation. configurations: names for `--config-name` → entry point and
+    the keys they set; the first one of an entry point is its default. computed: keys that stand for others by a
+    computation; settle(root, values of these keys, refuse, notice) does it.
     """
 
     renames: Mapping[str, Mapping[str, str]] = {}

@@ -1,4 +1,5 @@
-"""Data files, code of the user's own, tokenizer and chat template: found and read without running or fetching anything."""
+"""Data files, code of the user's own, tokenizer and chat template: found and read without running or fetching
+anything."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def opened(report: Report, key: str) -> list[Any]:
 
 
 def _columns(report: Report, key: str, file: RowFile) -> None:
-    """Check the columns of a file, and note which data sources and agent loops its rows name. DataError if one lacks."""
+    """Check the columns of a file, and note which data sources and agent loops its rows name. DataError if one
+    lacks."""
     if not report.ppo:
         sft.check_columns(file, report.config.data)
         return

@@ -1,4 +1,5 @@
-"""The engines by name. An engine is one folder, whose `ENGINE` is its record: all that the rest of the program knows of it.
+"""The engines by name. An engine is one folder, whose `ENGINE` is its record: all that the rest of the program knows of
+it.
 
 An engine outside of this package registers its record in a module that `model.external_lib` names. Imports no torch: a
 record imports what it needs when it builds.
@@ -85,7 +86,8 @@ class EngineRecord(ABC):
     environment: ClassVar[Mapping[str, str]] = {}
 
     def installed(self) -> str:
-        """The version of the installed package, "" for an engine without one. EnginePackageError if it cannot be used."""
+        """The version of the installed package, "" for an engine without one. EnginePackageError if it cannot be
+        used."""
         if not self.packages:
             return ""
         found = next((text for package in self.packages if (text := version(package))), None)
@@ -156,8 +158,7 @@ class Placement:
     expert    ranks that share the experts
     shard     ranks that share one copy of the weights; ≤ 0: all
     dtype     data type of the matrix products, None for the platform's choice
-    param_offload, grad_offload, optimizer_offload   weights, gradients, the optimizer's state go to host memory while the
-              role is idle
+    param_offload, grad_offload, optimizer_offload   what goes to host memory while the role is idle
     keys      field → its key in the configuration, for messages
     """
 

@@ -194,7 +194,8 @@ class Platform(ABC):
         return None
 
     def graph_recorder(self) -> GraphRecorder | None:
-        """A new recorder of device graphs (see `verl.platform.cuda_graphs.GraphRecorder`), None where there are none."""
+        """A new recorder of device graphs (see `verl.platform.cuda_graphs.GraphRecorder`), None where there are
+        none."""
         return None
 
     # -- device memory shared between processes of a host

@@ -66,8 +66,8 @@ class RolloutSettings:
 
 
 class Attempt(Record):
-    """The record of one attempt at a trajectory, with its way to the sampler. Calls are numbered, so that no two of them
-    draw from the same random stream.
+    """The record of one attempt at a trajectory, with its way to the sampler. Calls are numbered, so that no two of
+    them draw from the same random stream.
 
     The first calls of a group's trajectories share the prefill of the prompt; later ones go on from what the sampler
     holds of the trajectory. `_prefill`: of later calls, how many tokens were prefilled, and how many the sampler had

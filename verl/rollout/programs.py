@@ -1,4 +1,5 @@
-"""Programs of the user's: run with all that they start, and the end of their output kept for what is said of a failure."""
+"""Programs of the user's: run with all that they start, and the end of their output kept for what is said of a
+failure."""
 
 from __future__ import annotations
 

@@ -40,8 +40,9 @@ class LoopSetup:
     """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked
     configuration.
 
-    timeout: seconds of a trajectory. longest: tokens of context and response together. tool_format: how the model writes calls. as_inference: a turn sees
-    the dialogue as the template writes it, in a new segment where that is not what was written so far.
+    timeout: seconds of a trajectory. longest: tokens of context and response together. tool_format: how the model
+    writes calls. as_inference: a turn sees the dialogue as the template writes it, in a new segment where that is not
+    what was written so far.
     """
 
     def __init__(self, tokenizer: Any = None, config: Config | Map | None = None):

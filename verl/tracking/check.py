@@ -1,4 +1,5 @@
-"""Trackers that are missing here. Profiling: a tool without steps, steps without a tool, a tool that this machine's devices do not have."""
+"""Trackers that are missing here. Profiling: a tool without steps, steps without a tool, a tool that this machine's
+devices do not have."""
 
 from __future__ import annotations
 

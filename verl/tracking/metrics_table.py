@@ -1,5 +1,5 @@
-"""The metrics that verl logs, in the order in which they are shown: metrics_table.txt, a row per line with pattern, unit,
-when it is logged, and meaning.
+"""The metrics that verl logs, in the order in which they are shown: metrics_table.txt, a row per line with pattern,
+unit, when it is logged, and meaning.
 
 docs/metrics.md, the console, metrics.jsonl and the trackers use this table; the charts of the report
 (`verl.report.charts`) name its metrics.

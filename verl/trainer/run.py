@@ -26,7 +26,8 @@ EXIT_INTERRUPTED = 130
 
 
 def run_guarded(config: RunConfig, work: str) -> int:
-    """Call the function of (config, tracking) that "module:name" gives in an opened run folder and explain how it ended.
+    """Call the function of (config, tracking) that "module:name" gives in an opened run folder and explain how it
+    ended.
 
     The module is imported once the process is prepared: numerical libraries read their variables when they are loaded.
 

@@ -20,8 +20,8 @@ from verl.trajectory import Segment
 
 
 class PaddedClassifier:
-    """What `TrainingEngine` is to a role that only scores, in batches of at most `tokens`, padding included. UserError if
-    the model cannot be loaded.
+    """What `TrainingEngine` is to a role that only scores, in batches of at most `tokens`, padding included. UserError
+    if the model cannot be loaded.
     """
 
     holds_outputs = True

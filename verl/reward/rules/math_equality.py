@@ -1,8 +1,8 @@
 r"""Mathematical equality by math-verify, used so that it cannot silently say "no".
 
 math-verify's own limits are alarms, which work only in a main thread, and by default it turns time-outs and errors into
-"not equal". Here it runs in one helper process of this process (`verl.reward.rules.math_verify_process`), which is killed at
-the limit. What it cannot decide because of the answer is a wrong answer, counted by
+"not equal". Here it runs in one helper process of this process (`verl.reward.rules.math_verify_process`), which is
+killed at the limit. What it cannot decide because of the answer is a wrong answer, counted by
 `verl.reward.scoring_process.count_undecided`; what it cannot decide because of the ground truth is VerifyFailed.
 """
 

@@ -1,5 +1,5 @@
-"""The worker classes as Ray actors, and the profiler of all of them. What they do is in `verl.workers`; here is only what
-Ray needs."""
+"""The worker classes as Ray actors, and the profiler of all of them. What they do is in `verl.workers`; here is only
+what Ray needs."""
 
 from __future__ import annotations
 

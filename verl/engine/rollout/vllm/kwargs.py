@@ -1,4 +1,5 @@
-"""`rollout.engine_kwargs.vllm`: passed on, translated, dropped or refused (docs/vllm.md, "Settings"). Imports no torch."""
+"""`rollout.engine_kwargs.vllm`: passed on, translated, dropped or refused (docs/vllm.md, "Settings"). Imports no
+torch."""
 
 from __future__ import annotations
 
