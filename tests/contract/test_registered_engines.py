@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.runs import TinyRun
+from verl.config import load
 from verl.trainer.main_ppo import main
+from verl.workers.build import judge_config
+from verl.workers.node_facts import collect
 
 MODULE = "tests.contract.engines_of_a_user"
 ARR = "actor_rollout_ref"
@@ -47,6 +50,15 @@ def test_their_own_rules_are_part_of_a_check(tmp_path: Path, capfd: pytest.Captu
         "users_sampler engine computes in float32",
     ):
         assert part in text
+
+
+def test_a_judge_in_processes_of_its_own_imports_them() -> None:
+    config = load([f"{ARR}.model.external_lib={MODULE}", "reward_model.rollout.name=users_sampler"])
+    assert judge_config(config).actor_rollout_ref.model.external_lib == [MODULE]
+
+
+def test_a_node_reports_the_packages_of_engines_that_the_driver_has_registered() -> None:
+    assert "packaging" in collect((), ["packaging"])["versions"]
 
 
 def test_the_doctor_shows_them() -> None:

@@ -44,9 +44,9 @@ def fill(resolver: Resolver) -> None:
 def _plug_in_engines(root: Root) -> None:
     """Import the plug-in modules where an engine is not one of ours; the check reports modules that fail to import."""
     names = (select(root, f"{group}.strategy") for group in ("actor_rollout_ref.actor", "critic", "engine"))
-    rollout = next(filter(None, map(root.select, ("actor_rollout_ref.rollout", "rollout"))), None)
-    engines = {"auto", *ROLLOUT_ENGINES}
-    if set(names) - {None, *TRAINING_ENGINES} or (rollout is not None and rollout.name not in engines):
+    rollouts = ("actor_rollout_ref.rollout", "rollout", "reward_model.rollout")
+    samplers = {select(root, f"{group}.name") for group in rollouts}
+    if set(names) - {None, *TRAINING_ENGINES} or samplers - {None, "auto", *ROLLOUT_ENGINES}:
         model = root.select("actor_rollout_ref.model") or root["model"]
         with contextlib.suppress(UserError):
             import_modules(model.external_lib)

@@ -38,7 +38,7 @@ def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0
 
 
 class Spellings(NamedTuple):
-    """Names and values of another system beside the schema's, as data for `verl.config.command_line.resolve`.
+    """Names and values of another system beside the schema's, as data for `verl.config.command_line.build`.
 
     Keys may be globs. renames: entry point → old key → the schema's, in which \\1 and \\2 stand for the variable parts
     of the glob. synonyms: key → value → ours; modules: a module's name → ours. no_effect: keys that are accepted and

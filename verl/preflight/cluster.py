@@ -16,6 +16,7 @@ import ray
 from ray._private.state import available_resources_per_node
 
 from verl.config import Config
+from verl.engine.registry import packages as engine_packages
 from verl.errors import UserError
 from verl.platform import platform_of
 from verl.preflight.nodes import judge, large_enough
@@ -91,7 +92,8 @@ def _nodes(cluster: Cluster) -> list[Facts]:
 def _ask_facts(nodes: list[Facts], probes: dict[str, Any], models: Sequence[str], timeout: float) -> None:
     """Add what each node reports of itself, or "problem", and "clock", how far it is ahead of ours; half of a round
     trip is "clock_error"."""
-    calls = {n["name"]: probes[n["name"]].everything.remote(models, n["temporary"]) for n in nodes}
+    names = engine_packages()
+    calls = {n["name"]: probes[n["name"]].everything.remote(models, names, n["temporary"]) for n in nodes}
     replies = ask_all(calls, timeout)
     for node in nodes:
         name = node["name"]

@@ -45,6 +45,7 @@ def check(config: Root, report: Report) -> None:
         _devices(report)
     _engines(report)
     if report.model is not None:
+        _ = report.plugins  # modules that fail to import are problems, whatever else asks for them
         _model(report)
         _overrides(report, report.model_key, report.facts)
     if report.ppo and (critic := report.config.critic).enable and critic.model.path and critic.model.override_config:

@@ -230,6 +230,7 @@ def judge_config(config: Config) -> Any:
     cfg, run = config.reward_model, copy.deepcopy(config)
     model = run.actor_rollout_ref.model = type(run.actor_rollout_ref.model)()
     model.path, model.trust_remote_code = cfg.model.path, cfg.model.trust_remote_code
+    model.external_lib = config.actor_rollout_ref.model.external_lib  # may register the engine
     rollout = run.actor_rollout_ref.rollout = run.reward_model.rollout
     run.data.tokenizer = None
     if pool := own_pools(config).get("judge"):

@@ -33,9 +33,11 @@ _ROOT = Path(__file__).resolve().parents[1]
 _CONNECT_S = 5.0
 
 
-def collect(models: Sequence[str] = ()) -> dict[str, Any]:
-    """What a run compares between nodes and what each must have, JSON-like. `models`: directories or hub ids."""
-    versions = {name: version for name in (*PACKAGES, *engine_packages()) if (version := probe.version(name))}
+def collect(models: Sequence[str] = (), engines: Sequence[str] | None = None) -> dict[str, Any]:
+    """What a run compares between nodes and what each must have, JSON-like. `models`: directories or hub ids. `engines`:
+    distributions of engines, the driver's: plug-in modules may register some there; None: those of this process."""
+    names = (*PACKAGES, *(engine_packages() if engines is None else engines))
+    versions = {name: version for name in names if (version := probe.version(name))}
     if "torch" in versions:
         versions["torch"] += f", {probe.torch_build()}"
     return {
@@ -89,9 +91,9 @@ class NodeProbe:
     stack = staticmethod(thread_stacks.ask)
     free_port = staticmethod(network.reserve)
 
-    def everything(self, models: Sequence[str], temporary: str) -> dict[str, Any]:
+    def everything(self, models: Sequence[str], engines: Sequence[str], temporary: str) -> dict[str, Any]:
         """What `verl doctor --cluster` shows of a node. `temporary`: Ray's folder here."""
-        return collect(models) | {
+        return collect(models, engines) | {
             "hostname": socket.gethostname(),
             "accelerators": {"cuda": probe.nvidia_gpus(), "npu": ["Ascend"] * probe.npus()},
             "cores": cores()[0],

@@ -255,7 +255,7 @@ def test_models_of_the_nodes_are_compared() -> None:
 
 def test_facts_of_this_node(tmp_path: Path) -> None:
     model = str(tiny_model(tmp_path / "model", "qwen3"))
-    facts = node_facts.NodeProbe().everything([model], str(tmp_path / "not/yet"))
+    facts = node_facts.NodeProbe().everything([model], [], str(tmp_path / "not/yet"))
     got = json.loads(json.dumps(facts))
     assert got["versions"]["torch"] and got["disk"]["free"] > 0 and got["open_files"] != 0
     assert got["models"][model]["bytes"] > 1000

@@ -130,7 +130,7 @@ def agents(monkeypatch: pytest.MonkeyPatch, theirs: dict[str, Any] | None, here:
     one = object.__new__(nodes.Agents)
     one._own, one._works_here = "own", here
     one._nodes = {"far": SimpleNamespace(address="10.0.0.2")} if theirs is not None else {}
-    asked = SimpleNamespace(facts=SimpleNamespace(remote=lambda models: collect(models) | (theirs or {})))
+    asked = SimpleNamespace(facts=SimpleNamespace(remote=lambda *what: collect(*what) | (theirs or {})))
     one._probes = dict.fromkeys(one._nodes, asked)
     monkeypatch.setattr(nodes, "ask_all", lambda refs, timeout: {n: (ref, None) for n, ref in refs.items()})
     return one

@@ -13,6 +13,7 @@ import ray
 from ray import exceptions as faults
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.engine.registry import packages as engine_packages
 from verl.errors import UserError
 from verl.platform import host_resources, thread_stacks
 from verl.workers import node_facts
@@ -86,7 +87,7 @@ class Agents:
         nodes = [mine | {"name": "this machine (driver)"}] if self._works_here else []
         probes = {self._nodes[id].address: probe for id, probe in self._probes.items()}
         findings = list[Finding]()
-        refs = {name: probe.facts.remote(needs.models) for name, probe in probes.items()}
+        refs = {name: probe.facts.remote(needs.models, engine_packages()) for name, probe in probes.items()}
         for name, (facts, problem) in ask_all(refs, _FACTS_S).items():
             if problem:
                 findings.append(bad("nodes", name, problem, "install the same code there"))
