@@ -58,7 +58,7 @@ UNREAD: dict[str, dict[str, str]] = {
         "actor_rollout_ref.actor.fsdp_config.param_offload": _SHARED,
     },
 }
-"""Keys of the schema that nothing reads, and why; by when ("": always; see `preflight.values`). Those that an engine
+"""Keys of the schema that nothing reads, and why; by when ("": always; see `verl.preflight.values`). Those that an engine
 does not read are in its record."""
 
 _FULL = {"full": Absent("the KL of whole distributions, which needs all logits,", "low_var_kl")}

@@ -45,7 +45,6 @@ def check(config: Root, report: Report) -> None:
         _devices(report)
     _engines(report)
     if report.model is not None:
-        _ = report.plugins  # modules that fail to import are problems, whatever else asks for them
         _model(report)
         _overrides(report, report.model_key, report.facts)
     if report.ppo and (critic := report.config.critic).enable and critic.model.path and critic.model.override_config:
@@ -132,8 +131,9 @@ def _open_files(report: Report, sizes: str) -> None:
 
 def _engines(report: Report) -> None:
     """The rules of the run's engines."""
-    strategies = [report.config.select(f"{key}.strategy") for key in (ACTOR, "engine")]
-    for strategy in filter(TRAINING_ENGINES.__contains__, strategies):
+    roles = [ACTOR, "engine", *(["critic"] if report.ppo and report.config.critic.enable else [])]
+    strategies = [report.config.select(f"{role}.strategy") for role in roles]
+    for strategy in filter(TRAINING_ENGINES.__contains__, dict.fromkeys(strategies)):
         TRAINING_ENGINES[strategy].check(report)
     if report.rollout is None:
         return
