@@ -2,6 +2,7 @@
 # make test         everything CI checks: lint, types, layering, tests
 # make test-long    repeats and variants of those tests
 # make test-packages the adapters' tests against the packages they are for, in environments of their own
+# make test-sglang  the SGLang engine's tests, in an environment of its own
 # make test-versions quick tests with the oldest and the newest torch and transformers, in environments of their own
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +15,7 @@ NEWEST ?= "torch==2.14.*" "transformers==5.23.*"
 RUN ?= quickstart_run
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-vision quickstart-agent test test-long test-packages test-versions lint docs clean
+.PHONY: quickstart quickstart-vision quickstart-agent test test-long test-packages test-sglang test-versions lint docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +25,7 @@ help:
 	@echo "make test        - install what the tests need, then lint, types, layering, tests"
 	@echo "make test-long   - repeats and variants of those tests"
 	@echo "make test-packages - gymnasium, OpenEnv, openai and verifiers, each adapter against the package itself"
+	@echo "make test-sglang - the SGLang engine, in an environment of its own"
 	@echo "make test-versions - quick tests with the oldest and the newest torch and transformers"
 	@echo "make docs        - write docs/config.md and docs/metrics.md again, build the site in site/"
 
@@ -57,6 +59,16 @@ $(VENV)/packages/.installed: $(VENV)/.installed-test
 	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'gymnasium>=1' 'openenv>=0.10' 'openai>=2' uvicorn
 	touch $@
 
+# SGLang pins other versions of torch and openai than this environment has, and its kernels are for GPUs: it is installed
+# without its dependencies, and tests/sglang/sgl_kernel.py stands in for the kernels.
+$(VENV)/sglang/.installed: requirements/sglang-cpu-nodeps.txt requirements/torchvision_operators.py tests/sglang/sgl_kernel.py $(VENV)/.installed-test
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(@D)/bin/python -m pip install -q --no-deps -r $<
+	cp requirements/torchvision_operators.py tests/sglang/sgl_kernel.py $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	echo "import torchvision_operators" > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision_operators.pth
+	touch $@
+
 $(VENV)/oldest/.installed $(VENV)/newest/.installed: $(VENV)/.installed-test
 	$(BIN)/python -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
@@ -84,7 +96,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # Processes that tests start read what was compiled once, whatever the environment says.
-test test-long test-packages test-versions: export PYTHONDONTWRITEBYTECODE =
+test test-long test-packages test-sglang test-versions: export PYTHONDONTWRITEBYTECODE =
 
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
@@ -94,6 +106,10 @@ test-long: $(VENV)/.installed-test $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 
 test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed
 	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/rollout/test_adapters.py
+
+test-sglang: $(VENV)/sglang/.installed
+	OMP_NUM_THREADS=1 $(VENV)/sglang/bin/python -m pytest -rs -k sglang tests/contract/test_rollout_engine_contract.py \
+	  tests/contract/test_weight_receiver_contract.py tests/unit/engine/sglang tests/integration/test_sglang.py
 
 # A program in the sandbox finds packages in its own environment alone, which has no numpy.
 test-versions: $(VENV)/oldest/.installed $(VENV)/newest/.installed

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.sglang_cases import require_sglang, sglang_engine
 from tests.vllm_cases import require_vllm, vllm_engine, vllm_model
 from verl.config import load as load_config
 from verl.engine.registry import ROLLOUT_ENGINES
@@ -21,6 +22,7 @@ ENGINES = [
     "native",
     "users_sampler",
     pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+    pytest.param("sglang", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
 ]
 
 
@@ -29,22 +31,24 @@ class Sampler:
     gives the next test new ones."""
 
     def __init__(self, kind: str, path: Path):
-        self._kind, self.path = kind, path
+        self.kind, self.path = kind, path
 
     @functools.cached_property
     def engine(self) -> Any:
         """At most 8 responses at a time, of at most 256 tokens with their prompt."""
-        if self._kind == "vllm":
+        if self.kind == "vllm":
             return vllm_engine(self.path, load_format="auto")
+        if self.kind == "sglang":
+            return sglang_engine(self.path)
         from tests.tiny import tiny_tokenizer
         from verl.engine.rollout.native.engine import NativeEngine
 
-        if self._kind == "users_sampler":
+        if self.kind == "users_sampler":
             model = f"{{path: {self.path}, external_lib: tests.contract.engines_of_a_user}}"
             limits = "max_model_len: 256, max_num_seqs: 8, dtype: float32"
             rollout = f"{{name: users_sampler, {limits}}}"
             config = load_config([f"actor_rollout_ref={{model: {model}, rollout: {rollout}}}"])
-            sampler = ROLLOUT_ENGINES[self._kind].build(config, tiny_tokenizer(), detect("cpu"))
+            sampler = ROLLOUT_ENGINES[self.kind].build(config, tiny_tokenizer(), detect("cpu"))
             sampler.load_weights(self.reference.state_dict().items(), 0)
             return sampler
         limits = {"eos_token_ids": [258], "max_model_len": 256, "max_num_seqs": 8}
@@ -85,6 +89,8 @@ def load(path: Path) -> Any:
 def sampler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     if request.param == "vllm":
         require_vllm()
+    if request.param == "sglang":
+        require_sglang()
     made = Sampler(request.param, vllm_model(tmp_path_factory.mktemp(request.param) / "model"))
     yield made
     made.discard()

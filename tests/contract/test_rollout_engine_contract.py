@@ -22,7 +22,13 @@ def test_it_is_a_rollout_engine(sampler: Sampler) -> None:
     assert not sampler.engine.dead
 
 
+def skip_without_seeds(sampler: Sampler) -> None:
+    if sampler.kind == "sglang":
+        pytest.skip("SGLang's draws follow seeds only on a device")
+
+
 def test_a_seed_decides_a_response_whatever_else_is_sampled(sampler: Sampler) -> None:
+    skip_without_seeds(sampler)
     alone = sample(sampler.engine, [PROMPT[:9]], seed=5, ignore_eos=True)[0]
     crowd = sample(sampler.engine, [PROMPT[:9], PROMPT, PROMPT[:30]], 2, seed=5, ignore_eos=True)
     assert crowd[0].token_ids.tolist() == crowd[1].token_ids.tolist() == alone.token_ids.tolist()
@@ -44,6 +50,8 @@ def test_a_seed_decides_a_response_whatever_else_is_sampled(sampler: Sampler) ->
     ids=str,
 )
 def test_log_probs_are_of_the_distribution_sampled_from(sampler: Sampler, params: dict[str, float]) -> None:
+    if sampler.kind == "sglang" and "repetition_penalty" in params:
+        pytest.skip("the sglang engine refuses it")
     prompt = PROMPT[:20]
     for done in sample(sampler.engine, [prompt], 3, ignore_eos=True, **params):
         response = done.token_ids.tolist()
@@ -80,6 +88,8 @@ def truncated(logits: torch.Tensor, seen: list[int], params: dict[str, float]) -
 
 def test_end_tokens_stop_tokens_and_stop_strings_end_a_response_and_stay_in_it(sampler: Sampler) -> None:
     from tests.tiny import tiny_tokenizer
+
+    skip_without_seeds(sampler)  # tests/integration/test_sglang.py has the same without seeds
 
     def response(**params: Any) -> Completion:
         return sample(sampler.engine, [PROMPT[:20]], **({"seed": 1, "max_tokens": 60} | params))[0]

@@ -110,6 +110,7 @@ class Capabilities:
     in_place_weights   in one process it samples from the trainer's own tensors (`RolloutEngineRecord.attach`): nothing
                        is transferred, and nothing can be sampled while they are trained
     tensor_parallel    one engine may span several devices, each with a part of every matrix
+    lora               it adds LoRA adapters itself; otherwise it gets merged weights
     lora_ranks         ranks that it allocates memory for, ascending; empty: exactly the adapter's
     lora_experts, lora_head   it adds adapters of expert layers, of the output layer, itself; otherwise it gets merged
                        weights
@@ -121,6 +122,7 @@ class Capabilities:
     dtypes: tuple[str, ...] = tuple(_SHORT.values())[:3]
     in_place_weights: bool = False
     tensor_parallel: bool = True
+    lora: bool = True
     lora_ranks: tuple[int, ...] = ()
     lora_experts: bool = True
     lora_head: bool = True
@@ -246,7 +248,7 @@ class Registry(Mapping[str, R], Generic[R]):
 
 
 ROLLOUT_ENGINES: Registry[RolloutEngineRecord] = Registry(
-    "rollout.name", {"native": "verl.engine.rollout.native", "vllm": "verl.engine.rollout.vllm"}
+    "rollout.name", {name: f"verl.engine.rollout.{name}" for name in ("native", "vllm", "sglang")}
 )
 """Rollout engines; `rollout.name=auto` is the first."""
 TRAINING_ENGINES: Registry[TrainingEngineRecord] = Registry(

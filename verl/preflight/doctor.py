@@ -41,7 +41,6 @@ class Feature:
 FEATURES: tuple[Feature, ...] = (
     Feature("tracker wandb", ("wandb",), ">=0.19", "pip install 'wandb>=0.19'"),
     Feature("data on s3://", ("s3fs",), "", "pip install s3fs"),
-    Feature("rollout.name=sglang", ("sglang",), "", "pip install sglang", later=True),
     Feature("several devices", ("ray",), ">=2.54,<3", "pip install 'verl[ray]'"),
     Feature("LoRA", ("peft",), ">=0.21", "pip install 'verl[lora]'"),
     Feature("strategy=megatron", ("megatron-core",), "", "pip install megatron-core", later=True),
@@ -89,7 +88,7 @@ def _together() -> Iterator[Finding]:
     if antlr is not None and probe.version("omegaconf") and not satisfies(antlr, "==4.9.*"):
         todo = "pip install 'antlr4-python3-runtime==4.9.3' 'math-verify[antlr4-9-3]'"
         yield bad("together", "antlr4 runtime", f"{antlr}: omegaconf cannot parse overrides with it", todo)
-    for name in (*engine_packages(), "sglang", "peft", "trl"):
+    for name in (*engine_packages(), "peft", "trl"):
         for other in ("torch", "transformers"):
             yield from _pin(name, other)
     for name, ranges in holes().items():

@@ -42,7 +42,6 @@ REFUSED = [
     ([f"{ARR}.model.tokenizer_path=/nowhere/tokenizer"], ["no such directory"]),
     ([f"{ARR}.model.external_lib=no_such_module"], ["no module no_such_module"]),
     ([f"{ARR}.model.custom_chat_template='{{% if %}}'"], ["is no Jinja template", "line 1"]),
-    ([f"{ARR}.rollout.name=sglang"], ["rollout.name=sglang: not in this release", "native or vllm"]),
     ([f"{ARR}.model.custom_chat_template='{{{{ m|nofilter }}}}'"], ["No filter named 'nofilter'"]),
     ([f"{ARR}.model.custom_chat_template=''"], ["neither Jinja text nor an existing file"]),
     (["trainer.default_local_dir=false"], ["name a folder"]),

@@ -29,7 +29,7 @@ def moving_adapter(config: Config) -> LoraSettings | None:
     """The adapter's settings if a sampler with weights of its own holds base and adapter apart, so that a sync is the
     adapter's alone.
 
-    None without LoRA, and where the engine cannot add the adapter itself (experts, output layer) or its `engine_kwargs`
+    None without LoRA, and where the engine cannot add the adapter itself (at all, experts, output layer) or its `engine_kwargs`
     say enable_lora=False: then it is sent merged weights.
     """
     from verl.engine.training.lora import LoraSettings
@@ -39,7 +39,11 @@ def moving_adapter(config: Config) -> LoraSettings | None:
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     engine = ROLLOUT_ENGINES[rollout.name].capabilities
     settings = LoraSettings.of(model, str(model.path))
-    if settings is None or (rollout.engine_kwargs.get(rollout.name) or {}).get("enable_lora") is False:
+    if (
+        settings is None
+        or not engine.lora
+        or (rollout.engine_kwargs.get(rollout.name) or {}).get("enable_lora") is False
+    ):
         return None
     if not engine.lora_head and "lm_head" in str(settings.described().get("target_modules")):
         return None

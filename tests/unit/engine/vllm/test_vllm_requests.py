@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from verl.engine.rollout.base import Completion
+from verl.engine.rollout.hosted import LoopThread, ended_at_seam
 from verl.engine.rollout.vllm import weights
 from verl.engine.rollout.vllm.batch import BatchCall
-from verl.engine.rollout.vllm.launch import LoopThread
-from verl.engine.rollout.vllm.requests import Live, ended_at_seam
+from verl.engine.rollout.vllm.requests import Live
 
 
 @pytest.fixture

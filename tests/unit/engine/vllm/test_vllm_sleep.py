@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from verl.engine.rollout.base import SamplingParams
+from verl.engine.rollout.hosted import BusyTime, LoopThread
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.engine import VLLMEngine
-from verl.engine.rollout.vllm.launch import LoopThread
-from verl.engine.rollout.vllm.requests import BusyTime
 from verl.engine.rollout.vllm.weights import WorkerChannel
 from verl.weight_sync.channel import BucketSender, receive
 

@@ -25,6 +25,7 @@ import torch
 
 from verl.config import Config
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams, check_request
+from verl.engine.rollout.hosted import BusyTime, LoopThread, Process, end, end_token_ids, ended_at_seam
 from verl.engine.rollout.settings import moving_adapter, trainer_dtype
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
@@ -37,8 +38,7 @@ from verl.engine.rollout.vllm.arguments import (
 from verl.engine.rollout.vllm.batch import BatchCall
 from verl.engine.rollout.vllm.images import ImageInputs
 from verl.engine.rollout.vllm.kwargs import check_images, vllm_arguments
-from verl.engine.rollout.vllm.launch import LoopThread
-from verl.engine.rollout.vllm.requests import BusyTime, Live, ended_at_seam
+from verl.engine.rollout.vllm.requests import Live
 from verl.engine.rollout.vllm.weights import RPC_TIMEOUT, AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
 from verl.models.inputs import sees_images
@@ -106,7 +106,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._adapter = AdapterFolder(s.lora) if s.lora is not None else None
         self._adapter_request: Any = None
         self._asleep = self._weights_gone = False
-        self._processes: set[launch.Process] = set()
+        self._processes: set[Process] = set()
         self._shared = ""
         self._broken = ""
         self._engine: Any = None
@@ -123,7 +123,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             self._max_model_len = int(s.max_model_len or self._engine.model_config.max_model_len)
             if eos_token_ids is None:
                 tokenizer = None if s.skip_tokenizer_init else self.tokenizer
-                eos_token_ids = launch.end_token_ids(model_config, s.model_path, tokenizer)
+                eos_token_ids = end_token_ids(model_config, s.model_path, tokenizer)
             self._eos = list(eos_token_ids)
         except BaseException:
             self.close()
@@ -397,7 +397,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
                 self._host.call(_in_loop(engine.shutdown), 60)
         del engine  # here, and not while the interpreter goes away: vLLM cleans up in __del__
         self._host.stop()
-        launch.end(self._processes)
+        end(self._processes)
         remove_shared(self._shared)
         self._folder.cleanup()
         if self._adapter is not None:
@@ -408,7 +408,7 @@ def build(config: Config, tokenizer: Any, platform: Platform) -> VLLMEngine:
     """The engine of a run, to be filled by a weight transfer. UserError where it cannot be used so."""
     model = config.actor_rollout_ref.model
     settings = engine_settings(config, trainer_dtype(config, platform))
-    settings["eos_token_ids"] = launch.end_token_ids(load_config(model.path, model), model.path, tokenizer)
+    settings["eos_token_ids"] = end_token_ids(load_config(model.path, model), model.path, tokenizer)
     if lora := moving_adapter(config):
         # The base comes from the model's files: a transfer brings the adapter alone.
         dummy = settings["load_format"] == "dummy"

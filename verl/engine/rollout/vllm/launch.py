@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import multiprocessing
 import os
-import signal
 import sys
-import threading
-import time
-from collections.abc import Coroutine, Iterator, Sequence
-from multiprocessing import resource_tracker
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.vllm import ENGINE
@@ -22,11 +16,7 @@ from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 from verl.models.layers import layer_configs
 from verl.platform.host_resources import thread_limit
-from verl.platform.processes import alive, started_by
-
-T = TypeVar("T")
-# A process: its id and when it started.
-Process = tuple[int, int]
+from verl.platform.processes import started_by
 
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -34,48 +24,6 @@ _QUIET = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
     "TOKENIZERS_PARALLELISM": "true",
 }
-
-
-class LoopThread:
-    """A thread with an event loop in which vLLM's asynchronous engine lives.
-
-    vLLM ties its sockets and tasks to one loop; callers here come from any loop, and from none (weights, sleep, close).
-    """
-
-    def __init__(self, name: str):
-        resource_tracker.ensure_running()  # its start would unblock the signal below
-        self._runner, self._stopped = asyncio.Runner(loop_factory=asyncio.new_event_loop), asyncio.Event()
-        self._loop = self._runner.get_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        # vLLM's processes inherit this: an interrupt at the terminal is the driver's to handle.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        with self._runner:  # its end cancels what was still running
-            self._runner.run(self._stopped.wait())
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine. RuntimeError after `stop`."""
-        if not self._thread.is_alive():
-            work.close()
-            raise RuntimeError("the vLLM engine is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run a coroutine and wait for what it returns."""
-        future = self.submit(work)
-        try:
-            return future.result(timeout)
-        except BaseException:  # nobody waits for it any more
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        """End the thread; what was still running is cancelled."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopped.set)
-            self._thread.join(10)
 
 
 def platform() -> tuple[bool, bool]:
@@ -114,18 +62,6 @@ def model_config(settings: EngineSettings, folder: str) -> Any:
     if settings.override_config:
         config.save_pretrained(folder)
     return config
-
-
-def end_token_ids(model_config: Any, path: str, tokenizer: Any) -> list[int]:
-    """Every id that ends a response: the generation config's, the model's and the tokenizer's."""
-    from transformers import GenerationConfig
-
-    from verl.models.pretrained import end_token_ids as end_tokens_of
-
-    generation: Any = None
-    with contextlib.suppress(OSError):  # a model without one
-        generation = GenerationConfig.from_pretrained(path)
-    return end_tokens_of(generation, model_config, tokenizer)
 
 
 def check_cpu_model(config: Any) -> None:
@@ -223,15 +159,3 @@ def lora_requests(path: str) -> tuple[Any, Any]:
 
     request: dict[str, Any] = {"lora_name": "policy", "lora_int_id": 1, "lora_path": path}
     return LoRARequest(**request), LoRARequest(**request, load_inplace=True)
-
-
-def end(processes: set[Process], patience: float = 5.0) -> None:
-    """Wait for processes to be gone; kill those that are not, and wait again. This process is never among them."""
-    remaining = {p for p in processes if p[0] != os.getpid() and p[1]}
-    for _ in range(2):
-        deadline = time.monotonic() + patience
-        while (remaining := {p for p in remaining if alive(*p)}) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for pid, _ in remaining:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)

@@ -23,7 +23,7 @@ from verl.weight_sync.channel import BucketSender, called_off, offer
 from verl.weight_sync.verify import WeightSyncError, checksums
 
 if TYPE_CHECKING:
-    from verl.engine.rollout.vllm.launch import LoopThread
+    from verl.engine.rollout.hosted import LoopThread
 
 # Seconds that a call of the workers may take.
 RPC_TIMEOUT = 600.0

@@ -1,0 +1,18 @@
+"""Stands in for SGLang's kernel package, which has no build that runs here: its names exist, and a call raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__path__: list[str] = []
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name}: this package only stands in for the kernels")
+
+    return missing

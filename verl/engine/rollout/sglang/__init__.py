@@ -1,0 +1,30 @@
+"""Sampling with SGLang, which is imported when an engine is made, not with these modules."""
+
+from __future__ import annotations
+
+from verl.engine.registry import Capabilities, EngineCheck, RolloutEngineRecord
+from verl.engine.rollout.sglang import kwargs
+
+
+class SGLang(RolloutEngineRecord):
+    """See `RolloutEngineRecord`."""
+
+    name = "sglang"
+    builder = "verl.engine.rollout.sglang.engine:build"
+    packages = ("sglang",)
+    versions = "==0.5.23"
+    install = "install it in an environment of its own (docs/sglang.md), or set rollout.name=native or vllm"
+    capabilities = Capabilities(lora=False)
+    environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # noqa: RUF012
+    unread = {  # noqa: RUF012
+        "multi_stage_wake_up disable_log_stats calculate_log_probs": "the sglang engine always does what is best here",
+        "logprobs_mode": "log-probs are of the distribution that is sampled from",
+        "max_num_batched_tokens": "with chunked prefill it is the length of a part; else SGLang decides",
+    }
+
+    def check(self, check: EngineCheck) -> None:
+        """See `EngineRecord.check`."""
+        kwargs.check(check, self.installed)
+
+
+ENGINE = SGLang()

@@ -1,0 +1,102 @@
+"""`rollout.engine_kwargs.sglang`: passed on or refused (docs/sglang.md). Imports neither torch nor sglang."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import Any
+
+from verl.config.matching import nearest
+from verl.engine.registry import EngineCheck, EnginePackageError
+from verl.versions import package_folder
+
+KEY = "rollout.engine_kwargs.sglang"
+
+FIXED: dict[str, str] = {
+    "model_path": "actor_rollout_ref.model.path names it",
+    "tokenizer_path": "data.tokenizer names it",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code sets it",
+    "json_model_override_args": "actor_rollout_ref.model.override_config sets it",
+    "skip_tokenizer_init": "rollout.skip_tokenizer_init sets it",
+    "tp_size": "rollout.tensor_model_parallel_size sets it",
+    "dp_size": "rollout.data_parallel_size sets it",
+    "pp_size": "rollout.pipeline_model_parallel_size sets it",
+    "ep_size": "rollout.expert_parallel_size sets it",
+    "dtype": "rollout.dtype sets it",
+    "context_length": "rollout.max_model_len sets it",
+    "max_running_requests": "rollout.max_num_seqs sets it",
+    "mem_fraction_static": "rollout.gpu_memory_utilization sets it",
+    "chunked_prefill_size": "rollout.max_num_batched_tokens and enable_chunked_prefill set it",
+    "disable_radix_cache": "rollout.enable_prefix_caching sets it",
+    "disable_cuda_graph": "rollout.enforce_eager sets it",
+    "load_format": "rollout.load_format sets it",
+    "random_seed": "rollout.seed sets it",
+    "enable_memory_saver": "rollout.free_cache_engine sets it",
+    "sampling_mask_max_tokens": "it is the size of the vocabulary",
+    "enable_lora": "SGLang receives merged weights",
+}
+"""SGLang's arguments that other keys set."""
+
+
+NO_PENALTY = "SGLang's penalty is not the one of the other engines; set 1"
+
+
+def problems(arguments: Mapping[str, Any], accepted: Collection[str]) -> list[tuple[str, str]]:
+    """What is wrong with engine_kwargs.sglang, as (key, message).
+
+    accepted: names of the installed SGLang's arguments (empty: unknown, nothing is refused for its name).
+    """
+    out = []
+    for name, value in arguments.items():
+        if name in FIXED:
+            out.append((f"{KEY}.{name}={value}", f"{FIXED[name]}; remove this key"))
+        elif accepted and name not in accepted:
+            out.append((f"{KEY}.{name}", f"the installed SGLang has no such argument{nearest(name, accepted)}"))
+    return out
+
+
+@cache
+def sglang_arguments() -> frozenset[str]:
+    """Names of all arguments of the installed SGLang's engine, read from its source; empty if that cannot be read."""
+    folder = package_folder("sglang")
+    if folder is None:
+        return frozenset()
+    try:
+        sources = [path.read_text(encoding="utf-8") for path in (folder / "srt/arg_groups/fields").glob("*.py")]
+        return frozenset().union(*map(arguments_in, sources))
+    except (OSError, SyntaxError):
+        return frozenset()
+
+
+def arguments_in(source: str) -> frozenset[str]:
+    """Annotated fields of all classes in Python source text. SyntaxError if it is none."""
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    fields = (item for node in classes for item in node.body if isinstance(item, ast.AnnAssign))
+    names = (item.target.id for item in fields if isinstance(item.target, ast.Name))
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+def check(c: EngineCheck, installed: Callable[[], str]) -> None:
+    """See `EngineRecord.check`. installed: raises EnginePackageError where SGLang cannot be used."""
+    key, rollout, accepted = c.rollout_key, c.rollout, frozenset[str]()
+    try:
+        installed()
+        accepted = sglang_arguments()
+    except EnginePackageError as error:
+        c.lacks(f"{key}.name=sglang", str(error))
+    for where, message in problems(rollout.engine_kwargs.sglang, accepted):
+        c.refuse(where.replace("rollout.", f"{key}.", 1), message)
+    for name in ("data_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"):
+        if (rollout.get(name) or 1) > 1:
+            c.refuse(f"{key}.{name}", "an SGLang engine is one copy, split by tensor_model_parallel_size alone; set 1")
+    deterministic = bool(rollout.engine_kwargs.sglang.get("enable_deterministic_inference"))
+    if not deterministic:
+        c.notice(
+            "SGLang's draws do not follow seeds: two runs differ "
+            f"({key}.engine_kwargs.sglang.enable_deterministic_inference=True, on a GPU, makes them follow)"
+        )
+    elif rollout.min_p or rollout.val_kwargs.min_p:
+        c.refuse(f"{key}.min_p", "SGLang cannot combine min_p with enable_deterministic_inference; set 0")
+    if {rollout.repetition_penalty, rollout.val_kwargs.repetition_penalty} != {1}:
+        c.refuse(f"{key}.repetition_penalty", NO_PENALTY)
