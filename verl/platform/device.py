@@ -80,6 +80,8 @@ class Platform(ABC):
     has_own_tracer: bool = False
     #: torch has deterministic running sums of floats.
     deterministic_cumsum: bool = True
+    #: Its tensors may be float64.
+    has_float64: bool = True
     #: The allocator keeps a history for `record_memory`.
     has_memory_history: bool = False
 

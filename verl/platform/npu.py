@@ -22,6 +22,7 @@ class NpuPlatform(Accelerator):
     ray_resource = "NPU"
     profiler_activity = "PrivateUse1"
     has_own_tracer = True
+    has_float64 = False
     packages = ("torch_npu",)
 
     @property
