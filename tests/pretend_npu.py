@@ -183,10 +183,32 @@ def install() -> None:
     library.impl("_copy_from_and_resize", copy_from)
     library.impl("empty.memory_format", empty)
     library.impl("empty_strided", empty_strided)
+    _autocast()
     sys.modules["torch_npu"] = torch_npu_reference
     devices._nodes = lambda name: ["davinci0"] if name == "davinci" else []
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     _join_over_gloo()
+
+
+def _autocast() -> None:
+    """Matrix products in autocast's data type, everything else as it comes."""
+    every = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel)
+    products = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    install.autocast = every, products  # type: ignore[attr-defined]
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def lower(x: Any) -> Any:
+        floating = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return x.to(torch.get_autocast_dtype("npu")) if floating else x
+
+    for name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm"):
+
+        def product(*args: Any, _op: Any = getattr(aten, name), **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(key):
+                return _op(*tree_map(lower, args), **kwargs)
+
+        products.impl(name, product)
 
 
 def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
@@ -235,7 +257,12 @@ def _join_over_gloo() -> None:
                 setattr(module, name, stand_in)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the module that the first word names, as `python -m` does, in a process that has the device."""
     install()
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

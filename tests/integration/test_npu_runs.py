@@ -21,6 +21,7 @@ def test_a_step_has_the_numbers_of_the_processor(fork_server: ForkServer, tiny: 
     for device, module in (("cpu", ENTRY), ("npu", MODULE)):
         words = [f"trainer.device={device}", "trainer.total_training_steps=1"]
         words += ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.val_kwargs.do_sample=True"]
+        words += ["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"]
         words += ["actor_rollout_ref.rollout.val_kwargs.top_p=0.8", "actor_rollout_ref.rollout.val_kwargs.top_k=50"]
         argv = tiny.overrides(tmp_path / device, *words)
         run = fork_server.run([ENTRY, *argv] if module == MODULE else argv, module=module)
