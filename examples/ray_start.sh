@@ -30,6 +30,11 @@ if [ -n "${SOCKET_IFNAME:-}" ]; then
   export GLOO_SOCKET_IFNAME=$SOCKET_IFNAME NCCL_SOCKET_IFNAME=$SOCKET_IFNAME HCCL_SOCKET_IFNAME=$SOCKET_IFNAME
   export TP_SOCKET_IFNAME=$SOCKET_IFNAME
 fi
+if [ -n "${NPUS_PER_NODE:-}" ]; then
+  export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-600}
+  export HCCL_HOST_SOCKET_PORT_RANGE=${HCCL_HOST_SOCKET_PORT_RANGE:-auto}
+  export HCCL_NPU_SOCKET_PORT_RANGE=${HCCL_NPU_SOCKET_PORT_RANGE:-auto}
+fi
 export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
 # Ray's daemons listen on all interfaces and run what they are sent: only for those who know the token.
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}

@@ -22,6 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+DEVICE = os.environ.get("VERL_TEST_DEVICE", "cpu")
+"""What engines of the contract suites work on: "npu" under `python -m tests.pretend_npu pytest …`."""
+
 # One server per test process imports this once; every rank is a copy of it and starts in milliseconds.
 _PRELOAD = [
     "torch",
@@ -107,6 +110,7 @@ def _child(pipe: Any, rank: int, size: int, port: int, timeout: float, folder: s
     import torch
     import torch.distributed as dist
 
+    from tests import pretend_npu
     from verl.engine.training.process_group import init_process_group
     from verl.platform import detect
 
@@ -114,8 +118,10 @@ def _child(pipe: Any, rank: int, size: int, port: int, timeout: float, folder: s
     faulthandler.dump_traceback_later(timeout, file=stacks)
     torch.set_num_threads(1)
     try:
+        if DEVICE == "npu":
+            pretend_npu.install()
         if port > 0:
-            init_process_group(rank, size, "127.0.0.1", port, detect("cpu"), timeout)
+            init_process_group(rank, size, "127.0.0.1", port, detect(DEVICE), timeout)
         else:
             _as_torchrun(rank, size, -port)
         result = function(*args)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ranks import DEVICE
 from tests.sglang_cases import require_sglang, sglang_engine
 from tests.vllm_cases import require_vllm, vllm_engine, vllm_model
 from verl.config import load as load_config
@@ -52,7 +53,7 @@ class Sampler:
             sampler.load_weights(self.reference.state_dict().items(), 0)
             return sampler
         limits = {"eos_token_ids": [258], "max_model_len": 256, "max_num_seqs": 8}
-        return NativeEngine(load(self.path), tokenizer=tiny_tokenizer(), **limits)
+        return NativeEngine(load(self.path).to(DEVICE), tokenizer=tiny_tokenizer(), **limits)
 
     @functools.cached_property
     def reference(self) -> Any:

@@ -153,6 +153,16 @@ def test_text_commands_pass_the_check_and_train(script, fork_server, home, tmp_p
 
 
 @pytest.mark.slow
+def test_a_command_for_npus_trains_on_a_pretend_one(fork_server, home, tmp_path) -> None:
+    script, out = "qwen25_05b_gsm8k_grpo_npu", tmp_path / "out"
+    words = arguments(script, [*shrink(home, out, script), "trainer.device=npu"], home, tmp_path)
+    run = fork_server.run(words[1:], module="tests.pretend_npu", cwd=tmp_path, HOME=str(home))
+    assert run.status == 0, run.stderr[-3000:]
+    assert_trained(out, run.stdout, script)
+    assert "npu" in (out / "events.jsonl").read_text()
+
+
+@pytest.mark.slow
 def test_a_command_as_a_user_runs_it(home, tmp_path) -> None:
     """bash, the real python3, W&B offline as the logger asks for it."""
     script, out = "qwen3_8b_gsm8k_drgrpo", tmp_path / "out"

@@ -52,7 +52,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run:
 def engine(path: Any, role_cfg: dict[str, Any] = TRAINED, **options: Any) -> Any:
     record = TRAINING_ENGINES[STRATEGY]
     placed = record.placement(role_cfg)
-    return record.build(path and str(path), role_cfg=role_cfg, placement=placed, device="cpu", **options)
+    return record.build(path and str(path), role_cfg=role_cfg, placement=placed, device=ranks.DEVICE, **options)
 
 
 def share(one: Any) -> list[Trajectory]:
@@ -69,10 +69,10 @@ def state(one: Any) -> dict[str, torch.Tensor]:
     """Copies of weights and optimizer, whole, by name."""
     from verl.engine.training.process_group import whole
 
-    out = {name: tensor.clone() for name, tensor in one.named_weights()}
+    out = {name: tensor.cpu().clone() for name, tensor in one.named_weights()}
     for name, parameter in one._names.items():
         for key, value in one._optimizer.state.get(parameter, {}).items():
-            out[f"{name}/{key}"] = whole(torch.as_tensor(value)).clone()
+            out[f"{name}/{key}"] = whole(torch.as_tensor(value)).cpu().clone()
     return out
 
 
@@ -118,7 +118,7 @@ def stepped(path: Path, clip: float) -> Any:
 
     one = engine(path, role(grad_clip=clip))
     result = one.step(share(one), simple_loss(TOTAL, 0.1), BOTH, temperature=0.7)
-    return result, {n: whole(p.grad).clone() for n, p in one._names.items()}
+    return result, {n: whole(p.grad).cpu().clone() for n, p in one._names.items()}
 
 
 def test_a_step_has_the_gradient_of_the_loss_over_all_ranks(on: Run, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class LossInputs:
             return self.columns["mini_batch_values"]
 
         def host(values: Tensor) -> np.ndarray:
-            return np.asarray(values.detach().double().cpu().numpy())
+            return np.asarray(values.detach().cpu().double().numpy())
 
         tokens = MiniBatchTokens(
             log_probs=host(self.log_probs),
@@ -267,10 +267,11 @@ def weights_now(inputs: LossInputs, how: Weighting) -> Tensor:
     """Importance weights [T] of the current policy over `old_log_probs`, in the dtype of log_probs, 0 off the policy's
     tokens."""
     mask = inputs.response_mask.bool()
-    error = (inputs.log_probs.double() - inputs.old_log_probs.double())[mask].cpu().numpy()
+    now, before = (column[mask].cpu().double() for column in (inputs.log_probs, inputs.old_log_probs))
+    error = (now - before).numpy()
     weights, _ = importance_weights(Tokens.of(error, inputs.rows.index[mask].cpu().numpy()), how)
     out = torch.zeros_like(inputs.log_probs)
-    out[mask] = torch.from_numpy(weights).to(out.device, out.dtype)
+    out[mask] = torch.from_numpy(weights).to(out.dtype).to(out.device)
     return out
 
 

@@ -94,7 +94,7 @@ def _on_tensors(estimator: Estimator, arguments: Mapping[str, Any]) -> Tensors:
 
 
 def _float64(tensor: torch.Tensor) -> np.ndarray:
-    return np.asarray(tensor.detach().double().cpu().numpy())
+    return np.asarray(tensor.detach().cpu().double().numpy())
 
 
 def _on_tokens(values: np.ndarray | Arrays, mask: np.ndarray, like: torch.Tensor) -> torch.Tensor:

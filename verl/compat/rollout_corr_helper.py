@@ -38,8 +38,8 @@ def compute_offpolicy_metrics(
     training_log_ppl. nan where there is no token.
     """
     mask = response_mask.bool().cpu().numpy()
-    old = old_log_prob.detach().double().cpu().numpy()
-    mu = None if rollout_log_prob is None else rollout_log_prob.detach().double().cpu().numpy()
+    old = old_log_prob.detach().cpu().double().numpy()
+    mu = None if rollout_log_prob is None else rollout_log_prob.detach().cpu().double().numpy()
     chosen = [i for i in range(len(mask)) if mask[i].any()]
     pairs = ((old[i][mask[i]], None if mu is None else mu[i][mask[i]]) for i in chosen)
     return Agreement.over(pairs).divergence()
@@ -132,8 +132,8 @@ def compute_is_metrics(
 
 def _flat(log_ratio: torch.Tensor, response_mask: torch.Tensor) -> tuple[Tokens, np.ndarray]:
     mask = response_mask.bool().cpu().numpy()
-    return Tokens.of(log_ratio.detach().double().cpu().numpy()[mask], np.nonzero(mask)[0]), mask
+    return Tokens.of(log_ratio.detach().cpu().double().numpy()[mask], np.nonzero(mask)[0]), mask
 
 
 def _rectangle(values: np.ndarray, mask: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(on_tokens(values, mask, np.float64)).to(like.device, like.dtype)
+    return torch.from_numpy(on_tokens(values, mask, np.float64)).to(like.dtype).to(like.device)

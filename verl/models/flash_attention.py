@@ -1,4 +1,4 @@
-"""The packed attention of `packed_attention` through a variable-length flash kernel, for CUDA in half precision.
+"""The packed attention of `packed_attention` through a variable-length flash kernel, on CUDA and Ascend in half precision.
 
 Two calls of the kernel: every segment on its own, causal; and every response against its group's prompt, all of it
 visible. Their outputs are merged by their log-denominators, out = Σ_i e^{ℓ_i − ℓ}·out_i with ℓ = log Σ e^{ℓ_i}, and
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ _WIDTH_STEP = 8  # the kernel copies 16 bytes at a time
 
 @dataclass(slots=True)
 class KernelCall:
-    """One call of the kernel: cumulative lengths int32 [n+1] of queries and keys, their maxima, and which tokens
-    they are (None: all, in order)."""
+    """One call of the kernel: cumulative lengths int32 [n+1] of queries and keys, also without the first 0 on the host,
+    their maxima, and which tokens they are (None: all, in order)."""
 
     queries: Tensor
     keys: Tensor
+    query_ends: list[int]
+    key_ends: list[int]
     max_queries: int
     max_keys: int
     causal: bool
@@ -42,8 +45,8 @@ class KernelCall:
 def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[KernelCall]:
     """The one or two calls that a pack needs. The responses of a prompt are one sequence of queries."""
     lengths = [s.end - s.start for s in segments]
-    segment_bounds = _bounds(lengths, device)
-    parts = [KernelCall(segment_bounds, segment_bounds, max(lengths), max(lengths), True)]
+    segment_bounds, ends = _bounds(lengths, device), list(accumulate(lengths))
+    parts = [KernelCall(segment_bounds, segment_bounds, ends, ends, max(lengths), max(lengths), True)]
     members: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for s in segments:
         if s.prefix[1] > s.prefix[0]:
@@ -52,7 +55,7 @@ def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[Kernel
         queries = [sum(end - start for start, end in spans) for spans in members.values()]
         keys = [end - start for start, end in members]
         query_index = _indices([span for spans in members.values() for span in spans], device)
-        bounds = _bounds(queries, device), _bounds(keys, device)
+        bounds = _bounds(queries, device), _bounds(keys, device), list(accumulate(queries)), list(accumulate(keys))
         key_index = _indices(list(members), device)
         parts.append(KernelCall(*bounds, max(queries), max(keys), False, query_index, key_index))
     return parts

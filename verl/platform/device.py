@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,20 @@ def half_precision_peak(name: str) -> float | None:
     return next((tera * 1e12 for pattern, tera in _HALF_PRECISION_PEAKS if re.search(pattern, name)), None)
 
 
+@dataclass(frozen=True, slots=True)
+class FusedOperators:
+    """Operators of a device, all with gradients.
+
+    rms_norm  (x [..., D], weight [D], eps) → weight·x/√(mean x² + eps), for x and weight of one data type
+    swiglu    (gate, up [..., D]) → silu(gate)·up
+    rotate    (x [B, H, S, D], cos, sin [B, 1, S, D]) → x·cos + (−second half of x, first half)·sin
+    """
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class Platform(ABC):
     """One kind of device. `name` is torch's device type."""
 
@@ -80,6 +95,8 @@ class Platform(ABC):
     has_own_tracer: bool = False
     #: torch has deterministic running sums of floats.
     deterministic_cumsum: bool = True
+    #: Its tensors may be float64.
+    has_float64: bool = True
     #: The allocator keeps a history for `record_memory`.
     has_memory_history: bool = False
 
@@ -191,6 +208,10 @@ class Platform(ABC):
     def flash_kernel(self, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         """(forward, backward) of a variable-length flash attention kernel, None where there is none: see
         `verl.models.flash_attention`."""
+        return None
+
+    def fused_operators(self) -> FusedOperators | None:
+        """The device's own operators for parts of a model, None where it has none (`verl.engine.training.fsdp.fuse`)."""
         return None
 
     def graph_recorder(self) -> GraphRecorder | None:

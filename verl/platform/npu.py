@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl.errors import UserError
-from verl.platform.device import Accelerator
+from verl.platform.device import Accelerator, FusedOperators
 
 
 class NpuPlatform(Accelerator):
@@ -22,6 +25,7 @@ class NpuPlatform(Accelerator):
     ray_resource = "NPU"
     profiler_activity = "PrivateUse1"
     has_own_tracer = True
+    has_float64 = False
     packages = ("torch_npu",)
 
     @property
@@ -34,11 +38,62 @@ class NpuPlatform(Accelerator):
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.bfloat16, torch.float16, torch.float32)
 
+    def flash_kernel(self, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        return _flash_forward, _flash_backward
+
+    def fused_operators(self) -> FusedOperators:
+        npu: Any = importlib.import_module("torch_npu")
+        return FusedOperators(
+            rms_norm=lambda x, weight, eps: npu.npu_rms_norm(x, weight, eps)[0],
+            swiglu=lambda gate, up: npu.npu_swiglu(torch.cat((gate, up), -1), -1),
+            rotate=npu.npu_rotary_mul,
+        )
+
     def own_tracer(self, options: dict[str, Any]) -> Any:
         return _NpuTrace(options)
 
 
 PLATFORM = NpuPlatform()
+
+# Of a causal call: the kernel cuts its mask out of one of this size (sparse mode 3, from the lower right corner).
+_MASK_SIZE, _CAUSAL = 2048, 3
+_STATISTICS = 8  # it writes the maximum and the sum of each row of scores so often
+
+
+@cache
+def _causal_mask(device: torch.device) -> Tensor:
+    return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=device).triu_(1)
+
+
+def _options(q: Tensor, part: Any) -> dict[str, Any]:
+    options = {"actual_seq_qlen": part.query_ends, "actual_seq_kvlen": part.key_ends}
+    return options | ({"atten_mask": _causal_mask(q.device), "sparse_mode": _CAUSAL} if part.causal else {})
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, part: Any, scale: float) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    npu, options = importlib.import_module("torch_npu"), _options(q, part)
+    out, maxima, sums, *_ = npu.npu_fusion_attention(q, k, v, q.shape[1], "TND", scale=scale, **options)
+    return out, (maxima[..., 0] + sums[..., 0].log()).t().contiguous(), options
+
+
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: Any,
+    state: dict[str, Any],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # exp(score − maximum) / sum, which it makes again, is exp(score − lse) with the lse as maximum and a sum of 1.
+    npu, maxima = importlib.import_module("torch_npu"), lse.t()[..., None].repeat(1, 1, _STATISTICS)
+    statistics = {"softmax_max": maxima, "softmax_sum": torch.ones_like(maxima), "attention_in": out}
+    dq, dk, dv, *_ = npu.npu_fusion_attention_grad(
+        q, k, v, grad, q.shape[1], "TND", scale_value=scale, **statistics, **state
+    )
+    return dq, dk, dv
 
 
 class _NpuTrace:

@@ -75,6 +75,23 @@ def npus() -> int:
     return len(glob.glob("/dev/davinci[0-9]*"))
 
 
+def ascend() -> dict[str, str]:
+    """Versions of what Ascend devices need besides Python packages, "" for what is not found."""
+    root = os.environ.get("ASCEND_HOME_PATH") or "/usr/local/Ascend/*"
+    places = {
+        "driver": ["/usr/local/Ascend/driver/version.info"],
+        "CANN": [f"{root}/version.cfg", f"{root}/latest/version.cfg", f"{root}/*/ascend_toolkit_install.info"],
+    }
+    return {name: next(filter(None, map(_ascend_version, patterns)), "") for name, patterns in places.items()}
+
+
+def _ascend_version(pattern: str) -> str:
+    """The first version in the files of a pattern: a line Version=…, version=… or …_version=[…:CANN-…]."""
+    texts = (Path(path).read_text(errors="replace") for path in sorted(glob.glob(pattern)))
+    matches = (re.search(r"version\s*=\s*\[?(?:[\w.]*:)?(?:CANN-)?([\w.]+)", text, re.IGNORECASE) for text in texts)
+    return next((match.group(1) for match in matches if match), "")
+
+
 def cpu() -> tuple[str, list[str]]:
     """(model name, those of the instruction sets that matter here)."""
     name, flags = host_resources.processor()

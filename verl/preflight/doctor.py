@@ -88,7 +88,7 @@ def _together() -> Iterator[Finding]:
     if antlr is not None and probe.version("omegaconf") and not satisfies(antlr, "==4.9.*"):
         todo = "pip install 'antlr4-python3-runtime==4.9.3' 'math-verify[antlr4-9-3]'"
         yield bad("together", "antlr4 runtime", f"{antlr}: omegaconf cannot parse overrides with it", todo)
-    for name in (*engine_packages(), "peft", "trl"):
+    for name in (*engine_packages(), "torch_npu", "peft", "trl"):
         for other in ("torch", "transformers"):
             yield from _pin(name, other)
     for name, ranges in holes().items():
@@ -159,6 +159,9 @@ def _devices() -> Iterator[Finding]:
         todo = "" if version else f"install the torch_npu that fits torch {probe.version('torch') or ''}"
         text = f"{npus} Ascend devices, torch_npu {version or 'missing'}"
         yield Finding("devices", "npu", text, OK if version else WARN, todo)
+        for name, found in probe.ascend().items():
+            missing = (not found, WARN, f"install Ascend's {name}, and source its set_env.sh (docs/npu.md)")
+            yield graded("devices", name, found or "not found", missing)
     if not gpus and not npus:
         yield Finding("devices", "accelerators", "none: training runs on the CPU (trainer.device=cpu)", NOTE)
     name, flags = probe.cpu()

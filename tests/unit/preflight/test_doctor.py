@@ -208,3 +208,14 @@ def test_tightest_memory_limit_counts(tmp_path: Path, monkeypatch: pytest.Monkey
         (place / "memory.current").write_text(used + "\n")
     monkeypatch.setattr(host_resources, "cgroups", lambda controller: [inner, tmp_path / "a", tmp_path])
     assert host_resources.memory_limit() == (1000, 400)
+
+
+def test_what_ascend_devices_need_is_named(installed, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    monkeypatch.setattr(probe, "npus", lambda: 8)
+    installed["torch_npu"] = "2.10.0"
+    found = {f.name: f for f in doctor.check() if f.area == "devices"}
+    assert found["npu"].found == "8 Ascend devices, torch_npu 2.10.0"
+    assert found["CANN"].level == WARN and found["driver"].found == "not found"
+    (tmp_path / "version.cfg").write_text("# version\nruntime_running_version=[9.0.0.1:CANN-9.0.0]\n")
+    assert {f.name: f.found for f in doctor.check()}["CANN"] == "9.0.0"

@@ -113,7 +113,7 @@ def global_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def sum_of_squares(gradients: Sequence[torch.Tensor]) -> float:
     """Σ of the squares of all gradients' elements, float64 over float32 norms."""
-    return float(np.square(_norms(gradients).double().cpu().numpy()).sum()) if gradients else 0.0
+    return float(np.square(_norms(gradients).cpu().double().numpy()).sum()) if gradients else 0.0
 
 
 def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -41,6 +41,7 @@ _WORKER_ENV = {
     "NCCL_DEBUG": "WARN",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_CUMEM_ENABLE": "0",
+    "HCCL_CONNECT_TIMEOUT": "600",  # its own 120 s are less than many nodes need to load a model
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
 }

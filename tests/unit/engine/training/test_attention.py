@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import torch_npu_reference
 from verl.models import flash_attention, packed_attention
 from verl.models.attention import AttentionOptions, TokenSpan
 from verl.models.packed_attention import PackedPlan
+from verl.platform import npu
 
 
 def layout(groups):
@@ -160,16 +165,18 @@ def plain_backward(grad, q, k, v, out, lse, part, state, scale):
     return dq, dk, dv
 
 
+@pytest.mark.parametrize("kernel", [(plain_forward, plain_backward), (npu._flash_forward, npu._flash_backward)])
+@mock.patch.dict(sys.modules, {"torch_npu": torch_npu_reference})
 @given(groups=shapes)
 @settings(max_examples=30, deadline=None)
-def test_two_calls_merge_into_one_softmax(groups):
+def test_two_calls_merge_into_one_softmax(kernel, groups):
     segments, positions = layout(groups)
     q, k, v, _ = tensors(len(positions))
     expected = dense(q, k, v, segments, positions, 0.3)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     theirs = torch.autograd.grad((expected * weight).sum(), (q, k, v))
     plan = PackedPlan(segments, positions, 4)
-    got = flash_attention.attend(q, k, v, plan.flash_parts, 0.3, (plain_forward, plain_backward))
+    got = flash_attention.attend(q, k, v, plan.flash_parts, 0.3, kernel)
     ours = torch.autograd.grad((got * weight).sum(), (q, k, v))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(ours, theirs, strict=True):

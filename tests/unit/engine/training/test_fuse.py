@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from tests import torch_npu_reference
 from tests.tiny import tiny_config
 from verl.engine.training.fsdp.fuse import FusedForwards
+from verl.platform.cpu import CpuPlatform
+from verl.platform.npu import NpuPlatform
 
 
 @pytest.mark.parametrize("kind", [Qwen3RMSNorm, Gemma2RMSNorm])
@@ -112,3 +117,33 @@ def test_what_a_replacement_returns_may_be_changed_in_place():
         y *= 3
         (found,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "gemma2"])
+def test_a_devices_own_operators_are_put_in_by_what_modules_compute(arch, monkeypatch):
+    """Ascend's, on a reference of torch_npu: values and gradients of a whole model, and which operators it used."""
+    from transformers.models.llama import modeling_llama
+
+    model = AutoModelForCausalLM.from_config(tiny_config(arch), dtype=torch.float32).eval()
+    ids, own = torch.arange(3, 12)[None], modeling_llama.apply_rotary_pos_emb
+
+    def run():
+        model.zero_grad()
+        out = model(ids, use_cache=False).logits
+        out.square().mean().backward()
+        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = run()
+    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu_reference)
+    monkeypatch.setattr(CpuPlatform, "fused_operators", NpuPlatform.fused_operators)
+    torch_npu_reference.calls.clear()
+    fused = FusedForwards(model)
+    torch_npu_reference.calls.clear()
+    with fused.active():
+        found = run()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    layers, norms = 2, sum(type(m).__name__.endswith("RMSNorm") for m in model.modules())
+    gated = {} if arch == "gemma2" else {"npu_swiglu": layers}  # its gate is a GELU
+    assert torch_npu_reference.calls == {"npu_rms_norm": norms, "npu_rotary_mul": 2 * layers} | gated
+    assert modeling_llama.apply_rotary_pos_emb is own

@@ -86,36 +86,38 @@ def sample(logits: Tensor, rows: Rows, *, seen: dict[int, Tensor] | None = None)
     if greedy.all():
         tokens = probs.argmax(-1)
     else:
-        draw = torch.from_numpy(uniforms(rows.seed, rows.call, rows.position)).to(logits.device)
-        tokens = _draw(probs, draw)
+        tokens = _draw(probs, torch.from_numpy(uniforms(rows.seed, rows.call, rows.position)))
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(logits.device), probs.argmax(-1), tokens)
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device, torch.float32)[:, None]
+    return torch.from_numpy(values).float().to(like.device)[:, None]
 
 
 def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution, in two levels (chunks, then inside one), summed in float64."""
+    """Inverse of the cumulative distribution, in two levels (chunks, then inside one), summed in float64: on the host
+    where the device has none."""
     vocab = probs.shape[1]
+    place = probs.device if platform_of(probs.device).has_float64 else torch.device("cpu")
     whole = vocab // _CHUNK * _CHUNK
     sums = probs[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)
     if whole < vocab:
         sums = torch.cat((sums, probs[:, whole:].sum(-1, keepdim=True)), 1)
-    cumulative = _running(sums.double())
-    target = (uniform * cumulative[:, -1])[:, None]
+    cumulative = _running(sums.to(place).double())
+    target = (uniform.to(place) * cumulative[:, -1])[:, None]
     # searchsorted(right) finds the first sum above the target, so a chunk or token of probability 0 is never taken
     chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
-    ids = chunk * _CHUNK + torch.arange(_CHUNK, device=probs.device)
-    inside = probs.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, 0.0).double()
-    inside = _running(inside)
+    ids = chunk * _CHUNK + torch.arange(_CHUNK, device=place)
+    inside = probs.gather(1, ids.clamp(max=vocab - 1).to(probs.device)).to(place)
+    inside = _running(inside.masked_fill_(ids >= vocab, 0.0).double())
     # the chunk's float32 sum and this float64 one may differ by rounding: stay below the last step
     offset = torch.minimum(target - before, inside[:, -1:] * (1.0 - 2.0**-40))
     # not a number anywhere finds no step at all: the log-prob then says so
-    return (chunk * _CHUNK + torch.searchsorted(inside, offset, right=True))[:, 0].clamp_(max=vocab - 1)
+    tokens = (chunk * _CHUNK + torch.searchsorted(inside, offset, right=True))[:, 0].clamp_(max=vocab - 1)
+    return tokens.to(probs.device)
 
 
 def _running(x: Tensor) -> Tensor:
@@ -165,16 +167,18 @@ def _nucleus(probs: Tensor, top_p: np.ndarray) -> Tensor:
     """The largest threshold t, [N, 1], such that the tokens with p ≥ t have at least top_p together.
 
     Sorting a row costs a hundred passes over it on a CPU. Positive floats are ordered like their bit patterns,
-    so bisecting the pattern finds the threshold exactly in at most 31 passes. Rows with top_p ≥ 1 get 0.
+    so bisecting the pattern finds the threshold exactly in at most 31 passes, to rounding where the device has no
+    float64. Rows with top_p ≥ 1 get 0.
     """
+    wide = torch.float64 if platform_of(probs.device).has_float64 else torch.float32
     off = torch.from_numpy(top_p >= 1.0).to(probs.device)[:, None]
-    target = torch.from_numpy(top_p).to(probs.device)[:, None] * probs.double().sum(-1, keepdim=True)
+    target = torch.from_numpy(top_p).to(wide).to(probs.device)[:, None] * probs.to(wide).sum(-1, keepdim=True)
     bits = probs.contiguous().view(torch.int32)
     low = torch.zeros_like(bits[:, :1])  # mass(low) ≥ wanted always
     high = bits.amax(-1, keepdim=True) + 1  # mass(high) = 0
     while int((high - low).max()) > 1:
         middle = low + (high - low) // 2
-        mass = probs.masked_fill(bits < middle, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+        mass = probs.masked_fill(bits < middle, 0.0).sum(-1, keepdim=True, dtype=wide)
         enough = mass >= target
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     return low.view(torch.float32).masked_fill(off, 0.0)

