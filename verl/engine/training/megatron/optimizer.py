@@ -1,0 +1,131 @@
+"""megatron-core's optimizer and its schedule of the learning rate, built from a role's `optim.*`, and their state on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from verl.config.schema.base import setting
+from verl.config.schema.training import OptimConfig
+from verl.engine.training.optimizer import Schedule
+from verl.engine.training.process_group import on_all_ranks, this_rank
+from verl.errors import UserError
+
+_OWN_KEYS = ("lr_decay_steps", "min_lr", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_steps")
+
+
+def build_optimizer(chunks: Sequence[Any], optim: OptimConfig, megatron: Any, dtype: torch.dtype) -> Any:
+    """The optimizer of all chunks. All weights decay, as with the other engines. UserError for settings it lacks."""
+    if optim.optimizer.lower() not in ("adamw", "adam", "sgd"):
+        raise UserError(f"optim.optimizer={optim.optimizer}: strategy=megatron has AdamW and SGD")
+    overrides = {name: value for name, value in dict(optim.override_optimizer_config).items() if value is not None}
+    unknown = set(overrides) - {f.name for f in fields(OptimizerConfig)}
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise UserError(f"optim.override_optimizer_config: megatron-core's optimizer has no setting {names}")
+    settings: dict[str, Any] = {
+        "optimizer": "sgd" if optim.optimizer.lower() == "sgd" else "adam",
+        "lr": optim.lr,
+        "min_lr": optim.min_lr or 0.0,
+        "weight_decay": optim.weight_decay,
+        "adam_beta1": optim.betas[0],
+        "adam_beta2": optim.betas[1],
+        "clip_grad": 0.0,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": bool(setting(megatron, "use_distributed_optimizer", True)),
+        **overrides,
+    }
+    return get_megatron_optimizer(OptimizerConfig(**settings), list(chunks), config_overrides={})
+
+
+class MegatronSchedule:
+    """The learning rate of a training step: ours, or megatron-core's where a key of its own is set."""
+
+    def __init__(self, optimizer: Any, optim: OptimConfig, total: int):
+        own = any(getattr(optim, key) is not None for key in _OWN_KEYS)
+        self._schedule = _Scheduler(optimizer, optim, total) if own else Schedule(optimizer, optim, total)
+
+    @property
+    def step(self) -> int:
+        return self._schedule.step
+
+    def restore(self, step: int) -> None:
+        self._schedule.restore(step)
+
+    def advance(self) -> float:
+        return self._schedule.advance()
+
+
+class _Scheduler:
+    """megatron-core's `OptimizerParamScheduler`, one of its steps for a training step."""
+
+    def __init__(self, optimizer: Any, optim: OptimConfig, total: int):
+        warm = optim.lr_warmup_steps
+        if warm is None or warm < 0:
+            warm = int(optim.lr_warmup_steps_ratio * total)
+        decay = optim.lr_decay_steps or total
+        style = "WSD" if optim.lr_wsd_decay_steps else optim.lr_scheduler_type
+        try:
+            self._scheduler = OptimizerParamScheduler(
+                optimizer,
+                init_lr=optim.lr_warmup_init or 0.0,
+                max_lr=optim.lr,
+                min_lr=optim.min_lr if optim.min_lr is not None else optim.lr * optim.min_lr_ratio,
+                lr_warmup_steps=warm,
+                lr_decay_steps=max(decay, warm + 1),
+                lr_decay_style=style,
+                start_wd=optim.weight_decay,
+                end_wd=optim.weight_decay,
+                wd_incr_steps=max(total, 1),
+                wd_incr_style=optim.weight_decay_incr_style or "constant",
+                use_checkpoint_opt_param_scheduler=False,
+                override_opt_param_scheduler=True,
+                wsd_decay_steps=optim.lr_wsd_decay_steps,
+                lr_wsd_decay_style=optim.lr_wsd_decay_style or "exponential",
+            )
+        except AssertionError as error:
+            raise UserError(f"optim: megatron-core refuses this schedule: {error}") from error
+        self._groups, self.step = optimizer.param_groups, 0
+
+    def restore(self, step: int) -> None:
+        self._scheduler.num_steps = 0
+        self._scheduler.step(step)
+        self.step = step
+
+    def advance(self) -> float:
+        used = float(self._groups[0]["lr"])
+        self._scheduler.step(1)
+        self.step += 1
+        return used
+
+
+def _sharded_state(optimizer: Any, chunks: Sequence[Any], *, is_loading: bool) -> dict[str, Any]:
+    model_state: dict[str, Any] = {}
+    for number, chunk in enumerate(chunks):
+        state = chunk.module.sharded_state_dict() if hasattr(chunk, "module") else chunk.sharded_state_dict()
+        model_state |= {f"{number}.{name}": value for name, value in state.items()}
+    return {"optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading)}
+
+
+def save_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule: MegatronSchedule) -> None:
+    """Write the optimizer's state and the schedule's step. Collective."""
+    on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
+    dist_checkpointing.save(_sharded_state(optimizer, chunks, is_loading=False), str(directory))
+    if this_rank() == 0:
+        (directory / "schedule.json").write_text(json.dumps({"step": schedule.step}), "utf-8")
+
+
+def load_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule: MegatronSchedule) -> None:
+    """Inverse of `save_state`, at this or another layout. Collective."""
+    state = dist_checkpointing.load(_sharded_state(optimizer, chunks, is_loading=True), str(directory))
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.restore(int(json.loads((directory / "schedule.json").read_text("utf-8"))["step"]))
