@@ -44,6 +44,9 @@ class _Stream:
     def wait_stream(self, _: Any) -> None:
         pass
 
+    def record_event(self) -> _Stream:
+        return self
+
     def synchronize(self) -> None:
         pass
 
@@ -73,6 +76,7 @@ def _install() -> None:
 def _install_in_megatron() -> None:
     import megatron.core.tensor_parallel.random as random
     from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.transformer.moe import token_dispatcher
 
     optimizer.torch = _Torch()
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
@@ -95,6 +99,11 @@ def _install_in_megatron() -> None:
                 if gradient is not None:
                     gradient.mul_(factor)
 
+    # Counts that its collectives take are brought to the host where they are of a device; these are there already.
+    def on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
     clip_grads.get_grad_norm_fp32 = optimizer.get_grad_norm_fp32 = grad_norm
     clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
 

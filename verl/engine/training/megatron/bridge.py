@@ -18,6 +18,7 @@ import torch
 from mbridge.core.bridge import _MODEL_REGISTRY
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe import moe_utils
 from safetensors import safe_open
 
 from verl.engine.training.weight_files import reading
@@ -25,6 +26,10 @@ from verl.errors import UserError
 
 FUSED_KERNELS = importlib.util.find_spec("transformer_engine") is not None
 """TransformerEngine is installed: its layers, fused operations and packed sequences are used."""
+
+if not FUSED_KERNELS and not hasattr(moe_utils, "te_general_gemm"):
+    # megatron-core 0.16 asks whether it is None, and defines it only with TransformerEngine.
+    moe_utils.te_general_gemm = None
 
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 _EXPERT_WEIGHT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
@@ -55,6 +60,9 @@ class _HostMixin:
     def _build_base_config(self: Any, *args: Any, **settings: Any) -> Any:
         if not FUSED_KERNELS:
             settings |= _PLAIN
+        if "moe_router_pre_softmax" in settings and hasattr(self.hf_config, "norm_topk_prob"):
+            # Weights of the chosen experts that sum to 1 are a softmax over these alone.
+            settings["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
         return super()._build_base_config(*args, **settings)  # type: ignore[misc]
 
     def _get_transformer_layer_spec(self: Any, vp_stage: int | None = None) -> Any:

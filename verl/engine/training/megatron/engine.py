@@ -27,7 +27,13 @@ from verl.engine.training.base import LOG_PROBS, MicroBatch, MicroLoss, Training
 from verl.engine.training.megatron import bridge as weights
 from verl.engine.training.megatron import model as models
 from verl.engine.training.megatron.micro_batches import ModelBatch, packed, padded
-from verl.engine.training.megatron.optimizer import MegatronSchedule, build_optimizer, load_state, save_state
+from verl.engine.training.megatron.optimizer import (
+    MegatronSchedule,
+    build_optimizer,
+    clip_gradients,
+    load_state,
+    save_state,
+)
 from verl.engine.training.megatron.outputs import vocabulary_outputs
 from verl.engine.training.megatron.parallel import ParallelSizes, join
 from verl.engine.training.optimizer import StepAccumulator, optim_config
@@ -213,8 +219,7 @@ class MegatronEngine(TrainingEngine):
         if not total.refused and not math.isfinite(norm):
             total.refused = f"the gradient norm is {norm}"
         if not total.refused:
-            if self._grad_clip and self._grad_clip > 0:
-                norm = float(optimizer.clip_grad_norm(self._grad_clip))
+            clip_gradients(optimizer, norm, self._grad_clip)
             optimizer.step_with_ready_grads()
         metrics = {} if total.refused else total.metrics()
         return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, total.refused, total.tokens)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from verl.config.schema.base import setting
@@ -45,6 +45,17 @@ def build_optimizer(chunks: Sequence[Any], optim: OptimConfig, megatron: Any, dt
         **overrides,
     }
     return get_megatron_optimizer(OptimizerConfig(**settings), list(chunks), config_overrides={})
+
+
+def clip_gradients(optimizer: Any, norm: float, limit: float | None) -> None:
+    """Scale all gradients by limit/norm if the norm exceeds the limit; None or ≤ 0 leaves them alone. Experts that are
+    split over ranks have an optimizer of their own."""
+    if limit is None or limit <= 0 or norm <= limit:
+        return
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if parameters := part.get_parameters():
+            decoupled = part.config.use_precision_aware_optimizer
+            clip_grads.clip_grad_by_total_norm_fp32(parameters, limit, norm, decoupled)
 
 
 class MegatronSchedule:
