@@ -25,7 +25,7 @@ help:
 	@echo "make test-long   - repeats and variants of those tests"
 	@echo "make test-packages - gymnasium, OpenEnv, openai and verifiers, each adapter against the package itself"
 	@echo "make test-versions - quick tests with the oldest and the newest torch and transformers"
-	@echo "make docs        - write docs/config.md again from the schema"
+	@echo "make docs        - write docs/config.md and docs/metrics.md again, build the site in site/"
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("verl needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
@@ -101,8 +101,16 @@ test-versions: $(VENV)/oldest/.installed $(VENV)/newest/.installed
 	  -m "not slow and not long" --ignore-glob='*ray*' --ignore-glob='*vllm*' \
 	  --deselect tests/unit/reward/test_sandbox.py::test_what_a_program_may_do tests/unit tests/invariant tests/contract || exit 1; done
 
-docs: $(VENV)/.installed
+$(VENV)/docs/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))' > $(@D)/docs.txt
+	$(@D)/bin/python -m pip install -q -r $(@D)/docs.txt
+	touch $@
+
+docs: $(VENV)/.installed $(VENV)/docs/.installed
 	$(BIN)/python docs/write_config_page.py
+	$(BIN)/python docs/write_metrics_page.py
+	$(VENV)/docs/bin/python -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,9 +1,12 @@
-"""What a turn of a dialogue costs beside the model and the tool: an engine that answers at once, a tool that returns at once.
+"""What a turn of a dialogue costs beside the model and the tool: an engine that answers at once, a tool that returns at
+once.
 
-    python benchmarks/agent_overhead.py [--trajectories 1000] [--turns 4] [--processes 0 1 2] [--rounds 3] [--out benchmarks/results/agent_overhead.json]
+    python benchmarks/agent_overhead.py [--trajectories 1000] [--turns 4] [--processes 0 1 2] [--rounds 3] [--out
+    benchmarks/results/agent_overhead.json]
 
-All trajectories are open at once. Each turn is a call of a tool that the engine has ready, the last one a plain answer; the prompts and the
-template are those of the quickstart's agent. Reported: milliseconds of wall time per turn over all, median of the rounds.
+All trajectories are open at once. Each turn is a call of a tool that the engine has ready, the last one a plain answer;
+the prompts and the template are those of the quickstart's agent. Reported: milliseconds of wall time per turn over all,
+median of the rounds.
 """
 
 from __future__ import annotations
@@ -26,14 +29,16 @@ sys.path[:0] = [str(HERE.parent / "examples/quickstart"), str(HERE.parent)]
 
 from verl.config import load  # noqa: E402
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams  # noqa: E402
+from verl.rollout.attempt import RolloutSettings  # noqa: E402
+from verl.rollout.groups import RolloutManager  # noqa: E402
 from verl.rollout.loop_processes import LoopProcesses  # noqa: E402
-from verl.rollout.manager import RolloutManager, RolloutSettings  # noqa: E402
 from verl.trajectory import Prompt, Trajectory  # noqa: E402
 
 TEMPLATE = (
     "{%- if tools %}<|start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>\n{% endif %}"
     "{%- for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
-    "{%- for c in m.tool_calls or [] %}<tool_call>\n{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>"
+    "{%- for c in m.tool_calls or [] %}<tool_call>\n"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>"
     "{%- endfor %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -98,15 +103,14 @@ async def play(folder: Path, args: argparse.Namespace, processes: int) -> float:
     ])  # fmt: skip
     settings = RolloutSettings(SamplingParams(max_tokens=8192), n=8, seed=1, default_loop="tool_agent")
     manager = RolloutManager(
-        AtOnce(*ids, args.turns), settings, decode=tokenizer.decode, on_finished=unscored, tokenizer=tokenizer, config=config,
+        AtOnce(*ids, args.turns), settings, decode=tokenizer.decode, on_finished=unscored, tokenizer=tokenizer,
+        config=config,
         processes=(lambda: LoopProcesses(processes, config)) if processes else None,
     )  # fmt: skip
     seconds = []
     for round_ in range(args.rounds + 1):
         messages = [{"role": "user", "content": "1 + 2?"}]
-        opening = np.array(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        )
+        opening = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         prompts = [Prompt(f"0:{i}@{round_}", opening, messages) for i in range(args.trajectories // 8)]
         began = time.perf_counter()
         batch = await manager.take(prompts)

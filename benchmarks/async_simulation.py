@@ -251,9 +251,7 @@ class Simulation:
         self.version += 1
         self._now += self.how.sync_s
         for device in self.devices:
-            again = sum(
-                self.how.prompt + response.tokens - (end - device.pace) for end, _, response in device.running
-            )
+            again = sum(self.how.prompt + response.tokens - (end - device.pace) for end, _, response in device.running)
             device.since = self._now
             device.paused_until = max(self._now, device.paused_until) + again / self.how.prefill_per_s
             self._admit(device)
@@ -270,7 +268,8 @@ def _distribution(counts: Counter[int]) -> dict[str, Any]:
 
 
 def best(how: Assumptions, way: Way, devices: int, prompts: int, steps: int) -> dict[str, Any]:
-    """The figures of the split of devices with the most trained tokens per second, which is looked for on 64 of them."""
+    """The figures of the split of devices with the most trained tokens per second, which is looked for on 64 of
+    them."""
     warm_up = way.staleness + 2
     if way.shared:
         return {"samplers": devices} | Simulation(how, way, devices, devices, prompts).run(steps, warm_up)
@@ -282,9 +281,7 @@ def best(how: Assumptions, way: Way, devices: int, prompts: int, steps: int) -> 
         run = Simulation(how, way, samplers, few - samplers, prompts // small).run(steps, warm_up)
         rates[samplers * small] = run["tokens_per_s"]
     samplers = max(rates, key=lambda count: rates[count])
-    return {"samplers": samplers} | Simulation(how, way, samplers, devices - samplers, prompts).run(
-        steps, warm_up
-    )
+    return {"samplers": samplers} | Simulation(how, way, samplers, devices - samplers, prompts).run(steps, warm_up)
 
 
 CASES = ((64, 256), (512, 2048), (512, 512))
@@ -293,9 +290,7 @@ CASES = ((64, 256), (512, 2048), (512, 512))
 
 def main() -> None:
     """Run every case, print a table, write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=24)
     args = parser.parse_args()

@@ -116,7 +116,8 @@ def svg(runs: dict[str, list[dict[str, Any]]], width: int = 1100) -> str:
         words = {"gen": "waits for responses", "reward": "waits for scores"}.get(phase, phase)
         out.append(f'<text x="{x + 16}" y="{y - 10}">{words}</text>')
     out.append(f'<text x="{left}" y="{y + 10}">{longest:.1f} s; a line ends each step</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + 24}" font-family="sans-serif" font-size="11">'
+    size = f'width="{width}" height="{y + 24}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *out, "</svg>", ""])
 
 
@@ -155,9 +156,7 @@ def train(work_dir: Path, work: dict[str, Any], staleness: int, steps: int, batc
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(HERE / "workers"), os.environ.get("PYTHONPATH", "")]).strip(
-            os.pathsep
-        ),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "workers"), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -196,9 +195,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 def main() -> None:
     """Measure, or draw what was measured."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run, draw = commands.add_parser("run"), commands.add_parser("draw")
     run.add_argument("--staleness", default="0,1,3")

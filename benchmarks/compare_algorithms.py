@@ -1,12 +1,14 @@
-"""Several algorithms on the quickstart's task: the same warmed-up model, data and number of sampled tokens; a table and a figure.
+"""Several algorithms on the quickstart's task: the same warmed-up model, data and number of sampled tokens; a table and
+a figure.
 
     make quickstart
     python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,ppo --seeds 1 --figure docs/ppo.svg
     python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,distill --figure docs/distill.svg
 
-The teacher of `distill` is the policy that the quickstart trained by GRPO, its student the warmed-up model that all start from.
-Each run is `main_ppo` with the words of METHODS below; runs that are there already are read, not repeated. The horizontal axis is
-response tokens sampled for training. Accuracy is that of one greedy response to each of the 200 held-out problems.
+The teacher of `distill` is the policy that the quickstart trained by GRPO, its student the warmed-up model that all
+start from. Each run is `main_ppo` with the words of METHODS below; runs that are there already are read, not repeated.
+The horizontal axis is response tokens sampled for training. Accuracy is that of one greedy response to each of the 200
+held-out problems.
 """
 
 from __future__ import annotations
@@ -23,10 +25,7 @@ ACTOR, COLORS = "actor_rollout_ref.actor", ("#2563eb", "#dc2626", "#059669", "#7
 METHODS = {
     "grpo": [],
     "ppo": ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "trainer.critic_warmup=3"],
-    "drgrpo": [
-        "algorithm.norm_adv_by_std_in_grpo=False",
-        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
-    ],
+    "drgrpo": ["algorithm.norm_adv_by_std_in_grpo=False", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"],
     "dapo": [
         "algorithm.filter_groups.enable=True",
         f"{ACTOR}.clip_ratio_high=0.28",
@@ -84,7 +83,8 @@ def figure(curves: dict[str, list[Curve]]) -> str:
     most = max(point[0] for runs in curves.values() for run in runs for point in run)
 
     def place(tokens: float, accuracy: float) -> str:
-        return f"{left + (width - left - 90) * tokens / most:.1f},{height - bottom - (height - bottom - 10) * accuracy:.1f}"
+        x = left + (width - left - 90) * tokens / most
+        return f"{x:.1f},{height - bottom - (height - bottom - 10) * accuracy:.1f}"
 
     parts = [f'<rect width="{width}" height="{height}" fill="white"/>']
     for level in (0, 0.25, 0.5, 0.75, 1.0):
@@ -99,12 +99,11 @@ def figure(curves: dict[str, list[Curve]]) -> str:
         for number, run in enumerate(runs):
             points = " ".join(place(tokens, accuracy) for tokens, accuracy, _ in run)
             stroke = 2.5 if number == 0 else 1
-            parts.append(
-                f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{stroke}"/>'
-            )
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{stroke}"/>')
         x, y = place(*runs[0][-1][:2]).split(",")
         parts.append(f'<text x="{float(x) + 6}" y="{float(y) + 4}" fill="{color}">{name}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
+    box = f'viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="12">'
     return "\n".join([head, *parts, "</svg>", ""])
 
 

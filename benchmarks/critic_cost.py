@@ -2,8 +2,9 @@
 
     python benchmarks/critic_cost.py [--repeats 5] [--out benchmarks/results/critic_cost.json]
 
-The two are timed by turns in one process on one thread, so that what slows the machine slows both; reported are the medians and
-the quotient of each turn. The model and the lengths are those of `work.py`; dtype is that of the configuration.
+The two are timed by turns in one process on one thread, so that what slows the machine slows both; reported are the
+medians and the quotient of each turn. The model and the lengths are those of `work.py`; dtype is that of the
+configuration.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import torch
 from sides import write_result
 from work import Shape, build
 
-from verl.algorithms.objective import count_denominators
+from verl.algorithms.flat_tokens import count_denominators
 from verl.config import load
 from verl.trajectory import Segment
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
 
 LIMIT = 1.15
 
@@ -77,7 +78,7 @@ def main() -> None:
         worker = Worker(load(words))
         worker.build(total_steps=100)
     rows = rows_of(work, np.random.default_rng(0))
-    denominators = asdict(count_denominators(rows, float(shape.tokens)))
+    denominators = count_denominators(rows, float(shape.tokens))
     mini = {"rows": np.arange(len(rows)), "denominators": denominators, "trajectory_tokens": None}
     worker.take_rows(rows)
     times: dict[str, list[float]] = {"actor": [], "critic": []}

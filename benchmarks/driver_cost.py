@@ -4,13 +4,13 @@
         [--steps 6] [--profile FILE] [--out FILE]
 
 The driver's side is the real one: `ReplicaPool` and `RolloutManager` (responses come one by one over `--seconds`), the
-scoring pool with a function that does nothing, `WorkerGroup`, advantages, metrics, the dump of a step's first responses.
-The others are Ray actors without a model (`driver_stand_ins.py`); a sampler is the real `RolloutWorker` around an engine
-that cuts its responses out of this repository's text. The tokenizer is a BPE trained on the same text.
+scoring pool with a function that does nothing, `WorkerGroup`, advantages, metrics, the dump of a step's first
+responses. The others are Ray actors without a model (`driver_stand_ins.py`); a sampler is the real `RolloutWorker`
+around an engine that cuts its responses out of this repository's text. The tokenizer is a BPE trained on the same text.
 
 Reported by part: seconds the driver computes (its processor time, all threads), and seconds on the clock, which
-on a machine with fewer cores than processes are the others' too. `texts_decoded` is how many responses' texts the driver
-decoded itself.
+on a machine with fewer cores than processes are the others' too. `texts_decoded` is how many responses' texts the
+driver decoded itself.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Step:
 
         from verl.data.rows import text_of
         from verl.engine.rollout.base import SamplingParams
-        from verl.rollout.manager import RolloutManager, RolloutSettings
+        from verl.rollout.attempt import RolloutSettings
+        from verl.rollout.groups import RolloutManager
         from verl.workers.ray.calls import WorkerHandle
         from verl.workers.ray.replicas import Replica, ReplicaPool
 
@@ -105,8 +106,8 @@ class Step:
         import ray
 
         from verl.workers.group import WorkerGroup
-        from verl.workers.plan import UpdatePlan
         from verl.workers.ray.calls import RayCalls, WorkerHandle
+        from verl.workers.update_plan import UpdatePlan
 
         echo = ray.remote(num_cpus=0)(Echo)
         ranks = self.given.ranks
@@ -138,9 +139,7 @@ class Step:
 
         rng = np.random.default_rng(number)
         return [
-            Prompt(
-                f"0:{i}@{number}", rng.integers(0, 10_000, PROMPT_TOKENS), messages=None, data_source="bench"
-            )
+            Prompt(f"0:{i}@{number}", rng.integers(0, 10_000, PROMPT_TOKENS), messages=None, data_source="bench")
             for i in range(self.given.responses // GROUP)
         ]
 
@@ -150,7 +149,7 @@ class Step:
         return batch
 
     def _advantages(self, batch: Any) -> None:
-        from verl.algorithms.driver import compute_advantages
+        from verl.algorithms.batch_advantages import compute_advantages
 
         compute_advantages(batch, self.algorithm, GROUP)
 
@@ -234,9 +233,7 @@ def _time(parts: Parts, name: str, work: Callable[[], Any]) -> Any:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--ranks", type=int, default=8)
@@ -246,7 +243,7 @@ def main() -> None:
     parser.add_argument("--profile", help="where to put cProfile's record of the last step")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    from verl.platform.host import prepare_process, tune_allocator
+    from verl.platform.host_resources import prepare_process, tune_allocator
 
     prepare_process()  # as a run's driver does
     tune_allocator()

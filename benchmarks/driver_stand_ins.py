@@ -41,8 +41,8 @@ def prepare(folder: Path, texts: Iterable[Path]) -> int:
 
 
 class Canned(RolloutEngine):
-    """Responses are pieces of `stream` that end with an end token; lengths spread evenly from half to one and a half times
-    `tokens`, the time a response takes evenly over `seconds`."""
+    """Responses are pieces of `stream` that end with an end token; lengths spread evenly from half to one and a half
+    times `tokens`, the time a response takes evenly over `seconds`."""
 
     version = 1
 
@@ -100,9 +100,9 @@ class Echo:
 
     def receive_rows(self, payload: dict[str, np.ndarray], *inputs: dict[str, np.ndarray]) -> None:
         """Decode, as a rank does."""
-        from verl.workers import codec
+        from verl.workers import payloads
 
-        self.rows = codec.decode(payload, inputs)
+        self.rows = payloads.decode(payload, inputs)
 
     def forward(self, phase: str, role: str, outputs: Mapping[str, str]) -> dict[str, np.ndarray]:
         """Zeros in every column."""
@@ -111,9 +111,10 @@ class Echo:
 
     def update(self, role: str, columns: Any, minis: list[Any]) -> dict[str, Any]:
         """Nothing is learnt."""
-        result = {"metrics": {}, "grad_norm": 1.0, "refused": "", "tokens": 0}
-        return {"results": [result] * len(minis), "columns": {}}
+        from verl.engine.training.base import TrainStepResult
 
-    def advance(self, role: str) -> float:
-        """A rate."""
+        return {"results": [TrainStepResult({}, 1.0)] * len(minis), "columns": {}}
+
+    def run(self, role: str, method: str) -> float:
+        """`advance`: a rate."""
         return 0.0

@@ -149,9 +149,7 @@ def told(done: Any, count: int, before: int) -> Iterator[tuple[str, Facts]]:
 
 def differences(old: Facts, new: Facts) -> dict[str, tuple[str, str]]:
     """Fact → (old, new) as JSON text, for every fact that is not exactly the same."""
-    texts = [
-        {fact: json.dumps(value, sort_keys=True) for fact, value in facts.items()} for facts in (old, new)
-    ]
+    texts = [{fact: json.dumps(value, sort_keys=True) for fact, value in facts.items()} for facts in (old, new)]
     found = ((fact, texts[0].get(fact, MISSING), texts[1].get(fact, MISSING)) for fact in texts[0] | texts[1])
     return {fact: (before, after) for fact, before, after in found if before != after}
 
@@ -159,9 +157,7 @@ def differences(old: Facts, new: Facts) -> dict[str, tuple[str, str]]:
 def exceptions() -> list[tuple[str, str]]:
     """(pattern of cases, pattern of facts) of the differences that are meant."""
     lines = (line.partition("#")[0].strip() for line in EXCEPTIONS.read_text().splitlines())
-    return [
-        (case.strip(), fact.strip()) for case, _, fact in (line.partition("  ") for line in lines if line)
-    ]
+    return [(case.strip(), fact.strip()) for case, _, fact in (line.partition("  ") for line in lines if line)]
 
 
 def machine() -> Facts:
@@ -184,17 +180,13 @@ def record(place: Workplace, directory: Path, names: list[str], jobs: int) -> in
         (directory / f"{name.replace('/', '-')}.json").write_text(json.dumps(facts, indent=0, sort_keys=True))
         if name.startswith("run/") and facts["status"] != 0:
             failed.append(name)
-    print(
-        f"recorded {len(names)} cases in {directory}" + (f"; failed: {', '.join(failed)}" if failed else "")
-    )
+    print(f"recorded {len(names)} cases in {directory}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return int(bool(failed))
 
 
 def compare(place: Workplace, directory: Path, names: list[str], jobs: int) -> int:
     """Print every difference that is not meant, the same one of many cases once; 1 if there is any."""
-    for what, (before, after) in differences(
-        json.loads((directory / "machine.json").read_text()), machine()
-    ).items():
+    for what, (before, after) in differences(json.loads((directory / "machine.json").read_text()), machine()).items():
         print(f"note: recorded with {what}={before}, this is {after}")
     meant, found, excepted = exceptions(), defaultdict(list), 0
     for name, facts in results(place, names, jobs):
@@ -229,9 +221,7 @@ def shortened(text: str, limit: int = 160) -> str:
 
 def main() -> int:
     """Record, compare or list; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("record", "compare", "list"))
     parser.add_argument("directory", type=Path, nargs="?", help="where the record is")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="cases or patterns of cases")
@@ -246,16 +236,12 @@ def main() -> int:
     inputs = given.directory.resolve() / "inputs"
     if not inputs.is_dir():
         if given.action == "compare":
-            parser.error(
-                f"{given.directory} holds no record; make one with `record` and the code to compare with"
-            )
+            parser.error(f"{given.directory} holds no record; make one with `record` and the code to compare with")
         make(inputs)
     folder = Path(tempfile.mkdtemp(prefix="freeze-"))
     try:
         place = Workplace(folder, inputs, given.commands)
-        code = place.start(
-            [sys.executable, "-c", "import verl; print(verl.__path__[0])"], "code"
-        ).stdout.strip()
+        code = place.start([sys.executable, "-c", "import verl; print(verl.__path__[0])"], "code").stdout.strip()
         print(f"{given.action}: {len(names)} cases with {code}, in {folder}", flush=True)
         action = record if given.action == "record" else compare
         return action(place, given.directory.resolve(), names, given.jobs)

@@ -1,4 +1,5 @@
-"""What is frozen: the training runs, and the command lines that are only checked. `{inputs}` is the folder of inputs."""
+"""What is frozen: the training runs, and the command lines that are only checked. `{inputs}` is the folder of
+inputs."""
 
 from __future__ import annotations
 
@@ -73,9 +74,7 @@ def grpo(*words: str, attempts: int = 1) -> Run:
 RUNS: dict[str, Run] = {
     "grpo": grpo(),
     "grpo_four_mini_batches": grpo(f"{ACTOR}.ppo_mini_batch_size=1", f"{ACTOR}.clip_ratio=0.02"),
-    "kl_in_loss": grpo(
-        f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.01"
-    ),
+    "kl_in_loss": grpo(f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.01"),
     "kl_in_reward": grpo(
         "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl.type=adaptive"
     ),
@@ -133,12 +132,8 @@ RUNS: dict[str, Run] = {
     "bf16": Run([*(w for w in BASE if "fsdp_config.dtype" not in w), f"{ACTOR}.ppo_mini_batch_size=2"]),
     "sft": Run(SFT_BASE, SFT),
     "sft_lora": Run([*SFT_BASE, "model.lora_rank=4", "model.lora_alpha=8"], SFT),
-    "sft_two_ranks": Run(
-        [*(w for w in SFT_BASE if "n_gpus_per_node" not in w), "trainer.n_gpus_per_node=2"], TORCHRUN
-    ),
-    "ray_two_ranks": grpo(
-        "trainer.n_gpus_per_node=2", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.ppo_mini_batch_size=2"
-    ),
+    "sft_two_ranks": Run([*(w for w in SFT_BASE if "n_gpus_per_node" not in w), "trainer.n_gpus_per_node=2"], TORCHRUN),
+    "ray_two_ranks": grpo("trainer.n_gpus_per_node=2", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.ppo_mini_batch_size=2"),
     "ray_two_ranks_share_rows": grpo(
         "trainer.n_gpus_per_node=2", f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{MODEL}.lora_rank=4"
     ),

@@ -70,9 +70,7 @@ def check_facts(status: int, out: str, err: str, given: Iterable[str]) -> Facts:
     A line is known by the keys of the command line that it names (`given`: the words of the command line), and by
     the first key in it where it names none of them.
     """
-    keys = {
-        word.lstrip("+~").partition("=")[0].partition("@")[0] for word in given if not word.startswith("-")
-    }
+    keys = {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in given if not word.startswith("-")}
     facts: Facts = {"status": status}
     found: dict[str, set[str]] = {"refused": set(), "lacking": set(), "noticed": set()}
     kind = "refused"
@@ -96,10 +94,7 @@ def named(text: str, keys: set[str], first: bool = True) -> list[str]:
     """The keys of `keys` that stand in a text (also without the front of their path), else the `first` key in it."""
     words = [word.rstrip(".") for word in re.findall(r"[\w./-]+", text)]
     mine = {
-        key
-        for key in keys
-        for word in words
-        if word and (key == word or (key.endswith("." + word) and "." in word))
+        key for key in keys for word in words if word and (key == word or (key.endswith("." + word) and "." in word))
     }
     return sorted(mine) or _KEY.findall(text)[: int(first)]
 

@@ -1,4 +1,5 @@
-"""What the frozen runs read: random models, a tokenizer of one token per character, arithmetic rows, a reward, a plug-in.
+"""What the frozen runs read: random models, a tokenizer of one token per character, arithmetic rows, a reward, a
+plug-in.
 
 Made once, when a record begins, and kept beside it; nothing here is imported from the product.
 """
@@ -60,7 +61,8 @@ YAML = "defaults:\n  - ppo_trainer\n  - _self_\ndata:\n  train_batch_size: 32\nt
 
 
 def make(folder: Path) -> None:
-    """Write everything below `folder`: models/NAME, train.parquet, val.parquet, sft.jsonl, reward.py, plugins/, small.yaml."""
+    """Write everything below `folder`: models/NAME, train.parquet, val.parquet, sft.jsonl, reward.py, plugins/,
+    small.yaml."""
     for name, changes in MODELS.items():
         make_model(folder / "models" / name, name.split("_")[0] if name != "qwen3_moe" else name, changes)
     write_parquet(folder / "train.parquet", 24)

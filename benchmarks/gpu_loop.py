@@ -12,8 +12,8 @@ responses of exactly --tokens tokens. Said of the median step, the first one lef
   rate; `mfu` counts a group's prompt once, as it is computed, `mfu_as_repeated` once for each response;
 - most memory by phase. With --trl, TRL's GRPOTrainer does the same work, in an environment of its own.
 
-A side that fails (out of memory, engine not installed, later than --limit) is recorded as such; the others go on. --json
-is written after each.
+A side that fails (out of memory, engine not installed, later than --limit) is recorded as such; the others go on.
+--json is written after each.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ from sides import HERE, Side, SideEnded, trl_python
 QWEN3: dict[str, Any] = {"vocab": 151936, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 QWEN3 |= {"prompts": 32, "responses": 8, "tokens": 512}
 SHAPES = {
-    "tiny": work.Shape(
-        prompts=2, responses=2, tokens=8, layers=2, hidden=64, intermediate=128, heads=4, vocab=512
-    ),
+    "tiny": work.Shape(prompts=2, responses=2, tokens=8, layers=2, hidden=64, intermediate=128, heads=4, vocab=512),
     "0.6b": work.Shape(layers=28, hidden=1024, intermediate=3072, heads=16, **QWEN3),
     "1.7b": work.Shape(layers=28, hidden=2048, intermediate=6144, heads=16, **QWEN3),
     "8b": work.Shape(layers=36, hidden=4096, intermediate=12288, heads=32, tied=False, **QWEN3),
@@ -179,9 +177,7 @@ def theirs(side: Side, content: dict[str, Any]) -> dict[str, Any]:
     found = {f"{k}_s": side.median(k) for k in ("step", "sampling", "training")}
     found |= {"start_s": side.start_s, "sampling_tokens_per_s": tokens / found["sampling_s"]}
     peaks = [r.get("device_peak_gib") for r in side.records]
-    return found | {
-        "peak_gib": max((p for p in peaks if p is not None), default=side.records[-1]["peak_gib"])
-    }
+    return found | {"peak_gib": max((p for p in peaks if p is not None), default=side.records[-1]["peak_gib"])}
 
 
 def one_shape(
@@ -256,16 +252,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="that count; one more warms up")
     for key in ("prompts", "responses", "tokens"):
         parser.add_argument(f"--{key}", type=int)
-    parser.add_argument(
-        "--optimizer", choices=["adamw", "sgd", "lora"], help="else what fits into the memory"
-    )
+    parser.add_argument("--optimizer", choices=["adamw", "sgd", "lora"], help="else what fits into the memory")
     parser.add_argument("--limit", type=float, help="seconds that a side may take with all its steps")
     parser.add_argument("--threads", type=int, help="else what the libraries choose")
     parser.add_argument("--trl", action="store_true")
     parser.add_argument("--trl-python", help="of an environment that has TRL")
-    parser.add_argument(
-        "--folder", type=Path, default=Path.home() / ".cache/verl/bench", help="of TRL's environment"
-    )
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/verl/bench", help="of TRL's environment")
     parser.add_argument("--json", type=Path)
     args, extra = parser.parse_known_args()
     names = args.shape.split(",")

@@ -56,9 +56,7 @@ def main() -> None:
     sides: list[Side] = []
     if args.only != "trl":
         sides.append(
-            Side(
-                "verl", [sys.executable, str(HERE / "workers/verl_worker.py"), *common, *extra], args.threads
-            )
+            Side("verl", [sys.executable, str(HERE / "workers/verl_worker.py"), *common, *extra], args.threads)
         )
     if args.only != "verl":
         python = trl_python(args.trl_python, args.folder)
@@ -87,9 +85,7 @@ def report(args: argparse.Namespace, content: dict, sides: list[Side], rate: flo
     result = {"date": time.strftime("%Y-%m-%d"), "precision": args.precision, "lengths": args.lengths}
     result |= {"threads": args.threads, "matmul_gflops": round(rate, 1), "least_work_s": round(least, 2)}
     for side in sides:
-        result[side.name] = {
-            k: round(side.median(k), 2) for k in ("step", "sampling", "training", "cpu", "peak_gib")
-        }
+        result[side.name] = {k: round(side.median(k), 2) for k in ("step", "sampling", "training", "cpu", "peak_gib")}
     if len(sides) == 2:
         ratio = {
             k: round(by_name["trl"].median(k) / by_name["verl"].median(k), 2)

@@ -1,10 +1,12 @@
-"""What a trajectory of many turns costs the driver: processor seconds by turns, and memory of many that are open at once.
+"""What a trajectory of many turns costs the driver: processor seconds by turns, and memory of many that are open at
+once.
 
     python benchmarks/long_trajectory.py [--turns 50,100,200] [--open 1000] [--json FILE]
 
-A stand-in sampler gives 100 tokens at once; the loop inserts 200 tokens after each turn and hands over the whole context, as loops
-on token ids do. The time is that of `RolloutManager`, sessions and records included, without that of putting the loop's own
-context together. Memory is that of the process beyond 8 bytes for each token of the open trajectories.
+A stand-in sampler gives 100 tokens at once; the loop inserts 200 tokens after each turn and hands over the whole
+context, as loops on token ids do. The time is that of `RolloutManager`, sessions and records included, without that of
+putting the loop's own context together. Memory is that of the process beyond 8 bytes for each token of the open
+trajectories.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import psutil
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import loops
-from verl.rollout.manager import RolloutManager, RolloutSettings
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutManager
 from verl.rollout.record import Outcome
 from verl.trajectory import Prompt, Trajectory
 
@@ -90,9 +93,7 @@ async def run(turns: int, trajectories: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", default="50,100,200")
     parser.add_argument("--open", type=int, default=1000)
     parser.add_argument("--json", type=Path)
@@ -102,9 +103,7 @@ def main() -> None:
     for turns in map(int, options.turns.split(",")):
         seconds = min(asyncio.run(run(turns, 20))[0] for _ in range(3))
         figures[f"seconds of {turns} turns"] = round(seconds, 5)
-        print(
-            f"{turns:4} turns: {seconds * 1000:7.2f} ms of processor time, {seconds / turns * 1e6:6.1f} µs a turn"
-        )
+        print(f"{turns:4} turns: {seconds * 1000:7.2f} ms of processor time, {seconds / turns * 1e6:6.1f} µs a turn")
     if options.open:
         memory = asyncio.run(run(200, options.open))[1]
         figures[f"GiB beyond the tokens of {options.open} open trajectories of 200 turns"] = round(memory, 3)

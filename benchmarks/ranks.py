@@ -1,4 +1,5 @@
-"""One rank against two, each with one thread, and against one process with two threads: the same command, the same work.
+"""One rank against two, each with one thread, and against one process with two threads: the same command, the same
+work.
 
     python benchmarks/ranks.py [--steps 3] [--repeats 2] [--strategy fsdp2] [--json FILE] [key=value …]
 

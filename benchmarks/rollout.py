@@ -75,7 +75,7 @@ def build_model(vocab: int) -> Any:
 
 def native(setting: Setting, model: Any) -> Run:
     from verl.engine.rollout.base import SamplingParams
-    from verl.engine.rollout.native import NativeEngine
+    from verl.engine.rollout.native.engine import NativeEngine
 
     engine = NativeEngine(
         model,
@@ -197,9 +197,7 @@ def measure(runs: dict[str, Run | OtherProcess], repeats: int) -> dict[str, list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="native,generate", help=f"of {', '.join(ENGINES)}, vllm")
     parser.add_argument(
         "--vllm-python",
@@ -222,11 +220,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     try:
-        from verl.platform.host import tune_allocator
+        from verl.platform.host_resources import tune_allocator
 
         tune_allocator()
     except ImportError:
-        print("allocator not tuned: verl.platform.host is missing")
+        print("allocator not tuned: verl.platform.host_resources is missing")
 
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(40, 143, (args.prompts,), generator=generator).tolist()
@@ -235,9 +233,7 @@ def main() -> None:
     for dtype in args.dtype.split(","):
         setting = Setting(prompts, args.responses, args.tokens, dtype, args.spread, args.seeded)
         runs: dict[str, Run | OtherProcess] = {
-            name: OtherProcess(setting, model, args.vllm_python)
-            if name == "vllm"
-            else ENGINES[name](setting, model)
+            name: OtherProcess(setting, model, args.vllm_python) if name == "vllm" else ENGINES[name](setting, model)
             for name in args.engine.split(",")
         }
         medians = {name: statistics.median(r) for name, r in measure(runs, args.repeats).items()}

@@ -39,8 +39,8 @@ class SideEnded(RuntimeError):
 class Side:
     """A worker process. It says that it is ready, then responses each line on stdin with one JSON record.
 
-    `ready`: the first record; `start_s`: seconds until it came. `limit`: seconds after which it is ended, None for none.
-    Raises SideEnded.
+    `ready`: the first record; `start_s`: seconds until it came. `limit`: seconds after which it is ended, None for
+    none. Raises SideEnded.
     """
 
     def __init__(self, name: str, command: list[str], threads: int | None, limit: float | None = None):

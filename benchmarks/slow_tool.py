@@ -1,9 +1,11 @@
-"""A slow tool and the sampler: who works when, with max_staleness=0 and 1, and with a tool that is not slow, over many open trajectories.
+"""A slow tool and the sampler: who works when, with max_staleness=0 and 1, and with a tool that is not slow, over many
+open trajectories.
 
     python benchmarks/slow_tool.py [--groups 63] [--steps 5] [--slow 3.0] [--staleness 0 1] [--svg docs/slow_tool.svg]
 
-A small random model plays three turns in `workers/slow_env.py`, where one step in ten takes `--slow` seconds. One process samples,
-one trains, one runs the environments. What a slow tool costs is the difference to the same run with `--slow 0`. 63 groups of 8 are 504 trajectories a step, about 1,000 open with max_staleness=1.
+A small random model plays three turns in `workers/slow_env.py`, where one step in ten takes `--slow` seconds. One
+process samples, one trains, one runs the environments. What a slow tool costs is the difference to the same run with
+`--slow 0`. 63 groups of 8 are 504 trajectories a step, about 1,000 open with max_staleness=1.
 """
 
 from __future__ import annotations
@@ -81,9 +83,7 @@ def train(out: Path, staleness: int, slow: float, args: argparse.Namespace) -> P
 
 def main() -> None:
     """Run both, print their figures, draw their timelines."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=63)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--slow", type=float, default=3.0)
@@ -96,15 +96,11 @@ def main() -> None:
         prepare(out, args.groups * args.steps)
         for staleness, slow in itertools.product(args.staleness, (args.slow, 0.0)):
             run = train(out, staleness, slow, args)
-            name = f"max_staleness={staleness}, " + (
-                f"a step in ten takes {slow:g} s" if slow else "no slow step"
-            )
+            name = f"max_staleness={staleness}, " + (f"a step in ten takes {slow:g} s" if slow else "no slow step")
             timelines[name] = load(run)
             found = records(run)
             ratio = found[args.steps]["agent/prefix_reuse_ratio"]
-            print(
-                name, json.dumps(figures(timelines[name], found) | {"prefix_reuse_ratio": ratio}), flush=True
-            )
+            print(name, json.dumps(figures(timelines[name], found) | {"prefix_reuse_ratio": ratio}), flush=True)
     if args.svg:
         args.svg.write_text(svg(timelines), encoding="utf-8")
 

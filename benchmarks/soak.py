@@ -1,11 +1,12 @@
-"""Does a long run stay flat? Trains for many tiny steps and watches memory, descriptors, threads, shared memory and disk.
+"""Does a long run stay flat? Trains for many tiny steps and watches memory, descriptors, threads, shared memory and
+disk.
 
     python benchmarks/soak.py [--steps 2000] [--ranks-steps 300] [--json FILE]
 
 One run in one process, then two of two ranks under Ray, each with saves and validations; in the second of them Ray and
-torch keep fewer records of what they did. The processes of a run are looked at from outside, every second. What is printed is by how
-much each number grew between the end of step 100 and the last step: of a run that is flat nothing grows but the files of its steps
-(responses, metrics), which are said by step.
+torch keep fewer records of what they did. The processes of a run are looked at from outside, every second. What is
+printed is by how much each number grew between the end of step 100 and the last step: of a run that is flat nothing
+grows but the files of its steps (responses, metrics), which are said by step.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ WARM = 100
 """Steps after which a run has all it keeps: compiled graphs, caches, the checkpoints that are kept."""
 MEMORY_OF = "memory_mb of "
 FEW = {"RAY_task_events_max_num_task_in_gcs": "1000", "TORCH_FR_BUFFER_SIZE": "100"}
-"""Ray's head keeps a record of each of the last 100,000 calls, torch on each rank of each of the last 2,000 collectives: so few are
-there before WARM."""
+"""Ray's head keeps a record of each of the last 100,000 calls, torch on each rank of each of the last 2,000
+collectives: so few are there before WARM."""
 
 
 def overrides(inputs: Path, out: Path, steps: int, more: list[str]) -> list[str]:
@@ -77,14 +78,13 @@ def kind(process: psutil.Process, root: psutil.Process) -> str:
 
 
 def looked_at(root: psutil.Process, out: Path) -> dict[str, float]:
-    """What the run holds now; sums over its processes, memory also by kind. A process that ends meanwhile is left out."""
+    """What the run holds now; sums over its processes, memory also by kind. A process that ends meanwhile is left
+    out."""
     found: dict[str, float] = {"processes": 0, "memory_mb": 0.0, "descriptors": 0, "threads": 0}
     for process in processes(root):
         try:
             memory = process.memory_info()
-            own = (
-                memory.rss - memory.shared
-            ) / 2**20  # without pages of files, which other programs may share
+            own = (memory.rss - memory.shared) / 2**20  # without pages of files, which other programs may share
             descriptors, threads = process.num_fds(), process.num_threads()
             name = MEMORY_OF + kind(process, root)
         except psutil.Error:
@@ -146,10 +146,7 @@ def compared(seen: list[tuple[int, dict[str, float]]], steps: int) -> dict[str, 
             "at_the_end": round(last, 1),
             "growth_a_step": round(growth, 5),
         }
-    parts = [
-        [found for step, found in seen if start <= step < start + tenth]
-        for start in range(WARM, steps, tenth)
-    ]
+    parts = [[found for step, found in seen if start <= step < start + tenth] for start in range(WARM, steps, tenth)]
     for name in [name for name in out if name.startswith("memory_mb")]:
         medians = [statistics.median(found.get(name, 0.0) for found in part) for part in parts if part]
         out[name]["by_tenth"] = [round(median, 1) for median in medians]

@@ -2,10 +2,10 @@
 
     python benchmarks/sync_proof.py --layers 18 --json out.json
 
-`in process`: the embedded sampler reads the trainer's tensors; the proof compares two columns of each packed copy. `streamed`: an
-embedded sampler with weights of its own is sent all of them; the proof is what both sides hash. Each is the difference of a
-push with the proof and one without, interleaved, medians of `--rounds`. Making the packed copies is no part of it: a sampler makes
-them after every push.
+`in process`: the embedded sampler reads the trainer's tensors; the proof compares two columns of each packed copy.
+`streamed`: an embedded sampler with weights of its own is sent all of them; the proof is what both sides hash. Each is
+the difference of a push with the proof and one without, interleaved, medians of `--rounds`. Making the packed copies is
+no part of it: a sampler makes them after every push.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sampler_on(module: Any, dtype: str, *, owns_weights: bool) -> Any:
 
 def pushes(sync: Any, sampler: Any) -> Callable[[bool], None]:
     """A push, with the proof or without, and the copies that the next product needs."""
-    from verl.weight_sync.base import SAMPLED
+    from verl.weight_sync.verify import SAMPLED
 
     def push(proven: bool) -> None:
         sync._push(1, SAMPLED if proven else "")
@@ -72,9 +72,7 @@ def extra(push: Callable[[bool], Any], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=18)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -1,11 +1,13 @@
-"""One GRPO step on prompts with images, us against TRL's GRPOTrainer, on the same work, alternating; and what an image costs.
+"""One GRPO step on prompts with images, us against TRL's GRPOTrainer, on the same work, alternating; and what an image
+costs.
 
     python benchmarks/vision_step.py [--images 1] [--precision default|fp32] [--repeats 3] [--trl-python PYTHON]
     python benchmarks/vision_step.py --only verl --images 0,1,2,4,8
 
-Same random Qwen2.5-VL (26 M parameters of text, 5 M of the tower), 8 prompts × 8 responses × 64 tokens, images of 224 × 224
-pixels and 64 tokens, one optimizer step. With several numbers of images a prompt each is measured in turn, in processes of
-its own. The first step of each side warms up. TRL's side needs torchvision beside it (docs/vllm.md says how).
+Same random Qwen2.5-VL (26 M parameters of text, 5 M of the tower), 8 prompts × 8 responses × 64 tokens, images of 224 ×
+224 pixels and 64 tokens, one optimizer step. With several numbers of images a prompt each is measured in turn, in
+processes of its own. The first step of each side warms up. TRL's side needs torchvision beside it (docs/vllm.md says
+how).
 """
 
 from __future__ import annotations
@@ -50,15 +52,13 @@ def measure(args: argparse.Namespace, images: int, extra: list[str]) -> dict[str
         found[side.name] = {name: round(side.median(name), 2) for name in FIELDS}
         assert {record["tokens"] for record in side.records} == {sum(map(sum, content["lengths"]))}
     if len(sides) == 2:
-        found["ratio_trl_over_verl"] = {
-            name: round(found["trl"][name] / found["verl"][name], 2) for name in FIELDS
-        }
+        found["ratio_trl_over_verl"] = {name: round(found["trl"][name] / found["verl"][name], 2) for name in FIELDS}
     return found
 
 
 def cost_of_an_image(by_images: dict[int, dict[str, Any]], prompts: int) -> dict[str, Any]:
-    """Milliseconds that one more image takes of our sampling and training (least squares over the numbers of images), and the
-    power to which a step's processor seconds beyond the text grow with their number."""
+    """Milliseconds that one more image takes of our sampling and training (least squares over the numbers of images),
+    and the power to which a step's processor seconds beyond the text grow with their number."""
     numbers = np.array(sorted(by_images))
     cost = {}
     for name in ("sampling", "training", "cpu"):
@@ -76,9 +76,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", default="1", help="images of a prompt; several numbers with commas")
-    parser.add_argument(
-        "--side", type=int, default=224, help="pixels of a side of an image, a multiple of 28"
-    )
+    parser.add_argument("--side", type=int, default=224, help="pixels of a side of an image, a multiple of 28")
     parser.add_argument("--precision", choices=["default", "fp32"], default="default")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)

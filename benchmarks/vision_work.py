@@ -1,7 +1,7 @@
 """The work of the benchmark with images: a small Qwen2.5-VL with random weights, its processor, prompts with images.
 
-The folder is the one that `work.py` describes; `prompts.parquet` has a column `images`, and `work.json` says how many each
-prompt has and which tokens are never sampled.
+The folder is the one that `work.py` describes; `prompts.parquet` has a column `images`, and `work.json` says how many
+each prompt has and which tokens are never sampled.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def shapes(millions: float) -> list[tuple[str, tuple[int, ...]]]:
     """Tensors of a decoder of about that many million parameters: an embedding, then layers of seven matrices."""
     hidden = 512 if millions < 100 else 1024
     out: list[tuple[str, tuple[int, ...]]] = [("embed", (2048 if millions < 100 else 65536, hidden))]
-    layer = [("q", (hidden, hidden)), ("k", (hidden // 2, hidden)), ("v", (hidden // 2, hidden)), ("o", (hidden, hidden)),
-             ("gate", (3 * hidden, hidden)), ("up", (3 * hidden, hidden)), ("down", (hidden, 3 * hidden)),
+    layer = [("q", (hidden, hidden)), ("k", (hidden // 2, hidden)), ("v", (hidden // 2, hidden)),
+             ("o", (hidden, hidden)), ("gate", (3 * hidden, hidden)), ("up", (3 * hidden, hidden)), ("down", (hidden, 3 * hidden)),
              ("norm", (hidden,))]  # fmt: skip
     while sum(torch.Size(s).numel() for _, s in out) < millions * 1e6:
         number = (len(out) - 1) // len(layer)
@@ -41,7 +41,7 @@ def shapes(millions: float) -> list[tuple[str, tuple[int, ...]]]:
 
 def reads(channel: str, reader: int, millions: float, dtype: torch.dtype, pushes: int) -> None:
     """A sampler's part: copy every push into tensors of its own."""
-    from verl.weight_sync.shared_memory import receive
+    from verl.weight_sync.channel import receive
 
     torch.set_num_threads(1)
     own = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes(millions)}
@@ -62,7 +62,7 @@ class Pushes:
         half: bool,
         rounds: int,
     ):
-        from verl.weight_sync.shared_memory import BucketSender
+        from verl.weight_sync.channel import BucketSender
 
         dtype = torch.bfloat16 if half else torch.float32
         channel = f"bench-{os.getpid()}-{readers}-{bucket}-{int(half)}"
@@ -85,8 +85,8 @@ def in_process(layers: int = 8, hidden: int = 512) -> Callable[[], int]:
     """The push of a run on one device: the sampler makes its packed copies anew."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from verl.engine.rollout.native import NativeEngine
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.rollout.native.engine import NativeEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.weight_sync.sender import InProcessSync
 
     config = Qwen3Config(
@@ -142,9 +142,7 @@ def measure(ways: dict[str, Callable[[], int]], rounds: int) -> list[dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=26, help="parameters of the weights that are sent")
     parser.add_argument("--buckets", default="16,64", help="bucket sizes in MiB")
     parser.add_argument("--samplers", default="1,2", help="numbers of reading processes")
@@ -152,7 +150,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    context.set_forkserver_preload(["torch", "verl.weight_sync.shared_memory"])
+    context.set_forkserver_preload(["torch", "verl.weight_sync.channel"])
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes(options.millions)}
     ways: dict[str, Callable[[], int]] = {"memory copy": memory_copy(weights), "in process": in_process()}

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from verl.config import asynchronous, names
-from verl.config.fields import Field, fields_of, type_name
+from verl.compat.spellings import PUBLIC
+from verl.config import release
 from verl.config.reference import allowed, default_text, first_line, help_of
-from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Group
-from verl.config.schema.entries import ROOTS
+from verl.config.schema.entries import PROGRAMS, ROOTS
+from verl.config.schema.fields import Field, fields_of, type_name
+from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES
 
 PAGE = Path(__file__).with_name("config.md")
 
@@ -22,7 +23,7 @@ def render(page: str) -> str:
     parts = [page.partition("## Keys of ")[0].rstrip("\n") + "\n"]
     seen: dict[type[Group], str] = {}
     for entry, root in ROOTS.items():
-        parts.append(f"## Keys of `{names.PROGRAMS[entry]}`\n")
+        parts.append(f"## Keys of `{PROGRAMS[entry]}`\n")
         for name, known in fields_of(root).items():
             if known.group is not None:
                 parts.extend(sections(name, known.group, seen))
@@ -65,23 +66,25 @@ def row(known: Field) -> tuple[str, str, str, str]:
 
 def other_names() -> Iterator[str]:
     """Old names, keys without effect, and what is refused."""
-    renames = {**names.RENAMES["ppo"], **names.RENAMES["sft"]}.items()
+    renames = {**PUBLIC.renames["ppo"], **PUBLIC.renames["sft"]}.items()
     old = [(plain(glob), re.sub(r"\\\d", "…", new)) for glob, new in renames]
     old.append(("*_micro_batch_size (over all devices)", "*_micro_batch_size_per_gpu"))
     computed = "trainer.{weight_sync_every, max_staleness, max_steps_per_version}, …: see docs/compat.md"
-    old.append((", ".join(asynchronous.KEYS), computed))
+    old.append((", ".join(PUBLIC.computed), computed))
     yield table("## Old names", "Accepted, with one line that names the new one.", "old | new", old)
-    unread = [(plain(glob), why) for table in names.UNREAD.values() for glob, why in table.items()]
-    no_effect = {**names.ACCEPTED, **names.NO_EFFECT}.items()
+    of_engines = [table for engine in ROLLOUT_ENGINES.values() for table in engine.unread.items()]
+    unread = [("rollout." + ", ".join(keys.split()), why) for keys, why in of_engines]
+    unread += [(plain(glob), why) for table in release.UNREAD.values() for glob, why in table.items()]
+    no_effect = {**PUBLIC.switches, **PUBLIC.no_effect}.items()
     rows = [*((plain(glob), reason) for glob, reason in no_effect), *unread]
     yield table("## Accepted, no effect", "The reason is printed once.", "key | reason", rows)
-    refused = [(plain(glob), *absent[:2]) for glob, absent in names.REFUSED.items()]
-    for key, values in names.REFUSED_VALUES.items():
+    refused = [(plain(glob), *absent[:2]) for glob, absent in PUBLIC.refused.items()]
+    for key, values in release.REFUSED_VALUES.items():
         refused += [(f"{key}={value}", *absent[:2]) for value, absent in values.items()]
-    refused += [(key, *absent[:2]) for key, absent in names.FEATURES.items()]
+    refused += [(key, *absent[:2]) for key, absent in release.FEATURES.items()]
     here = (
-        f"Estimators here: {', '.join(names.built_in('ESTIMATORS'))}; policy losses: {', '.join(names.built_in('LOSSES'))} (and "
-        f"registered ones); engines: {', '.join(RELEASED)}; strategies: {', '.join(names.STRATEGIES)}."
+        f"Estimators here: {', '.join(release.built_in('ESTIMATORS'))}; policy losses: {', '.join(release.built_in('LOSSES'))} (and "
+        f"registered ones); engines: {', '.join(ROLLOUT_ENGINES)}; strategies: {', '.join(TRAINING_ENGINES)}."
     )
     yield table("## Not in this release", here, "key | what it is | closest", refused).rstrip("\n") + "\n"
 

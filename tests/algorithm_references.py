@@ -1,4 +1,5 @@
-"""Every estimator and loss once more, slowly: loops over responses and tokens in plain floats, written from the formulas.
+"""Every estimator and loss once more, slowly: loops over responses and tokens in plain floats, written from the
+formulas.
 
 No code is shared with the product. A response is a `Row`; p are its policy tokens, m those in the loss.
 """
@@ -14,7 +15,8 @@ EPS = 1e-6
 
 @dataclass
 class Row:
-    """Token rewards, p and m of a response, its group, and what else an estimator asks for, per token or per response."""
+    """Token rewards, p and m of a response, its group, and what else an estimator asks for, per token or per
+    response."""
 
     rewards: list[float]
     p: list[int]
@@ -50,12 +52,7 @@ def std(values: list[float]) -> float:
 
 def whiten(rows: list[Row], values: list[list[float]]) -> list[list[float]]:
     """values per policy token."""
-    kept = [
-        v
-        for row, own in zip(rows, values, strict=True)
-        for v, t in zip(own, row.policy, strict=True)
-        if row.m[t]
-    ]
+    kept = [v for row, own in zip(rows, values, strict=True) for v, t in zip(own, row.policy, strict=True) if row.m[t]]
     if len(kept) <= 1 or max(kept) == min(kept):
         return [[0.0] * len(own) for own in values]
     centre = mean(kept)
@@ -186,9 +183,7 @@ def optimal_token_baseline(rows: list[Row], config: Any) -> Any:
         total = 0.0
         for t in row.policy[: k + 1]:
             c = row.columns["is_weights"][t] if "is_weights" in row.columns else 1.0
-            total += (
-                (1 - 2 * math.exp(row.columns["old_log_probs"][t]) + row.columns["sum_pi_squared"][t]) * c * c
-            )
+            total += (1 - 2 * math.exp(row.columns["old_log_probs"][t]) + row.columns["sum_pi_squared"][t]) * c * c
         return total
 
     def later(row: Row, k: int) -> float:
@@ -410,10 +405,7 @@ def geo_mean(batch: list[Response], c: Any) -> Found:
         if not r.kept:
             continue
         size = len(r.kept)
-        limited = {
-            t: min(r.d(t), c.high) if r.a[t] > 0 else max(r.d(t), -c.low) if r.a[t] < 0 else 0.0
-            for t in r.kept
-        }
+        limited = {t: min(r.d(t), c.high) if r.a[t] > 0 else max(r.d(t), -c.low) if r.a[t] < 0 else 0.0 for t in r.kept}
         ratio = math.exp(math.fsum(limited.values()) / size)
         advantage = math.fsum(r.a[t] for t in r.kept) / size
         weight = 1.0 if r.w is None else math.prod(r.w[t] ** (1 / size) for t in r.kept)
@@ -431,18 +423,14 @@ def geo_mean(batch: list[Response], c: Any) -> Found:
 # -- distillation ------------------------------------------------------------------------------------------------
 
 
-def distilled(
-    mode: str, new: list[float], teacher: list[float], least: float | None
-) -> tuple[float, list[float]]:
+def distilled(mode: str, new: list[float], teacher: list[float], least: float | None) -> tuple[float, list[float]]:
     """A token's term and its slopes: of one sampled token, or of the teacher's k most likely ones."""
     floor = -math.inf if least is None else least
     moves = [1.0 if v >= floor else 0.0 for v in new]
     new, teacher = [max(v, floor) for v in new], [max(v, floor) for v in teacher]
     if mode == "forward_kl_topk":
         term = math.fsum(math.exp(nu) * (nu - v) for v, nu in zip(new, teacher, strict=True))
-        return max(term, 0.0), [
-            -math.exp(nu) * m if term > 0 else 0.0 for nu, m in zip(teacher, moves, strict=True)
-        ]
+        return max(term, 0.0), [-math.exp(nu) * m if term > 0 else 0.0 for nu, m in zip(teacher, moves, strict=True)]
     u = new[0] - teacher[0]
     near = clip(u, -20.0, 20.0)
     k3 = math.exp(-near) + near - 1
@@ -463,8 +451,8 @@ def distillation(
     mode: str,
     horizon: float,
 ) -> Found:
-    """Value, slopes by [response][token][one of k] and means over tokens of the whole mini-batch. `c`: loss_mode, least, limit,
-    gradient (as a policy gradient of the vanilla loss with c.low, c.high, c.cap)."""
+    """Value, slopes by [response][token][one of k] and means over tokens of the whole mini-batch. `c`: loss_mode,
+    least, limit, gradient (as a policy gradient of the vanilla loss with c.low, c.high, c.cap)."""
     tokens, carrying = sum(len(r.kept) for r in batch), sum(bool(r.kept) for r in batch)
     value, told = 0.0, {"abs_loss": 0.0, "loss_min": math.inf, "loss_max": -math.inf}
     slopes = [[[0.0] * len(of_token) for of_token in own] for own in new]

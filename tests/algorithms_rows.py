@@ -9,19 +9,16 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from verl.algorithms.objective import ActorObjective, count_denominators, trajectory_tokens
+from verl.algorithms.flat_tokens import count_denominators, trajectory_tokens
+from verl.algorithms.objective import ActorObjective
 from verl.engine.training.base import MicroBatch
 from verl.engine.training.optimizer import StepAccumulator
 from verl.trajectory import Prompt, Segment, Trajectory
 
 
-def response(
-    uid: str, mask: list[int], score: float | None = 0.0, index: int = 0, **columns: Any
-) -> Trajectory:
+def response(uid: str, mask: list[int], score: float | None = 0.0, index: int = 0, **columns: Any) -> Trajectory:
     """One response whose policy mask is `mask`; other columns as float32 arrays."""
-    prompt = Prompt(
-        uid=uid, ids=np.arange(3), messages=[{"role": "user", "content": uid}], data_source="test"
-    )
+    prompt = Prompt(uid=uid, ids=np.arange(3), messages=[{"role": "user", "content": uid}], data_source="test")
     return Trajectory(
         prompt=prompt,
         index=index,

@@ -128,9 +128,7 @@ def validation_of(t: float, rise: float, rng: random.Random) -> dict[str, float]
     }
 
 
-def responses_of(
-    step: int, total: int, rng: random.Random, prompts: int = 8, n: int = 8
-) -> list[dict[str, Any]]:
+def responses_of(step: int, total: int, rng: random.Random, prompts: int = 8, n: int = 8) -> list[dict[str, Any]]:
     """Whole groups of sampled responses with their token-level columns."""
     rows: list[dict[str, Any]] = []
     for p in range(prompts):
@@ -166,18 +164,14 @@ def responses_of(
                     "tokens": tokens,
                     "mask": [1] * len(tokens),
                     "log_probs": old,
-                    "rollout_log_probs": [
-                        x + rng.gauss(0, 3e-6 if rng.random() < 0.97 else 4e-5) for x in old
-                    ],
+                    "rollout_log_probs": [x + rng.gauss(0, 3e-6 if rng.random() < 0.97 else 4e-5) for x in old],
                     "advantages": [advantage] * len(tokens),
                 }
             )
     return rows
 
 
-def _response(
-    a: int, b: int, c: int, who: str, what: str, t: float, rng: random.Random
-) -> tuple[list[str], bool]:
+def _response(a: int, b: int, c: int, who: str, what: str, t: float, rng: random.Random) -> tuple[list[str], bool]:
     right = rng.random() < 0.38 + 0.5 * t
     boxes = 4 * c
     total = a + b + boxes if right else a + b + boxes + rng.choice([-10, -1, 1, 4, 10])

@@ -17,7 +17,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.reward.test_reward_model import classifier
 from tests.unit.rollout.test_session import _QWEN
 
-USER = Path(__file__).parent / "unit" / "agents_of_a_user.py"
+USER = Path(__file__).parent / "unit" / "rollout" / "agents_of_a_user.py"
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
 POOL = [f"{ROLLOUT}nnodes=1", f"{ROLLOUT}n_gpus_per_node=1"]
 
@@ -80,8 +80,8 @@ class SupervisedVision(Supervised):
 
 @dataclass(frozen=True)
 class Kind:
-    """Runs of one kind. steering: parts of the keys that matter most to it; make(folder): the model and the data; words(what was
-    made): overrides beside those of a `TinyRun`."""
+    """Runs of one kind. steering: parts of the keys that matter most to it; make(folder): the model and the data;
+    words(what was made): overrides beside those of a `TinyRun`."""
 
     steering: tuple[str, ...]
     make: Callable[[Path], TinyRun] = TinyRun

@@ -28,14 +28,11 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "transformers.models.qwen3.modeling_qwen3",
-    "verl.engine.training.fsdp_engine",
-    "verl.engine.training.fsdp_engine",
+    "verl.engine.training.fsdp.engine",
 ]
 
 
-def run(
-    function: Callable[..., Any], size: int, *args: Any, timeout: float = 90.0, join: bool = True
-) -> list[Any]:
+def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 90.0, join: bool = True) -> list[Any]:
     """function(*args) on `size` ranks → their results. RuntimeError with the first failed rank's traceback.
 
     join=False: the ranks have not met, but the environment says how to, as torchrun would.
@@ -66,8 +63,8 @@ def run(
 
 
 def free_port() -> int:
-    """A port that was free a moment ago. Not one of those that the system, or Ray to its workers, deals out: somebody else
-    would have it before it is used."""
+    """A port that was free a moment ago. Not one of those that the system, or Ray to its workers, deals out: somebody
+    else would have it before it is used."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as probe:
@@ -106,9 +103,7 @@ def _collect(pipes: list[Any], processes: list[Any], timeout: float, folder: Pat
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _child(
-    pipe: Any, rank: int, size: int, port: int, timeout: float, folder: str, function: Any, args: Any
-) -> None:
+def _child(pipe: Any, rank: int, size: int, port: int, timeout: float, folder: str, function: Any, args: Any) -> None:
     import torch
     import torch.distributed as dist
 

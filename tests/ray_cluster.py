@@ -1,9 +1,9 @@
 """Simulated Ray clusters: several nodes of this machine.
 
-One serves the whole test run: the fixture `ray_address` starts it on first need, `shared` is behind it. It is a process of
-its own (`python -m tests.ray_cluster FILE PID`), because the worker of pytest-xdist that needed it first may not be the
-last one; it ends with the test run. A test that takes nodes away, or needs another kind of node, has a cluster of its own
-(`cluster_of`) and says why.
+One serves the whole test run: the fixture `ray_address` starts it on first need, `shared` is behind it. It is a process
+of its own (`python -m tests.ray_cluster FILE PID`), because the worker of pytest-xdist that needed it first may not be
+the last one; it ends with the test run. A test that takes nodes away, or needs another kind of node, has a cluster of
+its own (`cluster_of`) and says why.
 """
 
 from __future__ import annotations
@@ -44,21 +44,19 @@ def node_options(server: ForkServer | None) -> dict[str, Any]:
 
 
 def forking(server: ForkServer) -> dict[str, str]:
-    """Environment of a node whose workers `server` forks; with the plug-in tests.ray_own, of a run that starts a Ray of its own."""
+    """Environment of a node whose workers `server` forks; with the plug-in tests.ray_own, of a run that starts a Ray of
+    its own."""
     from ray._private.workers import default_worker
 
-    return {
-        ray_setup_worker.SERVER: str(server.address),
-        ray_setup_worker.WORKER: default_worker.__file__,
-    }
+    return {ray_setup_worker.SERVER: str(server.address), ray_setup_worker.WORKER: default_worker.__file__}
 
 
 @contextmanager
 def cluster_of(
     nodes: int, server: ForkServer | None = None, head: dict[str, Any] | None = None, **each: Any
 ) -> Iterator[Any]:
-    """A running `ray.cluster_utils.Cluster`; its `address` is for RAY_ADDRESS. `server` forks its workers, None: they are
-    started afresh, with code of their own. `head`: what only its head has."""
+    """A running `ray.cluster_utils.Cluster`; its `address` is for RAY_ADDRESS. `server` forks its workers, None: they
+    are started afresh, with code of their own. `head`: what only its head has."""
     from ray.cluster_utils import Cluster
 
     options = node_options(server) | each
@@ -74,8 +72,8 @@ def cluster_of(
 
 
 def plain_ray() -> Any:
-    """Nodes are started as those of `ray` without `ray[default]`: their agents gather no statistics for a dashboard, which takes
-    a tenth of a core, and start sooner."""
+    """Nodes are started as those of `ray` without `ray[default]`: their agents gather no statistics for a dashboard,
+    which takes a tenth of a core, and start sooner."""
     absent = ImportError("left out by the tests")
     return mock.patch("ray._private.utils.get_dashboard_dependency_error", return_value=absent)
 

@@ -1,4 +1,5 @@
-"""A plug-in, and what `ray start` imports: the workers of a Ray that this process starts are forked, see `ray_setup_worker`."""
+"""A plug-in, and what `ray start` imports: the workers of a Ray that this process starts are forked, see
+`ray_setup_worker`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a test cluster's nodes run instead of Ray's `setup_worker.py` and `default_worker.py`: the worker is forked from the
-cluster's fork server, which has imported everything, rather than started. That takes milliseconds instead of seconds of a core.
+"""What a test cluster's nodes run instead of Ray's `setup_worker.py` and `default_worker.py`: the worker is forked from
+the cluster's fork server, which has imported everything, rather than started. That takes milliseconds instead of
+seconds of a core.
 
 Only the standard library is imported here. This process lives as long as its worker does.
 """

@@ -16,7 +16,7 @@ import ray
 from verl.engine.rollout.base import Completion, EngineDead
 from verl.errors import UserError
 from verl.trajectory import Segment, flat
-from verl.workers import codec
+from verl.workers import payloads
 
 
 class Where:
@@ -48,7 +48,7 @@ class Rank:
         return what
 
     def receive_rows(self, payload: Any, *inputs: Any) -> None:
-        self.rows = codec.decode(payload, inputs)
+        self.rows = payloads.decode(payload, inputs)
 
     def forward(self, phase: str, role: str, outputs: Mapping[str, str]) -> dict[str, np.ndarray]:
         return {column: flat(self.rows, "response_ids").astype(np.float32) for column in outputs.values()}
@@ -59,7 +59,7 @@ class Sampler:
 
     def __init__(self, delay: float, grave: str):
         self.delay, self.grave = delay, grave
-        self.done: list[codec.GenerateResult] = []
+        self.done: list[payloads.GenerateResult] = []
         self.open: dict[str, Any] = {}
         self.dead = False
 
@@ -70,10 +70,10 @@ class Sampler:
         pass
 
     async def submit(self, payload: Any, ended: list[str], *inputs: Any) -> None:
-        for ask in codec.decode_requests(payload, inputs):
+        for ask in payloads.decode_requests(payload, inputs):
             self.open[ask.id] = asyncio.create_task(self._serve(ask))
 
-    async def _serve(self, ask: codec.GenerateRequest) -> None:
+    async def _serve(self, ask: payloads.GenerateRequest) -> None:
         if "die" in ask.sampling.stop and (self.grave == "always" or not os.path.exists(self.grave)):
             if self.grave != "always":
                 open(self.grave, "w").close()
@@ -83,12 +83,12 @@ class Sampler:
             self.dead = True
             return
         if "bad" in ask.sampling.stop:
-            self.done.append(codec.GenerateResult(ask.id, error=("ValueError", "too long")))
+            self.done.append(payloads.GenerateResult(ask.id, error=("ValueError", "too long")))
             return
         await asyncio.sleep(self.delay)
         ids = ask.prompt_ids[::-1].copy()
         done = Completion(ids, np.full(len(ids), os.getpid(), np.float32), "stop", (3,))
-        self.done.append(codec.GenerateResult(ask.id, done))
+        self.done.append(payloads.GenerateResult(ask.id, done))
 
     async def results(self, timeout: float) -> Any:
         end = time.monotonic() + timeout
@@ -97,13 +97,13 @@ class Sampler:
         while not self.done and not self.dead and time.monotonic() < end:
             await asyncio.sleep(0.01)
         done, self.done = self.done, []
-        return codec.encode_results(done)
+        return payloads.encode_results(done)
 
     async def abort(self, ids: list[str]) -> None:
         for name in ids:
             self.open[name].cancel()
             empty = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
-            self.done.append(codec.GenerateResult(name, empty))
+            self.done.append(payloads.GenerateResult(name, empty))
 
     async def close(self) -> None:
         if self.grave != "always":

@@ -1,4 +1,5 @@
-"""What tests of whole runs share: a small dataset, a reward that varies, the overrides of a tiny run, reading it back."""
+"""What tests of whole runs share: a small dataset, a reward that varies, the overrides of a tiny run, reading it
+back."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.tiny import tiny_model
+from verl.tracking.metrics_table import OWN_LOSS, ROWS, rank
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -98,12 +100,21 @@ def main_ppo(words: list[str], timeout: float = 240, **more: str) -> subprocess.
     )
 
 
+def check_listed(record: dict) -> dict:
+    """The record, all of whose metrics must have a row of verl/tracking/metrics_table.txt."""
+    patterns = [*(row.pattern for row in ROWS), OWN_LOSS]
+    unlisted = {n for n in record if n not in ("step", "time") and patterns[rank(n)] == OWN_LOSS}
+    assert not unlisted, f"metrics without a row in metrics_table.txt: {unlisted}"
+    return record
+
+
 def records(run: Path) -> dict[int, dict]:
     """metrics.jsonl as step → record, the last of each step; the part that must not vary between equal runs."""
     found: dict[int, dict] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "step" in record and "event" not in record:
+            check_listed(record)
             kept = {k: v for k, v in record.items() if k != "time" and not k.startswith(UNSTABLE)}
             found[record["step"]] = kept
     return found

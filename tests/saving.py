@@ -17,7 +17,8 @@ def save(
     loop_state: Mapping[str, Any],
     **settings: Any,
 ) -> Path | None:
-    """Write `root/global_step_{step}`; its path, or None when it could not be written. Arguments as `CheckpointWriter`."""
+    """Write `root/global_step_{step}`; its path, or None when it could not be written. Arguments as
+    `CheckpointWriter`."""
     writer = CheckpointWriter(root, step, **settings)
     writer.fill(parts, loop_state)
     return writer.seal()

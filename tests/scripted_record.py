@@ -1,4 +1,4 @@
-"""A record whose calls a function of the test answers."""
+"""A sampler, and a record whose calls a function of the test answers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout.record import Place, Record, SegmentRecord
 from verl.rollout.session import Session
+
+
+class ScriptedEngine(RolloutEngine):
+    """A sampler that holds nothing: a test gives it `version` and `generate`."""
+
+    def abort(self, request_ids=None): ...
+    def sleep(self): ...
+    def wake(self): ...
 
 
 class ScriptedRecord(Record):

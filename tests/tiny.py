@@ -48,7 +48,8 @@ def tiny_tokenizer(
 ) -> Any:
     """A byte-level PreTrainedTokenizerFast; saved as a tokenizer directory when `path` is given.
 
-    eos is <|im_end|>, pad is <|endoftext|>; with `begin` every text begins with <|im_start|>. Special tokens follow the 256 bytes in the order of SPECIAL.
+    eos is <|im_end|>, pad is <|endoftext|>; with `begin` every text begins with <|im_start|>. Special tokens follow the
+    256 bytes in the order of SPECIAL.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -148,8 +149,9 @@ def tiny_vision_model(
 ) -> Path:
     """Save a random vision-language model (fp32), its tokenizer and its image processor; returns the path.
 
-    arch: "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe" or "qwen2_vl"; "glm4v", "glm46v" or "glm4v_moe" (`_tiny_glm`). An image has one token for
-    each 2·patch × 2·patch pixels, 4 to 64 of them. head: elements of an attention head; 32 is the smallest of vLLM's kernels on a CPU.
+    arch: "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe" or "qwen2_vl"; "glm4v", "glm46v" or "glm4v_moe" (`_tiny_glm`). An
+    image has one token for each 2·patch × 2·patch pixels, 4 to 64 of them. head: elements of an attention head; 32 is
+    the smallest of vLLM's kernels on a CPU.
     """
     if arch.startswith("glm"):
         return _tiny_glm(Path(path), arch, seed)
@@ -206,9 +208,9 @@ def tiny_vision_model(
     _save_vision_model(path, config, seed)
     tiny_tokenizer(path, template=VISION_TEMPLATE, special=SPECIAL + VISION)
     side = 2 * patch
-    Qwen2VLImageProcessorPil(
-        patch_size=patch, min_pixels=4 * side * side, max_pixels=64 * side * side
-    ).save_pretrained(path)
+    Qwen2VLImageProcessorPil(patch_size=patch, min_pixels=4 * side * side, max_pixels=64 * side * side).save_pretrained(
+        path
+    )
     return path
 
 

@@ -10,14 +10,15 @@ import pytest
 
 from tests import vllm_processes
 from tests.tiny import tiny_model
-from verl.config.engine_packages import EnginePackageError, check_vllm
+from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.vllm import ENGINE
 
 
 def require_vllm() -> None:
     """Skip the module where vLLM cannot be used, saying why."""
     try:
-        check_vllm()
+        ENGINE.installed()
     except EnginePackageError as error:
         pytest.skip(f"{error}", allow_module_level=True)
 
@@ -51,9 +52,7 @@ def sample(engine: Any, prompts: list[list[int]], n: int = 1, **params: Any) -> 
         for i, prompt in enumerate(prompts):
             for j in range(n):
                 sampling = SamplingParams(**({"max_tokens": 24, "seed": 1000 * i + j} | params))
-                calls.append(
-                    engine.generate(prompt, sampling, request_id=f"{id(prompts)}-{i}.{j}", group=str(i))
-                )
+                calls.append(engine.generate(prompt, sampling, request_id=f"{id(prompts)}-{i}.{j}", group=str(i)))
         return await asyncio.gather(*calls)
 
     return asyncio.run(run())

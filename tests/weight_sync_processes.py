@@ -38,7 +38,7 @@ def channel_name(test: str) -> str:
 
 def check_clean(channel: str) -> None:
     """Fail, and clean up, if a segment of the channel is left."""
-    from verl.weight_sync.shared_block import folder
+    from verl.weight_sync.shared_memory import folder
 
     left = sorted(folder().glob(f"*{channel}*"))
     for file in left:
@@ -61,7 +61,7 @@ def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 def hashes(channel: str, reader: int, pushes: int, out: Any) -> None:
     """A reader: receives `pushes` transfers of versions 0, 1, …; reports (reader, checksums or the error's text)."""
-    from verl.weight_sync.shared_memory import receive
+    from verl.weight_sync.channel import receive
     from verl.weight_sync.verify import checksums
 
     torch.set_num_threads(1)
@@ -74,7 +74,7 @@ def hashes(channel: str, reader: int, pushes: int, out: Any) -> None:
 
 def reads_two(channel: str) -> None:
     """A reader that stops after two tensors."""
-    from verl.weight_sync.shared_memory import receive
+    from verl.weight_sync.channel import receive
 
     stream = receive(channel, 0, timeout=20)
     next(stream), next(stream)
@@ -83,7 +83,7 @@ def reads_two(channel: str) -> None:
 
 def hangs(channel: str, reader: int, out: Any) -> None:
     """A reader that stands still at the first tensor."""
-    from verl.weight_sync.shared_memory import receive
+    from verl.weight_sync.channel import receive
 
     stream = receive(channel, reader, timeout=20)
     next(stream)
@@ -100,7 +100,7 @@ def hangs_on_host_2(channel: str, reader: int, pushes: int, out: Any) -> None:
 
 def stalls(channel: str, out: Any) -> None:
     """A sender that stands still before the end."""
-    from verl.weight_sync.shared_memory import BucketSender
+    from verl.weight_sync.channel import BucketSender
 
     def slow() -> Iterator[tuple[str, torch.Tensor]]:
         yield from weights()
@@ -112,8 +112,8 @@ def stalls(channel: str, out: Any) -> None:
 
 def relays(rank: int, size: int, port: int, channel: str, readers: int, pushes: int, out: Any) -> None:
     """A relay: reports ("relay N", bytes or the error's text) of each transfer."""
-    from verl.weight_sync.base import WeightSyncError
     from verl.weight_sync.collective import Channel, Rendezvous, WeightGroup, relay
+    from verl.weight_sync.verify import WeightSyncError
 
     torch.set_num_threads(1)
     group = WeightGroup(rank, Rendezvous("127.0.0.1", port, size, 20))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl.compat.paths import install
 
 if TYPE_CHECKING:
-    from verl.data_proto import DataProto
+    from verl.compat.data_proto import DataProto
 
 __version__ = "0.1.0"
 __all__ = ["DataProto", "__version__"]
@@ -20,7 +20,7 @@ install()
 
 def __getattr__(name: str) -> Any:
     if name == "DataProto":
-        from verl.data_proto import DataProto
+        from verl.compat.data_proto import DataProto
 
         return DataProto
     raise AttributeError(f"module 'verl' has no attribute {name!r}")

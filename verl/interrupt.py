@@ -92,9 +92,7 @@ def patient() -> Iterator[None]:
 
 def _stray(number: int, _: Any) -> None:
     with suppress(OSError):
-        os.write(
-            2, f"verl: {signal.Signals(number).name} came from another process and is ignored\n".encode()
-        )
+        os.write(2, f"verl: {signal.Signals(number).name} came from another process and is ignored\n".encode())
 
 
 def _handler(number: int, _: Any) -> None:
@@ -106,6 +104,4 @@ def _handler(number: int, _: Any) -> None:
     name = signal.Signals(number).name
     # Not print: the main thread may be inside of it.
     with suppress(OSError):  # a full disk under the log: the run stops all the same
-        os.write(
-            2, f"\nverl: {name}: stopping after what is in progress; once more to stop at once\n".encode()
-        )
+        os.write(2, f"\nverl: {name}: stopping after what is in progress; once more to stop at once\n".encode())

@@ -1,15 +1,27 @@
-"""Modules of the user that register estimators, losses and the like, imported in every process of a run."""
+"""Modules of the user that register estimators, losses and the like, imported in every process of a run; the form in
+which plug-ins get a batch."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 from collections.abc import Sequence
+from typing import Any
 
 from verl.errors import UserError
 
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 """The environment variable that lists modules beside `model.external_lib`."""
+REGISTRIES: dict[str, Any] = {}
+"""Registries that plug-in modules add to, by name: the configuration asks them, and imports no algorithm itself."""
+BATCH_VIEWS: list[str] = []
+"""At most one "module:function" of a `verl.trajectory.Batch`; `verl.compat.paths.install` names `DataProto`'s."""
+
+
+def batch_view(batch: Any) -> Any:
+    """A `verl.trajectory.Batch` as the plug-ins of this process get it: `verl.DataProto`."""
+    return pkgutil.resolve_name(BATCH_VIEWS[0])(batch)
 
 
 def import_modules(external_lib: str | Sequence[str] | None) -> None:

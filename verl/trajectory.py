@@ -79,16 +79,8 @@ AGENT_LOOP_ARGUMENTS = tuple(_ARGUMENTS.split())
 """Keywords of an agent loop's `run` with one meaning in every run. A data column of that name is in `columns`."""
 
 
-STATUSES = (
-    "completed",
-    "length",
-    "max_turns",
-    "max_calls",
-    "invalid_calls",
-    "timeout",
-    "environment_error",
-    "aborted",
-)
+_STATUSES = "completed length max_turns max_calls invalid_calls timeout environment_error aborted"
+STATUSES = tuple(_STATUSES.split())
 """How a trajectory ended, in the words of `rollout.agent.on_status`."""
 
 
@@ -123,7 +115,7 @@ class Media:
     parts: tuple[Media, ...] = ()
 
     @classmethod
-    def joined(cls, parts: Sequence[Media], **known: Any) -> Media:
+    def joined(cls, parts: Sequence[Media], **fields: Any) -> Media:
         """The images of several, one after the other."""
         inputs = [part.inputs for part in parts]
         if any(VIDEO_SECONDS in arrays for arrays in inputs):
@@ -134,7 +126,7 @@ class Media:
             sum((part.small for part in parts), ()),
             sum((part.files for part in parts), ()),
             parts=tuple(parts),
-            **known,
+            **fields,
         )
 
     @property
@@ -198,7 +190,33 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-class Segment:
+class _Columns:
+    """Token-level columns as attributes, for both of the classes that have them."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def column(self, name: str) -> np.ndarray | None:
+        """A column of `COLUMNS`, None where it is absent."""
+        raise NotImplementedError
+
+    def put(self, name: str, values: np.ndarray | None) -> None:
+        """Set a column, or remove it with None."""
+        raise NotImplementedError
+
+
+def _attribute(name: str) -> property:
+    return property(lambda self: self.column(name), lambda self, values: self.put(name, values))
+
+
+for _name in COLUMNS:
+    setattr(_Columns, _name, _attribute(_name))
+
+
+class Segment(_Columns):
     """One token sequence that the model saw: context, then the response with its columns.
 
     context_ids  int64 [P]; the same array object for the segments of a group that share it
@@ -236,12 +254,6 @@ class Segment:
         for name, values in columns.items():
             self.put(name, values)
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
-        def __setattr__(self, name: str, value: Any) -> None: ...
-
     @property
     def trajectory(self) -> Trajectory | None:
         """Held weakly: a step's gigabytes go when the batch goes, and wait for no garbage collection."""
@@ -261,6 +273,10 @@ class Segment:
         """Itself: what takes trajectories apart takes segments too."""
         return [self]
 
+    def column(self, name: str) -> np.ndarray | None:
+        """The column, [L, …]; None where it is absent."""
+        return self.columns.get(name)
+
     def put(self, name: str, values: np.ndarray | None) -> None:
         """Set a column, or remove it with None. KeyError for a name that is not in `COLUMNS`."""
         if name not in COLUMNS:
@@ -271,7 +287,7 @@ class Segment:
             self.columns[name] = values
 
 
-class Trajectory:
+class Trajectory(_Columns):
     """One attempt at a prompt. Give `segments`, or the ids, mask and columns of a single one in the prompt's context.
 
     finish_reason  how it ended: stop, length, abort, or lost (by the sampler: never scored, in no statistic)
@@ -325,12 +341,6 @@ class Trajectory:
         self.score_parts, self.timing = score_parts or {}, timing or {}
         self.fields, self.extra = fields or {}, extra or {}
         self.baseline: Trajectory | None = None
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
-        def __setattr__(self, name: str, value: Any) -> None: ...
 
     @property
     def uid(self) -> str:
@@ -388,23 +398,6 @@ class Trajectory:
         ends = np.cumsum([segment.length for segment in self.segments])
         for segment, part in zip(self.segments, np.split(values, ends[:-1]), strict=True):
             segment.put(name, part)
-
-
-def _add_columns() -> None:
-    """Columns as attributes of both classes."""
-
-    def attribute(name: str) -> property:
-        return property(lambda self: self.column(name), lambda self, values: self.put(name, values))
-
-    def of_segment(name: str) -> property:
-        return property(lambda self: self.columns.get(name), lambda self, values: self.put(name, values))
-
-    for name in COLUMNS:
-        setattr(Trajectory, name, attribute(name))
-        setattr(Segment, name, of_segment(name))
-
-
-_add_columns()
 
 
 class Batch:

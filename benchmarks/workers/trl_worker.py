@@ -70,8 +70,8 @@ def settings(args: argparse.Namespace, work: dict[str, Any]) -> dict[str, Any]:
 
 
 class Exact:
-    """A logits processor that ends row i at its own length and not before, and samples none of the tokens `never`. Nothing in it
-    waits for a device."""
+    """A logits processor that ends row i at its own length and not before, and samples none of the tokens `never`.
+    Nothing in it waits for a device."""
 
     def __init__(self, prompt_width: int, lengths: list[int], never: list[int]):
         import torch

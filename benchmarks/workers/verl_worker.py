@@ -98,7 +98,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from verl.platform.host import prepare_process
+    from verl.platform.host_resources import prepare_process
 
     prepare_process()
     sys.path.insert(0, str(Path(__file__).parent))
@@ -111,8 +111,8 @@ def main() -> None:
     from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
+    from verl.trainer.parts import build_parts
     from verl.trainer.ppo_trainer import PPOTrainer
-    from verl.trainer.run import build_parts
 
     class Measured(PPOTrainer):
         """Keeps the batch of the step that was done last."""
@@ -127,9 +127,7 @@ def main() -> None:
     config = load([*overrides(args.work, work, args.precision, args.device), *extra])
     tracking = Tracking(config, args.work / "verl_out")
     with asyncio.Runner() as loop:
-        parts, total = build_parts(
-            config, tracking, loop, Phases(), RunHooks(tracking.event, tracking.notice)
-        )
+        parts, total = build_parts(config, tracking, loop, Phases(), RunHooks(tracking.event, tracking.notice))
         trainer = Measured(config, parts, total)
         memory = parts.phases.mark = Memory(detect(args.device))
         parts.workers.weight_sync.push(0)

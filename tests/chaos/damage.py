@@ -1,4 +1,5 @@
-"""What the tests of damaged checkpoints share: runs of every kind with two saved steps, the ways a file is damaged, what must follow."""
+"""What the tests of damaged checkpoints share: runs of every kind with two saved steps, the ways a file is damaged,
+what must follow."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ def assert_found_or_the_one_before(run: Saved) -> Counter[str]:
 
 
 def assert_the_command_goes_on(run: Saved, folder: Path) -> Counter[str]:
-    """Some of these damages, and links in place of all files: the same command ends with what the whole run ended with."""
+    """Some of these damages, and links in place of all files: the same command ends with what the whole run ended
+    with."""
     chosen = random.Random(len(run.names())).sample(run.damages(), RUNS)
     counted = Counter[str]()
     for number, (name, how) in enumerate(chosen):
@@ -157,9 +159,7 @@ def assert_same(run: Saved, out: Path, *said: str) -> None:
     assert ours.keys() == theirs.keys(), said
     differ = {n for n in ours if ours[n] != theirs[n]}
     assert all(name.endswith(".distcp") for name in differ), (differ, said)
-    for part in {
-        Path(name).parent for name in differ
-    }:  # torch orders the tensors of a rank's file anew each time
+    for part in {Path(name).parent for name in differ}:  # torch orders the tensors of a rank's file anew each time
         ones, others = (optimizer(folder / "global_step_2" / part) for folder in (out, run.out))
         assert ones == others, (part, said)
     assert newest(out).step == 2, said
@@ -179,7 +179,8 @@ def optimizer(folder: Path) -> dict[str, bytes]:
 def assert_a_wrong_file_under_a_right_seal_is_explained(
     run: Saved, folder: Path, how: str, names: Iterable[str]
 ) -> Counter[str]:
-    """The first checkpoint with a file that was never what it should be: the run ends with what to do, or does not need the file."""
+    """The first checkpoint with a file that was never what it should be: the run ends with what to do, or does not need
+    the file."""
     counted = Counter[str]()
     for number, name in enumerate(names):
         out = from_step(run.out, 1, folder / str(number))

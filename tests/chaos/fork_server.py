@@ -3,8 +3,8 @@
 As a program (`python -m tests.chaos.fork_server`): JSON lines on stdin, {"id", "module", "argv", "cwd", "environment",
 "teardown", "stdout", "stderr"}; responses on stdout, {"id", "pid"} once the child runs and {"id", "status"} once it has
 ended (negative: the signal). With an argument: the same from the connections to that socket. The child is what a fresh
-`python -m MODULE ARGV…` would be: a session of its own, its own streams, default signals, sys.argv, an exit that waits for
-threads and runs what atexit has.
+`python -m MODULE ARGV…` would be: a session of its own, its own streams, default signals, sys.argv, an exit that waits
+for threads and runs what atexit has.
 
 `ForkServer` is the client for tests.
 """
@@ -58,8 +58,8 @@ OF_RAY = (
 
 
 def import_everything() -> None:
-    """All of verl, and what it imports lazily, without Ray, which takes its settings from the environment as it is imported.
-    Raises RuntimeError if an import started a thread: fork forbids it."""
+    """All of verl, and what it imports lazily, without Ray, which takes its settings from the environment as it is
+    imported. Raises RuntimeError if an import started a thread: fork forbids it."""
     import verl
 
     sys.modules["ray"] = None  # type: ignore[assignment] # an ImportError for whoever asks
@@ -201,7 +201,8 @@ def become(order: dict[str, Any]) -> None:
 
 
 def leave(main: Callable[[], int]) -> NoReturn:
-    """Exit as the interpreter does, but for taking apart everything that was ever imported, which takes half a second."""
+    """Exit as the interpreter does, but for taking apart everything that was ever imported, which takes half a
+    second."""
     try:
         status = main()
     except SystemExit as error:
@@ -245,9 +246,7 @@ class Run:
         if not self._ended.wait(timeout):
             self.kill(signal.SIGABRT)  # the fault handler writes where every thread is
             self._ended.wait(5)
-            raise AssertionError(
-                f"still running after {timeout} s\n{self.stdout[-2000:]}\n{self.stderr[-3000:]}"
-            )
+            raise AssertionError(f"still running after {timeout} s\n{self.stdout[-2000:]}\n{self.stderr[-3000:]}")
         assert self.status is not None
         return self.status
 
@@ -273,8 +272,8 @@ class Run:
 
 
 class ForkServer:
-    """The helper process; `with ForkServer(folder) as fork_server: fork_server.run([...])`. Streams are kept in `folder`, and
-    `address` there is a socket for other processes' orders."""
+    """The helper process; `with ForkServer(folder) as fork_server: fork_server.run([...])`. Streams are kept in
+    `folder`, and `address` there is a socket for other processes' orders."""
 
     def __init__(self, folder: Path):
         from tests.runs import environment
@@ -313,8 +312,9 @@ class ForkServer:
         teardown: bool = False,
         **more: str | None,
     ) -> Run:
-        """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset). Both streams go to the file
-        `streams`, if one is given. `teardown`: at its end it takes its modules apart as any Python does, see `leave`."""
+        """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset). Both streams go to
+        the file `streams`, if one is given. `teardown`: at its end it takes its modules apart as any Python does, see
+        `leave`."""
         assert self._ready.wait(120), "the fork_server did not come up"
         number = len(self._runs)
         out, err = (streams or self._folder / f"{number}.{name}" for name in ("out", "err"))

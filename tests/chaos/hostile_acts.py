@@ -1,5 +1,5 @@
-"""What code of a user's may do to the process that runs it, to the run's files and to shared memory. Rewards, tools and environments of
-the tests do the same."""
+"""What code of a user's may do to the process that runs it, to the run's files and to shared memory. Rewards, tools and
+environments of the tests do the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ GOES_ON = ("fork", "flood", "deaf", "unlink")
 
 
 def act(name: str, folder: Path) -> Any:
-    """Do it; returns what the code then gives back. "unlink" deletes the files that the file "unlink" in `folder` lists."""
+    """Do it; returns what the code then gives back. "unlink" deletes the files that the file "unlink" in `folder`
+    lists."""
     match name:
         case "fork":
             os.fork()

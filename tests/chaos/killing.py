@@ -94,9 +94,7 @@ def sealed_steps(run: Path) -> list[int]:
 def newest_step(run: Path) -> int:
     """The step a restart must go on from: of the newest checkpoint that is sealed, renamed already or not."""
     sealed = [
-        int(p.name.split("_")[2].split(".")[0])
-        for p in run.glob("global_step_*")
-        if (p / "manifest.json").exists()
+        int(p.name.split("_")[2].split(".")[0]) for p in run.glob("global_step_*") if (p / "manifest.json").exists()
     ]
     return max(sealed, default=0)
 
@@ -117,9 +115,7 @@ def step_lines(run: Path) -> list[dict[str, Any]]:
 def responses(run: Path, step: int) -> list[dict[str, Any]]:
     """What the sampled responses of a step were, in order, without clocks."""
     lines = (run / f"trajectories/{step}.jsonl").read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(("timing", "time"))} for line in lines
-    ]
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("timing", "time"))} for line in lines]
 
 
 def state_files(run: Path, step: int) -> dict[str, bytes | dict[str, Any]]:
@@ -160,7 +156,8 @@ def processes_with(variable: str, value: str) -> list[int]:
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
-    """What came after `before` into the shared memory of this machine, which others use too, and no living process holds."""
+    """What came after `before` into the shared memory of this machine, which others use too, and no living process
+    holds."""
     new, held = set(os.listdir("/dev/shm")) - before, b""
     for entry in Path("/proc").glob("[0-9]*/maps") if new else ():
         try:

@@ -40,7 +40,7 @@ def after(owner: Any, name: str, moment: str) -> None:
 def watch() -> None:
     """Wrap what is of interest."""
     from verl.checkpoint import manifest, write
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
 

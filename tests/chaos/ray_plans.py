@@ -42,7 +42,7 @@ NativeEngine.step = step
 
 HANGING_RANK = """
 import time
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
 
 _update, calls = Worker.update, [0]
 
@@ -62,7 +62,7 @@ Worker.update = update
 DYING_RANK = """
 import os, signal
 from pathlib import Path
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
 
 _update, _save, calls = Worker._update, Worker.save, [0]
 
@@ -107,7 +107,7 @@ SLOW_RESTART = """
 import asyncio, os, signal, time
 from pathlib import Path
 from verl.workers.rollout_worker import RolloutWorker
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
 
 _start, _update = RolloutWorker.start, Worker.update
 updating, killed, again = Path("{marks}/updating"), Path("{marks}/killed"), Path("{marks}/again")

@@ -26,9 +26,7 @@ LIMIT_S = 60
 
 
 @contextmanager
-def started(
-    server: ForkServer, tiny: TinyRun, address: str, out: Path, *words: str, **more: str
-) -> Iterator[Run]:
+def started(server: ForkServer, tiny: TinyRun, address: str, out: Path, *words: str, **more: str) -> Iterator[Run]:
     """The command; it is ended with the block. It prints to OUT.log beside its run folder."""
     words = tiny.overrides(out, *WORDS, *words)
     run = server.start(words, streams=out.parent / f"{out.name}.log", RAY_ADDRESS=address, **more)
@@ -40,10 +38,9 @@ def started(
 
 
 def slow_sampling(folder: Path, mark: Path, seconds: float = 0.25) -> dict[str, str]:
-    """The environment that makes a token take so long, a response twelve times as long; `mark` is there once one began."""
-    return ray_plans.plan(
-        folder / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=seconds, mark=mark
-    )
+    """The environment that makes a token take so long, a response twelve times as long; `mark` is there once one
+    began."""
+    return ray_plans.plan(folder / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=seconds, mark=mark)
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""kill -9 in the middle of dialogues: of the trainer, of the process that runs the tools, of an environment's program or server."""
+"""kill -9 in the middle of dialogues: of the trainer, of the process that runs the tools, of an environment's program
+or server."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ from pathlib import Path
 base, row = os.environ["OPENAI_BASE_URL"], json.loads(os.environ["VERL_ROW"])
 def ask():
     body = json.dumps({"messages": row["messages"]}).encode()
-    urllib.request.urlopen(urllib.request.Request(base + "/chat/completions", body, {"Content-Type": "application/json"})).read()
+    kind = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(base + "/chat/completions", body, kind)).read()
 ask()
 try:
     Path(os.environ["KILL"]).unlink()
@@ -75,9 +77,7 @@ def dialogues(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 def words_of(tiny: TinyRun, out: Path, workers: int, *more: str) -> list[str]:
     tools = f"{ROLLOUT}multi_turn.function_tool_path={tiny.root / 'tools.py'}"
-    return tiny.overrides(
-        out, *WORDS, tools, f"{ROLLOUT}agent.num_workers={workers}", "trainer.save_freq=1", *more
-    )
+    return tiny.overrides(out, *WORDS, tools, f"{ROLLOUT}agent.num_workers={workers}", "trainer.save_freq=1", *more)
 
 
 @pytest.mark.slow
@@ -96,9 +96,7 @@ def test_a_trainer_killed_in_the_middle_of_a_dialogue_resumes_exactly(
     for (
         step,
         record,
-    ) in (
-        whole.items()
-    ):  # which turns are computed together depends on time: rounding of the sampler's log-probs
+    ) in whole.items():  # which turns are computed together depends on time: rounding of the sampler's log-probs
         assert killed[step] == pytest.approx(record, rel=1e-3, abs=1e-6, nan_ok=True)
 
 
@@ -116,9 +114,7 @@ def what_is_killed(what: str, folder: Path, **variables: str) -> list[str]:
     environment = f"{ROLLOUT}agent.environment."
     if what == "mcp":
         pytest.importorskip("mcp")
-        path = tools_file(
-            folder, {"calculator": STDIO | {"env": variables}}, tool_selected_list=["calculate"]
-        )
+        path = tools_file(folder, {"calculator": STDIO | {"env": variables}}, tool_selected_list=["calculate"])
         return [
             f"{ROLLOUT}multi_turn.function_tool_path=null",
             f"{ROLLOUT}multi_turn.tool_config_path={path}",
@@ -181,8 +177,8 @@ def test_a_tool_that_deletes_the_run_folder_costs_what_was_in_it(
 def test_any_process_killed_at_any_moment_is_named_or_made_good(
     dialogues: TinyRun, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """CHAOS_KILLS runs, in each a process other than the driver, at a random moment: the run goes on, or ends within 60 s and says
-    what died; then it goes on from its checkpoint. Nothing of it is left."""
+    """CHAOS_KILLS runs, in each a process other than the driver, at a random moment: the run goes on, or ends within 60
+    s and says what died; then it goes on from its checkpoint. Nothing of it is left."""
     rng = random.Random(seed := int(os.environ.get("CHAOS_SEED") or random.randrange(10**6)))
     shared, kinds = set(os.listdir("/dev/shm")), []
     for number in range(int(os.environ.get("CHAOS_KILLS", "1"))):

@@ -77,9 +77,7 @@ def test_kill_while_saving(tmp_path, how):
         assert child.stdout.readline().split() == ["ready", str(best)]
         time.sleep(rng.uniform(0.0, window))
         child.send_signal(signal.SIGKILL)
-        announced = [
-            int(line.split()[1]) for line in child.stdout.read().splitlines() if line.startswith("saved")
-        ]
+        announced = [int(line.split()[1]) for line in child.stdout.read().splitlines() if line.startswith("saved")]
         child.wait()
         left_overs += any(tmp_path.glob("global_step_*.tmp"))
         found = newest(tmp_path)

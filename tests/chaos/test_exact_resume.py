@@ -68,9 +68,7 @@ def test_many_kills(tiny, fork_server, tmp_path, count, steps) -> None:
     for number, kill in enumerate(plan):
         before = newest_step(out)
         workers = 1 + 2 * (number % 2)
-        words = tiny.overrides(
-            out, *everything, "trainer.max_ckpt_to_keep=2", f"reward_model.num_workers={workers}"
-        )
+        words = tiny.overrides(out, *everything, "trainer.max_ckpt_to_keep=2", f"reward_model.num_workers={workers}")
         run, mark = run_and_kill(fork_server, words, kill, tmp_path / "marks")
         hit.append(mark)
         story = f"CHAOS_SEED={seed}, kill {number}: {kill} hit {mark!r}; so far {hit}\n{run.stderr[-2000:]}"
@@ -148,20 +146,14 @@ def test_resume_modes(tiny, fork_server, half, tmp_path) -> None:
     for step in (2, 3, 4):
         assert records(elsewhere)[step] == records(one_go)[step]
     assert weights(elsewhere, 4) == weights(one_go, 4)
-    again = fork_server.run(
-        tiny.overrides(elsewhere, "trainer.resume_mode=disable", "trainer.total_training_steps=2")
-    )
+    again = fork_server.run(tiny.overrides(elsewhere, "trainer.resume_mode=disable", "trainer.total_training_steps=2"))
     assert again.status == 0 and "resuming" not in again.stderr
     assert records(elsewhere) == {k: v for k, v in records(half).items() if k <= 2}
-    assert {line["step"] for line in map(dict, step_lines(elsewhere / "superseded"))} >= {2, 3, 4}, (
-        "kept aside"
-    )
+    assert {line["step"] for line in map(dict, step_lines(elsewhere / "superseded"))} >= {2, 3, 4}, "kept aside"
     third = fork_server.run(tiny.overrides(elsewhere, "trainer.total_training_steps=3"))
     assert f"resuming from {elsewhere}/global_step_2" in third.stderr, "newest is what was sealed last"
     missing = fork_server.run(
-        tiny.overrides(
-            tmp_path / "m", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/no"
-        )
+        tiny.overrides(tmp_path / "m", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/no")
     )
     assert missing.status == 2 and f"trainer.resume_from_path={tmp_path}/no" in missing.stderr
     assert "Traceback" not in missing.stderr
@@ -170,9 +162,7 @@ def test_resume_modes(tiny, fork_server, half, tmp_path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
 def test_a_stop_leaves_a_folder_to_go_on_with(tiny, fork_server, tmp_path, number) -> None:
     out = tmp_path / "run"
-    many = tiny.overrides(
-        out, "trainer.total_training_steps=500", "trainer.save_freq=2", "trainer.test_freq=-1"
-    )
+    many = tiny.overrides(out, "trainer.total_training_steps=500", "trainer.save_freq=2", "trainer.test_freq=-1")
     run = fork_server.start(many)
     until(lambda: "\nstep:3 " in run.stdout or run.ended)
     run.kill(number)

@@ -1,5 +1,6 @@
-"""Code of a user's that attacks its process, in a reward function, a tool or an environment: it is contained there, counted and shown. A
-response that could not be scored has no score, a trajectory whose process ended is sampled again, and the run goes on."""
+"""Code of a user's that attacks its process, in a reward function, a tool or an environment: it is contained there,
+counted and shown. A response that could not be scored has no score, a trajectory whose process ended is sampled again,
+and the run goes on."""
 
 from __future__ import annotations
 
@@ -174,9 +175,7 @@ def test_a_hostile_tool_is_contained_in_its_process(hostile: Path, acts: list[st
     (t,), _ = play([call] * len(rest) + ["Well."], *words, **more)
     assert_sampled_again(t, events, lost, hostile)
     told = [m["content"] for m in t.fields["messages"] if m["role"] == "tool"]
-    said = (
-        RAISES | {"block": "no answer within 2 s", "huge": r"\(truncated\)"} | dict.fromkeys(GOES_ON, "done")
-    )
+    said = RAISES | {"block": "no answer within 2 s", "huge": r"\(truncated\)"} | dict.fromkeys(GOES_ON, "done")
     assert t.status == "completed" and len(told) == len(rest), (t.status, told)
     for act, text in zip(rest, told, strict=True):
         assert re.search(said[act], text), (act, text)
@@ -184,9 +183,7 @@ def test_a_hostile_tool_is_contained_in_its_process(hostile: Path, acts: list[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "acts"), wheres("InThread", "InLoop"))
-def test_a_hostile_environment_is_contained_in_its_process(
-    hostile: Path, acts: list[str], where: str
-) -> None:
+def test_a_hostile_environment_is_contained_in_its_process(hostile: Path, acts: list[str], where: str) -> None:
     acts = [act for act in acts if act != "huge"]
     (hostile / "acts").write_text(" ".join(acts))
     words = [
@@ -244,9 +241,7 @@ class Deletes:
 
 @pytest.mark.long
 @pytest.mark.parametrize("who", ["reward", "environment"])
-def test_the_run_whose_folder_is_deleted_goes_on_and_says_so(
-    fork_server: ForkServer, tmp_path: Path, who: str
-) -> None:
+def test_the_run_whose_folder_is_deleted_goes_on_and_says_so(fork_server: ForkServer, tmp_path: Path, who: str) -> None:
     tiny, out = TinyRun(tmp_path / "tiny"), tmp_path / "run"
     (tmp_path / "code.py").write_text(DELETES)
     (tmp_path / "delete").write_text(str(out))

@@ -1,7 +1,8 @@
-"""kill -9 of any process of a run at any moment: the run goes on, or ends within a minute, names what died and is resumed; nothing of
-it is left. The runs see images and take turns with a tool that draws.
+"""kill -9 of any process of a run at any moment: the run goes on, or ends within a minute, names what died and is
+resumed; nothing of it is left. The runs see images and take turns with a tool that draws.
 
-CHAOS_KILLS: how many moments of each kind, spread over the whole of a run; CHAOS_SEED: which; CHAOS_RECORD: a file that keeps what came of them.
+CHAOS_KILLS: how many moments of each kind, spread over the whole of a run; CHAOS_SEED: which; CHAOS_RECORD: a file that
+keeps what came of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from tests.integration.test_vision_runs import VisionRun
 from tests.runs import records, weights
 from tests.tiny import SPECIAL, VISION, tiny_tokenizer, tiny_vision_model
 from tests.unit.rollout.test_adapters import fake_python
-from verl.config.engine_packages import EnginePackageError, check_vllm
+from verl.engine.registry import EnginePackageError
+from verl.engine.rollout.vllm import ENGINE
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "2"))
 # 61 seconds pass where the head dies while Ray itself starts, which says so after a minute.
@@ -59,8 +61,8 @@ VLLM += (f"+{ROLLOUT}engine_kwargs.vllm.disable_mm_preprocessor_cache=True",)
 
 @dataclass(frozen=True)
 class Kind:
-    """What is killed. process: in its command line. said: what a run that ends says of it. words: of the run. exact: a run that was
-    resumed is the same bit for bit."""
+    """What is killed. process: in its command line. said: what a run that ends says of it. words: of the run. exact: a
+    run that was resumed is the same bit for bit."""
 
     process: str
     said: str
@@ -70,7 +72,7 @@ class Kind:
 
 KINDS = {
     "driver": Kind("", "", (f"{ROLLOUT}agent.num_workers=0",), exact=True),
-    "scoring worker": Kind("verl.reward.worker", "SIGKILL"),
+    "scoring worker": Kind("verl.reward.scoring_process", "SIGKILL"),
     "loop process": Kind("verl.rollout.loop_processes", "SIGKILL"),
     "environment server": Kind("/server/python", "ended with status -9"),
     "training rank": Kind("ray::RayWorker", r"training worker \d", RAY),
@@ -177,7 +179,8 @@ class Runs:
         return found
 
     def whole(self) -> list[float]:
-        """A run without a kill; returns how many seconds passed from the first process to kill to the end of step 1, to that of step 2, …"""
+        """A run without a kill; returns how many seconds passed from the first process to kill to the end of step 1, to
+        that of step 2, …"""
         run, out, ends = self.start(self.folder / "whole"), self.folder / "whole", list[float]()
         until(lambda: run.ended or self.victims(run), timeout=120)
         assert not run.ended, f"there was nothing to kill:\n{log_of(out)[-4000:]}"
@@ -189,7 +192,8 @@ class Runs:
         return [end - before for end, before in zip(ends, [0.0, *ends], strict=False)]
 
     def kill(self, number: int, steps: list[float]) -> str:
-        """Kill one at a moment of the `number`th part of a run, and look at what comes of it; returns what is wrong with that."""
+        """Kill one at a moment of the `number`th part of a run, and look at what comes of it; returns what is wrong
+        with that."""
         moment, part = divmod((number + self.rng.random()) / KILLS * len(steps), 1.0)
         for attempt in range(9):  # the step may be over sooner than the one that was measured
             step = max(moment - attempt // 4, 0.0)
@@ -219,9 +223,7 @@ class Runs:
         found, driver = self.found, not self.kind.process
         status = run.wait(400)
         if status:
-            found.longest_s_until_the_end = max(
-                found.longest_s_until_the_end, round(time.monotonic() - killed, 1)
-            )
+            found.longest_s_until_the_end = max(found.longest_s_until_the_end, round(time.monotonic() - killed, 1))
             assert driver or time.monotonic() - killed < NAMED_S, f"it ended late:\n{log_of(out)[-2000:]}"
         self._nothing_left(out, time.monotonic())
         if status and not driver:
@@ -247,9 +249,7 @@ class Runs:
 
         def left() -> tuple[list[Any], set[str]]:
             forked = {p.pid for p in self._forked()} - self._before
-            return sorted({*forked, *processes_with("CHAOS_RUN", str(out))}), left_in_shared_memory(
-                self.shared
-            )
+            return sorted({*forked, *processes_with("CHAOS_RUN", str(out))}), left_in_shared_memory(self.shared)
 
         while any(left()) and time.monotonic() - ended < GONE_S:
             time.sleep(0.1)
@@ -277,7 +277,7 @@ def last_word(out: Path) -> str:
 def forked_vllm() -> Any:
     """tests.vllm_processes, its server with this process's path. Skips where vLLM cannot be used with images."""
     try:
-        check_vllm()
+        ENGINE.installed()
     except EnginePackageError as error:
         pytest.skip(str(error))
     if importlib.util.find_spec("torchvision") is None:

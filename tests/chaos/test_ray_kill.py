@@ -70,9 +70,7 @@ def test_a_sampler_killed_in_a_step_is_replaced_and_nothing_is_lost_or_doubled(b
     nothing_lost(out, [1, 2])
 
 
-def test_a_training_worker_killed_ends_the_run_and_a_restart_is_exact(
-    begin, whole, ray_address, tmp_path
-) -> None:
+def test_a_training_worker_killed_ends_the_run_and_a_restart_is_exact(begin, whole, ray_address, tmp_path) -> None:
     """While responses are sampled, in an update and in a save, each time from the checkpoint of step 1, which stays the
     newest; what comes in the end is bit for bit the same."""
     out = from_step(whole, 1, tmp_path / "run")
@@ -98,10 +96,7 @@ def test_a_training_worker_killed_ends_the_run_and_a_restart_is_exact(
         assert f"training worker 1 (node {node}, process {pid}) died in {phase}: " in last
         assert "killed by a signal" in last and f"to go on from {out / 'global_step_1'}" in last
         # The watching thread may name the pause after the phase in which the call failed.
-        assert (
-            f"training worker 1 (node {node}, process {pid}) died in"
-            in events(out, "worker_died")[-1]["error"]
-        )
+        assert f"training worker 1 (node {node}, process {pid}) died in" in events(out, "worker_died")[-1]["error"]
         assert sealed_steps(out) == [1] and (out / "latest_checkpointed_iteration.txt").read_text() == "1"
     with begin(out) as run:
         assert run.wait(200) == 0, log_of(out)[-3000:]
@@ -193,8 +188,8 @@ def test_the_watchdog_names_the_sampler_that_does_not_start(begin, tmp_path) -> 
 
 @pytest.mark.long
 def test_pushes_go_on_while_the_only_sampler_is_started_again(begin, tmp_path) -> None:
-    """It dies while the trainer computes, and so does the first that takes its place. The push of the update finds no sampler
-    to send to; the fresh one then asks for what is current."""
+    """It dies while the trainer computes, and so does the first that takes its place. The push of the update finds no
+    sampler to send to; the fresh one then asks for what is current."""
     out, marks = tmp_path / "out", tmp_path / "marks"
     marks.mkdir()
     plug = ray_plans.plan(tmp_path / "plug", "slow_restart", ray_plans.SLOW_RESTART, marks=marks, seconds=5)

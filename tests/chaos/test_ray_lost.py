@@ -77,9 +77,7 @@ def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
         _, node = pool.again(0, start)
         assert node == old, "nothing moves while the node lives"
         remove(cluster, old)
-        with pytest.raises(
-            WorkerDied, match=r"sampling is lost and no other had 1 cpu devices free within 4 s"
-        ):
+        with pytest.raises(WorkerDied, match=r"sampling is lost and no other had 1 cpu devices free within 4 s"):
             pool.again(0, start)
         room = other.node_of(0)
         other.release()
@@ -109,9 +107,7 @@ def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, fork_serve
 
 
 @pytest.mark.long
-def test_a_lost_node_of_the_training_ends_the_run_with_that_said(
-    cluster, fork_server, tiny, tmp_path
-) -> None:
+def test_a_lost_node_of_the_training_ends_the_run_with_that_said(cluster, fork_server, tiny, tmp_path) -> None:
     out, mark = tmp_path / "out", tmp_path / "sampling"
     slow = slow_sampling(tmp_path, mark)
     with started(fork_server, tiny, cluster.address, out, **slow) as run:

@@ -19,9 +19,9 @@ from verl.trajectory import Batch, Prompt, Trajectory
 ray = pytest.importorskip("ray")
 from tests import ray_stubs  # noqa: E402
 from verl.workers.group import WorkerGroup  # noqa: E402
-from verl.workers.plan import UpdatePlan  # noqa: E402
 from verl.workers.ray.calls import RayCalls, WorkerHandle  # noqa: E402
 from verl.workers.roles import Role  # noqa: E402
+from verl.workers.update_plan import UpdatePlan  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NO_DISK = {"local_fs_capacity_threshold": 0.0001}

@@ -12,14 +12,21 @@ import pytest
 import torch
 
 from tests.vllm_cases import require_vllm, vllm_engine, vllm_model
+from verl.config import load as load_config
+from verl.engine.registry import ROLLOUT_ENGINES
 from verl.engine.rollout.base import Completion
+from verl.platform import detect
 
-ENGINES = ["native", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+ENGINES = [
+    "native",
+    "users_sampler",
+    pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+]
 
 
 class Sampler:
-    """A rollout engine that is a weight receiver too, and the model that it should compute (`reference`); `discard` gives
-    the next test new ones."""
+    """A rollout engine that is a weight receiver too, and the model that it should compute (`reference`); `discard`
+    gives the next test new ones."""
 
     def __init__(self, kind: str, path: Path):
         self._kind, self.path = kind, path
@@ -30,8 +37,16 @@ class Sampler:
         if self._kind == "vllm":
             return vllm_engine(self.path, load_format="auto")
         from tests.tiny import tiny_tokenizer
-        from verl.engine.rollout.native import NativeEngine
+        from verl.engine.rollout.native.engine import NativeEngine
 
+        if self._kind == "users_sampler":
+            model = f"{{path: {self.path}, external_lib: tests.contract.engines_of_a_user}}"
+            limits = "max_model_len: 256, max_num_seqs: 8, dtype: float32"
+            rollout = f"{{name: users_sampler, {limits}}}"
+            config = load_config([f"actor_rollout_ref={{model: {model}, rollout: {rollout}}}"])
+            sampler = ROLLOUT_ENGINES[self._kind].build(config, tiny_tokenizer(), detect("cpu"))
+            sampler.load_weights(self.reference.state_dict().items(), 0)
+            return sampler
         limits = {"eos_token_ids": [258], "max_model_len": 256, "max_num_seqs": 8}
         return NativeEngine(load(self.path), tokenizer=tiny_tokenizer(), **limits)
 

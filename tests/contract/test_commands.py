@@ -31,9 +31,7 @@ def shell(tmp_path):
     def run(script, *argv):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "RAY_", "VERL_"))}
         env |= {"PATH": f"{folder}:{env['PATH']}", "HOME": str(home), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            ["bash", str(script), *argv], capture_output=True, text=True, env=env, cwd=tmp_path
-        )
+        done = subprocess.run(["bash", str(script), *argv], capture_output=True, text=True, env=env, cwd=tmp_path)
         return done.returncode, done.stdout, done.stderr
 
     return run

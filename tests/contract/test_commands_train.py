@@ -1,8 +1,8 @@
 """The users' commands, shrunk by overrides alone, train two steps on GSM8K or a step on Geometry3K.
 
 The data come from `$HOME/data`, where the scripts look for them, made by our own prepare scripts; HOME is a
-temporary folder. What a script hands to python3 is caught with a stand-in of that name, so that the fork_server can start
-it; one script runs as a user runs it.
+temporary folder. What a script hands to python3 is caught with a stand-in of that name, so that the fork_server can
+start it; one script runs as a user runs it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ VISION = (
 )
 
 if not (SHARED / "commands").is_dir() or not (SHARED / "data/gsm8k").is_dir():
-    pytest.skip(
-        "shared/commands and shared/data/gsm8k are not beside the repository", allow_module_level=True
-    )
+    pytest.skip("shared/commands and shared/data/gsm8k are not beside the repository", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +58,8 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seeing_home(tmp_path_factory) -> Path:
-    """A home folder with ~/data/geo3k made by the prepare script (its ten problems are all of the training split), and tiny models."""
+    """A home folder with ~/data/geo3k made by the prepare script (its ten problems are all of the training split), and
+    tiny models."""
     if not (SHARED / "data/geometry3k").is_dir():
         pytest.skip("shared/data/geometry3k is not beside the repository")
     home = tmp_path_factory.mktemp("seeing")
@@ -135,9 +134,7 @@ def assert_trained(out: Path, stdout: str, script: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", [*TEXT[1::2], *(pytest.param(one, marks=pytest.mark.long) for one in TEXT[::2])]
-)
+@pytest.mark.parametrize("script", [*TEXT[1::2], *(pytest.param(one, marks=pytest.mark.long) for one in TEXT[::2])])
 def test_text_commands_pass_the_check_and_train(script, fork_server, home, tmp_path) -> None:
     out = tmp_path / "out"
     words = arguments(script, shrink(home, out, script), home, tmp_path)
@@ -199,7 +196,8 @@ def test_vision_commands_lack_only_the_machine(script, fork_server, home, tmp_pa
     ],
 )
 def test_vision_commands_train(script, arch, fork_server, seeing_home, tmp_path) -> None:
-    """On real diagrams; the first two scripts call the other two. Kimi's own model is refused (docs/vision.md): a Qwen's stands in."""
+    """On real diagrams; the first two scripts call the other two. Kimi's own model is refused (docs/vision.md): a
+    Qwen's stands in."""
     out = tmp_path / "out"
     more = [f"actor_rollout_ref.model.path={seeing_home}/{arch}", "trainer.total_training_steps=1"]
     more += ["data.max_prompt_length=1024", "data.train_max_samples=10"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import pydoc
 import re
 import shlex
 import subprocess
@@ -14,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from verl.cli.main import COMMANDS
+from verl.compat.spellings import PUBLIC
 from verl.config.command_line import build, split_arguments
-from verl.config.fields import locate
-from verl.config.names import PROGRAMS
-from verl.config.schema.entries import ROOTS
+from verl.config.schema.entries import PROGRAMS, ROOTS
+from verl.config.schema.fields import locate
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -76,9 +77,7 @@ def code(page: Path) -> str:
 
 @functools.cache
 def help_of(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "verl.cli.main", *words, "--help"], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "verl.cli.main", *words, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -140,7 +139,7 @@ def test_every_key_exists(page) -> None:
 
 def resolve(words: list[str], entry: str) -> None:
     """Types, names and spelling of overrides (no files, no model). Raises ConfigError."""
-    build(split_arguments(words), entry)
+    build(split_arguments(words), entry, PUBLIC)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -171,10 +170,14 @@ def test_every_link_leads_somewhere(page) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_file_of_ours_exists(page) -> None:
-    for name in re.findall(
-        r"(?<![\w/.…])((?:examples|docs|benchmarks|tests|verl)/[\w./-]*\w)(?![\w<*])", code(page)
-    ):
+    for name in re.findall(r"(?<![\w/.…])((?:examples|docs|benchmarks|tests|verl)/[\w./-]*\w)(?![\w<*])", code(page)):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "api").glob("*.md")), ids=lambda page: page.name)
+def test_every_object_of_the_api_pages_exists(page) -> None:
+    names = re.findall(r"^::: (\S+)$", page.read_text("utf-8"), re.M)
+    assert names and not [name for name in names if pydoc.locate(name) is None]
 
 
 # ------------------------------------------------------------------------------------- code shown in the pages

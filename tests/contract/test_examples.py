@@ -15,7 +15,7 @@ import torch
 
 from tests.runs import TinyRun, main_ppo, records
 from tests.tiny import tiny_model
-from verl.reward.load import calling_style, load_function
+from verl.reward.user_function import calling_style, load_function
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

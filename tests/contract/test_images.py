@@ -22,12 +22,7 @@ def instructions(recipe: Path) -> list[tuple[str, str]]:
     """(INSTRUCTION, rest) of a recipe, comments out and continued lines joined."""
     text = "\n".join(line for line in recipe.read_text().splitlines() if not line.lstrip().startswith("#"))
     lines = re.sub(r"\\\n\s*", " ", text).splitlines()
-    return [
-        (word.upper(), rest.strip())
-        for line in lines
-        if line.strip()
-        for word, _, rest in [line.partition(" ")]
-    ]
+    return [(word.upper(), rest.strip()) for line in lines if line.strip() for word, _, rest in [line.partition(" ")]]
 
 
 def arguments(recipe: Path) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""The suite of rollout engines for samplers in workers of their own: two replicas on a Ray cluster, behind one engine."""
+"""The suite of rollout engines for samplers in workers of their own: two replicas on a Ray cluster, behind one
+engine."""
 
 from __future__ import annotations
 

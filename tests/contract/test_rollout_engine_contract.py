@@ -95,9 +95,7 @@ def test_end_tokens_stop_tokens_and_stop_strings_end_a_response_and_stay_in_it(s
     whole = response().token_ids.tolist()
     assert whole == (free[: free.index(258) + 1] if 258 in free else free)
     full = response(ignore_eos=True, max_tokens=1000)
-    assert len(full.token_ids) == 256 - 20 and full.finish_reason == "length", (
-        "as long as max_model_len lets it"
-    )
+    assert len(full.token_ids) == 256 - 20 and full.finish_reason == "length", "as long as max_model_len lets it"
 
 
 def test_the_prompt_of_a_group_is_computed_once(sampler: Sampler) -> None:
@@ -176,9 +174,7 @@ def test_a_later_turn_of_a_session_computes_what_is_new(sampler: Sampler) -> Non
     async def turns() -> tuple[list[int], Completion]:
         ask = sampler.engine.generate
         fresh = [(11 * i) % 250 for i in range(100)]
-        first = await ask(
-            fresh, SamplingParams(max_tokens=40, ignore_eos=True), request_id="turns", session="turns"
-        )
+        first = await ask(fresh, SamplingParams(max_tokens=40, ignore_eos=True), request_id="turns", session="turns")
         longer = fresh + first.token_ids.tolist() + PROMPT[:10]
         params = SamplingParams(max_tokens=20, ignore_eos=True, call=1)
         return longer, await ask(longer, params, request_id="turns.1", session="turns")

@@ -21,7 +21,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("eval", "verl/data/load_object.py"): (
         "imports a user's Python file, as importlib does, from the bytes that every process of a run uses"
     ),
-    ("unpickling", "verl/engine/training/optimizer_state.py"): (
+    ("unpickling", "verl/engine/training/fsdp/optimizer_state.py"): (
         "an Unpickler that can name nothing but torch's own list-of-tensors classes; in place of torch's pickle.load"
     ),
     ("process-pickle", "verl/data/dataset.py"): (
@@ -33,23 +33,13 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("process-pickle", "verl/platform/cuda.py"): (
         "torch's function that rebuilds a tensor from a device handle; its arguments travel as JSON"
     ),
-    ("process-pickle", "verl/reward/served_judge.py"): (
+    ("process-pickle", "verl/reward/judge_server.py"): (
         "a small HTTP server on the loopback: what comes is read as JSON"
     ),
     ("process-pickle", "benchmarks/weight_sync.py"): "two processes of the benchmark itself",
 }
 
-PICKLES = {
-    "pickle",
-    "_pickle",
-    "cPickle",
-    "dill",
-    "cloudpickle",
-    "joblib",
-    "shelve",
-    "marshal",
-    "jsonpickle",
-}
+PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
 PROCESSES = {
     "ProcessPoolExecutor",
     "multiprocessing",
@@ -134,11 +124,7 @@ def _call(node: ast.Call) -> Iterator[str]:
     keywords = {k.arg: k.value for k in node.keywords}
     if name in ("eval", "exec", "compile", "builtins.eval", "builtins.exec", "__import__"):
         yield "eval"
-    if (
-        last == "load"
-        and name.split(".")[0] == "torch"
-        and constant(keywords.get("weights_only")) is not True
-    ):
+    if last == "load" and name.split(".")[0] == "torch" and constant(keywords.get("weights_only")) is not True:
         yield "torch-load"
     if name in ("torch.jit.load", "torch.hub.load", "torch.package.PackageImporter"):
         yield "torch-load"
@@ -147,9 +133,7 @@ def _call(node: ast.Call) -> Iterator[str]:
     if constant(keywords.get("allow_pickle")) is True:
         yield "unpickling"
     if last == "FileSystemReader" or (
-        last in ("load", "load_state_dict")
-        and name.split(".")[0] in ("dcp",)
-        and "storage_reader" not in keywords
+        last in ("load", "load_state_dict") and name.split(".")[0] in ("dcp",) and "storage_reader" not in keywords
     ):
         yield "checkpoint-pickle"
     if last in ("unsafe_load", "full_load", "unsafe_load_all") and "yaml" in name:
@@ -177,12 +161,7 @@ def _call(node: ast.Call) -> Iterator[str]:
         yield "tls"
     if last == "mktemp" and "tempfile" in name:
         yield "temporary"
-    if (
-        name == "os.open"
-        and len(node.args) == 2
-        and "O_CREAT" in ast.dump(node.args[1])
-        and "mode" not in keywords
-    ):
+    if name == "os.open" and len(node.args) == 2 and "O_CREAT" in ast.dump(node.args[1]) and "mode" not in keywords:
         yield "permissions"
     modes = [a for a in node.args if last == "chmod"] + [keywords[k] for k in ("mode",) if k in keywords]
     for mode in map(constant, modes):

@@ -1,4 +1,5 @@
-"""What every tracker of `trainer.logger` does: metrics step by step, over a resume; tables; where it cannot be used it says why."""
+"""What every tracker of `trainer.logger` does: metrics step by step, over a resume; tables; where it cannot be used it
+says why."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def tensorboard_curve(place: Path) -> Curve:
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:
-    """Of an offline file: leveldb's log format, blocks of 32 KiB in which a record is whole (1) or in parts (2, 3, 4)."""
+    """Of an offline file: leveldb's log format, blocks of 32 KiB in which a record is whole (1) or in parts (2, 3,
+    4)."""
     data, at, record = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -117,9 +119,7 @@ def test_a_curve_over_a_resume(name: str, place: Path) -> None:
         ("wandbb", "there is no such tracker; known: console, file, tensorboard, wandb"),
     ],
 )
-def test_what_cannot_be_used_says_why(
-    name: str, why: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_used_says_why(name: str, why: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_FILE_LOGGER_ROOT")
     for module in ("wandb", "tensorboard.compat.proto.event_pb2"):
         monkeypatch.setitem(sys.modules, module, None)

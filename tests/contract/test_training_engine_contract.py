@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests import ranks
+from tests.contract import engines_of_a_user
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import BOTH, assert_close, reference, rows_of, simple_loss
 from tests.unit.engine.training.fsdp_cases import role
-from verl.engine.training import get_engine
+from verl.engine.registry import TRAINING_ENGINES
 from verl.errors import UserError
 from verl.trajectory import Trajectory
 
@@ -34,16 +36,23 @@ AWAY = role(fsdp={"param_offload": True, "optimizer_offload": True}, optim={"lr"
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(params=[1, 2], ids=["one process", "two ranks"])
-def on(request: pytest.FixtureRequest) -> Run:
+STRATEGY = "fsdp"
+
+
+@pytest.fixture(params=["one process", "two ranks", "an engine of a user"])
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run:
     """on(work, path, …) → the results of all ranks."""
-    if request.param == 1:
-        return lambda work, *args: [work(*args)]
-    return lambda work, *args: ranks.run(work, request.param, *args)
+    if request.param == "two ranks":
+        return lambda work, *args: ranks.run(work, 2, *args)
+    if request.param == "an engine of a user":
+        monkeypatch.setattr(sys.modules[__name__], "STRATEGY", engines_of_a_user.Trainer.name)
+    return lambda work, *args: [work(*args)]
 
 
 def engine(path: Any, role_cfg: dict[str, Any] = TRAINED, **options: Any) -> Any:
-    return get_engine("fsdp")(str(path), role_cfg=role_cfg, device="cpu", **options)
+    record = TRAINING_ENGINES[STRATEGY]
+    placed = record.placement(role_cfg)
+    return record.build(path and str(path), role_cfg=role_cfg, placement=placed, device="cpu", **options)
 
 
 def share(one: Any) -> list[Trajectory]:
@@ -247,7 +256,7 @@ def test_what_is_saved_is_a_hugging_face_directory(on: Run, tmp_path: Path) -> N
     assert "verl" not in json.dumps(config) and (to / "generation_config.json").exists()
     loaded, report = AutoModelForCausalLM.from_pretrained(to, dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    again = get_engine("fsdp")(module=loaded, role_cfg=TRAINED, device="cpu", trainable=False)
+    again = engine(None, module=loaded, trainable=False)
     assert any(".experts.0." in name for name in found[0])
     assert all(identical(dict(again.named_weights()), weights) for weights in found)
     assert all(tensor.dtype == torch.float32 for tensor in found[0].values())
@@ -288,9 +297,9 @@ def test_optimizer_state_of_another_model_is_refused(on: Run, tmp_path: Path) ->
 
 
 def test_strategies_and_heads_that_are_not_here_are_refused_by_name(tmp_path: Path) -> None:
-    assert get_engine("fsdp") is get_engine("fsdp2")
+    assert TRAINING_ENGINES["fsdp"] is TRAINING_ENGINES["fsdp2"]
     with pytest.raises(UserError, match=r"strategy=megatron.*fsdp, fsdp2"):
-        get_engine("megatron")
+        TRAINING_ENGINES.named("megatron")
     path = tiny_model(tmp_path / "m")
     with pytest.raises(UserError, match="not a sequence classifier"):
         engine(path, head="score")

@@ -85,9 +85,7 @@ def test_the_batch_call(engine: Any) -> None:
     ):
         cut = engine.generate(texts, sampling_params=params | more)[0]
         assert cut["finish_reason"] == "stop" and stop["stop"] in engine.tokenizer.decode(cut["token_ids"])
-        assert cut["text"] == (
-            found[0]["text"][:end] if end is not None else engine.tokenizer.decode(cut["token_ids"])
-        )
+        assert cut["text"] == (found[0]["text"][:end] if end is not None else engine.tokenizer.decode(cut["token_ids"]))
     ids = engine.tokenizer("Another")["input_ids"]
     assert engine.generate([ids], params)[0]["token_ids"] != []
     chat = [[{"role": "user", "content": "hello"}]]

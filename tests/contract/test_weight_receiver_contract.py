@@ -13,10 +13,9 @@ from tests.contract.conftest import Sampler
 from tests.vllm_cases import sample
 from tests.weight_sync_processes import channel_name
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
+from verl.weight_sync.channel import BucketSender, offer
 from verl.weight_sync.receiver import WeightReceiver
-from verl.weight_sync.shared_memory import BucketSender, offer
-from verl.weight_sync.verify import checksums, compare
+from verl.weight_sync.verify import FULL, SAMPLED, WeightSyncError, checksums, compare
 
 PROMPT = list(range(3, 103))  # three full blocks of a cache: an old one would be found again
 

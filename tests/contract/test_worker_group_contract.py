@@ -15,18 +15,18 @@ from verl.engine.training.base import MicroBatch, TrainingEngine, TrainStepResul
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.platform import processes
 from verl.trajectory import Batch, Prompt, Segment, Trajectory, flat
-from verl.workers import codec
+from verl.workers import payloads
 from verl.workers.group import DirectCalls, WorkerGroup
-from verl.workers.plan import UpdateResult
 from verl.workers.roles import Policy, Role, update_plan
-from verl.workers.worker import Worker
+from verl.workers.training_worker import Worker
+from verl.workers.update_plan import UpdateResult
 
 OUTPUTS = {"log_probs": "old_log_probs", "entropy": "entropy"}
 
 
 class CountingEngine(TrainingEngine):
-    """log p = −(token + 1) / (10 · version). Every update makes a version; what it was given is written down. One that holds no
-    outputs computes as the others do and has nothing to say, as all but the last stage of a pipeline."""
+    """log p = −(token + 1) / (10 · version). Every update makes a version; what it was given is written down. One that
+    holds no outputs computes as the others do and has nothing to say, as all but the last stage of a pipeline."""
 
     def __init__(self, share: bool = True, holds_outputs: bool = True) -> None:
         self.version, self.steps, self.holds_outputs = 1, list[dict[str, Any]](), holds_outputs
@@ -103,13 +103,10 @@ class FarCalls:
     def call(self, method, *args, each=None, doing=""):
         given = [args] * len(self.workers) if each is None else each
         self.sent.append((method, given))
-        return [
-            travel(getattr(worker, method)(*travel(own)))
-            for worker, own in zip(self.workers, given, strict=True)
-        ]
+        return [travel(getattr(worker, method)(*travel(own))) for worker, own in zip(self.workers, given, strict=True)]
 
     def share(self, value, media=()):
-        return [value, *(one.inputs for one in codec.distinct_media(media))]
+        return [value, *(one.inputs for one in payloads.distinct_media(media))]
 
 
 def travel(value: Any) -> Any:
@@ -142,7 +139,8 @@ def settings(**keys: Any) -> SimpleNamespace:
 
 
 class Ranks:
-    """Workers with engines that only count, called one way or the other. The first half of the ranks of one row holds no outputs."""
+    """Workers with engines that only count, called one way or the other. The first half of the ranks of one row holds
+    no outputs."""
 
     def __init__(self, dp_ranks: list[int] | None, config: SimpleNamespace, share: bool = True):
         self.dp_ranks = ranks = dp_ranks or [0]
@@ -163,18 +161,14 @@ class Ranks:
         return [
             {
                 "loss": sum(part["loss"] for part in parts),
-                "rows": sorted(
-                    row for part in parts for row in zip(part["rows"], part["masks"], strict=True)
-                ),
+                "rows": sorted(row for part in parts for row in zip(part["rows"], part["masks"], strict=True)),
             }
             for parts in zip(*steps, strict=True)
         ]
 
 
 WAYS = [None, [0], [0, 1], [0, 0, 1, 1]]
-ways = pytest.mark.parametrize(
-    "dp_ranks", WAYS, ids=["direct", "far", "two ranks", "two ranks, four processes"]
-)
+ways = pytest.mark.parametrize("dp_ranks", WAYS, ids=["direct", "far", "two ranks", "two ranks, four processes"])
 
 
 def batch_of(groups: Sequence[Sequence[int]], segments: int = 1) -> Batch:
@@ -183,9 +177,7 @@ def batch_of(groups: Sequence[Sequence[int]], segments: int = 1) -> Batch:
     for g, lengths in enumerate(groups):
         prompt = Prompt(f"0:{g}@0", np.arange(4 + g), messages=None)
         for index, length in enumerate(lengths):
-            parts = [
-                segment(rng, prompt.ids if s == 0 else np.arange(9 + s), length) for s in range(segments)
-            ]
+            parts = [segment(rng, prompt.ids if s == 0 else np.arange(9 + s), length) for s in range(segments)]
             rows.append(Trajectory(prompt, index, segments=parts))
     return Batch(rows)
 
@@ -250,7 +242,7 @@ def test_a_batch_travels_once_and_then_only_what_is_new() -> None:
     batch = batch_of(LENGTHS)
     ranks, _ = run([0, 1], settings(ppo_epochs=2), batch, first=True)
     sent = [method for method, _ in ranks.calls.sent if method != "restart"]
-    assert sent == ["receive_rows", "forward", "update", "advance"]
+    assert sent == ["receive_rows", "forward", "update", "run"]
     news = dict(ranks.calls.sent)["update"][0][1]
     assert sorted(news) == ["advantages", "loss_mask"]
     ranks.policy.update(batch, step=2)
@@ -315,7 +307,8 @@ def test_a_mini_batch_counts_tokens_and_trajectories_of_all_ranks(dp_ranks, segm
         lambda self, actor, counts, correction, tokens_of, *more: seen.append((counts, tokens_of)),
     )
     monkeypatch.setattr(
-        "verl.workers.worker.record_old_log_probs", lambda objective: lambda micro: (torch.zeros(1), {})
+        "verl.workers.training_worker.record_old_log_probs",
+        lambda objective: lambda micro: (torch.zeros(1), {}),
     )
     batch = batch_of(LENGTHS, segments)
     batch[0].loss_mask = np.zeros(batch[0].length, bool)
@@ -367,12 +360,12 @@ def test_a_checkpoint_is_of_the_role_that_was_named(dp_ranks, tmp_path) -> None:
 
 def test_a_transfer_that_fails_gathers_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathering is a collective: the other ranks would wait for ever, or pair with the next one."""
-    monkeypatch.setattr("verl.workers.build.moving_adapter", lambda config: None)
+    monkeypatch.setattr("verl.workers.training_worker.moving_adapter", lambda config: None)
 
     def no_room(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("verl.weight_sync.shared_memory.BucketSender.send", no_room)
+    monkeypatch.setattr("verl.weight_sync.channel.BucketSender.send", no_room)
     worker = Ranks(None, settings()).calls.workers[0]
     with pytest.raises(OSError, match="No space"):
         worker.send_weights("channel", [processes.identity()], 1, False)

@@ -52,9 +52,7 @@ def test_flash_equals_sdpa(record_property):
     for length in lengths:
         one = [x[..., start : start + length, :].float() for x in (q, k, v)]
         parts.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                *one, is_causal=True, scale=0.125, enable_gqa=True
-            )
+            torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, scale=0.125, enable_gqa=True)
         )
         start += length
     plain = torch.cat(parts, 2).transpose(1, 2)

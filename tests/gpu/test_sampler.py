@@ -12,9 +12,7 @@ import torch
 
 from verl.engine.rollout.base import Completion, SamplingParams
 
-PROMPTS = [
-    torch.randint(0, 250, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 140, 33)
-]
+PROMPTS = [torch.randint(0, 250, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 140, 33)]
 LENGTHS = [150, 60, 200, 44, 60, 9, 60, 200, 130]
 
 
@@ -26,7 +24,7 @@ def load(path: str, platform: Any) -> Any:
 
 
 def engine_of(model: Any, dtype: str = "float32", **options: Any) -> Any:
-    from verl.engine.rollout.native import NativeEngine
+    from verl.engine.rollout.native.engine import NativeEngine
 
     options = {"eos_token_ids": [], "max_model_len": 400, "max_num_seqs": 16} | options
     return NativeEngine(model, dtype=dtype, **options)
@@ -37,9 +35,7 @@ def sample(engine: Any, lengths: Sequence[int] = LENGTHS) -> list[Completion]:
 
     async def go() -> list[Completion]:
         calls = [
-            engine.generate(
-                PROMPTS[i % 3], SamplingParams(max_tokens=n, seed=i), request_id=f"{i}", group=f"{i % 3}"
-            )
+            engine.generate(PROMPTS[i % 3], SamplingParams(max_tokens=n, seed=i), request_id=f"{i}", group=f"{i % 3}")
             for i, n in enumerate(lengths)
         ]
         turn = SamplingParams(max_tokens=8, seed=1)
@@ -94,9 +90,7 @@ def test_a_step_that_cannot_be_captured_costs_no_response(platform: Any, model_p
     assert other._runner._graphs.replays > 50
 
 
-def test_sampling_in_deterministic_mode(
-    platform: Any, model_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_in_deterministic_mode(platform: Any, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     model = load(model_path, platform)
     found = []
@@ -113,7 +107,7 @@ def test_sampling_in_deterministic_mode(
 def test_sampler_and_trainer_agree(
     platform: Any, model_path: str, dtype: str, most: float, mean: float, record_property: Any
 ) -> None:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.trajectory import Prompt, Trajectory
 
     responses = sample(engine_of(load(model_path, platform), dtype))[: len(LENGTHS)]

@@ -28,7 +28,7 @@ def role(dtype: str = "float32", **more: Any) -> dict[str, Any]:
 
 
 def local(path: str, device: Any, dtype: str = "float32") -> Any:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     return FSDPEngine(path, role_cfg=role(dtype), device=device)
 
@@ -91,7 +91,7 @@ def test_heads_that_flash_attention_does_not_know(platform: Any, tmp_path: Path)
 
 
 def test_batching_changes_nothing(platform: Any, model_path: str, record_property: Any) -> None:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     rows = rows_of(GROUPS)
     found = []
@@ -103,9 +103,7 @@ def test_batching_changes_nothing(platform: Any, model_path: str, record_propert
     assert relative(*found) < 1e-4
 
 
-def test_a_resumed_optimizer_goes_on(
-    platform: Any, model_path: str, tmp_path: Path, record_property: Any
-) -> None:
+def test_a_resumed_optimizer_goes_on(platform: Any, model_path: str, tmp_path: Path, record_property: Any) -> None:
     """State of the fused AdamW as it was, to the bit; the step after it as near as the device repeats itself."""
     rows = rows_of(GROUPS)
     whole = local(model_path, platform)
@@ -159,7 +157,7 @@ def one_rank(platform: Any) -> Iterator[None]:
 
 def test_the_sharded_engine_on_one_device(platform: Any, model_path: str, record_property: Any) -> None:
     """FSDP2 over the device's own collectives against the engine of one process."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.engine.training.process_group import whole
 
     def driven() -> tuple[Any, ...]:
@@ -187,7 +185,7 @@ def test_offload_frees_the_device(platform: Any, model_path: str, record_propert
 
 def offload(platform: Any, model_path: str, record_property: Any) -> None:
     from tests.gpu.test_sampler import taken
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     rows = rows_of(GROUPS)
     cfg = role()

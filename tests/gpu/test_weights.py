@@ -12,7 +12,7 @@ from tests.weight_sync_processes import channel_name, check_clean, context, spaw
 
 def read(channel: str, results: Any) -> None:
     """Checksums of what comes over the channel, and on which kind of device it lay."""
-    from verl.weight_sync.shared_memory import receive
+    from verl.weight_sync.channel import receive
     from verl.weight_sync.verify import checksums
 
     found: dict[str, str] = {}
@@ -25,7 +25,7 @@ def read(channel: str, results: Any) -> None:
 
 @pytest.mark.parametrize("way", ["host", pytest.param("handles", marks=pytest.mark.needs_cuda)])
 def test_another_process_gets_the_same_bytes(platform: Any, way: str, record_property: Any) -> None:
-    from verl.weight_sync.shared_memory import BucketSender
+    from verl.weight_sync.channel import BucketSender
     from verl.weight_sync.verify import checksums
 
     device = platform.device()

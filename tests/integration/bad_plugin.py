@@ -54,7 +54,7 @@ def small_files(limit: int) -> None:
 
 def losing_sampler(every: int) -> None:
     """Every n-th training answer is lost by the engine."""
-    from verl.engine.rollout.native import NativeEngine
+    from verl.engine.rollout.native.engine import NativeEngine
 
     generate, asked = NativeEngine.generate, 0
 

@@ -171,9 +171,7 @@ class Page:
         text = {"text": "\r"} if name == "Enter" else {"text": name} if len(name) == 1 else {}
         for kind in ("keyDown", "keyUp"):
             more = text if kind == "keyDown" else {}
-            self.call(
-                "Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code, **more
-            )
+            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code, **more)
 
     def screenshot(self, target: Path, whole: bool = False) -> Path:
         """Save a PNG of the window, or of the whole page."""

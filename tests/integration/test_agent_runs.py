@@ -1,4 +1,5 @@
-"""Tool agents from the command line: GRPO with a calculator, agreement on every turn, exact resume, loop processes, refusals."""
+"""Tool agents from the command line: GRPO with a calculator, agreement on every turn, exact resume, loop processes,
+refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from verl.trainer import main_generation
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Trajectory
 
-USER = Path(__file__).parents[1] / "unit" / "agents_of_a_user.py"
+USER = Path(__file__).parents[1] / "unit" / "rollout" / "agents_of_a_user.py"
 ROLLOUT = "actor_rollout_ref.rollout."
 # A model that knows nothing ends a turn at any letter; the parser of the plug-in reads every turn as a call.
 WORDS = [
@@ -65,9 +66,7 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_one_and_four_pro
     for record in found:
         assert record["num_turns/max"] == 6 and record["agent/status/max_turns"] > 0
         assert record["tool_call_counts/mean"] > 1 and record["agent/valid_call_ratio"] == 1
-        assert record["training/rollout_logprob_abs_diff/max"] < 1e-4, (
-            "sampler and trainer agree on every turn"
-        )
+        assert record["training/rollout_logprob_abs_diff/max"] < 1e-4, "sampler and trainer agree on every turn"
         assert record["agent/segments_per_trajectory/max"] == 1 and record["actor/grad_norm"] > 0
         assert record["agent/unrecorded_tokens"] == 0
         assert record["agent/prefix_reuse_ratio"] == 1.0, "later turns prefill only what is new"
@@ -103,9 +102,7 @@ def test_generation_plays_the_loop_and_counts_what_it_did(tiny: TinyRun, tmp_pat
         f"data.output_path={tmp_path / 'o.parquet'}",
     ]
     assert main_generation.main([*words, *more, *places]) == 0
-    [record] = [
-        json.loads(line) for line in (tmp_path / "o_generation/metrics.jsonl").read_text().splitlines()
-    ]
+    [record] = [json.loads(line) for line in (tmp_path / "o_generation/metrics.jsonl").read_text().splitlines()]
     assert record["num_turns/max"] == 6 and record["agent/status/max_turns"] > 0
     assert record["tool_call_counts/mean"] > 1 and record["agent/calls/max"] == 3
     assert record["timing_s/agent_loop/tool_calls/max"] > 0
@@ -130,7 +127,8 @@ def calculate(expression: str) -> ToolResponse:
 """
 SEES = (
     "{% macro said(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endmacro %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if p.type == 'image' else p.text }}"
+    "{% endfor %}{% endif %}{% endmacro %}"
 ) + _QWEN.replace("%THINK%", "").replace("m.content +", "said(m.content) +")
 
 
@@ -156,18 +154,12 @@ def test_images_of_tools_are_sampled_and_trained_on(tmp_path: Path, tiny: TinyRu
     here, there = (run(seeing, tmp_path / str(workers), workers, *words) for workers in (0, 1))
     assert [(r["uid"], r["output"]) for r in here] == [(r["uid"], r["output"]) for r in there]
     shown = [m["content"] for row in here for m in row["messages"] if m["role"] == "tool"]
-    in_text = [
-        sum(m["content"].count("<image>") for m in row["messages"] if m["role"] == "tool") for row in here
-    ]
+    in_text = [sum(m["content"].count("<image>") for m in row["messages"] if m["role"] == "tool") for row in here]
     assert [row["shown"] for row in here] == in_text == [row["shown"] for row in there] and any(in_text)
     assert max(row["own"] for row in here) == 1
     assert any(text.startswith("<image><image>") for text in shown) and any("undecodable" in t for t in shown)
-    kept = [
-        json.loads(line) for line in (tmp_path / "0" / "trajectories" / "1.jsonl").read_text().splitlines()
-    ]
-    assert all(
-        row["shown"][0].startswith("data:image/jpeg") for row in kept if "drawn" in str(row["messages"])
-    )
+    kept = [json.loads(line) for line in (tmp_path / "0" / "trajectories" / "1.jsonl").read_text().splitlines()]
+    assert all(row["shown"][0].startswith("data:image/jpeg") for row in kept if "drawn" in str(row["messages"]))
     record = records(tmp_path / "0")[1]
     assert record["training/rollout_logprob_abs_diff/max"] < 1e-4 and record["agent/unrecorded_tokens"] == 0
     assert record["agent/segments_per_trajectory/max"] == 3 and record["actor/grad_norm"] > 0
@@ -177,7 +169,8 @@ BAD = {
     "NoSuch": ("tool_config_path", "tools:\n  - class_name: {user}:NoSuch"),
     "is no JSON schema": (
         "tool_config_path",
-        "tools:\n  - class_name: verl.tools.base_tool.BaseTool\n    tool_schema: {{function: {{name: x, parameters: {{type: thing}}}}}}",
+        "tools:\n  - class_name: verl.tools.base_tool.BaseTool\n"
+        "    tool_schema: {{function: {{name: x, parameters: {{type: thing}}}}}}",
     ),
     "2 tools are called 'calculate'": (
         "tool_config_path",
@@ -193,9 +186,7 @@ def test_a_reward_model_scores_the_dialogues_with_tools(tiny: TinyRun, tmp_path:
     more = ["custom_reward_function.path=null", "trainer.total_training_steps=1"]
     rows = run(tiny, tmp_path / "out", 1, *(f"reward_model.{word}" for word in words), *more)
     nothing: Any = None
-    told = [
-        Trajectory(Prompt("", nothing, []), 0, segments=[], fields={"messages": r["messages"]}) for r in rows
-    ]
+    told = [Trajectory(Prompt("", nothing, []), 0, segments=[], fields={"messages": r["messages"]}) for r in rows]
     assert {"tool", "assistant"} <= {m["role"] for r in rows for m in r["messages"]}
     assert [r["score"] for r in rows] == pytest.approx(plain_scores(path, told), abs=1e-5)
     assert records(tmp_path / "out")[1]["reward/errors"] == 0
@@ -207,7 +198,10 @@ WRONG = {
     "environment.path.*needs it": [f"{ENVIRONMENT}name=custom"],
     "NoSuch": [f"{ENVIRONMENT}name=custom", f"{ENVIRONMENT}path={USER}:NoSuch"],
     "the program 'no-such-program' is not found": [f"{ENVIRONMENT}name=command", f"{ENVIRONMENT}path=no-such-program"],
-    "no OpenEnv server answers at|needs the package openenv": [f"{ENVIRONMENT}name=openenv", f"{ENVIRONMENT}path=http://127.0.0.1:9"],
+    "no OpenEnv server answers at|needs the package openenv": [
+        f"{ENVIRONMENT}name=openenv",
+        f"{ENVIRONMENT}path=http://127.0.0.1:9",
+    ],
     "no-such-python is no program": [f"{ENVIRONMENT}name=verifiers", f"{ENVIRONMENT}path=no-such-python"],
     "does nobody listen there|need the package mcp": [f"{ROLLOUT}multi_turn.tool_config_path={{folder}}/mcp.yaml"],
     "config.timeout is 'soon'": [f"{ROLLOUT}multi_turn.tool_config_path={{folder}}/soon.yaml"],
@@ -217,8 +211,10 @@ WRONG = {
 FILES = {
     "mcp.yaml": "tools: [{config: {type: mcp}, mcp: {mcp_servers_config_path: FOLDER/servers.json}}]",
     "servers.json": '{"mcpServers": {"search": {"url": "http://127.0.0.1:9/mcp"}}}',
-    "soon.yaml": "tools: [{class_name: verl.tools.base_tool.BaseTool, config: {timeout: soon}, tool_schema: {function: {name: x}}}]",
-    "twice.yaml": f"interaction: [{{class_name: '{USER}:Nags', name: nags}}, {{class_name: '{USER}:Nags', name: nags}}]",
+    "soon.yaml": "tools: [{class_name: verl.tools.base_tool.BaseTool, config: {timeout: soon}, "
+    "tool_schema: {function: {name: x}}}]",
+    "twice.yaml": f"interaction: [{{class_name: '{USER}:Nags', name: nags}}, "
+    f"{{class_name: '{USER}:Nags', name: nags}}]",
 }
 
 
@@ -242,9 +238,7 @@ def test_what_names_nothing_that_can_be_used_is_refused_with_one_message(
     assert re.search(words, said) and "Traceback" not in said and "1 problem" in said, said
 
 
-def test_tools_that_no_row_uses_are_said(
-    tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_tools_that_no_row_uses_are_said(tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*tiny.overrides(tmp_path, *WORDS, f"{ROLLOUT}multi_turn.enable=False"), "--check"]) == 0
     assert "multi_turn.function_tool_path: no row is of tool_agent" in capfd.readouterr().err
 

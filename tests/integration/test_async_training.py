@@ -27,9 +27,7 @@ def test_in_one_process_it_is_refused_with_what_to_do(fork_server, tiny, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_one_step_off_trains_on_the_same_prompts_and_resumes(
-    fork_server, tiny, ray_address, tmp_path: Path
-) -> None:
+def test_one_step_off_trains_on_the_same_prompts_and_resumes(fork_server, tiny, ray_address, tmp_path: Path) -> None:
     plain, ahead = tmp_path / "plain", tmp_path / "ahead"
     steady = ["trainer.test_freq=-1", "trainer.val_before_train=False"]
     done = fork_server.run(tiny.overrides(plain, *steady, "trainer.total_training_steps=5"))
@@ -44,9 +42,7 @@ def test_one_step_off_trains_on_the_same_prompts_and_resumes(
     assert sorted(found) == [1, 2, 3, 4, 5]
     worst = "training/off_policy/trajectory_staleness_worst/max"
     assert [found[s][worst] for s in (1, 2, 3)] == [0, 1, 2], "each step's answers begin as early as they may"
-    assert [found[s][worst] for s in (4, 5)] == [0, 1], (
-        "what was in flight was sampled again after the resume"
-    )
+    assert [found[s][worst] for s in (4, 5)] == [0, 1], "what was in flight was sampled again after the resume"
     for step in found:
         assert trained(ahead, step) == trained(plain, step), "the same prompts in the same order"
         assert found[step]["training/off_policy/evicted_samples"] == 0
@@ -94,9 +90,7 @@ def test_responses_that_a_push_interrupts_are_continued(
         rows = [json.loads(line) for line in (out / f"trajectories/{step}.jsonl").read_text().splitlines()]
         assert len(rows) == 12
         for row in rows:
-            assert step - 2 <= min(row["versions"]) <= max(row["versions"]) <= step - 1, (
-                "staleness is bounded"
-            )
+            assert step - 2 <= min(row["versions"]) <= max(row["versions"]) <= step - 1, "staleness is bounded"
         two = [row for row in rows if len(row["versions"]) == 2]
         assert record["training/off_policy/continued_samples"] >= len(two)
         seams += two
@@ -109,7 +103,8 @@ def test_responses_that_a_push_interrupts_are_continued(
 def test_a_sampler_that_computes_another_model_ends_the_run_after_its_first_step(
     fork_server, tiny, tmp_path: Path, request: pytest.FixtureRequest, kind: str
 ) -> None:
-    """No checksum of a weight sync finds it: what arrived is right. The first batch's log-probs do, of a resumed run too."""
+    """No checksum of a weight sync finds it: what arrived is right. The first batch's log-probs do, of a resumed run
+    too."""
     out = tmp_path / "out"
     words = tiny.overrides(out, "trainer.test_freq=-1", "trainer.val_before_train=False")
     more = {}

@@ -25,9 +25,7 @@ def errors(run: Run) -> list[str]:
     """The messages a run ended with: what starts with "verl: " and is neither progress nor about the data it read."""
     harmless = ("verl: Training Progress", "verl: train: ", "verl: val: ")
     lines = run.stderr.splitlines()
-    starts = [
-        i for i, line in enumerate(lines) if line.startswith("verl: ") and not line.startswith(harmless)
-    ]
+    starts = [i for i, line in enumerate(lines) if line.startswith("verl: ") and not line.startswith(harmless)]
     return ["\n".join(lines[a:b]) for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
 
 
@@ -74,9 +72,7 @@ def test_files_that_cannot_be_read(tiny, fork_server, tmp_path, key, make, statu
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("column", "key"), [("prompt", "data.prompt_key"), ("data_source", "data.reward_fn_key")]
-)
+@pytest.mark.parametrize(("column", "key"), [("prompt", "data.prompt_key"), ("data_source", "data.reward_fn_key")])
 def test_absent_column(tiny, fork_server, tmp_path, column, key) -> None:
     path = table(tiny, tmp_path / "short.parquet", drop=column)
     run = fork_server.run(tiny.overrides(tmp_path / "out", f"data.train_files={path}"))
@@ -108,9 +104,7 @@ def long_rows(tiny) -> Path:
 
 
 def test_long_prompts_are_refused_by_default(tiny, fork_server, long_rows, tmp_path) -> None:
-    run = fork_server.run(
-        tiny.overrides(tmp_path / "out", f"data.train_files={long_rows}", "data.truncation=error")
-    )
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"data.train_files={long_rows}", "data.truncation=error"))
     message = assert_refused(
         run, CONFIGURATION, "12 of 24 rows", f"{long_rows} row 1: 139", "data.max_prompt_length=64"
     )
@@ -123,15 +117,11 @@ def test_long_prompts_are_refused_by_default(tiny, fork_server, long_rows, tmp_p
 
 
 # How each of them cuts: test_data_dataset.py.
-@pytest.mark.parametrize(
-    "mode", ["middle", *(pytest.param(m, marks=pytest.mark.long) for m in ("left", "right"))]
-)
+@pytest.mark.parametrize("mode", ["middle", *(pytest.param(m, marks=pytest.mark.long) for m in ("left", "right"))])
 def test_long_prompts_are_cut(tiny, fork_server, long_rows, tmp_path, mode) -> None:
     out = tmp_path / "out"
     words = [f"data.train_files={long_rows}", f"data.truncation={mode}", "data.train_batch_size=24", *LONG]
-    run = fork_server.run(
-        tiny.overrides(out, *words, "actor_rollout_ref.rollout.n=2", "trainer.save_freq=-1")
-    )
+    run = fork_server.run(tiny.overrides(out, *words, "actor_rollout_ref.rollout.n=2", "trainer.save_freq=-1"))
     assert run.status == 0, run.stderr
     assert f"12 prompts are cut to 64 tokens (data.truncation={mode})" in run.stderr
     assert records(out)[1]["prompt_length/max"] == 64
@@ -193,9 +183,7 @@ def test_a_reward_that_raises_shows_its_own_traceback(tiny, fork_server, tmp_pat
     run = fork_server.run(tiny.overrides(tmp_path / "out", reward(tmp_path, "return {}['key']")))
     assert run.status == CONFIGURATION and len(errors(run)) == 1, run.stderr
     assert "it raised KeyError: 'key'" in errors(run)[0] and 'my_reward.py", line 4' in errors(run)[0]
-    assert "site-packages" not in run.stderr and "verl/trainer" not in run.stderr, (
-        "only the function's own lines"
-    )
+    assert "site-packages" not in run.stderr and "verl/trainer" not in run.stderr, "only the function's own lines"
 
 
 @pytest.mark.parametrize(
@@ -222,17 +210,13 @@ def test_a_reward_that_cannot_be_called(tiny, fork_server, tmp_path, text, said)
     assert_refused(run, CONFIGURATION, "custom_reward_function.", said)
 
 
-FAILS_ON_LONG = (
-    "if ground_truth in {rows} and len(solution_str) > 3:\n    {what}\nreturn float(len(solution_str))"
-)
+FAILS_ON_LONG = "if ground_truth in {rows} and len(solution_str) > 3:\n    {what}\nreturn float(len(solution_str))"
 
 
 @pytest.mark.parametrize(
     ("what", "timeouts"),
     [
-        pytest.param(
-            "raise ValueError(f'odd answer {len(solution_str)}')", 0, id="raises", marks=pytest.mark.long
-        ),
+        pytest.param("raise ValueError(f'odd answer {len(solution_str)}')", 0, id="raises", marks=pytest.mark.long),
         pytest.param("return float('inf')", 0, id="inf", marks=pytest.mark.long),
         pytest.param("time.sleep(1000)", 1, id="hangs"),
     ],
@@ -280,7 +264,8 @@ def cut_short(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "status", "said"),
     [
-        ("model.safetensors", Path.unlink, CONFIGURATION, ["actor_rollout_ref.model.path=", "no *.safetensors", "config.json"]),
+        ("model.safetensors", Path.unlink, CONFIGURATION,
+         ["actor_rollout_ref.model.path=", "no *.safetensors", "config.json"]),
         ("model.safetensors", cut_short, CONFIGURATION, ["model.path=", "model.safetensors (", " bytes)"]),
         ("config.json", Path.unlink, CONFIGURATION, ["actor_rollout_ref.model.path", "config.json does not exist"]),
         ("tokenizer*", Path.unlink, CONFIGURATION, ["no tokenizer", "actor_rollout_ref.model.tokenizer_path"]),
@@ -337,9 +322,7 @@ def test_all_problems_come_in_one_report(tiny, fork_server, tmp_path) -> None:
         "data.max_response_length=5000",
         f"data.val_files={tmp_path}/none.parquet",
     ]
-    assert_refused(
-        fork_server.run(tiny.overrides(tmp_path / "out", *words)), 2, "=100", "5064 tokens", "none.parquet"
-    )
+    assert_refused(fork_server.run(tiny.overrides(tmp_path / "out", *words)), 2, "=100", "5064 tokens", "none.parquet")
 
 
 def test_a_plugin_that_raises_shows_where(tiny, fork_server, tmp_path) -> None:
@@ -374,9 +357,7 @@ def three_steps(tiny, fork_server, tmp_path_factory) -> Path:
     [("actor/model.safetensors", "state/loop.json"), ("manifest.json", "state/actor_optim/__0_0.distcp")],
     ids=["model", "manifest"],
 )
-def test_a_checkpoint_cut_in_the_middle_is_passed_over(
-    tiny, fork_server, three_steps, tmp_path, damage
-) -> None:
+def test_a_checkpoint_cut_in_the_middle_is_passed_over(tiny, fork_server, three_steps, tmp_path, damage) -> None:
     out = Path(shutil.copytree(three_steps, tmp_path / "out"))
     for step, file in zip((2, 3), damage, strict=True):
         cut_short(out / f"global_step_{step}" / file)
@@ -398,9 +379,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tiny, fork_server, three
 
 
 @pytest.mark.parametrize("plugin", ["full_disk:2", "small_files:60000"], ids=["once", "always"])
-def test_a_full_disk_during_a_save_does_not_end_the_run(
-    tiny, fork_server, three_steps, tmp_path, plugin
-) -> None:
+def test_a_full_disk_during_a_save_does_not_end_the_run(tiny, fork_server, three_steps, tmp_path, plugin) -> None:
     out = tmp_path / "out"
     run = fork_server.run(tiny.overrides(out, "trainer.total_training_steps=3"), BAD_PLUGIN=plugin, **PLUGIN)
     once = plugin == "full_disk:2"
@@ -434,9 +413,7 @@ def test_a_non_finite_update_is_refused_and_counted(tiny, fork_server, tmp_path)
     assert run.status == 0, run.stderr
     found = records(out)
     assert [found[step]["training/refused_steps"] for step in (1, 2, 3, 4)] == [0, 1, 1, 2]
-    assert all(np.isfinite(found[step]["actor/grad_norm"]) for step in (1, 2, 3, 4)), (
-        "the other mini-batch counts"
-    )
+    assert all(np.isfinite(found[step]["actor/grad_norm"]) for step in (1, 2, 3, 4)), "the other mini-batch counts"
     for step in (2, 4):
         dump = out / f"refused/step_{step}/0"
         listing = json.loads((dump / "batch.json").read_text())
@@ -453,11 +430,7 @@ def test_too_many_refused_updates_stop_the_run(tiny, fork_server, tmp_path) -> N
     run = fork_server.run(words, BAD_UPDATES="all", **PLUGIN)
     assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
     message = errors(run)[-1]
-    assert (
-        "3 steps in a row" in message
-        and "trainer.max_refused_steps=3" in message
-        and f"{out}/refused" in message
-    )
+    assert "3 steps in a row" in message and "trainer.max_refused_steps=3" in message and f"{out}/refused" in message
     from safetensors.numpy import load_file
 
     before = {name: tensor.tobytes() for name, tensor in load_file(tiny.model / "model.safetensors").items()}
@@ -471,10 +444,7 @@ def test_a_learning_rate_that_blows_the_weights_up_is_explained(tiny, fork_serve
     blown = (f"{optim}.lr=1e4", f"+{optim}.override_optimizer_config.weight_decay=1e35")
     run = fork_server.run(tiny.overrides(tmp_path / "out", *blown))
     assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
-    assert (
-        "the sampler lost 12 of 12 responses" in errors(run)[-2]
-        and "logits are not finite" in errors(run)[-2]
-    )
+    assert "the sampler lost 12 of 12 responses" in errors(run)[-2] and "logits are not finite" in errors(run)[-2]
     assert "learning rate" in errors(run)[-2], run.stderr
 
 

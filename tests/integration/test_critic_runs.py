@@ -1,4 +1,5 @@
-"""PPO with a critic from the command line: what it logs and saves, warm-up, exact resume, refusals; ReMax's greedy responses."""
+"""PPO with a critic from the command line: what it logs and saves, warm-up, exact resume, refusals; ReMax's greedy
+responses."""
 
 from __future__ import annotations
 
@@ -101,9 +102,6 @@ def test_remax_compares_with_a_greedy_response(tiny: TinyRun, tmp_path: Path) ->
         f"trainer.rollout_data_dir={tmp_path / 'd'}",
     )
     found = train(tiny, tmp_path / "out", *words)
-    assert all(
-        "critic/reward_baseline/mean" in found[step] and "critic/vf_loss" not in found[step]
-        for step in (1, 2)
-    )
+    assert all("critic/reward_baseline/mean" in found[step] and "critic/vf_loss" not in found[step] for step in (1, 2))
     rows = (tmp_path / "d" / "1.jsonl").read_text().splitlines()
     assert len(rows) == 4 * 3, "greedy responses are not trained on"

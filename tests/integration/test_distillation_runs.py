@@ -71,9 +71,7 @@ def test_the_mix_of_two_teachers_is_that_of_each_on_its_rows(tiny: TinyRun, tmp_
         assert both[step] == pytest.approx(record, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-def test_a_row_without_a_teacher_is_named(
-    tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_without_a_teacher_is_named(tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [word for word in two_teachers(tiny) if "counting" not in word]
     words.append(f"+{TEACHERS}.others.model_path={tiny.root / 'teacher_2'}")
     assert main(tiny.overrides(tmp_path / "out", *words)) == 2

@@ -1,4 +1,4 @@
-"""Every estimator and every policy loss trains ten steps of a tiny model by its key, with nothing refused."""
+"""Every estimator and every policy loss trains a tiny model by its key, with nothing refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.runs import TinyRun, records
 from tests.tiny import tiny_model
-from verl.config.names import built_in
+from verl.config.release import built_in
 from verl.trainer.main_ppo import main
 
 ACTOR = "actor_rollout_ref.actor"
@@ -22,10 +22,7 @@ MORE = {
     "gspo": [f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
     "dppo_tv": ["algorithm.rollout_correction.bypass_mode=True", f"{ACTOR}.ppo_epochs=2"],
 }
-PAIRS = [
-    (ESTIMATORS[i % len(ESTIMATORS)], LOSSES[i % len(LOSSES)])
-    for i in range(max(len(ESTIMATORS), len(LOSSES)))
-]
+PAIRS = [(ESTIMATORS[i % len(ESTIMATORS)], LOSSES[i % len(LOSSES)]) for i in range(max(len(ESTIMATORS), len(LOSSES)))]
 
 
 LOSS = "distillation.distillation_loss"
@@ -48,14 +45,14 @@ DISTILLED = {
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)
 def test_it_trains_by_its_key(tiny: TinyRun, tmp_path: Path, estimator: str, loss: str) -> None:
     own = [f"algorithm.adv_estimator={estimator}", f"{ACTOR}.policy_loss.loss_mode={loss}"]
-    ten_steps(tiny, tmp_path, *own, *MORE.get(estimator, []), *MORE.get(loss, []))
+    train(tiny, tmp_path, 4, *own, *MORE.get(estimator, []), *MORE.get(loss, []))
 
 
 @pytest.mark.parametrize("how", DISTILLED)
 def test_distillation_trains_by_its_keys(tiny: TinyRun, tmp_path: Path, how: str) -> None:
     teacher = tiny_model(tmp_path / "teacher", seed=3, scale=4.0, hidden_size=64)
     model = f"distillation.teacher_models.teacher_model.model_path={teacher}"
-    found = ten_steps(tiny, tmp_path, "distillation.enabled=True", model, *DISTILLED[how])
+    found = train(tiny, tmp_path, 10, "distillation.enabled=True", model, *DISTILLED[how])
     first, last = found[1], found[10]
     names = ("loss", "abs_loss", "loss_min", "loss_max")
     assert {f"distillation/{name}" for name in names} <= set(last)
@@ -66,11 +63,11 @@ def test_distillation_trains_by_its_keys(tiny: TinyRun, tmp_path: Path, how: str
         assert {"distillation/overlap_ratio", "distillation/teacher_mass_min"} <= set(last)
 
 
-def ten_steps(tiny: TinyRun, tmp_path: Path, *own: str) -> dict[int, dict]:
+def train(tiny: TinyRun, tmp_path: Path, steps: int, *own: str) -> dict[int, dict]:
     """The records of a run with nothing refused."""
     words = [
         f"{ACTOR}.optim.lr=1e-3",
-        "trainer.total_training_steps=10",
+        f"trainer.total_training_steps={steps}",
         "trainer.save_freq=-1",
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
@@ -78,7 +75,7 @@ def ten_steps(tiny: TinyRun, tmp_path: Path, *own: str) -> dict[int, dict]:
     ]
     assert main(tiny.overrides(tmp_path / "out", *words)) == 0
     found = records(tmp_path / "out")
-    assert sorted(found) == list(range(1, 11))
+    assert sorted(found) == list(range(1, steps + 1))
     for record in found.values():
         assert math.isfinite(record["actor/loss"]) and record.get("training/refused_steps", 0) == 0
         assert record["actor/grad_norm"] > 0

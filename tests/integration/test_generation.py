@@ -1,5 +1,5 @@
-"""main_generation from the command line: the rows that come out, several devices, bad prompts; and that a checkpoint's score
-is the one that validation logged."""
+"""main_generation from the command line: the rows that come out, several devices, bad prompts; and that a checkpoint's
+score is the one that validation logged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.runs import TinyRun
+from tests.runs import TinyRun, check_listed
 from verl.trainer import main_eval, main_generation, main_ppo
 
 
@@ -34,16 +34,14 @@ def responses(path: Path) -> list[Any]:
 
 
 def last_record(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    return check_listed(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]))
 
 
 def test_a_checkpoints_score_is_what_validation_logged(tiny: TinyRun, tmp_path: Path) -> None:
-    """The same file, seed and settings: the same samples, scores and metrics, bit for bit; with a manager of whole batches and a
-    penalty on long responses."""
+    """The same file, seed and settings: the same samples, scores and metrics, bit for bit; with a manager of whole
+    batches and a penalty on long responses."""
     batch = tmp_path / "batch.py"
-    batch.write_text(
-        "def compute_score(solution_strs, **rows):\n    return [len(t) / 9 for t in solution_strs]\n"
-    )
+    batch.write_text("def compute_score(solution_strs, **rows):\n    return [len(t) / 9 for t in solution_strs]\n")
     buffer = "{enable:True,len:8,log:True}"
     scoring = [
         f"custom_reward_function.path={batch}",
@@ -83,9 +81,7 @@ def test_rows_come_out_with_a_column_more(tiny: TinyRun, tmp_path: Path, capfd: 
     assert record["generation/num_prompts"] == 2 and record["generation/lost"] == 0
     assert 0 < record["generation/num_tokens"] <= 2 * 2 * 12 and record["generation/tokens_per_s"] > 0
     assert (tmp_path / "records/report.html").exists()
-    again = (
-        tmp_path / "again.parquet"
-    )  # all prompts at once, from the file that has responses already: nothing changes
+    again = tmp_path / "again.parquet"  # all prompts at once, from the file that has responses already: nothing changes
     assert main_generation.main(words(tiny, again, f"data.path={out}")) == 0
     assert responses(again) == found and pq.read_table(again).column_names == table.column_names
 

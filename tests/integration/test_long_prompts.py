@@ -1,4 +1,5 @@
-"""Prompts of 16 thousand tokens, of text and of images, through the command line: two steps in minutes, sampler and trainer agree."""
+"""Prompts of 16 thousand tokens, of text and of images, through the command line: two steps in minutes, sampler and
+trainer agree."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def row(i: int, sides: list[int], text: str) -> dict[str, Any]:
 
 
 class LongRun(TinyRun):
-    """A `TinyRun` whose prompts have 16 thousand tokens: of text, or those of images of these sides, one for each 8 × 8 pixels."""
+    """A `TinyRun` whose prompts have 16 thousand tokens: of text, or those of images of these sides, one for each 8 × 8
+    pixels."""
 
     def __init__(self, root: Path, sides: list[int]):
         super().__init__(root, rows=1)
@@ -60,10 +62,9 @@ class LongRun(TinyRun):
     def overrides(self, out: Path, *more: str) -> list[str]:
         sizes = ["data.max_prompt_length=16600", "data.train_batch_size=1", "actor_rollout_ref.rollout.n=2"]
         steps = ["trainer.total_training_steps=2", "trainer.test_freq=0", "trainer.val_before_train=False"]
-        images = (
-            ["data.image_key=images", "data.mm_processor_kwargs.max_pixels=1048576"] if self.seeing else []
-        )
-        actor = "actor_rollout_ref.actor."  # a budget that holds a group: beyond it each response computes the prompt again
+        images = ["data.image_key=images", "data.mm_processor_kwargs.max_pixels=1048576"] if self.seeing else []
+        # A budget that holds a group: beyond it each response computes the prompt again.
+        actor = "actor_rollout_ref.actor."
         batch = [f"{actor}ppo_mini_batch_size=1", f"{actor}ppo_max_token_len_per_gpu=17000"]
         return super().overrides(out, *sizes, *batch, *steps, *images, "trainer.save_freq=0", *more)
 

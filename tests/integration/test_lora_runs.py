@@ -40,9 +40,7 @@ def test_two_steps(fork_server: Any, tmp_path: Path, arch: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny.model, dtype="float32")
     names = {name for name, _ in base.named_parameters()}
     loaded = peft.PeftModel.from_pretrained(base, adapter_of(out, 2)).merge_and_unload()
-    actor = dict(
-        AutoModelForCausalLM.from_pretrained(out / "global_step_2/actor", dtype="float32").named_parameters()
-    )
+    actor = dict(AutoModelForCausalLM.from_pretrained(out / "global_step_2/actor", dtype="float32").named_parameters())
     assert actor.keys() == names
     for name, tensor in loaded.named_parameters():
         assert float((tensor - actor[name]).detach().abs().max()) <= 1e-6, name
@@ -55,9 +53,7 @@ def test_resume_after_kills_is_exact(tiny: TinyRun, fork_server: Any, tmp_path: 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = fork_server.run(tiny.overrides(whole, *more))
     assert done.status == 0, done.stderr[-3000:]
-    for number, kill in enumerate(
-        (Kill("half written", 2), Kill("update_actor", 1, 0.02), Kill("sealed", 1))
-    ):
+    for number, kill in enumerate((Kill("half written", 2), Kill("update_actor", 1, 0.02), Kill("sealed", 1))):
         before = newest_step(parts)
         run, mark = run_and_kill(fork_server, tiny.overrides(parts, *more), kill, tmp_path / "marks")
         assert run.status == -signal.SIGKILL, (number, mark, run.stderr[-2000:])
@@ -107,9 +103,7 @@ def read(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.long
-def test_a_resume_without_lora_or_on_another_base_is_explained(
-    tiny: TinyRun, fork_server: Any, tmp_path: Path
-) -> None:
+def test_a_resume_without_lora_or_on_another_base_is_explained(tiny: TinyRun, fork_server: Any, tmp_path: Path) -> None:
     from tests.tiny import tiny_model
 
     out = tmp_path / "run"
@@ -123,6 +117,4 @@ def test_a_resume_without_lora_or_on_another_base_is_explained(
         (["actor_rollout_ref.model.lora_rank=4"], "another rank or model"),
     ):
         done = fork_server.run(tiny.overrides(out, *SHORT, *more))
-        assert done.status == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr[
-            -2000:
-        ]
+        assert done.status == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr[-2000:]

@@ -1,4 +1,5 @@
-"""What a user's module adds trains from the command line with no other edit: needs, losses, loops with several segments."""
+"""What a user's module adds trains from the command line with no other edit: needs, losses, loops with several
+segments."""
 
 from __future__ import annotations
 
@@ -35,6 +36,27 @@ def test_declared_needs_are_there_when_they_are_asked_for(tiny: TinyRun, tmp_pat
     assert all({"timing_s/ref", "timing_s/old_log_prob", "actor/mine"} <= set(r) for r in found) and found
 
 
+@pytest.mark.parametrize(
+    ("page", "needs", "metric"),
+    [
+        ("add-an-algorithm.md", "verl", "actor/weight"),
+        ("add-an-engine.md", "verl.engine.registry", "training/rollout_logprob_abs_diff/max"),
+    ],
+)
+def test_the_module_of_a_page_trains(
+    tiny: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, needs: str, metric: str
+) -> None:
+    pytest.importorskip(needs)
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    (tmp_path / code.split()[1]).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = text.split("main_ppo … \\\n")[1].split("```")[0].replace("\\\n", " ").split()
+    words = [*overrides, "trainer.total_training_steps=2", "trainer.test_freq=0"]
+    assert main(tiny.overrides(tmp_path / "out", *words)) == 0
+    assert all(record[metric] > 0 and "actor/grad_norm" in record for record in records(tmp_path / "out"))
+
+
 def test_an_estimator_that_needs_values_has_a_critic(
     tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,9 +80,7 @@ def test_a_need_that_nothing_produces_is_refused(
 ) -> None:
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-    register_adv_est("wants_a_teacher", needs={"teacher_log_probs"})(
-        lambda token_level_rewards, **kwargs: None
-    )
+    register_adv_est("wants_a_teacher", needs={"teacher_log_probs"})(lambda token_level_rewards, **kwargs: None)
     try:
         words = [PLUG_IN, "algorithm.adv_estimator=wants_a_teacher"]
         assert main(tiny.overrides(tmp_path / "out", *words)) == 2
@@ -108,9 +128,7 @@ def test_dynamic_sampling_trains_and_goes_on_exactly(tiny: TinyRun, tmp_path: Pa
     assert main(tiny.overrides(tmp_path / "whole", *words)) == 0
     assert main(tiny.overrides(tmp_path / "parts", *words, "trainer.total_training_steps=2")) == 0
     assert main(tiny.overrides(tmp_path / "parts", *words)) == 0
-    whole, parts = (
-        [r for r in records(tmp_path / name) if "actor/grad_norm" in r] for name in ("whole", "parts")
-    )
+    whole, parts = ([r for r in records(tmp_path / name) if "actor/grad_norm" in r] for name in ("whole", "parts"))
     assert [r["step"] for r in parts] == [1, 2, 3, 4]
     assert sum(r["training/filter_groups/evicted_samples"] for r in whole) > 2
     for one, other in zip(whole, parts, strict=True):

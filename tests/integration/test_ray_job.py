@@ -1,7 +1,7 @@
 """`ray job submit --runtime-env=verl/trainer/runtime_env.yaml --working-dir .`: the code travels, and the run finishes.
 
-Its cluster is its own: it takes jobs, and unpacks code that no other test wants. It has one node: simulated nodes share one
-folder of Ray's, and one that unpacks a package there removes what another one unpacked, with a driver in it.
+Its cluster is its own: it takes jobs, and unpacks code that no other test wants. It has one node: simulated nodes share
+one folder of Ray's, and one that unpacks a package there removes what another one unpacked, with a driver in it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ def source(tmp_path: Path) -> Path:
 
 
 def submitted(line: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """`line` in `folder`, once a node of the cluster takes jobs: Ray itself waits ten seconds for that, and its message is to
-    try again later."""
+    """`line` in `folder`, once a node of the cluster takes jobs: Ray itself waits ten seconds for that, and its message
+    is to try again later."""
     for _ in range(6):
-        done = subprocess.run(
-            line, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
-        )
+        done = subprocess.run(line, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
         if "No available agent" not in done.stdout + done.stderr:
             break
     return done
@@ -57,20 +55,13 @@ def submitted(line: list[str], folder: Path) -> subprocess.CompletedProcess[str]
 def test_a_submitted_job_trains_with_the_code_it_brought(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(
-        "ray.dashboard.optional_deps", reason="ray[default] is not installed", exc_type=ImportError
-    )
+    pytest.importorskip("ray.dashboard.optional_deps", reason="ray[default] is not installed", exc_type=ImportError)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     tiny, out, seen = TinyRun(tmp_path / "tiny"), tmp_path / "out", tmp_path / "seen"
     seen.mkdir()
-    words = tiny.overrides(
-        out,
-        "trainer.n_gpus_per_node=1",
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=-1",
-    )
+    words = tiny.overrides(out, "trainer.n_gpus_per_node=1", "trainer.total_training_steps=2", "trainer.test_freq=-1")
     variables = f"OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VERL_USE_EXTERNAL_MODULES=witness VERL_WITNESS={seen}"
     port = free_port()
     line = ["ray", "job", "submit", "--address", f"http://127.0.0.1:{port}"]

@@ -24,9 +24,9 @@ from verl.trajectory import Batch, Prompt, Trajectory
 ray = pytest.importorskip("ray")
 from tests import ray_stubs  # noqa: E402
 from verl.workers.group import WorkerGroup  # noqa: E402
-from verl.workers.plan import UpdatePlan  # noqa: E402
 from verl.workers.ray.calls import NoRoom, RayCalls, WorkerDied, WorkerHandle  # noqa: E402
 from verl.workers.roles import Role  # noqa: E402
+from verl.workers.update_plan import UpdatePlan  # noqa: E402
 
 OUTPUTS = {"log_probs": "old_log_probs", "entropy": "entropy"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_driver")]
@@ -63,16 +63,12 @@ def test_a_pool_that_the_cluster_does_not_have_says_what_it_has() -> None:
     from verl.workers.ray.placement import DevicePool
 
     said: list[str] = []
-    with pytest.raises(
-        UserError, match=r"training asks for 5 nodes of 2 npu devices; the cluster has: .*2 devices"
-    ):
+    with pytest.raises(UserError, match=r"training asks for 5 nodes of 2 npu devices; the cluster has: .*2 devices"):
         DevicePool(joined("npu"), "training", 5, 2, 1.5, said.append)
     assert "waiting for nodes: 4 of 5" in said[0]
     with pytest.raises(UserError, match="1 node of 3 npu"):
         DevicePool(joined("npu"), "training", 1, 3, 0, print)
-    with pytest.raises(
-        UserError, match=r"1 node of 64 cpu devices, a rank needs a core; the cluster has: .*1 dev"
-    ):
+    with pytest.raises(UserError, match=r"1 node of 64 cpu devices, a rank needs a core; the cluster has: .*1 dev"):
         DevicePool(joined("cpu"), "training", 1, 64, 0, print)
 
 
@@ -213,9 +209,7 @@ def test_a_group_is_sampled_on_one_host_and_groups_are_spread(pool) -> None:
         return await asyncio.gather(*(ask(one, f"{g}#{i}", g) for g in "abcd" for i in range(3)))
 
     found = asyncio.run(run())
-    assert all(
-        np.array_equal(c.token_ids, np.arange(len("a#0") + 2)[::-1]) and c.versions == (3,) for c in found
-    )
+    assert all(np.array_equal(c.token_ids, np.arange(len("a#0") + 2)[::-1]) and c.versions == (3,) for c in found)
     hosts = [[c.log_probs[0] for c in found[3 * g : 3 * g + 3]] for g in range(4)]
     assert all(len(set(group)) == 1 for group in hosts) and len({group[0] for group in hosts}) == 2
     assert one.stats() == {"tokens": 4.0, "busy_s": 0.05}
@@ -323,7 +317,7 @@ def test_requests_that_a_host_cannot_take_fail_with_its_error(pool, monkeypatch)
     from verl.workers.ray import replicas
 
     one, _ = pool(hosts=1)
-    monkeypatch.setattr(replicas.codec, "encode_requests", lambda asks: {"broken": np.zeros(1)})
+    monkeypatch.setattr(replicas.payloads, "encode_requests", lambda asks: {"broken": np.zeros(1)})
 
     async def run() -> Completion:
         return await asyncio.wait_for(ask(one, "a"), 20)
@@ -368,9 +362,7 @@ def test_a_host_that_died_idle_is_found_and_started_once(pool, tmp_path) -> None
     os.kill(pids[1], signal.SIGKILL)
     dead = until(lambda: one.find_dead(one.replicas), pause=0.1)
     assert [host.number for host, _ in dead] == [1]
-    assert one.replace_dead(*dead[0]) and not one.replace_dead(*dead[0]), (
-        "the second one leaves it to the first"
-    )
+    assert one.replace_dead(*dead[0]) and not one.replace_dead(*dead[0]), "the second one leaves it to the first"
     assert ray.get(one.replicas[1].worker.handle.pid.remote()) not in pids
 
     async def run() -> list[Completion]:

@@ -1,5 +1,5 @@
-"""Whole runs over ranks and samplers on nodes of the shared cluster: the same as one process, the same again, the same after
-a resume."""
+"""Whole runs over ranks and samplers on nodes of the shared cluster: the same as one process, the same again, the same
+after a resume."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ def test_two_ranks_train_as_one_process(alone, two) -> None:
         ones, others = (run / "global_step_1/state/rng" / name for run in (alone, two))
         assert ones.read_bytes() == others.read_bytes(), "seeded by trainer.seed"
     last = records(two)[3]
-    assert (
-        last["global_seqlen/min"] <= last["global_seqlen/balanced_min"] <= last["global_seqlen/balanced_max"]
-    )
+    assert last["global_seqlen/min"] <= last["global_seqlen/balanced_min"] <= last["global_seqlen/balanced_max"]
     assert last["training/rollout_logprob_abs_diff/max"] < 1e-4, "the samplers hold what the ranks trained"
     assert last["actor/kl_loss"] > 0
     steps = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
@@ -149,9 +147,7 @@ def test_samplers_on_nodes_of_their_own_get_the_weights_by_relay(
         assert main(tiny.overrides(out, *SHORT, *VERIFIED, *pool)) == 0
     finally:
         ray.shutdown()
-    assert len(seen) == 4 and set(seen) == {(2, 2, 123)}, (
-        "each push goes to both, with the time the user gave"
-    )
+    assert len(seen) == 4 and set(seen) == {(2, 2, 123)}, "each push goes to both, with the time the user gave"
     assert_close(records(alone), records(out), [0, 1, 2, 3])
     device = events(out, "plan")[0]["device"]
     assert "2 ranks on 2 nodes" in device and "2 samplers" in device
@@ -253,9 +249,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_and_back(train, alone,
 
 
 @pytest.mark.long
-def test_the_adapter_alone_moves_between_two_ranks_and_the_run_is_that_of_one_process(
-    train, tmp_path
-) -> None:
+def test_the_adapter_alone_moves_between_two_ranks_and_the_run_is_that_of_one_process(train, tmp_path) -> None:
     pytest.importorskip("peft")
     alone, two = records(train(tmp_path / "alone", *LORA)), tmp_path / "two"
     for steps in (1, 2):
@@ -269,10 +263,9 @@ def test_the_adapter_alone_moves_between_two_ranks_and_the_run_is_that_of_one_pr
     assert (two / "global_step_2/actor/lora_adapter/adapter_model.safetensors").is_file()
 
 
-def test_nodes_that_do_not_fit_end_the_run_before_a_model_loads(
-    tiny, ray_address, tmp_path, monkeypatch
-) -> None:
-    """The driver's home has a hub model in its cache, those of the nodes do not. What else is compared: test_ray_nodes.py."""
+def test_nodes_that_do_not_fit_end_the_run_before_a_model_loads(tiny, ray_address, tmp_path, monkeypatch) -> None:
+    """The driver's home has a hub model in its cache, those of the nodes do not. What else is compared:
+    test_ray_nodes.py."""
     for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     cache = tmp_path / ".cache/huggingface/hub/models--somebody--tiny"

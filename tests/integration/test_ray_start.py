@@ -1,4 +1,5 @@
-"""`examples/ray_start.sh`: a head that a driver finds, and what it says when it cannot start. The clusters are the script's."""
+"""`examples/ray_start.sh`: a head that a driver finds, and what it says when it cannot start. The clusters are the
+script's."""
 
 from __future__ import annotations
 
@@ -113,8 +114,8 @@ def test_a_head_on_one_node(tmp_path: Path, mark: str) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_server: ForkServer) -> None:
-    """Two addresses of this machine stand for two nodes; the token is copied by hand, as between machines. What the nodes start
-    is forked from `fork_server`."""
+    """Two addresses of this machine stand for two nodes; the token is copied by hand, as between machines. What the
+    nodes start is forked from `fork_server`."""
     home, other, out = tmp_path / "home", tmp_path / "other", tmp_path / "out"
     home.mkdir()
     (home / "sitecustomize.py").write_text(FORKED)
@@ -141,11 +142,7 @@ def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_serv
     words = TinyRun(tmp_path / "tiny").overrides(out, *SHORT)
     for mode, said in (("disabled", "asks for its token"), ("token", "a token, and none is here")):
         refused = fork_server.run(
-            words,
-            RAY_ADDRESS=address,
-            HOME=str(tmp_path),
-            RAY_AUTH_MODE=mode,
-            RAY_NUM_REDIS_GET_RETRIES="1",
+            words, RAY_ADDRESS=address, HOME=str(tmp_path), RAY_AUTH_MODE=mode, RAY_NUM_REDIS_GET_RETRIES="1"
         )
         assert refused.status == 2 and said in refused.stderr, refused.stderr[-2000:]
     done = fork_server.run(words, timeout=240, RAY_ADDRESS=address, HOME=str(home), RAY_AUTH_MODE="token")

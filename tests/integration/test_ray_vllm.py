@@ -17,9 +17,10 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def test_two_steps_over_ray(tmp_path: Path) -> None:
-    """A Ray of the run's own: two ranks, and one vLLM over two devices of the node, in half precision that is made where the
-    weights are sent from. Each part is in `make test`: vLLM on a cluster in test_ray_kill.py, two devices in
-    test_vllm_weights.py, a Ray of one's own in test_ray_ports.py, the data type in test_weight_sync_buckets.py. Those sent are those that arrive; the first step compares the log-probs of both."""
+    """A Ray of the run's own: two ranks, and one vLLM over two devices of the node, in half precision that is made
+    where the weights are sent from. Each part is in `make test`: vLLM on a cluster in test_ray_kill.py, two devices in
+    test_vllm_weights.py, a Ray of one's own in test_ray_ports.py, the data type in test_weight_sync_buckets.py. Those
+    sent are those that arrive; the first step compares the log-probs of both."""
     run, out = TinyRun(tmp_path), tmp_path / "out"
     run.model = vllm_model(tmp_path / "heads", "qwen2", tied=True)
     words = (

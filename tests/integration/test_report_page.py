@@ -12,9 +12,7 @@ from tests.fake_run import make_run
 from tests.integration import chromium
 from verl.report import write_report
 
-pytestmark = pytest.mark.skipif(
-    chromium.find() is None, reason="no chromium or chrome binary on this machine"
-)
+pytestmark = pytest.mark.skipif(chromium.find() is None, reason="no chromium or chrome binary on this machine")
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +159,8 @@ def test_smoothing_crosshair_and_explorer(page: chromium.Page, hostile_report: P
         page.key("PageUp", 33)
     page.wait(f"document.querySelector('[data-chart=entropy] .legend b').textContent !== {json.dumps(first)}")
     page.eval(
-        "(() => { document.getElementById('explore-name').value = 'actor/pg_loss'; document.getElementById('explore-add').click(); })()"
+        "(() => { document.getElementById('explore-name').value = 'actor/pg_loss'; "
+        "document.getElementById('explore-add').click(); })()"
     )
     assert page.eval("document.querySelectorAll('[data-chart=\"own-actor/pg_loss\"] canvas').length") == 1
     no_errors(page)
@@ -197,9 +196,7 @@ def test_empty_and_young_runs(page: chromium.Page, tmp_path: Path) -> None:
 
     young = make_run(tmp_path / "young", 1, finished=False)
     config = (young / "config.yaml").read_text()
-    (young / "config.yaml").write_text(
-        config.replace('"total_training_steps": 1', '"total_training_steps": 50')
-    )
+    (young / "config.yaml").write_text(config.replace('"total_training_steps": 1', '"total_training_steps": 50'))
     events = (young / "events.jsonl").read_text().replace('"total_steps": 1', '"total_steps": 50')
     (young / "events.jsonl").write_text(events)
     page.open(write_report(young))

@@ -14,7 +14,7 @@ from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Trajectory
 
 ASKS = """
-from verl.reward.http import post_json
+from verl.reward.json_service import post_json
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, reward_router_address):
     body = {"messages": [{"role": "user", "content": "Grade: " + solution_str}], "max_tokens": 3, "temperature": 0}
@@ -50,7 +50,7 @@ def test_a_classifier_scores_every_response_and_a_run_goes_on_exactly(tiny: Tiny
     assert whole[1]["critic/score/mean"] == pytest.approx(sum(r["score"] for r in rows) / 12, abs=1e-5)
     asked = [f"Say {r['gts']} letters" + "!" * (int(r["gts"]) % 7) for r in rows]
     told = [
-        Trajectory(Prompt("", None, [{"role": "user", "content": text}]), 0, segments=[], text=r["output"])  # type: ignore[arg-type]
+        Trajectory(Prompt("", None, [{"role": "user", "content": text}]), 0, segments=[], text=r["output"])
         for text, r in zip(asked, rows, strict=True)
     ]
     assert [r["score"] for r in rows] == pytest.approx(plain_scores(path, told), abs=1e-5)

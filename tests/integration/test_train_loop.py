@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.runs import TinyRun, main_ppo, records, weights
+from tests.runs import main_ppo, records, weights
 
 
 @pytest.fixture(scope="module")
@@ -65,29 +65,13 @@ def test_same_seed_same_run_whatever_the_reward_processes(fork_server, tiny, fin
     assert records(again) == records(out)
     assert weights(again, 4) == weights(out, 4)
     other = tmp_path / "other"
-    fork_server.run(
-        tiny.overrides(other, "trainer.seed=7", "trainer.total_training_steps=1", "trainer.test_freq=-1")
-    )
+    fork_server.run(tiny.overrides(other, "trainer.seed=7", "trainer.total_training_steps=1", "trainer.test_freq=-1"))
     assert weights(other, 1) != weights(out, 1), "another seed is another run"
-
-
-@pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3_moe"])
-def test_other_architectures_train_and_agree(fork_server, arch, tmp_path) -> None:
-    run = TinyRun(tmp_path, arch=arch)
-    done = fork_server.run(
-        run.overrides(tmp_path / "out", "trainer.total_training_steps=2", "trainer.save_freq=2")
-    )
-    assert done.status == 0, done.stderr[-3000:]
-    last = records(tmp_path / "out")[2]
-    assert last["training/rollout_logprob_abs_diff/max"] < 1e-4
-    assert last["actor/grad_norm"] > 0 and weights(tmp_path / "out", 2)
 
 
 def test_val_only_with_shorter_responses(fork_server, tiny, tmp_path) -> None:
     out = tmp_path / "out"
-    done = fork_server.run(
-        tiny.overrides(out, "trainer.val_only=True", "actor_rollout_ref.rollout.response_length=5")
-    )
+    done = fork_server.run(tiny.overrides(out, "trainer.val_only=True", "actor_rollout_ref.rollout.response_length=5"))
     assert done.status == 0, done.stderr[-3000:]
     assert list(records(out)) == [0] and (out / "report.html").is_file()
     assert records(out)[0]["val-aux/test/letters/length/mean@1"] <= 5
@@ -115,9 +99,7 @@ def test_a_run_goes_on_from_its_copy_elsewhere(fork_server, tiny, finished, tmp_
     """Saved in the background, copied away, the run folder lost: the rest is the uninterrupted run, bit for bit."""
     away = f"trainer.default_hdfs_dir=file://{tmp_path}/away"
     background = "actor_rollout_ref.actor.checkpoint.async_save=True"
-    first = fork_server.run(
-        tiny.overrides(tmp_path / "lost", away, background, "trainer.total_training_steps=2")
-    )
+    first = fork_server.run(tiny.overrides(tmp_path / "lost", away, background, "trainer.total_training_steps=2"))
     assert first.status == 0, first.stderr[-3000:]
     assert [p.name for p in sorted((tmp_path / "away").glob("global_step_*"))] == [
         "global_step_1",

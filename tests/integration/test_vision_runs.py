@@ -1,4 +1,5 @@
-"""Whole runs on images through the command line: records, checkpoints that load, exact resume, images that are not seen."""
+"""Whole runs on images through the command line: records, checkpoints that load, exact resume, images that are not
+seen."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def with_torchvision(program: str, *words: Path) -> str:
 
 
 def loaded_by_transformers(actor: Path, folder: Path) -> dict[str, Any]:
-    """What `AutoProcessor` and `AutoModelForImageTextToText` make of a checkpoint, beside what this project reads from it."""
+    """What `AutoProcessor` and `AutoModelForImageTextToText` make of a checkpoint, beside what this project reads from
+    it."""
     (folder / "drawn.png").write_bytes(drawn(1))
     found: dict[str, Any] = json.loads(with_torchvision(LOADED, actor, folder / "drawn.png").splitlines()[-1])
     assert found["image_tokens"] * found["merged"] == found["patches"] > 4

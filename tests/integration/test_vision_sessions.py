@@ -14,6 +14,7 @@ from tests.integration.test_vision_runs import VisionRun, drawn
 from tests.runs import records
 from tests.tiny import SPECIAL, VISION, tiny_tokenizer
 from verl.engine.rollout.base import SamplingParams
+from verl.rollout.record import Outcome
 from verl.trainer.main_ppo import main
 
 
@@ -31,7 +32,7 @@ class AsksAround(AgentLoopBase):
         await self.session.chat([*asked, reply.message, {"role": "user", "content": picture}], **few)
         await self.session.generate([*row["prompt_ids"][-3:], *row["prompt_ids"]], few)
         await self.session.chat([{"role": "user", "content": picture}], **few)
-        return self.session.outputs()
+        return Outcome()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

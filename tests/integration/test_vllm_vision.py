@@ -1,8 +1,9 @@
-"""Prompts with images in vLLM: what it samples is what the trainer computes, after transfers and from a checkpoint's files.
+"""Prompts with images in vLLM: what it samples is what the trainer computes, after transfers and from a checkpoint's
+files.
 
-vLLM reads such models with torchvision, which on a machine without a GPU wants its operators declared (docs/vllm.md). `make test`
-keeps it in a folder beside the environment, so that everything else is tested without it: where that is so, a process that has
-the folder on its path runs this file.
+vLLM reads such models with torchvision, which on a machine without a GPU wants its operators declared (docs/vllm.md).
+`make test` keeps it in a folder beside the environment, so that everything else is tested without it: where that is so,
+a process that has the folder on its path runs this file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.runs import environment
 from tests.tiny import tiny_vision_model
 from tests.unit.engine.training.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, vllm_engine
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.trajectory import Prompt
 from verl.weight_sync.sender import StreamedSync
 
@@ -28,7 +29,7 @@ require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HERE = importlib.util.find_spec("torchvision") is not None
 BESIDE = Path(sys.prefix) / "torchvision"
-VIDEOS = Path(__file__).parents[1] / "unit" / "test_data_media.py"
+VIDEOS = Path(__file__).parents[1] / "unit" / "data" / "test_media.py"
 
 
 @pytest.mark.skipif(HERE or not BESIDE.is_dir(), reason=f"no torchvision in {BESIDE}, or it is installed")

@@ -34,7 +34,7 @@ MODELS = [("gpt2", True), *(pytest.param(*model, marks=pytest.mark.long) for mod
 
 def trainer(path: Path) -> Any:
     from verl.config import Map
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     role = {"optim": {"lr": 0.05}, "fsdp_config": {"dtype": "float32"}, "ppo_max_token_len_per_gpu": 4096}
     engine = FSDPEngine(str(path), role_cfg=Map.of(role), model_cfg=Map.of({}), device="cpu", seed=0)
@@ -96,7 +96,7 @@ def test_sampler_and_trainer_agree(tmp_path: Path, arch: str, tied: bool) -> Non
 
 @pytest.mark.long
 def test_a_model_that_would_keep_old_weights_is_refused(tmp_path: Path) -> None:
-    from verl.weight_sync.base import WeightSyncError
+    from verl.weight_sync.verify import WeightSyncError
 
     path = vllm_model(tmp_path / "model", "gpt_oss")
     sampler = vllm_engine(path, load_format="dummy", skip_tokenizer_init=True)
@@ -132,11 +132,10 @@ def main() -> None:
 
 @pytest.mark.skipif(
     torch.cpu._is_avx512_supported() and os.environ.get("ATEN_CPU_CAPABILITY") == "avx2",
-    reason="vLLM's kernels go by the processor, torch's by the variable: mixed, two ranks sample ids beyond the vocabulary",
+    reason="vLLM's kernels go by the processor, torch's by the variable: mixed, two ranks "
+    "sample ids beyond the vocabulary",
 )
-def test_two_devices_agree_and_no_process_outlives_a_killed_driver(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_two_devices_agree_and_no_process_outlives_a_killed_driver(tmp_path: Path, fork_server: ForkServer) -> None:
     """Tensor parallel 2; then the driver is killed without a chance to close anything."""
     run = fork_server.start([str(tmp_path)], module=HERE, **vllm_processes.variables())
     until(lambda: run.ended or (tmp_path / "ready").exists(), timeout=200, pause=0.1)

@@ -18,7 +18,7 @@ from tests.unit.engine.training.engine_cases import (
     rows_of,
     simple_loss,
 )
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.engine.training.log_prob import CANDIDATE_OUTPUTS
 
 CONFIG = {"fsdp_config": {"dtype": "float32"}, "grad_clip": 0.0, "optim": {"lr": 0.0, "weight_decay": 0.0}}
@@ -78,9 +78,7 @@ def test_any_cut_gives_the_same(module, groups, size, tokens, share, seed):
         # `reference` needs the model's own attention; the engine sets its own again when it is built.
         module.set_attn_implementation("eager")
         logp, _ = reference(module, rows, 0.8)
-        torch.testing.assert_close(
-            torch.from_numpy(other[0]["log_probs"]), logp.detach(), rtol=1e-5, atol=2e-5
-        )
+        torch.testing.assert_close(torch.from_numpy(other[0]["log_probs"]), logp.detach(), rtol=1e-5, atol=2e-5)
 
 
 def test_token_budget_wins_over_size_if_dynamic(module):
@@ -102,9 +100,7 @@ def test_recomputed_layers_give_the_same(tmp_path, arch, dtype):
     results = []
     for on in (True, False):
         role = CONFIG | {"fsdp_config": {"dtype": dtype}, "ppo_max_token_len_per_gpu": 20}
-        engine = FSDPEngine(
-            path, role_cfg=role, model_cfg={"enable_gradient_checkpointing": on}, device="cpu"
-        )
+        engine = FSDPEngine(path, role_cfg=role, model_cfg={"enable_gradient_checkpointing": on}, device="cpu")
         calls = count_layer_calls(engine)
         result = engine.step(rows, simple_loss(28), temperature=1.0)
         results.append((calls["n"], gradients(engine), result.grad_norm))

@@ -13,12 +13,11 @@ import torch
 from tests.invariant.test_sampler_logprobs import make_prompts, sample
 from tests.tiny import tiny_model
 from tests.unit.engine.training.lora_cases import disturb, engine, lora, trained
-from verl.engine.rollout.native import NativeEngine
+from verl.engine.rollout.native.engine import NativeEngine
 from verl.trajectory import Prompt, Trajectory
-from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.sender import InProcessSync, StreamedSync
-from verl.weight_sync.verify import checksums, compare
+from verl.weight_sync.verify import WeightSyncError, checksums, compare
 
 pytest.importorskip("peft")
 
@@ -108,7 +107,7 @@ def test_bfloat16_samples_from_the_merged_weights(tmp_path: Path, arch: str) -> 
 def test_a_sampler_elsewhere_gets_the_adapter_alone(tmp_path: Path, arch: str) -> None:
     """With the base of its own; and one without LoRA gets merged weights."""
     from verl.engine.training.lora import AdapterSource, LoraSettings, inject
-    from verl.models.load import load_model
+    from verl.models.pretrained import load_model
 
     path = str(tiny_model(tmp_path / "m", arch, scale=6.0))
     actor = engine(path)

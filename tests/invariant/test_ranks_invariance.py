@@ -18,11 +18,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "by tokens": (role(ppo_micro_batch_size_per_gpu=None, ppo_max_token_len_per_gpu=30), {}, "uneven"),
     "prompts repeated": (role(use_prefix_grouper=False), {}, "even"),
     "recomputed": (role(), {"enable_gradient_checkpointing": True}, "uneven"),
-    "kept": (
-        role(fsdp={"reshard_after_forward": False}),
-        {"enable_gradient_checkpointing": False},
-        "uneven",
-    ),
+    "kept": (role(fsdp={"reshard_after_forward": False}), {"enable_gradient_checkpointing": False}, "uneven"),
     "prefetch": (role(fsdp={"forward_prefetch": True}), {}, "even"),
     "one unit": (role(fsdp={"wrap_policy": {"min_num_params": 10**9}}), {}, "even"),
     "offloaded": (

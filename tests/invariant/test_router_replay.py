@@ -1,4 +1,5 @@
-"""Router replay: recorded routes are followed to the last one, by however the rows are cut, packed, recomputed or spread."""
+"""Router replay: recorded routes are followed to the last one, by however the rows are cut, packed, recomputed or
+spread."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from tests.runs import TinyRun, main_ppo, records, weights
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine.training.engine_cases import assert_close, gradients, rows_of, simple_loss
 from verl.engine.rollout.base import SamplingParams
-from verl.engine.rollout.native import NativeEngine
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.rollout.native.engine import NativeEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
 from verl.models.routing import Routing
 from verl.rollout import agent_loop, loops
-from verl.rollout.manager import RolloutManager, RolloutSettings
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutManager
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Segment
 
@@ -82,8 +84,8 @@ def off_by(engine: FSDPEngine, rows: list[Segment]) -> float:
 
 @pytest.mark.parametrize("arch", list(ARCHITECTURES))
 def test_trainer_agrees_with_a_sampler_whose_experts_are_nearly_tied(arch: str) -> None:
-    """The routers' weights move by a millionth between sampling and training: as noise would, it flips ties. A group's context
-    has its routes once."""
+    """The routers' weights move by a millionth between sampling and training: as noise would, it flips ties. A group's
+    context has its routes once."""
     model = model_of(arch, router=1e-6)
     rows = sampled(model)
     with torch.no_grad():
@@ -107,9 +109,7 @@ class TwoTurns(AgentLoopBase):
     async def run(self, sampling_params, **row):
         first = await self.generate(row["prompt_ids"], {"max_tokens": 12})
         between = np.arange(5)
-        second = await self.generate(
-            np.concatenate([row["prompt_ids"], first.token_ids, between]), {"max_tokens": 12}
-        )
+        second = await self.generate(np.concatenate([row["prompt_ids"], first.token_ids, between]), {"max_tokens": 12})
         parts = [
             (first.token_ids, first.log_probs, 1),
             (between, np.zeros(5), 0),
@@ -129,9 +129,7 @@ def test_later_turns_bring_their_routes() -> None:
         loops._LOOPS.pop("two_turns")
     engine = engine_of(model)
     assert all((row.columns["routed_experts"][:-1] >= 0).all() for row in rows)
-    found = np.split(
-        engine.forward(rows, temperature=1.0)["log_probs"], np.cumsum([row.length for row in rows])[:-1]
-    )
+    found = np.split(engine.forward(rows, temperature=1.0)["log_probs"], np.cumsum([row.length for row in rows])[:-1])
     for row, log_probs in zip(rows, found, strict=True):
         mask = row.columns["response_mask"]
         assert np.abs(log_probs - row.rollout_log_probs)[mask].max() <= 1e-4

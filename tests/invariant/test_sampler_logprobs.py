@@ -11,7 +11,7 @@ import torch
 
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import NativeEngine
+from verl.engine.rollout.native.engine import NativeEngine
 
 PROMPT_LENGTHS = (5, 37, 1, 150)
 CASES: dict[str, dict[str, Any]] = {
@@ -68,11 +68,7 @@ def worst(
     model: torch.nn.Module, prompts: list[list[int]], groups: list[list[Completion]], temperature: float = 1.0
 ) -> float:
     return max(
-        float(
-            (full_log_probs(model, p, c.token_ids.tolist(), temperature) - torch.from_numpy(c.log_probs))
-            .abs()
-            .max()
-        )
+        float((full_log_probs(model, p, c.token_ids.tolist(), temperature) - torch.from_numpy(c.log_probs)).abs().max())
         for p, group in zip(prompts, groups, strict=True)
         for c in group
     )

@@ -20,14 +20,14 @@ from tests.tiny import tiny_config
 from tests.unit.engine.training.engine_cases import assert_close, gradients, rows_of
 from tests.unit.engine.training.test_value_engine import engine as critic_engine
 from tests.unit.engine.training.test_value_engine import stepped, with_a_head
-from verl.algorithms.driver import compute_advantages
-from verl.algorithms.tokens import MODES
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.algorithms.batch_advantages import compute_advantages
+from verl.algorithms.flat_tokens import MODES
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.trajectory import Batch, Segment, Trajectory, flat
 from verl.workers.group import DirectCalls, WorkerGroup
-from verl.workers.plan import UpdatePlan
-from verl.workers.roles import roles_of
-from verl.workers.worker import Worker
+from verl.workers.roles import Policy
+from verl.workers.training_worker import Worker
+from verl.workers.update_plan import UpdatePlan
 
 GROUPS = [(5, [3, 9, 6]), (7, [2, 8, 4])]
 
@@ -44,9 +44,7 @@ def trajectories(cut: bool) -> list[Trajectory]:
         ends = [0, *([row.length // 2, row.length - 1] if cut and row.length > 3 else []), row.length]
         segments = []
         for start, end in itertools.pairwise(ends):
-            context = (
-                row.prompt.ids if not start else np.concatenate([row.prompt.ids, row.response_ids[:start]])
-            )
+            context = row.prompt.ids if not start else np.concatenate([row.prompt.ids, row.response_ids[:start]])
             columns = {name: values[start:end] for name, values in row.segments[0].columns.items()}
             segments.append(Segment(context, **columns))
         out.append(Trajectory(row.prompt, row.index, segments=segments, score=float(rng.integers(0, 3))))
@@ -81,7 +79,7 @@ def updated(
     worker.engines["actor"] = engine
     plan = UpdatePlan(actor, max_response_length=16.0, batch_prompts=2, rollout_correction=correction)
     group = WorkerGroup(DirectCalls(worker), [{"dp_rank": 0, "roles": ["actor"]}], plan=plan)
-    policy: Any = roles_of(group)["actor"]
+    policy = Policy("actor", group, plan)
     batch = Batch(trajectories(cut))
     for row in batch if change else ():
         change(row)
@@ -147,9 +145,7 @@ def test_a_critic_and_gae_see_one_trajectory(mode: str, tmp_path: Path) -> None:
             row.values = own
         compute_advantages(batch, algorithm, 3)
         metrics, weights = stepped(path, rows, rows, mode, ppo_micro_batch_size_per_gpu=2 if cut else None)
-        found.append(
-            ([flat(batch.trajectories, n) for n in ("values", "returns", "advantages")], metrics, weights)
-        )
+        found.append(([flat(batch.trajectories, n) for n in ("values", "returns", "advantages")], metrics, weights))
     whole, parts = found
     for a, b in zip(whole[0], parts[0], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)

@@ -16,21 +16,21 @@ from PIL import Image
 from tests import ranks
 from tests.tiny import tiny_model, tiny_vision_model
 from tests.unit.engine.training.engine_cases import assert_close, gradients, simple_loss
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.schema.base import setting
 from verl.data.media import ImageProcessor, load_processor
 from verl.data.rows import ChatRenderer
 from verl.data.tokenizer import load_tokenizer
+from verl.engine.registry import capabilities
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import NativeEngine
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.rollout.native.engine import NativeEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.models.layers import product_weights
-from verl.models.load import load_model
+from verl.models.pretrained import load_model
 from verl.trajectory import VIDEO_SECONDS, Media, Prompt, Trajectory
 from verl.versions import satisfies
 from verl.weight_sync.sender import InProcessSync
 
-RANGES = CAPABILITIES["native"].image_transformers
+RANGES = capabilities("native").image_transformers
 pytestmark = pytest.mark.skipif(
     not satisfies(transformers.__version__, RANGES), reason=f"images need transformers {RANGES}"
 )
@@ -100,9 +100,7 @@ def rows_of(prompts: list[Prompt], found: list[list[Completion]]) -> list[Trajec
         for j, done in enumerate(group):
             advantages = np.full(len(done.token_ids), 1.0 if j % 2 else -1.0, np.float32)
             rows.append(
-                Trajectory(
-                    prompt, j, done.token_ids, np.ones(len(done.token_ids), bool), advantages=advantages
-                )
+                Trajectory(prompt, j, done.token_ids, np.ones(len(done.token_ids), bool), advantages=advantages)
             )
     return rows
 
@@ -129,9 +127,7 @@ def plain_log_probs(path: Path, rows: list[Trajectory]) -> np.ndarray:
         media = {} if row.prompt.media is None else row.prompt.media.inputs
         kinds = {"mm_token_type_ids": (ids == 263).int()} if media else {}
         with torch.no_grad():
-            logits = model(
-                input_ids=ids, **{k: torch.from_numpy(v) for k, v in media.items()}, **kinds
-            ).logits[0]
+            logits = model(input_ids=ids, **{k: torch.from_numpy(v) for k, v in media.items()}, **kinds).logits[0]
         logits[:, marks_of(path)] = -torch.inf
         start = len(row.prompt.ids) - 1
         picked = logits[start:-1].log_softmax(-1).gather(1, torch.from_numpy(row.response_ids)[:, None])
@@ -155,9 +151,7 @@ def test_transformers_trainer_and_sampler_agree_after_three_syncs(path: Path, tm
         assert not set(marks_of(path)) & {int(t) for row in rows for t in row.response_ids}
         actor.save_weights(tmp_path / str(version))
         assert np.abs(ours - plain_log_probs(tmp_path / str(version), rows)).max() <= 1e-4
-        assert not actor.step(
-            segments(rows), simple_loss(sum(r.length for r in rows)), temperature=1.0
-        ).refused
+        assert not actor.step(segments(rows), simple_loss(sum(r.length for r in rows)), temperature=1.0).refused
         actor.images()
 
 
@@ -220,8 +214,8 @@ def test_batching_never_changes_the_response(path25: Path, how: dict[str, Any]) 
 def of_two_ranks(
     path: str, shares: list[list[int]], mode: str, sequence: int = 1
 ) -> tuple[float, dict[str, torch.Tensor], np.ndarray]:
-    """Norm, gradients and this rank's log-probs; made-up responses, the same on every rank. mode: of router replay; sequence:
-    ranks that share each sequence."""
+    """Norm, gradients and this rank's log-probs; made-up responses, the same on every rank. mode: of router replay;
+    sequence: ranks that share each sequence."""
     from verl.engine.training.process_group import whole
 
     how = {"ppo_micro_batch_size_per_gpu": 2, "ulysses_sequence_parallel_size": sequence}
@@ -257,8 +251,8 @@ def of_two_ranks(
     ids=str,
 )
 def test_two_ranks_are_one_whoever_has_the_images(tmp_path: Path, arch: str, shares: list[list[int]]) -> None:
-    """Rows 2 and 3 have none: alone on a rank, that rank still runs the tower with the other. With the same rows the ranks share
-    each sequence."""
+    """Rows 2 and 3 have none: alone on a rank, that rank still runs the tower with the other. With the same rows the
+    ranks share each sequence."""
     path, mode = tiny_vision_model(tmp_path, arch), "R2" if arch.endswith("moe") else "disabled"
     sequence = 2 if shares[0] == shares[1] else 1
     found = ranks.run(of_two_ranks, 2, str(path), shares, mode, sequence)
@@ -270,9 +264,7 @@ def test_two_ranks_are_one_whoever_has_the_images(tmp_path: Path, arch: str, sha
         np.testing.assert_allclose(ours, np.concatenate(theirs or [log_probs[:0]]), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "limits", [{"max_num_batched_tokens": 16}, {"cache_tokens": 1024, "max_num_seqs": 4}], ids=str
-)
+@pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 16}, {"cache_tokens": 1024, "max_num_seqs": 4}], ids=str)
 def test_prefill_in_pieces_and_a_full_cache_change_nothing(path25: Path, limits: dict[str, Any]) -> None:
     """A budget below one image cuts it into spans; a small cache throws responses out and computes them again."""
     model, prompts = FSDPEngine(path25, role_cfg=trained(), device="cpu").module, make_prompts(path25)
@@ -365,9 +357,7 @@ def test_adapters_leave_the_tower_out_if_asked(path25: Path) -> None:
 
 def test_the_cost_of_a_token_is_the_language_model_s(path25: Path) -> None:
     model = load_model(path25)
-    text = [
-        p for n, p in model.named_parameters() if "visual" not in n and "embed_tokens" not in n and p.ndim > 1
-    ]
+    text = [p for n, p in model.named_parameters() if "visual" not in n and "embed_tokens" not in n and p.ndim > 1]
     assert product_weights(model, model.config.get_text_config()) == sum(p.numel() for p in text)
 
 
@@ -382,8 +372,6 @@ def test_what_does_not_fit_is_refused_by_name(path25: Path, tmp_path: Path) -> N
     row = Trajectory(swapped, 3, np.array([1, 2]), np.ones(2, bool))
     with pytest.raises(ValueError, match="response 3 of 0:0@0"):
         actor.forward(row.segments, temperature=1.0)
-    text = NativeEngine(
-        FSDPEngine(tiny_model(tmp_path / "t"), role_cfg=trained(), device="cpu").module, **LIMITS
-    )
+    text = NativeEngine(FSDPEngine(tiny_model(tmp_path / "t"), role_cfg=trained(), device="cpu").module, **LIMITS)
     with pytest.raises(ValueError, match="the model sees none"):
         sample(text, prompts[:1])

@@ -45,8 +45,8 @@ def trains(
     import torch.distributed as dist
 
     from tests.unit.engine.training.fsdp_cases import role, rows, simple_loss, total
-    from verl.engine.training.fsdp_engine import FSDPEngine
-    from verl.weight_sync.shared_memory import BucketSender
+    from verl.engine.training.fsdp.engine import FSDPEngine
+    from verl.weight_sync.channel import BucketSender
     from verl.weight_sync.verify import checksums
 
     first = not sharded or dist.get_rank() == 0
@@ -75,8 +75,8 @@ def samples(path: str, channel: str, reader: int, dtype: Any, responses: Any) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from verl.engine.rollout.base import SamplingParams
-    from verl.engine.rollout.native import NativeEngine
-    from verl.weight_sync.shared_memory import receive
+    from verl.engine.rollout.native.engine import NativeEngine
+    from verl.weight_sync.channel import receive
 
     torch.set_num_threads(1)
     torch.manual_seed(reader + 1)
@@ -87,9 +87,7 @@ def samples(path: str, channel: str, reader: int, dtype: Any, responses: Any) ->
 
     async def write() -> list[Any]:
         params = SamplingParams(max_tokens=24, ignore_eos=True, seed=reader)
-        return await asyncio.gather(
-            *(engine.generate(p, params, request_id=str(i)) for i, p in enumerate(PROMPTS))
-        )
+        return await asyncio.gather(*(engine.generate(p, params, request_id=str(i)) for i, p in enumerate(PROMPTS)))
 
     asyncio.run(write())  # packs copies and fills caches with the wrong weights
     engine.load_weights(receive(channel, reader, timeout=60, version=VERSION), VERSION)
@@ -115,9 +113,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_sync_is_a_sync_and_sampler_and_trainer_agree(
-    case: str, models: dict[str, str], channel: str
-) -> None:
+def test_a_sync_is_a_sync_and_sampler_and_trainer_agree(case: str, models: dict[str, str], channel: str) -> None:
     name, sharded, readers, bucket, dtype = CASES[case]
     path, responses = models[name], context.Queue()
     samplers = [spawn(samples, path, channel, reader, dtype, responses) for reader in range(readers)]
@@ -141,7 +137,7 @@ def test_a_sync_is_a_sync_and_sampler_and_trainer_agree(
 
 def test_a_push_moves_weights_while_it_gathers(models: dict[str, str], channel: str) -> None:
     """The reader has the first tensor before the last one is gathered."""
-    from verl.weight_sync.shared_memory import BucketSender, receive
+    from verl.weight_sync.channel import BucketSender, receive
 
     arrived = threading.Event()
 

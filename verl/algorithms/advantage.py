@@ -1,4 +1,4 @@
-"""What an advantage estimator gets, and the estimators that give a response one number.
+"""What an advantage estimator gets, and the estimators.
 
 Formulas: docs/algorithms.md, "Advantage estimators".
 
@@ -8,7 +8,7 @@ of the policy tokens, a list of arrays [K_i] each. So no array of tokens is made
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from verl.algorithms.registry import ESTIMATORS
 from verl.config.schema.base import setting
-from verl.trajectory import Batch
+from verl.trajectory import Batch, Trajectory
 
 EPSILON = 1e-6
 Arrays = list[np.ndarray]
@@ -44,7 +44,7 @@ class EstimatorInputs:
     column: Callable[[str], Iterable[np.ndarray]]
     part: Callable[[str], Sequence[Any]]
     baselines: np.ndarray | None = None
-    config: Any = None
+    config: Mapping[str, Any] | None = None
     epsilon: float = EPSILON
     divide: bool = True
     gamma: float = 1.0
@@ -204,8 +204,7 @@ def gdpo(inputs: EstimatorInputs) -> Result:
             f"gdpo needs algorithm.gdpo_reward_keys, and as many gdpo_reward_weights: {keys}, {weights}"
         )
     parts = [
-        weight * _group_relative(_component(key, inputs), inputs)
-        for key, weight in zip(keys, weights, strict=True)
+        weight * _group_relative(_component(key, inputs), inputs) for key, weight in zip(keys, weights, strict=True)
     ]
     return whiten_responses(np.sum(parts, axis=0), inputs)
 
@@ -269,3 +268,147 @@ def gpg(inputs: EstimatorInputs) -> Result:
     differing = np.count_nonzero(~group.equal)
     alpha = len(inputs.scores) / differing if differing else 0.0
     return alpha * group.without_equal(inputs.scores - group.mean)
+
+
+# -- estimators whose advantages differ from token to token: recursions over the policy tokens of all segments ------
+
+
+def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
+    """y_k = Σ_{j ≥ k} factor^{j−k}·x_j, float64 [K].
+
+    By doubling: a pass adds to every window the one after it, so that log₂ K passes do instead of K steps, or fewer
+    where what is further away no longer counts.
+    """
+    if factor == 1:
+        return np.cumsum(values[::-1])[::-1]
+    sums, window = values.astype(np.float64), 1
+    while window < len(sums) and factor > 1e-30:
+        sums[:-window] += factor * sums[window:]
+        window, factor = 2 * window, factor * factor
+    return sums
+
+
+@ESTIMATORS.register("gae", needs={"values"}, keys=["gamma", "lam"])
+def gae(inputs: EstimatorInputs) -> Result:
+    """δ_k = r_k + γV_{k+1} − V_k; a_k = δ_k + γλ·a_{k+1}; returns a + V; A = whiten(a). V after the last policy token
+    is 0.
+
+    Sources: GAE, arXiv 1506.02438; PPO, arXiv 1707.06347.
+    """
+    advantages, returns = [], []
+    for rewards, values in zip(inputs.column("token_rewards"), inputs.column("values"), strict=True):
+        following = np.append(values[1:], 0.0)[: len(values)]
+        errors = rewards + inputs.gamma * following - values
+        advantages.append(discounted_sums(errors, inputs.gamma * inputs.lam))
+        returns.append(advantages[-1] + values)
+    return whiten_tokens(advantages, inputs), returns
+
+
+@ESTIMATORS.register("reinforce_plus_plus", keys=["gamma"])
+def reinforce_plus_plus(inputs: EstimatorInputs) -> Result:
+    """G_k = r_k + γG_{k+1}; A = whiten(G); returns G. γ is `config.gamma`, 1 without. Source: arXiv 2501.03262."""
+    returns = [discounted_sums(rewards, inputs.gamma) for rewards in inputs.column("token_rewards")]
+    return whiten_tokens(returns, inputs), returns
+
+
+@ESTIMATORS.register("remax", needs={"reward_baselines"})
+def remax(inputs: EstimatorInputs) -> Result:
+    """A_k = Σ_{j ≥ k} r_j − b_g; returns Σ_{j ≥ k} r_j. b_g is the score of the prompt's greedy response.
+
+    Source: ReMax, arXiv 2310.10505.
+    """
+    if inputs.baselines is None:
+        raise ValueError("remax needs reward_baselines, the score of a greedy response to each prompt")
+    returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
+    return [row_returns - baseline for row_returns, baseline in zip(returns, inputs.baselines, strict=True)], returns
+
+
+def _gradient_norms(inputs: EstimatorInputs) -> Arrays:
+    """W_k = Σ_{j ≤ k} (1 − 2π_j + Σ_v π(v)²)·c_j² of each response, c the importance weight (1 where there is none)."""
+    try:
+        corrections = inputs.column("is_weights")
+    except ValueError:  # the step has no correction
+        corrections = [np.ones(int(length)) for length in inputs.lengths]
+    columns = zip(inputs.column("old_log_probs"), inputs.column("sum_pi_squared"), corrections, strict=True)
+    return [np.cumsum((1 - 2 * np.exp(old) + squares) * c**2) for old, squares, c in columns]
+
+
+def _group_baseline(returns: Arrays, weights: Arrays) -> np.ndarray:
+    """b_k = Σ_j G·W / (Σ_j W + 1e-8) over members that have a token k, up to the second-longest length."""
+    width = sorted(map(len, returns))[-2]
+    above, below = np.zeros(width), np.zeros(width)
+    for row_returns, weight in zip(returns, weights, strict=True):
+        size = min(width, len(row_returns))
+        above[:size] += row_returns[:size] * weight[:size]
+        below[:size] += weight[:size]
+    return above / (below + 1e-8)
+
+
+_OTB_NEEDS = frozenset({"old_log_probs", "sum_pi_squared"})
+
+
+@ESTIMATORS.register("optimal_token_baseline", compares_groups=True, needs=_OTB_NEEDS)
+@ESTIMATORS.register("tir_optimal_token_baseline", compares_groups=True, needs=_OTB_NEEDS)
+def optimal_token_baseline(inputs: EstimatorInputs) -> Result:
+    """A_k = G_k − b_{g,k}; returns G_k = Σ_{j ≥ k} r_j. The baseline weighs the group's returns at token k by W_k, the
+    expected squared norm of the gradient so far.
+
+    w_k = (1 − 2π_k + Σ_v π(v)²)·c_k², W_k = Σ_{j ≤ k} w_j; b_{g,k} = Σ_j G_{j,k}W_{j,k} / (Σ_j W_{j,k} + 1e-8) over
+    members that have a token k. b is 0 in a group of one and beyond the second-longest length; A is 0 where all scores
+    of a group are equal. Source: Optimal Token Baseline (Li et al. 2025).
+    """
+    returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
+    weights = _gradient_norms(inputs)
+    group = GroupStatistics.of(inputs.scores, inputs.index)
+    advantages = list(returns)
+    for members in group.groups.members():
+        if len(members) == 1:
+            continue
+        baseline = _group_baseline([returns[i] for i in members], [weights[i] for i in members])
+        for i in members:
+            width = min(len(baseline), len(returns[i]))
+            advantages[i] = returns[i].copy()
+            advantages[i][:width] -= baseline[:width]
+            if group.equal[i]:
+                advantages[i] = np.zeros_like(returns[i])
+    return advantages, returns
+
+
+# -- how much of the policy gradient is signal: proxies of its variance, from Σπ² per token ---------------------------
+
+
+def variance_proxies(rows: Sequence[Trajectory], gradient_norm: float) -> dict[str, float]:
+    """variance_proxy/…, over the responses with a policy token whose log-probs and Σπ² are known; {} where that is
+    none.
+
+    A is the mean advantage of a response over its policy tokens, W = Σ_k (1 − 2π_k + Σ_v π(v)²)·c_k² with c the
+    importance weight. proxy1_signal_strength: squared gradient norm; proxy2_total_power: mean A²W; proxy3_pure_noise:
+    (proxy2 − proxy1) / (N − 1), not below 0; expected_a_squared, expected_w: means of A² and W.
+    """
+    terms = [
+        _power(t) for t in rows if t.policy_tokens and t.old_log_probs is not None and t.sum_pi_squared is not None
+    ]
+    if not terms:
+        return {}
+    squares, weights = np.array(terms).T
+    signal, power = gradient_norm**2, float(np.mean(squares * weights))
+    return {
+        "variance_proxy/proxy1_signal_strength": signal,
+        "variance_proxy/proxy2_total_power": power,
+        "variance_proxy/proxy3_pure_noise": max(0.0, power - signal) / (len(terms) - 1) if len(terms) > 1 else np.nan,
+        "variance_proxy/expected_a_squared": float(squares.mean()),
+        "variance_proxy/expected_w": float(weights.mean()),
+    }
+
+
+def _power(t: Trajectory) -> tuple[float, float]:
+    """(A², W) of a response."""
+    mask = np.asarray(t.response_mask, bool)
+
+    def column(values: Any) -> np.ndarray:
+        return np.asarray(values, np.float64)[mask]
+
+    weights = 1 - 2 * np.exp(column(t.old_log_probs)) + column(t.sum_pi_squared)
+    if t.is_weights is not None:
+        weights = weights * column(t.is_weights) ** 2
+    return float(column(t.advantages).mean() ** 2), float(weights.sum())

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from verl.algorithms.correction import LIMIT, correction_metrics, mean_of
-from verl.config.rollout_engines import float_name
+from verl.config.schema.entries import Config
+from verl.engine.registry import float_name
 from verl.trajectory import Trajectory
 
 _BLOCK = 1 << 15  # tokens: a few float64 arrays of it fit into a second-level cache
@@ -101,9 +102,7 @@ class Agreement:
             "training/rollout_probs_diff_valid": 1 if self.tokens else 0,
             "training/rollout_probs_diff_max": float(self._ends[5]) if self.tokens else nan,
             "training/rollout_probs_diff_mean": self._sums["apart"] / n,
-            "training/rollout_probs_diff_std": math.sqrt(max(0.0, zz - z * z / n) / (n - 1))
-            if n > 1
-            else nan,
+            "training/rollout_probs_diff_std": math.sqrt(max(0.0, zz - z * z / n) / (n - 1)) if n > 1 else nan,
             "training/rollout_actor_probs_pearson_corr": correlation,
             "training/rollout_logprob_abs_diff/mean": self._sums["abs_e"] / n,
             "training/rollout_logprob_abs_diff/max": float(np.max(largest)),
@@ -162,7 +161,7 @@ both compute in float32, on average in half precision. Measured agreement is som
 (docs/weight-sync.md)."""
 
 
-def first_step_bound(config: Any, trainer_dtype: str) -> tuple[str, float] | None:
+def first_step_bound(config: Config, trainer_dtype: str) -> tuple[str, float] | None:
     """What a run's first batch is held to: `FAR` of the precision in use. trainer_dtype: in which the policy's ranks
     compute.
 

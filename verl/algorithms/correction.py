@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ class Correction:
         return self.bypass and (bool(self.rules) or normalized)
 
 
-def parse_correction(config: Any) -> Correction:
+def parse_correction(config: Mapping[str, Any] | None) -> Correction:
     """From the config group (None: nothing is corrected). ValueError naming the key and the form it must have."""
     kind = setting(config, "rollout_is")
     rules = setting(config, "rollout_rs")
@@ -139,9 +139,7 @@ def parse_rules(listed: str, threshold: float | str | None) -> tuple[Rule, ...]:
             f"rollout_rs_threshold={threshold}: {len(thresholds)} thresholds for {len(names)} rules; give one each, or "
             "one for all"
         )
-    return tuple(
-        parse_rule(*pair) for pair in zip(names, thresholds * (len(names) // len(thresholds)), strict=True)
-    )
+    return tuple(parse_rule(*pair) for pair in zip(names, thresholds * (len(names) // len(thresholds)), strict=True))
 
 
 def parse_rule(name: str, threshold: str) -> Rule:
@@ -235,9 +233,9 @@ def rejection(tokens: Tokens, rules: Sequence[Rule]) -> tuple[np.ndarray, dict[s
 def _apply(tokens: Tokens, rule: Rule) -> tuple[np.ndarray, dict[str, float]]:
     error = np.clip(tokens.error, -LIMIT, LIMIT)
     divergence = -error if rule.k == 1 else error**2 / 2 if rule.k == 2 else np.expm1(error) - error
-    means = {"token": tokens.means, "sum": tokens.sums, "mean": tokens.means, "max": tokens.maxima}[
-        rule.over
-    ](divergence)
+    means = {"token": tokens.means, "sum": tokens.sums, "mean": tokens.means, "max": tokens.maxima}[rule.over](
+        divergence
+    )
     values = divergence if rule.over == "token" else means
     keeps = (rule.low <= values) & (values <= rule.high)
     accepted = keeps if rule.over == "token" else keeps[tokens.owner]
@@ -311,9 +309,7 @@ def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def _policy_tokens(
-    rows: Sequence[Trajectory], mask: np.ndarray, current: Sequence[np.ndarray] | None = None
-) -> Tokens:
+def _policy_tokens(rows: Sequence[Trajectory], mask: np.ndarray, current: Sequence[np.ndarray] | None = None) -> Tokens:
     """e of the policy tokens of all rows; `mask` [ΣL] says which they are."""
     policy = flat(rows, "old_log_probs") if current is None else np.concatenate([np.zeros(0), *current])
     error = policy.astype(np.float64) - flat(rows, "rollout_log_probs")

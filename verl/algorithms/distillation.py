@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from verl.algorithms.flat_tokens import Metrics, MicroBatchColumns
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_loss import CLIP_KEYS, CLIP_RATIO_C, DPPO_CLIP_RATIO_C, LossInputs
 from verl.algorithms.registry import LOSSES
+from verl.config.schema.algorithm import DistillationLossConfig
 from verl.config.schema.base import Map, setting
 
 if TYPE_CHECKING:
-    from verl.algorithms.objective import Metrics, MicroBatchColumns
     from verl.engine.training.base import MicroBatch
 
 TOPK = "forward_kl_topk"
@@ -48,7 +49,7 @@ class Distillation:
     overlap_token_advantage.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: DistillationLossConfig):
         self.config = config
         self.topk = config.loss_mode == TOPK
         #: What the engine's pass has to give beside log-probs and entropy.
@@ -82,16 +83,14 @@ class Distillation:
                 f"distillation_loss.policy_loss_mode={self.config.policy_loss_mode} "
                 "takes responses of one segment; use vanilla"
             )
-        config = Map(inputs.config | {name: setting(self.config, name) for name in CLIP_KEYS})
+        config = Map({**inputs.config} | {name: setting(self.config, name) for name in CLIP_KEYS})
         cap = setting(inputs.config, "clip_ratio_c", CLIP_RATIO_C)
         if self.config.policy_loss_mode.startswith("dppo_") and cap == CLIP_RATIO_C:  # not set for it
             config["clip_ratio_c"] = DPPO_CLIP_RATIO_C
         loss = LOSSES.get(self.config.policy_loss_mode)
         return loss(replace(inputs, config=config, columns={}))
 
-    def _terms(
-        self, inputs: LossInputs, columns: MicroBatchColumns, micro: MicroBatch
-    ) -> tuple[Tensor, Metrics]:
+    def _terms(self, inputs: LossInputs, columns: MicroBatchColumns, micro: MicroBatch) -> tuple[Tensor, Metrics]:
         if not self.topk:
             teacher = columns["teacher_log_probs"]
             student, teacher, metrics = self._from_below(inputs, inputs.log_probs, teacher)
@@ -104,9 +103,7 @@ class Distillation:
         student, teacher, limited = self._from_below(inputs, student, teacher)
         return topk_terms(student, teacher), metrics | limited
 
-    def _from_below(
-        self, inputs: LossInputs, student: Tensor, teacher: Tensor
-    ) -> tuple[Tensor, Tensor, Metrics]:
+    def _from_below(self, inputs: LossInputs, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         """Both log-probs limited from below, and the share of tokens of which one was."""
         least = self.config.log_prob_min_clamp
         if least is None:

@@ -5,11 +5,12 @@ Estimators: J. Schulman, "Approximating KL divergence" (2020). Adaptive coeffici
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from verl.algorithms.tokens import Rows, masked
+from verl.algorithms.flat_tokens import Rows, masked
 from verl.config.schema.base import setting
 
 LOG_RATIO_LIMIT = 20.0
@@ -148,7 +149,7 @@ class AdaptiveKLController(FixedKLController):
 KLController = FixedKLController
 
 
-def get_kl_controller(kl_ctrl: Any) -> KLController:
+def get_kl_controller(kl_ctrl: Mapping[str, Any]) -> KLController:
     """The controller that `algorithm.kl_ctrl` (type, kl_coef, horizon, target_kl) describes."""
     kind = setting(kl_ctrl, "type", "fixed")
     coefficient = setting(kl_ctrl, "kl_coef", 0.001)

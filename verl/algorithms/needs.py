@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.algorithms import built_in  # noqa: F401  (it fills the registries)
+from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.registry import ESTIMATORS, LOSSES
 from verl.config.schema.base import setting
+from verl.config.schema.entries import Config
 from verl.errors import UserError
 from verl.trajectory import COLUMNS
 
@@ -63,7 +64,7 @@ _COSTLY = frozenset({"sum_pi_squared", "routed_experts"}) | _TOPK
 _NOT_THERE = ("reward", "update", "teacher")
 
 
-def needed_columns(config: Any) -> frozenset[str]:
+def needed_columns(config: Config) -> frozenset[str]:
     """Columns that the estimator, the loss, the KL terms and the correction of a configuration need.
 
     UserError for one that nothing in this release produces.
@@ -101,7 +102,7 @@ def needed_columns(config: Any) -> frozenset[str]:
     return frozenset(needs)
 
 
-def passes(config: Any, updates_per_step: int) -> list[Pass]:
+def passes(config: Config, updates_per_step: int) -> list[Pass]:
     """The forward passes of a step, in order.
 
     With one update in a step its own first pass is the old policy, so that none is run for it.
@@ -129,15 +130,13 @@ def with_old_log_probs(chosen: list[Pass]) -> list[Pass]:
     return chosen if present else [OLD_LOG_PROB.only(frozenset()), *chosen]
 
 
-def teacher_roles(config: Any) -> dict[str, Any]:
+def teacher_roles(config: Config) -> dict[str, Any]:
     """The teachers' roles with what `distillation.teacher_models` says of each; none where distillation is off."""
     on = setting(config, "distillation.enabled", False)
-    return (
-        {f"teacher_{name}": model for name, model in config.distillation.teacher_models.items()} if on else {}
-    )
+    return {f"teacher_{name}": model for name, model in config.distillation.teacher_models.items()} if on else {}
 
 
-def teacher_columns(config: Any) -> frozenset[str]:
+def teacher_columns(config: Config) -> frozenset[str]:
     """Columns of the teachers that the loss reads; none where distillation is off."""
     if not teacher_roles(config):
         return frozenset()

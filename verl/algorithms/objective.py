@@ -6,8 +6,8 @@ gets one `LossInputs`. Counts of the whole mini-batch are known before its first
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,113 +15,29 @@ import torch
 
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.distillation import Distillation
+from verl.algorithms.flat_tokens import LossDenominators, Metrics, MicroBatchColumns, loss_mask, masked
 from verl.algorithms.kl import clipped_tokens, kl_penalty
 from verl.algorithms.policy_loss import LossInputs, weights_now
 from verl.algorithms.registry import LOSSES
-from verl.algorithms.tokens import Rows, masked
+from verl.config.schema.actor import ActorConfig
 from verl.config.schema.base import Map, setting
-from verl.trajectory import Segment, flat
 
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
-
-Metrics = dict[str, tuple[float, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class LossDenominators:
-    """Counts over a whole mini-batch, all ranks: T tokens in the loss, B trajectories that have one, and H."""
-
-    tokens: int
-    trajectories: int
-    max_response_length: float | None
-
-    def as_batch_info(self) -> dict[str, Any]:
-        """The keywords of `agg_loss`. Gradients are added, never averaged, hence dp_size 1."""
-        return {
-            "dp_size": 1,
-            "batch_num_tokens": self.tokens,
-            "global_batch_size": self.trajectories,
-            "loss_scale_factor": self.max_response_length,
-        }
-
-
-def loss_mask(row: Segment) -> np.ndarray:
-    """m of a segment, bool [L]: its loss mask, or its policy mask where no phase has set one."""
-    mask = row.columns.get("loss_mask")
-    return row.columns["response_mask"] if mask is None else mask
-
-
-def count_denominators(rows: Sequence[Segment], max_response_length: float | None) -> LossDenominators:
-    """T and B of a mini-batch, after rejection and drops; `max_response_length` is H of seq-mean-token-sum-norm."""
-    counts = [int(np.count_nonzero(loss_mask(row))) for row in rows]
-    carrying = {id(row.trajectory or row) for row, count in zip(rows, counts, strict=True) if count}
-    return LossDenominators(sum(counts), len(carrying), max_response_length)
-
-
-def trajectory_tokens(rows: Sequence[Segment]) -> list[int] | None:
-    """T_i for each row: loss tokens of all segments of its trajectory. None where every trajectory has one segment."""
-    if all(row.trajectory is None or len(row.trajectory.segments) == 1 for row in rows):
-        return None
-    return [
-        sum(int(np.count_nonzero(loss_mask(s))) for s in (row.trajectory or row).segments) for row in rows
-    ]
 
 
 class LossConfig(Map):
     """The actor's config as a policy loss sees it: its settings, `global_batch_info` and `rollout_correction`."""
 
-    def __init__(self, actor: Any, global_batch_info: dict[str, Any], rollout_correction: Any = None):
+    def __init__(
+        self,
+        actor: ActorConfig | dict[str, Any],
+        global_batch_info: dict[str, Any],
+        rollout_correction: Mapping[str, Any] | None = None,
+    ):
         settings = actor if isinstance(actor, dict) else {**vars(actor), **getattr(actor, "_extra", {})}
         super().__init__(settings)
         self.update(global_batch_info=global_batch_info, rollout_correction=rollout_correction)
-
-
-class MicroBatchColumns:
-    """Columns of the segments of a micro-batch as flat tensors [T, …], in the dtype and on the device of the pass's
-    outputs."""
-
-    def __init__(self, segments: Sequence[Segment], like: torch.Tensor):
-        self.segments, self.like = segments, like
-        self.rows = Rows([segment.length for segment in segments], like.device)
-        if self.rows.cu_seqlens[-1] != len(like):
-            raise ValueError(
-                f"{len(like)} log-probs for rows with {self.rows.cu_seqlens[-1]} response tokens"
-            )
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """A column that every segment must have. ValueError naming the first that lacks it."""
-        return self.joined([flat(self.segments, name)])
-
-    def joined(self, values: Sequence[np.ndarray]) -> torch.Tensor:
-        """Arrays [L_i, …], one after the other."""
-        return torch.from_numpy(np.concatenate(values)).to(self.like.device, self.like.dtype)
-
-    @property
-    def loss_mask(self) -> torch.Tensor:
-        """m [T]."""
-        return self.joined([loss_mask(segment) for segment in self.segments])
-
-    def old_log_probs(self) -> torch.Tensor:
-        """The column; the detached log-probs of this pass for segments without it: a step's first update is its own old
-        policy."""
-        current = self.like.detach()
-        present = ["old_log_probs" in segment.columns for segment in self.segments]
-        if not any(present):
-            return current
-        zeros = (segment.columns.get("old_log_probs", np.zeros(segment.length)) for segment in self.segments)
-        mask = torch.from_numpy(np.repeat(present, self.rows.lengths)).to(current.device)
-        return torch.where(mask, self.joined(list(zeros)), current)
-
-    def batch_info(
-        self, denominators: LossDenominators, tokens_of: Mapping[int, int] | None
-    ) -> dict[str, Any]:
-        """The keywords of `aggregate`; `tokens_of`: T_i of segments (by id) whose trajectory has others."""
-        info = denominators.as_batch_info()
-        if tokens_of is not None:
-            counts = [tokens_of[id(segment)] for segment in self.segments]
-            info["trajectory_tokens"] = torch.tensor(counts, device=self.like.device)
-        return info
 
 
 class ActorObjective:
@@ -140,9 +56,9 @@ class ActorObjective:
 
     def __init__(
         self,
-        actor: Any,
+        actor: ActorConfig | dict[str, Any],
         denominators: LossDenominators,
-        rollout_correction: Any = None,
+        rollout_correction: Mapping[str, Any] | None = None,
         tokens_of: Mapping[int, int] | None = None,
         distillation: Distillation | None = None,
     ):

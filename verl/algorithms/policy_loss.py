@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.correction import Tokens, Weighting, importance_weights, parse_correction
+from verl.algorithms.flat_tokens import Rows, aggregate, masked, masked_mean
 from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
-from verl.algorithms.tokens import Rows, aggregate, masked, masked_mean
 from verl.config.schema.base import setting
 
 LOG_RATIO_LIMIT = 20.0
@@ -55,7 +55,7 @@ class LossInputs:
     response_mask: Tensor
     rows: Rows
     loss_agg_mode: str
-    config: Any
+    config: Mapping[str, Any]
     rollout_is_weights: Tensor | None = None
     entropy: Tensor | None = None
     trajectory_tokens: Tensor | None = None
@@ -109,7 +109,7 @@ class LossInputs:
         return values.to(self.log_probs.device, self.log_probs.dtype)
 
 
-def clip_bounds(config: Any) -> tuple[float, float]:
+def clip_bounds(config: Mapping[str, Any]) -> tuple[float, float]:
     """(ε_lo, ε_hi) of an actor config; each is clip_ratio where it is not set."""
     both = float(setting(config, "clip_ratio", CLIP_RATIO))
     low, high = (float(setting(config, f"clip_ratio_{side}", both)) for side in ("low", "high"))
@@ -272,3 +272,161 @@ def weights_now(inputs: LossInputs, how: Weighting) -> Tensor:
     out = torch.zeros_like(inputs.log_probs)
     out[mask] = torch.from_numpy(weights).to(out.device, out.dtype)
     return out
+
+
+# -- losses whose ratio is that of a whole response, over all its segments -------------------------------------------
+#
+# A row of `LossInputs.rows` is a segment. Where a trajectory has several, what is summed over all of them comes from
+# the pass before the mini-batch's update, as the column `mini_batch_values`; otherwise the row says all.
+
+GSPO_LIMIT = 10.0
+
+
+def _means(tokens: MiniBatchTokens, values: np.ndarray) -> np.ndarray:
+    """For each token the mean of the values [ΣL] over the tokens in the loss of its trajectory; 0 without any."""
+    mask, owner = tokens.loss_mask, tokens.trajectory
+    sums = np.bincount(owner[mask], weights=values[mask], minlength=owner.max(initial=0) + 1)
+    counts = np.bincount(owner[mask], minlength=len(sums))
+    return np.asarray((sums / np.maximum(counts, 1))[owner])
+
+
+def _response_log_ratios(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
+    """log q_i on every token of trajectory i."""
+    return _means(tokens, tokens.log_probs - tokens.old_log_probs)
+
+
+@LOSSES.register("gspo", whole=WholeMiniBatch(_response_log_ratios, only_segments=True), keys=CLIP_KEYS)
+def gspo(inputs: LossInputs) -> PolicyLoss:
+    """q_i = exp(Σ_t m·d / T_i), q_t = sg(q_i)·exp(logp − sg(logp)) with log q ≤ 10; x = max(−Aq, −A·clip(q, 1−ε_lo,
+    1+ε_hi)).
+
+    Metrics: pg_clipfrac, share of tokens where the clipped term is the larger. The paper has ε_lo 3e-4, ε_hi 4e-4,
+    aggregated by seq-mean-token-mean. Source: GSPO, arXiv 2507.18071.
+    """
+    low, high = clip_bounds(inputs.config)
+    if "mini_batch_values" in inputs.columns:
+        mean = inputs.columns["mini_batch_values"]
+    else:
+        mean = inputs.rows.spread(inputs.rows.means(inputs.log_ratio(), inputs.loss_mask))
+    log_probs = masked(inputs.log_probs, inputs.loss_mask)
+    ratio = (mean.detach() + log_probs - log_probs.detach()).clamp(max=GSPO_LIMIT).exp()
+    plain = -inputs.advantages * ratio
+    clipped = -inputs.advantages * ratio.clamp(1 - low, 1 + high)
+    loss = inputs.policy_term(torch.maximum(plain, clipped))
+    return loss, inputs.metrics(pg_clipfrac=clipped > plain)
+
+
+def _response_terms(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
+    """Ā_i·ρ_i·w_i of `geo_mean` on every token of trajectory i."""
+    low, high = clip_bounds(config)
+    difference, advantages = tokens.log_probs - tokens.old_log_probs, tokens.advantages
+    limited = np.where(advantages > 0, np.minimum(difference, high), np.maximum(difference, -low))
+    exponent = _means(tokens, np.where(advantages == 0, 0.0, limited))
+    if tokens.weights is not None:
+        with np.errstate(divide="ignore"):
+            exponent += _means(tokens, np.log(tokens.weights))
+    return _means(tokens, advantages) * np.exp(exponent)
+
+
+@LOSSES.register("geo_mean", whole=WholeMiniBatch(_response_terms, only_segments=True), keys=CLIP_KEYS)
+def geo_mean(inputs: LossInputs) -> PolicyLoss:
+    """GMPO: x_i = −Ā_i·ρ_i, one value per response, ρ_i = exp(Σ_t m·d̂ / T_i), Ā_i = Σ_t m·A / T_i; the loss is Σ_i x_i
+    / B.
+
+    d̂ = min(d, ε_hi) where A > 0, max(d, −ε_lo) where A < 0, 0 where A = 0. `loss_agg_mode` changes nothing. The
+    importance weight of a response is exp(Σ_t m·log w / T_i). Metrics: pg_clipfrac (A > 0) and pg_clipfrac_lower (A <
+    0), shares of tokens with d outside [−ε_lo, ε_hi]. The paper has ε = 0.4. Source: GMPO, arXiv 2507.20673.
+    """
+    low, high = clip_bounds(inputs.config)
+    rows, mask, advantages, difference = inputs.rows, inputs.loss_mask, inputs.advantages, inputs.log_ratio()
+    limited = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
+    limited = torch.where(advantages == 0, torch.zeros_like(difference), limited)
+    tokens = rows.sums(mask).clamp(min=1)
+    share = tokens / (tokens if inputs.trajectory_tokens is None else inputs.trajectory_tokens.clamp(min=1))
+    exponent = rows.means(limited, mask) * share
+    if "mini_batch_values" in inputs.columns:
+        whole = rows.means(inputs.columns["mini_batch_values"], mask)
+    else:
+        whole = rows.means(advantages, mask) * exponent.detach().exp()
+        if inputs.rollout_is_weights is not None:
+            whole = whole * rows.means(inputs.rollout_is_weights.log(), mask).exp()
+    # The value of a response is told by its segments in proportion to their tokens; the gradient of each is whole.
+    terms = -whole * (share + (exponent - exponent.detach()).exp() - 1) / tokens
+    loss = inputs.aggregate(rows.spread(terms), "seq-mean-token-sum")
+    outside = (difference > high) | (difference < -low)
+    upper, lower = outside & (advantages > 0), outside & (advantages < 0)
+    return loss, inputs.metrics(pg_clipfrac=upper, pg_clipfrac_lower=lower)
+
+
+# -- losses that treat tokens of a high covariance between log-prob and advantage differently ------------------------
+#
+# v = (A − mean A)·(logp − mean logp), means over the tokens in the loss of a whole mini-batch, under the weights before
+# its update: so which tokens are chosen is decided before, for all ranks (`mini_batch_values`, 1 where a token is).
+
+
+def covariances(tokens: MiniBatchTokens) -> np.ndarray:
+    """v of the tokens in the loss, [T]."""
+    advantages, log_probs = tokens.advantages[tokens.loss_mask], tokens.log_probs[tokens.loss_mask]
+    if not len(advantages):
+        return advantages
+    return (advantages - advantages.mean()) * (log_probs - log_probs.mean())
+
+
+def _chosen(tokens: MiniBatchTokens, numbers: np.ndarray) -> np.ndarray:
+    """1 for the tokens in the loss of these numbers, 0 for all others, [ΣL]."""
+    out = np.zeros(len(tokens.loss_mask))
+    out[np.flatnonzero(tokens.loss_mask)[numbers]] = 1
+    return out
+
+
+def _to_zero(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
+    settings, (low, high), mask = setting(config, "policy_loss"), clip_bounds(config), tokens.loss_mask
+    v, advantages = covariances(tokens), tokens.advantages[mask]
+    difference = (tokens.log_probs - tokens.old_log_probs)[mask]
+    ratio = np.exp(np.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    by_ppo = -advantages * np.clip(ratio, 1 - low, 1 + high) > -advantages * ratio
+    within = (v > setting(settings, "clip_cov_lb", 1.0)) & (v < setting(settings, "clip_cov_ub", 5.0))
+    candidates = np.flatnonzero(within & ~by_ppo)
+    count = max(1, int(setting(settings, "clip_cov_ratio", 2e-4) * len(v)))
+    return _chosen(tokens, np.random.default_rng(tokens.seed).permutation(candidates)[:count])
+
+
+def _to_penalise(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
+    v = covariances(tokens)
+    count = max(1, int(setting(setting(config, "policy_loss"), "kl_cov_ratio", 2e-4) * len(v)))
+    return _chosen(tokens, np.argsort(-v, kind="stable")[:count])
+
+
+CLIP_COV_KEYS = ("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub")
+KL_COV_KEYS = ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")
+TO_ZERO, TO_PENALISE = WholeMiniBatch(_to_zero), WholeMiniBatch(_to_penalise)
+
+
+@LOSSES.register("clip_cov", needs={"old_log_probs"}, whole=TO_ZERO, keys=[*CLIP_KEYS, *CLIP_COV_KEYS])
+def clip_cov(inputs: LossInputs) -> PolicyLoss:
+    """x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)), and 0 for max(1, ⌊clip_cov_ratio·T⌋) tokens, drawn with the step's seed
+    from those with clip_cov_lb < v < clip_cov_ub that the clip does not hold already. Metrics: pg_clipfrac, share set
+    to 0.
+
+    Source: arXiv 2505.22617.
+    """
+    low, high = clip_bounds(inputs.config)
+    ratio, advantages = inputs.ratio(), inputs.advantages
+    terms = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    zero = inputs.of_mini_batch(TO_ZERO) > 0
+    loss = inputs.policy_term(torch.where(zero, torch.zeros_like(terms), terms))
+    return loss, inputs.metrics(pg_clipfrac=zero)
+
+
+@LOSSES.register("kl_cov", needs={"old_log_probs"}, whole=TO_PENALISE, keys=KL_COV_KEYS)
+def kl_cov(inputs: LossInputs) -> PolicyLoss:
+    """x = −Aρ, and −Aρ + ppo_kl_coef·|d| for the max(1, ⌊kl_cov_ratio·T⌋) tokens of the largest v. Metrics: ppo_kl,
+    mean |d|.
+
+    Source: arXiv 2505.22617.
+    """
+    coefficient = float(setting(setting(inputs.config, "policy_loss"), "ppo_kl_coef", 0.1))
+    distance = inputs.log_ratio().abs()
+    penalty = coefficient * distance * inputs.of_mini_batch(TO_PENALISE)
+    loss = inputs.policy_term(-inputs.advantages * inputs.ratio() + penalty)
+    return loss, inputs.metrics(ppo_kl=distance)

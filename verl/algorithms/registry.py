@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl.config.schema.algorithm import ESTIMATORS as PUBLIC_ESTIMATORS
+from verl.plugins import REGISTRIES
 
 Algorithm = Callable[..., Any]
 F = TypeVar("F", bound=Algorithm)
@@ -146,3 +147,4 @@ def _key(name: Name) -> str:
 
 ESTIMATORS = Registry("advantage estimator", "register_adv_est")
 LOSSES = Registry("policy loss", "register_policy_loss")
+REGISTRIES |= {"ESTIMATORS": ESTIMATORS, "LOSSES": LOSSES}

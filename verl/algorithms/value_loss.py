@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.algorithms.objective import LossDenominators, Metrics, MicroBatchColumns
-from verl.algorithms.tokens import Rows, aggregate, masked_mean
+from verl.algorithms.flat_tokens import (
+    LossDenominators,
+    Metrics,
+    MicroBatchColumns,
+    Rows,
+    aggregate,
+    masked_mean,
+)
+from verl.config.schema.actor import CriticConfig
 
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
@@ -53,7 +60,7 @@ class ValueObjective:
     """
 
     def __init__(
-        self, critic: Any, denominators: LossDenominators, tokens_of: Mapping[int, int] | None = None
+        self, critic: CriticConfig, denominators: LossDenominators, tokens_of: Mapping[int, int] | None = None
     ):
         self._critic, self._denominators, self._tokens_of = critic, denominators, tokens_of
 

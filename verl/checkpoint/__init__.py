@@ -1,7 +1,7 @@
 """Sealed checkpoints: written beside, synced, sealed by a manifest, renamed; the newest complete one is found again.
 
 `write.CheckpointWriter` writes, `read.newest` / `read.open_checkpoint` / `read.resolve_resume` find and verify,
-`layouts` recognises the directories of other systems, `rng` keeps random states. No torch on import.
+`rng` keeps random states. No torch on import.
 """
 
 from verl.checkpoint.manifest import CheckpointError

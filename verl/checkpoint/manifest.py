@@ -124,9 +124,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(f"{path} is damaged: it is not what was written")
         files = {name: {"size": int(e["size"]), "sha256": e["sha256"]} for name, e in record["files"].items()}
         if outside := [name for name in files if name.startswith("/") or ".." in name.split("/")]:
-            raise CheckpointError(
-                f"{path} names a file outside of its folder ({outside[0]!r}): it is refused"
-            )
+            raise CheckpointError(f"{path} names a file outside of its folder ({outside[0]!r}): it is refused")
         return Manifest(int(record["step"]), int(record["serial"]), float(record["time"]), files)
     except FileNotFoundError:
         raise CheckpointError(f"{directory} has no {NAME}: it was never completed") from None

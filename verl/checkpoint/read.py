@@ -1,4 +1,5 @@
-"""Finding a checkpoint again: only complete ones count, damaged ones are named and passed over."""
+"""Finding a checkpoint again: only complete ones count, damaged ones are named and passed over; directories of other
+systems are recognised by the names in them."""
 
 from __future__ import annotations
 
@@ -8,9 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint import layouts, manifest
+from verl.checkpoint import manifest
 from verl.checkpoint.manifest import LOOP, NAME, CheckpointError, Manifest
 from verl.checkpoint.write import OnEvent, no_event, sealed
+
+_START = "start with actor_rollout_ref.model.path="
+_MERGE = f"have to be merged into a Hugging Face directory first (the public model_merger does it); then {_START}it"
+# What in a directory, or in that of a role below it, tells another system's layout: its name, and what to do with it.
+_FOREIGN = {
+    "model_world_size_*_rank_*.pt": (
+        "public verl, FSDP shards",
+        f"its shards (model_world_size_*_rank_*.pt) {_MERGE}",
+    ),
+    "dist_ckpt": ("public verl, Megatron", f"the files of its distributed checkpoint (dist_ckpt/) {_MERGE}"),
+    "huggingface/*.safetensors": (
+        "public verl, hf_model",
+        f"{_START}{{place}}/huggingface for its weights",
+    ),
+    "adapter_config.json": ("peft adapter", "it cannot be resumed"),
+    "config.json": ("hugging face", f"a model directory cannot be resumed; {_START}{{place}}"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +60,7 @@ def open_checkpoint(path: Path, *, hashes: bool = True) -> Checkpoint:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist or is not a directory")
-    if why := layouts.foreign(path):
+    if why := foreign(path):
         raise CheckpointError(why)
     seal = manifest.read_manifest(path)
     manifest.verify(path, seal, hashes=hashes)
@@ -93,7 +111,7 @@ def newest(root: Path, *, on_event: OnEvent = no_event, tidy: bool = True) -> Ch
         clean(root, on_event=on_event)
 
     def pass_over(path: Path, error: CheckpointError) -> None:
-        reason = layouts.foreign(path) or error
+        reason = foreign(path) or error
         on_event("checkpoint_passed_over", path=str(path), message=f"passed over: {reason}")
 
     for *_, path in reversed(sealed(root, pass_over)):
@@ -132,7 +150,7 @@ def _resume_path(path: Path, on_event: OnEvent) -> Checkpoint:
         path = path.parent
     if manifest.step_of(path) is not None or (path / NAME).is_file():
         return open_checkpoint(path)
-    if why := layouts.foreign(path):
+    if why := foreign(path):
         raise CheckpointError(f"{key}: {why}")
     return newest_of(path, key, on_event)
 
@@ -151,3 +169,17 @@ def newest_of(root: Path, name: str, on_event: OnEvent = no_event) -> Checkpoint
         why = "; ".join(problems) or "it holds no global_step_N"
         raise CheckpointError(f"{name} has no complete checkpoint: {why}")
     return checkpoint
+
+
+def foreign(path: Path) -> str:
+    """Why a directory that is not a checkpoint of ours cannot be resumed, and what to do; "" for anything else.
+
+    Only names are looked at, of a `global_step_N` or of a role's directory inside one; nothing is loaded.
+    """
+    if (path / NAME).is_file() or (path / "state").is_dir():  # the latter: ours, unfinished
+        return ""
+    for place in (path, path / "actor", path / "critic"):
+        for sign, (layout, remedy) in _FOREIGN.items():
+            if any(place.glob(sign)):
+                return f"{path} is not a checkpoint of this verl ({layout}): {remedy.format(place=place)}"
+    return ""

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint import Checkpoint, layouts, open_checkpoint
+from verl.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.manifest import NAME, step_directories, step_of
-from verl.checkpoint.read import newest_of
+from verl.checkpoint.read import foreign, newest_of
 from verl.errors import UserError
 
 
@@ -25,7 +25,7 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
         raise UserError(f"{run} does not exist or is not a directory")
     if (run / NAME).is_file():
         return open_checkpoint(run)
-    if why := layouts.foreign(run):
+    if why := foreign(run):
         raise UserError(why)
     if step is not None:
         steps = sorted(n for n in map(step_of, step_directories(run)) if n is not None)

@@ -11,7 +11,7 @@ from verl.errors import UserError
 
 def _reward(argv: list[str]) -> int:
     if argv[:1] == ["check"]:
-        from verl.reward.check import main as run
+        from verl.preflight.reward import main as run
 
         return run(argv[1:])
     wants_help = argv[:1] in (["-h"], ["--help"])
@@ -27,7 +27,7 @@ def _plan(argv: list[str]) -> int:
 
 _DOCTOR = "what is installed, what works together, what is missing for which feature"
 COMMANDS: dict[str, tuple[str | Callable[[list[str]], int], str]] = {
-    "doctor": ("verl.cli.doctor", _DOCTOR),
+    "doctor": ("verl.preflight.doctor", _DOCTOR),
     "prepare": ("verl.data.prepare", "make a data set: verl prepare gsm8k"),
     "reward": (_reward, "try a reward function on rows of a data file: verl reward check"),
     "report": ("verl.cli.report", "build the page of a run: verl report RUN"),
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if args else 2
     if args[0] not in COMMANDS:
-        from verl.config.names import nearest
+        from verl.config.matching import nearest
 
         near = nearest(args[0], COMMANDS)
         print(f"verl: there is no command {args[0]!r}{near}\n\n{usage()}", file=sys.stderr)

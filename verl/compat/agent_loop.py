@@ -7,7 +7,7 @@ The session has recorded every token that the sampler gave; what an output holds
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -18,9 +18,9 @@ import numpy as np
 from verl.config.schema.base import Map, select
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
-from verl.rollout.boundary import Boundaries
 from verl.rollout.loops import AgentLoop, EnvironmentFailed, get, register
 from verl.rollout.record import Excerpt, Outcome, Record, common_prefix
+from verl.rollout.turn_boundaries import Boundaries
 from verl.trajectory import AGENT_LOOP_ARGUMENTS
 
 if TYPE_CHECKING:
@@ -137,9 +137,7 @@ class AgentLoopBase(AgentLoop):
     ):
         self.config = getattr(trainer_config, "config", trainer_config)
         self.data_config = getattr(data_config, "config", data_config)
-        self.rollout_config: Any = (
-            None if self.config is None else self.config.actor_rollout_ref.get("rollout")
-        )
+        self.rollout_config: Any = None if self.config is None else self.config.actor_rollout_ref.get("rollout")
         self.server_manager = server_manager
         # A user's own test of a loop gives a server manager that has `generate` alone.
         self.session: Session = getattr(server_manager, "session", None)  # type: ignore[assignment]
@@ -152,7 +150,7 @@ class AgentLoopBase(AgentLoop):
     @cached_property
     def _boundaries(self) -> Boundaries:
         if self.session is not None:
-            return self.session.runner.boundaries
+            return self.session.setup.boundaries
         return Boundaries(self.tokenizer, self.apply_chat_template_kwargs)
 
     @classmethod
@@ -160,16 +158,16 @@ class AgentLoopBase(AgentLoop):
         """With the keywords of the public system's constructor."""
         from verl.data.plugins import RLHFDataset
 
-        runner = session.runner
+        setup = session.setup
         keywords: dict[str, Any] = {
-            "trainer_config": DictConfigWrap(runner.config),
+            "trainer_config": DictConfigWrap(setup.config),
             "server_manager": ServerManager(session),
-            "tokenizer": runner.tokenizer,
+            "tokenizer": setup.tokenizer,
             "processor": None,
             "dataset_cls": RLHFDataset,
-            "data_config": DictConfigWrap(select(runner.config, "data")),
+            "data_config": DictConfigWrap(select(setup.config, "data")),
             "hf_model_type": None,
-        } | ({} if runner.tools is None else {"tools": runner.tools})
+        } | ({} if setup.tools is None else {"tools": setup.tools})
         return cls(**keywords | arguments)
 
     async def outcome(self, row: dict[str, Any]) -> Outcome:
@@ -202,9 +200,7 @@ class AgentLoopBase(AgentLoop):
         from outside: past its deadline, or its environment failed."""
         return {}
 
-    async def apply_chat_template(
-        self, messages: list[dict[str, Any]], tools: Any = None, **media: Any
-    ) -> list[int]:
+    async def apply_chat_template(self, messages: list[dict[str, Any]], tools: Any = None, **media: Any) -> list[int]:
         """Ids of a whole dialogue with the generation prompt."""
         return [int(i) for i in self._boundaries.whole(messages, tools)[0]]
 
@@ -227,9 +223,7 @@ class AgentLoopBase(AgentLoop):
         following = updated_messages[len(previous_messages) :]
         between = self._boundaries.between(previous_messages[-1], following, tools, ids[-1])
         if between is None:
-            raise UserError(
-                "the chat template rewrites earlier turns: return the next turn as an output of its own"
-            )
+            raise UserError("the chat template rewrites earlier turns: return the next turn as an output of its own")
         added = [int(i) for i in between[0]]
         log_probs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(added)]
         return SimpleNamespace(token_ids=ids + added), [*response_mask, *[0] * len(added)], log_probs
@@ -257,6 +251,11 @@ class AgentLoopBase(AgentLoop):
         return {}
 
     process_multi_modal_info = process_vision_info
+
+
+def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that marks a method for tracing, which this release does not do: the method itself."""
+    return function
 
 
 class SingleTurnAgent(AgentLoopBase):

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from verl.compat.core_algos import get_adv_estimator_fn
+from verl.compat.data_proto import DataProto
 from verl.compat.estimators import named_arguments
-from verl.data_proto import DataProto
 
 
 def compute_advantage(
@@ -38,9 +38,7 @@ def compute_advantage(
         "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
     }
     arguments["config"] = {"gamma": gamma, "lam": lam} if config is None else config
-    advantages, returns = estimator(
-        **{name: arguments[name] for name in named_arguments(estimator, arguments)}
-    )
+    advantages, returns = estimator(**{name: arguments[name] for name in named_arguments(estimator, arguments)})
     return data.having(advantages=advantages, returns=returns)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from types import ModuleType
 from typing import Any
 
-from verl.algorithms import advantage, covariance_loss, policy_loss, sequence_loss, token_advantage
+from verl.algorithms import advantage, policy_loss
 from verl.algorithms.advantage import EPSILON
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
 from verl.algorithms.registry import (
@@ -40,22 +40,15 @@ _REWARDS = ("token_level_rewards", "response_mask")
 _PADDED: dict[int, tuple[Algorithm, Callable[..., Any]]] = {}
 
 
-def _padded_estimator(
-    estimator: Algorithm, *required: str, **optional: Any
-) -> Callable[..., estimators.Tensors]:
+def _padded_estimator(estimator: Algorithm, *required: str, **optional: Any) -> Callable[..., estimators.Tensors]:
     function = estimators.padded_form(estimator, *required, **optional)
     _PADDED[id(estimator)] = (estimator, function)
     return function
 
 
 def _of_groups(estimator: Algorithm) -> Callable[..., estimators.Tensors]:
-    optional = {
-        "epsilon": EPSILON,
-        "norm_adv_by_std_in_grpo": True,
-        "config": None,
-        "loss_mask": None,
-        "non_tensor_batch": None,
-    }
+    optional: dict[str, Any] = {"epsilon": EPSILON, "norm_adv_by_std_in_grpo": True}
+    optional |= dict.fromkeys(("config", "loss_mask", "non_tensor_batch"))
     return _padded_estimator(estimator, *_REWARDS, "index", **optional)
 
 
@@ -67,16 +60,16 @@ compute_rloo_outcome_advantage = compute_rloo_vectorized_outcome_advantage = _of
 compute_opo_outcome_advantage = _of_groups(advantage.opo)
 compute_gpg_outcome_advantage = _of_groups(advantage.gpg)
 compute_gae_advantage_return = _padded_estimator(
-    token_advantage.gae, "token_level_rewards", "values", "response_mask", gamma=1.0, lam=1.0, loss_mask=None
+    advantage.gae, "token_level_rewards", "values", "response_mask", gamma=1.0, lam=1.0, loss_mask=None
 )
 compute_reinforce_plus_plus_outcome_advantage = _padded_estimator(
-    token_advantage.reinforce_plus_plus, *_REWARDS, config=None, loss_mask=None
+    advantage.reinforce_plus_plus, *_REWARDS, config=None, loss_mask=None
 )
 compute_remax_outcome_advantage = _padded_estimator(
-    token_advantage.remax, "token_level_rewards", "reward_baselines", "response_mask", config=None
+    advantage.remax, "token_level_rewards", "reward_baselines", "response_mask", config=None
 )
 compute_optimal_token_baseline_advantage = _padded_estimator(
-    token_advantage.optimal_token_baseline,
+    advantage.optimal_token_baseline,
     *_REWARDS,
     "index",
     "old_log_probs",
@@ -102,27 +95,22 @@ compute_policy_loss_dppo_tv = _padded_loss(policy_loss.dppo_tv)
 compute_policy_loss_dppo_kl = _padded_loss(policy_loss.dppo_kl)
 compute_policy_loss_reinforce = _padded_loss(policy_loss.reinforce)
 compute_policy_loss_bypass_mode = _padded_loss(policy_loss.bypass_mode)
-compute_policy_loss_gspo = _padded_loss(sequence_loss.gspo)
-compute_policy_loss_geo_mean = _padded_loss(sequence_loss.geo_mean)
-compute_policy_loss_clip_cov = _padded_loss(covariance_loss.clip_cov)
-compute_policy_loss_kl_cov = _padded_loss(covariance_loss.kl_cov)
+compute_policy_loss_gspo = _padded_loss(policy_loss.gspo)
+compute_policy_loss_geo_mean = _padded_loss(policy_loss.geo_mean)
+compute_policy_loss_clip_cov = _padded_loss(policy_loss.clip_cov)
+compute_policy_loss_kl_cov = _padded_loss(policy_loss.kl_cov)
 
 # -- registries --------------------------------------------------------------------------------------------------
 
 
 def _public(function: Algorithm) -> Algorithm:
     """What a user registered, or the public form of one of ours."""
-    public: Algorithm = (
-        getattr(function, "public", None) or _PADDED.get(id(function), (function, function))[1]
-    )
-    return public
+    return getattr(function, "public", None) or _PADDED.get(id(function), (function, function))[1]
 
 
 def _flat(function: Algorithm, flat_form: Callable[[Algorithm], Algorithm]) -> Algorithm:
     """What the core calls: the one of ours that has this public form, or the user's function behind `flat_form`."""
-    return next((flat for flat, public in _PADDED.values() if public is function), None) or flat_form(
-        function
-    )
+    return next((flat for flat, public in _PADDED.values() if public is function), None) or flat_form(function)
 
 
 class _Table(MutableMapping[str, Algorithm]):

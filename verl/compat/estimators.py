@@ -16,14 +16,14 @@ import torch
 
 from verl.algorithms.advantage import EPSILON, Arrays, Estimator, EstimatorInputs, Result
 from verl.algorithms.registry import Algorithm, Declaration
+from verl.compat.data_proto import DataProto
 from verl.compat.losses import once, takes_inputs
 from verl.config.schema.base import setting
-from verl.data_proto import DataProto
 from verl.trajectory import COLUMNS, Batch
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 COLUMN_OF = {column.public: name for name, column in COLUMNS.items() if column.public}
-_SETTINGS = {
+_SETTINGS = (
     "index",
     "config",
     "epsilon",
@@ -32,7 +32,7 @@ _SETTINGS = {
     "lam",
     "non_tensor_batch",
     "batch",
-}
+)
 _PUBLIC_NAMES = {*COLUMN_OF, *_SETTINGS, "reward_baselines"}
 _OFFERED_APART = {"response_ids", "token_rewards", "advantages", "returns"}
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -89,9 +89,8 @@ def _on_tensors(estimator: Estimator, arguments: Mapping[str, Any]) -> Tensors:
         lam=arguments.get("lam", 1.0),
     )
     result = estimator(inputs)
-    pair = result if isinstance(result, tuple) else (result, result)
-    advantages, returns = (_on_tokens(values, mask, rewards) for values in pair)
-    return advantages, returns
+    advantages, returns = result if isinstance(result, tuple) else (result, result)
+    return _on_tokens(advantages, mask, rewards), _on_tokens(returns, mask, rewards)
 
 
 def _float64(tensor: torch.Tensor) -> np.ndarray:
@@ -145,9 +144,7 @@ def flat_form(function: Algorithm) -> Estimator:
     return call
 
 
-def _on_batch(
-    function: Algorithm, rows: Batch, algorithm: Any, baselines: np.ndarray | None
-) -> tuple[Arrays, Arrays]:
+def _on_batch(function: Algorithm, rows: Batch, algorithm: Any, baselines: np.ndarray | None) -> tuple[Arrays, Arrays]:
     """(advantages, returns) of the policy tokens of each row, float32, by a function of the public form.
 
     baselines: scores of greedy responses [N], or None. ValueError if the function requires what is not there, and for

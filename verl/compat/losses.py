@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.algorithms.flat_tokens import Count, Rows, aggregate
 from verl.algorithms.kl import charge_kl
 from verl.algorithms.policy_loss import LossInputs, PolicyLoss
-from verl.algorithms.tokens import Count, Rows, aggregate
 from verl.algorithms.value_loss import value_loss
 
 FlatLoss = Callable[[LossInputs], PolicyLoss]
@@ -122,7 +122,7 @@ def agg_loss(
     loss_scale_factor: float | None = None,
     trajectory_tokens: Tensor | None = None,
 ) -> Tensor:
-    """`verl.algorithms.tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor H is
+    """`verl.algorithms.flat_tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor H is
     L."""
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, trajectory_tokens)
     terms, mask = torch.broadcast_tensors(torch.atleast_2d(loss_mat), torch.atleast_2d(loss_mask))
@@ -140,9 +140,7 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """`verl.algorithms.value_loss.value_loss` of padded tensors [b, L]; `counts` are those of `agg_loss`."""
     predicted, returns, values, mask = (t.flatten() for t in (vpreds, returns, values, response_mask))
-    return value_loss(
-        predicted, returns, values, mask, rows_of(vpreds), cliprange_value, loss_agg_mode, **counts
-    )
+    return value_loss(predicted, returns, values, mask, rows_of(vpreds), cliprange_value, loss_agg_mode, **counts)
 
 
 def apply_kl_penalty(

@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
+from verl import plugins
 from verl.errors import REFUSED_NAMES
 
 _TOOLS = "use verl.rollout.tools (BaseTool, function_tool) and verl.rollout.tools.interactions"
@@ -34,15 +35,9 @@ ENTRY_POINTS: dict[str, tuple[str, str]] = {
 }
 
 
-def _renamed(listed: str) -> list[tuple[str, str]]:
-    """ "a b=c" → a as a, b as c."""
-    pairs = (name.partition("=") for name in listed.split())
-    return [(name, original or name) for name, _, original in pairs]
-
-
-_MANAGERS = "verl.reward.registry: register get_reward_manager_cls"
+_MANAGERS = "verl.reward.user_function: register get_reward_manager_cls"
 _MATH = (
-    "verl.reward.rules.public_math: compute_score is_equiv strip_string remove_boxed last_boxed_only_string fix_fracs "
+    "verl.compat.reward_scores: compute_score is_equiv strip_string remove_boxed last_boxed_only_string fix_fracs "
     "fix_a_slash_b fix_sqrt remove_right_units"
 )
 _SEARCH_QA = (
@@ -53,23 +48,22 @@ _DAPO = "is_correct_minerva is_correct_strict_box verify compute_score"
 # Module of the public `verl.utils.reward_score` → as in `_TABLE`.
 _SCORES = {
     "gsm8k": "verl.reward.rules.gsm8k: compute_score extract_solution",
-    "geo3k": "verl.reward.rules.geo3k: compute_score=score_alone format_reward acc_reward",
+    "geo3k": "verl.compat.reward_scores: compute_score=geo3k_score format_reward acc_reward",
     "math": _MATH,
     "math_reward": _MATH,
-    "math_batch": "verl.reward.rules.public_math: compute_score_batched",
+    "math_batch": "verl.compat.reward_scores: compute_score_batched",
     "math_dapo": f"verl.reward.rules.math_dapo: normalize_final_answer {_DAPO} remove_boxed last_boxed_only_string",
-    "math_verify": "verl.reward.rules.public_math: compute_score=verified_score",
+    "math_verify": "verl.compat.reward_scores: compute_score=verified_score",
     "prime_math": (
-        "verl.reward.rules.public_math: compute_score=prime_score grade_answer match_answer "
-        "math_equal remove_boxed"
+        "verl.compat.reward_scores: compute_score=prime_math_score grade_answer match_answer math_equal remove_boxed"
     ),
-    "prime_math.grader": "verl.reward.rules.public_math: math_equal",
-    "prime_math.math_normalize": "verl.reward.rules.math: normalize_answer=normalise",
-    "prime_code": "verl.reward.rules.code: compute_score=prime_score",
-    "sandbox_fusion": "verl.reward.rules.code: compute_score=sandbox_score",
+    "prime_math.grader": "verl.compat.reward_scores: math_equal",
+    "prime_math.math_normalize": "verl.reward.rules.boxed: normalize_answer=normalise",
+    "prime_code": "verl.compat.reward_scores: compute_score=prime_code_score",
+    "sandbox_fusion": "verl.compat.reward_scores: compute_score=sandbox_score",
     "search_r1_like_qa_em": _SEARCH_QA,
 }
-_TOOLS_BASE = "verl.rollout.tools.base"
+_TOOLS_BASE = "verl.rollout.tools.tool"
 _TOOLBOX = "verl.rollout.tools.toolbox: load_all_tools initialize_tools_from_config=load_all_tools"
 _SCHEMAS = (
     "OpenAIFunctionParametersSchema OpenAIFunctionPropertySchema OpenAIFunctionSchema OpenAIFunctionToolSchema "
@@ -78,11 +72,11 @@ _SCHEMAS = (
 # Path that plug-ins import → one of our modules (the whole of it), or "module: names", a name of ours behind "=".
 _TABLE = {
     **{path: target for path, (target, _) in ENTRY_POINTS.items()},
-    "verl.protocol": "verl.data_proto: DataProto DataProtoItem",
-    "verl.trainer.config": "verl.config.public: AlgoConfig RolloutCorrectionConfig CheckpointConfig",
-    "verl.trainer.config.algorithm": "verl.config.public: AlgoConfig RolloutCorrectionConfig",
+    "verl.protocol": "verl.compat.data_proto: DataProto DataProtoItem",
+    "verl.trainer.config": "verl.compat.config_groups: AlgoConfig RolloutCorrectionConfig CheckpointConfig",
+    "verl.trainer.config.algorithm": "verl.compat.config_groups: AlgoConfig RolloutCorrectionConfig",
     "verl.trainer.ppo.core_algos": "verl.compat.core_algos",
-    "verl.trainer.ppo.metric_utils": "verl.tracking.public_metrics",
+    "verl.trainer.ppo.metric_utils": "verl.compat.metric_utils",
     "verl.trainer.ppo.ray_trainer": "verl.compat.batches: compute_advantage",
     "verl.trainer.ppo.rollout_corr_helper": "verl.compat.rollout_corr_helper",
     "verl.trainer.ppo.trainer_utils": "verl.compat.batches: compute_advantage",
@@ -95,11 +89,11 @@ _TABLE = {
     "verl.experimental.agent_loop.single_turn_agent_loop": (
         "verl.compat.agent_loop: SingleTurnAgentLoop=SingleTurnAgent"
     ),
-    "verl.experimental.agent_loop.tool_parser": "verl.rollout.tools.public_parsers",
+    "verl.experimental.agent_loop.tool_parser": "verl.compat.tool_parsers",
     "verl.tools.base_tool": f"{_TOOLS_BASE}: BaseTool OpenAIFunctionToolSchema ToolResponse",
     "verl.tools.schemas": f"{_TOOLS_BASE}: {_SCHEMAS}",
     "verl.tools.mcp_base_tool": "verl.rollout.tools.mcp_servers: MCPBaseTool=McpTool",
-    "verl.tools.function_tool": "verl.rollout.tools.function_tools",
+    "verl.tools.function_tool": "verl.rollout.tools.tool",
     "verl.tools.tool_registry": _TOOLBOX,
     "verl.tools.utils.tool_registry": _TOOLBOX,
     "verl.interactions.base": "verl.rollout.tools.interactions: BaseInteraction",
@@ -107,12 +101,12 @@ _TABLE = {
         "verl.rollout.tools.interactions: initialize_interactions_from_config=load_interactions"
     ),
     "verl.utils.import_utils": "verl.data.load_object: load_extern_object",
-    "verl.utils.metric": "verl.tracking.public_metrics: AggregationType Metric reduce_metrics",
-    "verl.utils.metric.utils": "verl.tracking.public_metrics",
-    "verl.utils.profiler": f"{_TOOLS_BASE}: simple_timer",
-    "verl.utils.profiler.performance": f"{_TOOLS_BASE}: simple_timer",
-    "verl.utils.py_functional": "verl.tracking.public_metrics: append_to_dict",
-    "verl.utils.rollout_trace": f"{_TOOLS_BASE}: rollout_trace_op",
+    "verl.utils.metric": "verl.compat.metric_utils: AggregationType Metric reduce_metrics",
+    "verl.utils.metric.utils": "verl.compat.metric_utils",
+    "verl.utils.profiler": "verl.compat.metric_utils: simple_timer",
+    "verl.utils.profiler.performance": "verl.compat.metric_utils: simple_timer",
+    "verl.utils.py_functional": "verl.compat.metric_utils: append_to_dict",
+    "verl.utils.rollout_trace": "verl.compat.agent_loop: rollout_trace_op",
     "verl.utils.reward_score": "verl.reward: default_compute_score _default_compute_score=default_compute_score",
     **{f"verl.utils.reward_score.{name}": target for name, target in _SCORES.items()},
     "verl.utils.torch_functional": "verl.compat.torch_functional",
@@ -120,19 +114,21 @@ _TABLE = {
     "verl.utils.dataset.multiturn_sft_dataset": "verl.data.sft: MultiTurnSFTDataset=SFTDataset",
     "verl.experimental.dataset.sampler": "verl.data.plugins: AbstractSampler AbstractCurriculumSampler",
     "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.data.plugins: AbstractDataGenerator",
-    "verl.workers.config": "verl.config.public: ActorConfig CriticConfig PolicyLossConfig",
-    "verl.workers.config.actor": "verl.config.public: ActorConfig PolicyLossConfig",
+    "verl.workers.config": "verl.compat.config_groups: ActorConfig CriticConfig PolicyLossConfig",
+    "verl.workers.config.actor": "verl.compat.config_groups: ActorConfig PolicyLossConfig",
     "verl.workers.rollout.replica": "verl.compat.agent_loop: TokenOutput",
     "verl.workers.reward_manager": _MANAGERS,
-    "verl.workers.reward_manager.registry": "verl.reward.registry",
+    "verl.workers.reward_manager.registry": "verl.reward.user_function",
     "verl.experimental.reward_loop.reward_manager": _MANAGERS,
     "verl.experimental.reward_loop.reward_manager.base": "verl.reward.managers: RewardManagerBase",
 }
 
 
 def _entry(target: str) -> str | dict[str, str]:
-    module, names, name_list = target.partition(": ")
-    return {name: f"{module}:{original}" for name, original in _renamed(name_list)} if names else module
+    """Our module, or the names of a line of `_TABLE`: "module: a b=c" has a as a, b as c."""
+    module, _, names = target.partition(": ")
+    pairs = (name.partition("=") for name in names.split())
+    return {name: f"{module}:{original or name}" for name, _, original in pairs} or module
 
 
 # Path → our module, or its names → "module:name" of ours.
@@ -251,6 +247,7 @@ class PluginFinder(MetaPathFinder):
 
 
 def install() -> None:
-    """Put the finder at the end of `sys.meta_path`; again is harmless."""
+    """Put the finder at the end of `sys.meta_path` and name the form of batches for plug-ins; again is harmless."""
     if not any(isinstance(finder, PluginFinder) for finder in sys.meta_path):
         sys.meta_path.append(PluginFinder())
+    plugins.BATCH_VIEWS[:] = ["verl.compat.data_proto:DataProto.from_trajectories"]

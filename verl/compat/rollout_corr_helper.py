@@ -90,7 +90,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[Any, torch.Tensor, dict[str, float]]:
     """Both, and the divergence: (DataProto with `rollout_is_weights` or None, mask [N, L], `rollout_corr/…`)."""
-    from verl.data_proto import DataProto
+    from verl.compat.data_proto import DataProto
 
     log_ratio = old_log_prob.detach() - rollout_log_prob.detach()
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
@@ -126,9 +126,7 @@ def compute_is_metrics(
     tokens = response_mask.sum(-1, keepdim=True).clamp(min=1) if rollout_is == "sequence" else 1
     metrics = compute_rollout_correction_weights(raw.double().log() / tokens, *settings)[1]
     values = raw[response_mask.bool()]
-    extremes = (
-        {"rollout_is_max": float(values.max()), "rollout_is_min": float(values.min())} if len(values) else {}
-    )
+    extremes = {"rollout_is_max": float(values.max()), "rollout_is_min": float(values.min())} if len(values) else {}
     return metrics | extremes
 
 

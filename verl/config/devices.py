@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.platform.base import VISIBLE_DEVICES
+from verl.platform.device import VISIBLE_DEVICES
 from verl.versions import torch_build
 
 _DXG = Path("/dev/dxg")

@@ -11,9 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_OVERRIDE = re.compile(
-    r"(?P<op>\+\+|\+|~)?(?P<key>[\w./\-]+)(?:@(?P<package>[\w.\-]*))?(?:=(?P<value>.*))?", re.S
-)
+_OVERRIDE = re.compile(r"(?P<op>\+\+|\+|~)?(?P<key>[\w./\-]+)(?:@(?P<package>[\w.\-]*))?(?:=(?P<value>.*))?", re.S)
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 NULLS = ("null", "Null", "NULL", "None", "none")
 

@@ -18,15 +18,19 @@ ADAPTER_CONFIG = "adapter_config.json"
 VALUE_LAYERS = ("score", "classifier")  # as transformers names the layer to one number
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MAPPINGS = ("auto_map", "text_config", "llm_config", "vision_config", "rope_scaling", "rope_parameters")
-_SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("vocab_size", "max_position_embeddings"),
-)
-_KINDS = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "None": (type(None),)} | {
-    "list": (list,),
-    "tuple": (list,),
-    "dict": (dict,),
+_SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES += ("num_key_value_heads", "vocab_size", "max_position_embeddings")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+    "str": (str,),
+    "None": (type(None),),
 }
+_KINDS |= {"list": (list,), "tuple": (list,), "dict": (dict,)}
+QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VISION_MODELS = (*QWEN_VISION, "glm4v", "glm46v", "glm4v_moe")
+"""Types of models that see images and were seen to be trained as transformers computes them (docs/vision.md)."""
 ADAPTER_FOLDER = "lora_adapter"
 """The adapter's folder inside `actor/` of a checkpoint."""
 
@@ -187,10 +191,9 @@ def _declared(model_type: str) -> dict[str, set[str]]:
 def flat_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`override_config` with what its `model_config` holds, if that is a mapping, beside the rest."""
     nested = overrides.get("model_config") or {}
-    inside = "model_config" if isinstance(nested, Mapping) else None
-    return {name: value for name, value in overrides.items() if name != inside} | (
-        dict(nested) if inside else {}
-    )
+    if not isinstance(nested, Mapping):
+        return dict(overrides)
+    return {name: value for name, value in overrides.items() if name != "model_config"} | dict(nested)
 
 
 def _changed(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: one Problem each, all of them in one ConfigError or in a CheckReport."""
+"""What is wrong with a configuration: one Problem each, all of them in one ConfigError or in a Report."""
 
 from __future__ import annotations
 
@@ -34,41 +34,11 @@ class ConfigError(UserError, ValueError):
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = list(problems)
-        super().__init__(_text(self.problems))
+        super().__init__(problem_text(self.problems))
 
 
-@dataclass
-class CheckReport:
-    """All that a check found. `check_only` are notices that the run gives itself; `plan` tells the batches."""
-
-    problems: list[Problem] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-    check_only: list[str] = field(default_factory=list)
-    plan: list[str] = field(default_factory=list)
-
-    def of(self, kind: Kind) -> list[Problem]:
-        """The problems of a class."""
-        return [p for p in self.problems if p.kind == kind]
-
-    @property
-    def exit_code(self) -> int:
-        """0; 2 if the configuration is wrong; 3 if only this machine lacks something."""
-        if self.of("configuration"):
-            return EXIT_CONFIGURATION
-        return EXIT_MACHINE if self.problems else EXIT_OK
-
-    def allow_run(self) -> None:
-        """Leave to the run what it deals with itself; what it fetches becomes a notice."""
-        fetched = [p.key for p in self.of("machine") if p.left_to_run]
-        self.notices += [f"{key}: not on this disk, fetched at the start" for key in fetched]
-        self.problems = [p for p in self.problems if not p.left_to_run]
-
-    def problem_text(self) -> str:
-        """All problems, by class, or ""."""
-        return _text(self.problems)
-
-
-def _text(problems: list[Problem]) -> str:
+def problem_text(problems: list[Problem]) -> str:
+    """All problems, by class, or ""."""
     lines = []
     for kind, head in (("configuration", "the configuration"), ("machine", "this machine lacks")):
         if of_kind := [f"  - {problem}" for problem in problems if problem.kind == kind]:

@@ -7,11 +7,11 @@ import inspect
 import re
 from typing import Any
 
-from verl.config import names
-from verl.config.fields import Field, fields_of, leaves, type_name
+from verl.config.matching import Spellings, lookup, nearest
 from verl.config.problems import ConfigError, Problem
 from verl.config.schema.base import Group
-from verl.config.schema.entries import ROOTS
+from verl.config.schema.entries import PROGRAMS, ROOTS
+from verl.config.schema.fields import Field, fields_of, leaves, type_name
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.M)
 
@@ -87,28 +87,25 @@ def block(path: str, field: Field) -> str:
     return "\n".join([path, *(f"  {name:<8} {text}" for name, text in rows.items() if text)])
 
 
-def help_text(entry: str, key: str) -> str:
+def help_text(entry: str, key: str, spellings: Spellings) -> str:
     """What --help prints: an overview, a group's keys, or a key in full. Raises ConfigError for an unknown key."""
     if not key:
-        return _overview(entry)
+        return _overview(entry, spellings)
     keys = leaves(ROOTS[entry])
-    name = names.canonical(key.split("=")[0].lstrip("+~"), entry)
+    name = spellings.canonical(key.split("=")[0].lstrip("+~"), entry)
     if name in keys:
         renamed = f"{key} is now called {name}\n" if name != key else ""
         return renamed + block(name, keys[name])
     if inside := [path for path in keys if path.startswith(name + ".") or name == "all"]:
-        return "\n".join(_line(path, keys[path]) for path in inside)
+        fields = ((path, keys[path]) for path in inside)
+        return "\n".join(f"{p} ({type_name(f)}, {default_text(f)}): {help_of(f.owner, f.name)}" for p, f in fields)
     mapped = [path for path, field in keys.items() if field.is_map and name.startswith(path + ".")]
     if blocks := [path for path in keys if path.endswith("." + name)] or mapped:
         return "\n".join(block(path, keys[path]) for path in blocks)
-    if reason := names.lookup(names.NO_EFFECT, name):
+    if reason := lookup(spellings.no_effect, name):
         return f"{name}: accepted, no effect: {reason}"
-    near = names.nearest(name, keys, 3) or "; nearest: none"
+    near = nearest(name, keys, 3) or "; nearest: none"
     raise ConfigError([Problem(f"--help {key}", f"no such key{near}")])
-
-
-def _line(path: str, field: Field) -> str:
-    return f"{path} ({type_name(field)}, {default_text(field)}): {help_of(field.owner, field.name)}"
 
 
 _OVERVIEW = """\
@@ -126,9 +123,9 @@ keys:  a.b=value   +a.b=value in an open mapping   ++a.b=value anywhere   ~a.b b
 groups:"""
 
 
-def _overview(entry: str) -> str:
-    built_in = ", ".join(name for name, (program, _) in names.BUILT_IN.items() if program == entry)
-    lines = [_OVERVIEW.format(program=names.PROGRAMS[entry], built_in=built_in)]
+def _overview(entry: str, spellings: Spellings) -> str:
+    built_in = ", ".join(name for name, (program, _) in spellings.configurations.items() if program == entry)
+    lines = [_OVERVIEW.format(program=PROGRAMS[entry], built_in=built_in)]
     for path, group in _groups(ROOTS[entry], ""):
         lines.append(f"  {path:<28} {len(leaves(group)):>3} keys  {first_line(group)}")
     return "\n".join(lines)

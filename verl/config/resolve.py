@@ -8,15 +8,15 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from verl.config import asynchronous, names
-from verl.config.coerce import coerce, free
-from verl.config.fields import Place, fields_of, leaves, locate
-from verl.config.files import Layer
+from verl.config.conversion import coerce, free
 from verl.config.grammar import NULLS, GrammarError, Value, parse
-from verl.config.names import ACCEPTED, NO_EFFECT, canonical, lookup
+from verl.config.matching import Spellings, lookup, nearest
 from verl.config.problems import Problem
+from verl.config.release import OFF
 from verl.config.schema.base import Group, Map, Root, select
 from verl.config.schema.entries import ROOTS
+from verl.config.schema.fields import Place, fields_of, leaves, locate
+from verl.config.yaml_files import Layer
 
 _LIKE = 0.75
 """So similar is the name of a group to what is taken for a misspelling of it."""
@@ -35,11 +35,12 @@ class Resolver:
     """Collects assignments on one configuration tree, with problems and notices.
 
     `interpolated` are values with `${…}` in them, `old` those of keys that stand for others by a computation, `written`
-    all values as they were given, with the user's name of each: `verl.config.fill` settles them.
+    all values as they were given, with the user's name of each: `verl.config.defaults` settles them.
     """
 
-    def __init__(self, entry: str):
+    def __init__(self, entry: str, spellings: Spellings):
         self.entry = entry
+        self.spellings = spellings
         self.root: Root = ROOTS[entry]()
         self.problems: list[Problem] = []
         self.interpolated: dict[str, Value] = {}
@@ -84,7 +85,7 @@ class Resolver:
 
     def choose(self, package: str, choice: str, source: str) -> None:
         """`group@package=choice` and `model_engine=…`: the group's built-in variants."""
-        choices, choice = names.GROUP_CHOICES.get(package, {}), choice.removesuffix(".yaml")
+        choices, choice = self.spellings.choices.get(package, {}), choice.removesuffix(".yaml")
         targets = [package]
         if package == "model_engine":
             roles = ["actor_rollout_ref.actor", "critic"]  # the reference follows the actor
@@ -101,7 +102,7 @@ class Resolver:
 
     def assign(self, path: str, value: Value, op: str, source: str, spelled: str = "") -> None:
         """Set one path. Mappings are taken apart down to the schema's keys; `spelled` is the user's name for it."""
-        name, spelled = canonical(path, self.entry), spelled or path
+        name, spelled = self.spellings.canonical(path, self.entry), spelled or path
         place = locate(type(self.root), name)
         if name.endswith("micro_batch_size") and f"{name}_per_gpu" in leaves(type(self.root)):
             self.old[name] = value  # deprecated: a micro-batch size over all devices
@@ -114,9 +115,9 @@ class Resolver:
                 self._assign_leaf(place, name, value, source, spelled)
             elif isinstance(value.data, dict):
                 self._assign_parts(name, value, op, source, spelled)
-            elif isinstance(value.data, str) and value.data in names.GROUP_CHOICES.get(name, ()):
+            elif isinstance(value.data, str) and value.data in self.spellings.choices.get(name, ()):
                 self.choose(name, value.data, source)
-            elif isinstance(value.data, bool) and (reason := lookup(NO_EFFECT, name)):
+            elif isinstance(value.data, bool) and (reason := lookup(self.spellings.no_effect, name)):
                 self._has_no_effect(name, reason)
             elif value.data is not None:
                 keys = ", ".join(fields_of(place.field.group))
@@ -130,7 +131,7 @@ class Resolver:
             self.assign(f"{name}.{child}", part, op, source, f"{spelled}.{child}")
 
     def _assign_leaf(self, place: Place, name: str, value: Value, source: str, spelled: str) -> None:
-        if place.inside and (reason := lookup(NO_EFFECT, name)):
+        if place.inside and (reason := lookup(self.spellings.no_effect, name)):
             self._has_no_effect(name, reason)
             return
         self._forget(name)
@@ -151,15 +152,24 @@ class Resolver:
     def set_leaf(self, place: Place, name: str, value: Value, source: str) -> None:
         """Convert and store; a value that does not fit is a problem."""
         (self.root._lists.add if isinstance(value.data, list) else self.root._lists.discard)(name)
-        synonyms = None if place.inside else lookup(names.VALUE_SYNONYMS, name)
+        synonyms = None if place.inside else lookup(self.spellings.synonyms, name)
         meant = (synonyms or {}).get(str(value.data))
         if meant == "fsdp2":
             self.notice(f"{value.data} is FSDP2 here: its sizes and offloading count, its kernels do not")
         try:
             value = Value.given(meant) if meant else value
-            self.store(name, free(value) if place.inside else _synonyms(name, coerce(value, place.field)))
+            self.store(name, free(value) if place.inside else self._synonyms(name, coerce(value, place.field)))
         except GrammarError as error:
             self.refuse(name, f"{error} (from {source})")
+
+    def _synonyms(self, name: str, value: Any) -> Any:
+        """The value; in a list, names of another system as they are here."""
+        if not isinstance(value, list):
+            return value
+        if name.endswith(("target_modules", "exclude_modules")):
+            return [module for v in value for module in self.spellings.modules.get(v, [v])]
+        table = lookup(self.spellings.synonyms, name) or {}
+        return [table.get(v, v) for v in value]
 
     def store(self, name: str, value: Any) -> None:
         """Put a value at a path; maps on the way to it are made."""
@@ -191,11 +201,11 @@ class Resolver:
             self._assign_parts(name, value, op, source, name)
         elif self._refused(name, value):
             self.written[name] = (name, value.data)
-        elif name in ACCEPTED and str(value.data).lower() not in names.OFF:
-            self._has_no_effect(name, ACCEPTED[name])
-        elif self.entry == "ppo" and name in asynchronous.KEYS:
+        elif name in self.spellings.switches and str(value.data).lower() not in OFF:
+            self._has_no_effect(name, self.spellings.switches[name])
+        elif self.entry == "ppo" and name in self.spellings.computed:
             self.old[name] = value
-        elif reason := lookup(NO_EFFECT, name):
+        elif reason := lookup(self.spellings.no_effect, name):
             self._has_no_effect(name, reason)
             self.written[name] = (name, value.data)
         elif open_here:
@@ -224,7 +234,7 @@ class Resolver:
 
     def _refused(self, name: str, value: Value) -> bool:
         """True if the key switches a feature outside the schema; a problem if it is switched on."""
-        absent = lookup(names.REFUSED, name)
+        absent = lookup(self.spellings.refused, name)
         if absent is not None and str(value.data).lower() not in absent.off:
             where = f"{name}={value.data}"
             self.refuse(where, f"{absent.what} is not in this release; closest: {absent.instead}")
@@ -234,7 +244,7 @@ class Resolver:
 
     def remove(self, path: str, value: Value | None, source: str) -> None:
         """`~a.b`: back to the default; inside an open mapping, gone. `~a.b=1` only where it is 1, else a problem."""
-        name = canonical(path, self.entry)
+        name = self.spellings.canonical(path, self.entry)
         place = locate(type(self.root), name)
         self._forget(name)
         _, now = self.written.get(name, (name, select(self.root, name)))
@@ -245,7 +255,7 @@ class Resolver:
         node = select(self.root, parent) if parent else self.root
         if place is None:
             extra = isinstance(node, Group) and (node._extra.pop(last, node) is not node or node.open_keys)
-            if not extra and lookup(NO_EFFECT, name) is None:
+            if not extra and lookup(self.spellings.no_effect, name) is None:
                 self._unknown.append((name, None, source))
             return
         for key in [k for k in self.root._set if k == name or k.startswith(name + ".")]:
@@ -297,13 +307,13 @@ class Resolver:
             self.refuse(name, f"??? stands for a value that has to be given; write {name}=… (from {source})")
         for group, unknown_keys in unknown.items():
             if len(unknown_keys) > 1:
-                near = "" if "." in group else names.nearest(group, fields_of(type(self.root)), cutoff=_LIKE)
+                near = "" if "." in group else nearest(group, fields_of(type(self.root)), cutoff=_LIKE)
                 self.refuse(group, f"no such group of keys{near}; given in it: {', '.join(unknown_keys)}")
             else:
                 [(name, shown)] = unknown_keys.items()
                 self.refuse(shown, self._nearest(name))
         for reason, keys in self._without_effect.items():
-            if reason not in names.SILENT:
+            if reason not in self.spellings.silent:
                 self.notice(f"no effect: {', '.join(keys)}: {reason}")
 
     def _resembles_ours(self, name: str) -> bool:
@@ -313,8 +323,8 @@ class Resolver:
         """
         first, dot, _ = name.partition(".")
         tails = dot and any(path.endswith(f".{name}") for path in leaves(type(self.root)))
-        groups = {*fields_of(type(self.root)), *names.first_parts(self.entry)}
-        return bool(tails or names.nearest(first, groups, cutoff=_LIKE))
+        groups = {*fields_of(type(self.root)), *self.spellings.first_parts(self.entry)}
+        return bool(tails or nearest(first, groups, cutoff=_LIKE))
 
     def _outermost(self, name: str) -> str:
         """The first group of an unknown path that does not exist, or the path."""
@@ -333,13 +343,3 @@ class Resolver:
             return f"no key {name}; nearest: {', '.join(nearest)}"
         group = parent if any(k.startswith(parent + ".") for k in keys) else "all"
         return f"no key {name}, and none like it; --help {group} lists them (for your own code: ++{name}=…)"
-
-
-def _synonyms(name: str, value: Any) -> Any:
-    """The value; in a list, names of another system as they are here."""
-    table = lookup(names.VALUE_SYNONYMS, name) or {}
-    if not isinstance(value, list):
-        return value
-    if name.endswith(("target_modules", "exclude_modules")):
-        return [module for v in value for module in names.MEGATRON_MODULES.get(v, [v])]
-    return [table.get(v, v) for v in value]

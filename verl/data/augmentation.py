@@ -17,18 +17,21 @@ from verl.data.rows import BadRow
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from verl.config.schema.data import AugmentationConfig
+    from verl.config.schema.entries import Config
+
 
 class Augmentation:
     """The changes that the group `data.augmentation` asks for. `seed`: that of the run's data."""
 
-    def __init__(self, settings: Any, seed: int):
+    def __init__(self, settings: AugmentationConfig, seed: int):
         from verl.data.load_object import load_extern_object
 
         self._settings, self._seed = settings, seed % 2**64
         self._own: Any = load_extern_object(settings.path, settings.name) if settings.path else None
 
     @classmethod
-    def of(cls, config: Any) -> Augmentation | None:
+    def of(cls, config: Config) -> Augmentation | None:
         """Of a run's configuration; None where it changes nothing."""
         settings, data = config.data.augmentation, config.data
         if not (settings.path or settings.rotate or settings.crop < 1 or settings.color_jitter):
@@ -62,9 +65,7 @@ class Augmentation:
         except Exception as error:  # user code
             raise BadRow("augmentation failed", f"{name}: {type(error).__name__}: {error}") from error
         if not isinstance(changed, Image):
-            raise BadRow(
-                "augmentation failed", f"{name} returned {type(changed).__name__}, not a Pillow image"
-            )
+            raise BadRow("augmentation failed", f"{name} returned {type(changed).__name__}, not a Pillow image")
         return changed.convert("RGB")
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from verl.data.rows import (
     messages_of,
 )
 from verl.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from verl.config.schema.entries import Config
 
 CHUNK = 512
 # Fewer rows than this are scanned in this process: starting others takes longer.
@@ -203,7 +206,7 @@ class PromptDataset(CheckedRows):
     def __init__(
         self,
         files: Paths,
-        config: Any,
+        config: Config,
         tokenizer: Any,
         *,
         split: str = "train",
@@ -320,9 +323,7 @@ class PromptDataset(CheckedRows):
             if media is not None or self.config.data.filter_overlong_prompts:
                 message = f"{len(ids)} tokens, it had {self.lengths[index]} before"
                 less = ", or augment less" if self._augment else ""
-                raise BadRow(
-                    "prompt too long", f"{message}; raise data.max_prompt_length={self._limit}{less}"
-                )
+                raise BadRow("prompt too long", f"{message}; raise data.max_prompt_length={self._limit}{less}")
             ids = truncate(ids, self._limit, self.config.data.truncation)
         if self.images is not None:
             self.images.counts["drawn"] += len(cells)

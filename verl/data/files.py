@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
 from verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -409,18 +409,11 @@ def _kept(value: dict[str, Any]) -> str | UnreadableRow:
     return text
 
 
-def _nested_too_deep(value: dict[str, Any]) -> bool:
-    level: list[Any] = [value]
-    for _ in range(MOST_NESTED):
-        inside = (
-            item
-            for container in level
-            for item in (container.values() if isinstance(container, dict) else container)
-        )
-        level = [item for item in inside if isinstance(item, list | dict)]
-        if not level:
-            return False
-    return True
+def _nested_too_deep(value: Any, levels: int = MOST_NESTED) -> bool:
+    if not isinstance(value, list | dict):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_nested_too_deep(item, levels - 1) for item in inside)
 
 
 def _looks_like(local: Path) -> str:

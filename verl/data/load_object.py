@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
 from verl.data.files import DataError, files_beside
 
 

@@ -360,11 +360,7 @@ def load_processor(
     except (OSError, ValueError, TypeError, ImportError) as error:
         why = str(error).strip().partition("\n")[0]
         raise DataError(f"{path}: its image processor cannot be loaded: {why}") from error
-    if (
-        processor_class is None
-        or not issubclass(processor_class, ProcessorMixin)
-        or not hasattr(images, "merge_size")
-    ):
+    if processor_class is None or not issubclass(processor_class, ProcessorMixin) or not hasattr(images, "merge_size"):
         supported = "Qwen2-VL, 2.5-VL and 3-VL are"
         raise DataError(f"{path}: images of {kind} models are not in this release ({supported})")
     accepted = images.valid_kwargs.__annotations__

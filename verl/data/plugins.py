@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.data.files import DataError, Paths, RowFiles, UnreadableRow
 from verl.data.load_object import load_extern_object
 from verl.data.rows import BadRow, as_messages, check_readable
+
+if TYPE_CHECKING:
+    from verl.config.schema.data import DataConfig
+    from verl.config.schema.entries import Config
 
 
 class RLHFDataset:
@@ -22,7 +26,12 @@ class RLHFDataset:
     """
 
     def __init__(
-        self, data_files: Paths, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
+        self,
+        data_files: Paths,
+        tokenizer: Any,
+        config: DataConfig,
+        processor: Any = None,
+        max_samples: int = -1,
     ):
         self.data_files = data_files
         self.tokenizer = tokenizer
@@ -75,7 +84,7 @@ class AbstractSampler(ABC):
     """
 
     @abstractmethod
-    def __init__(self, data_source: Any, data_config: Any):
+    def __init__(self, data_source: Any, data_config: DataConfig):
         """data_source: the data set (len, rows as dicts); data_config: the `data` group."""
 
     @abstractmethod
@@ -94,7 +103,7 @@ class AbstractCurriculumSampler(AbstractSampler):
 class AbstractDataGenerator(ABC):
     """Makes new rows from the data set after each step (data.datagen)."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: DataConfig):
         self.config = config
 
     @abstractmethod
@@ -110,7 +119,7 @@ class CustomRows:
         self.paths = [name]
 
     @classmethod
-    def load(cls, files: Paths, config: Any, tokenizer: Any, split: str, processor: Any = None) -> CustomRows:
+    def load(cls, files: Paths, config: Config, tokenizer: Any, split: str, processor: Any = None) -> CustomRows:
         """Build `data.custom_cls` over the files of a split. processor: of a model that sees images."""
         data = config.data
         path, name = data.custom_cls.path, data.custom_cls.name
@@ -118,7 +127,7 @@ class CustomRows:
             raise DataError(f"data.custom_cls.path={path} needs data.custom_cls.name=CLASS")
         max_samples = int(data.train_max_samples if split == "train" else data.val_max_samples)
         about = {"data_files": files, "tokenizer": tokenizer, "config": data, "processor": processor}
-        kind = load_extern_object(path, name)
+        kind = load_extern_object(str(path), name)
         try:
             dataset = kind(**about, max_samples=max_samples)
         except (TypeError, AttributeError) as error:

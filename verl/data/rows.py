@@ -12,15 +12,18 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
+from verl.config.reward_weights import built_in_scores
 from verl.config.schema.base import select
-from verl.config.weights import built_in_scores
 from verl.data.files import DataError, RowFile, UnreadableRow, notice
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, SINGLE_TURN, Prompt
+
+if TYPE_CHECKING:
+    from verl.config.schema.entries import Config
 
 GSM8K = "openai/gsm8k"
 PLAIN = "plain"
@@ -54,7 +57,7 @@ class BadRow(ValueError):
 # ------------------------------------------------------------------------------------------- from cell to token ids
 
 
-def as_messages(cell: Any, column: str = "prompt", *, images: bool = False) -> list[dict[str, Any]]:
+def as_messages(cell: Any, column: str | None = "prompt", *, images: bool = False) -> list[dict[str, Any]]:
     """The cell as a list of {role, content, …}; a string is one user message. Raises BadRow.
 
     Content is text; where `images` are allowed and it has parts of type image, it is a list of parts. Null keys
@@ -68,9 +71,7 @@ def as_messages(cell: Any, column: str = "prompt", *, images: bool = False) -> l
         raise BadRow("prompt empty", f"column {column!r} is an empty {type(cell).__name__}")
     if isinstance(cell, str):
         if _MESSAGES_AS_TEXT.match(cell):
-            raise BadRow(
-                "messages stored as text", f"column {column!r} is the text of a list; store the list itself"
-            )
+            raise BadRow("messages stored as text", f"column {column!r} is the text of a list; store the list itself")
         return [{"role": "user", "content": cell}]
     messages = [_message(item, f"{column}[{number}]", images) for number, item in enumerate(cell)]
     if not any(m.get("tool_calls") or str(m["content"]).strip() for m in messages):
@@ -101,9 +102,7 @@ def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
     if not isinstance(content, str | list):
         raise BadRow("prompt is not messages", f"{where}.content is {type(content).__name__}")
     fields = {key: value for key, value in item.items() if value is not None} | {"content": content}
-    return (
-        fields | {"tool_calls": _calls(fields, f"{where}.tool_calls")} if "tool_calls" in fields else fields
-    )
+    return fields | {"tool_calls": _calls(fields, f"{where}.tool_calls")} if "tool_calls" in fields else fields
 
 
 def _calls(message: Mapping[str, Any], where: str) -> list[Any]:
@@ -111,9 +110,7 @@ def _calls(message: Mapping[str, Any], where: str) -> list[Any]:
     calls = without_nulls(message["tool_calls"])
     if not isinstance(calls, list) or (calls and message["role"] != "assistant"):
         problem = f"{type(calls).__name__} of a message with role {message['role']!r}"
-        raise BadRow(
-            "unusable tool call", f"{where} is a {problem}, a list in an assistant's message is needed"
-        )
+        raise BadRow("unusable tool call", f"{where} is a {problem}, a list in an assistant's message is needed")
     for number, call in enumerate(calls):
         arguments = named_function(call, f"{where}[{number}]", "unusable tool call").get("arguments", {})
         try:
@@ -242,9 +239,7 @@ class ChatRenderer:
         remaining = texts[len(first) :]
         if not remaining:
             return [len(ids) for ids in first]
-        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(
-            list(remaining), add_special_tokens=False
-        )
+        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(list(remaining), add_special_tokens=False)
         begin = len(self.begin())
         return [len(first[0]), *(begin + len(encoding) for encoding in encodings)]
 
@@ -301,7 +296,7 @@ class RowRules:
         return (agent_name or self.loop) not in (SINGLE_TURN, TOOL_AGENT)
 
     @classmethod
-    def of(cls, config: Any) -> RowRules:
+    def of(cls, config: Config) -> RowRules:
         """The rules of a run's configuration."""
         data, loop = config.data, select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
         environment = select(config, "actor_rollout_ref.rollout.agent.environment.name")
@@ -353,9 +348,7 @@ def tools_of_row(schemas: Schemas, extra: Mapping[str, Any], column: Any) -> lis
     names = column if column is not None else extra.get("tool_selection")
     try:
         if names is None and extra.get("need_tools_kwargs"):
-            names = [
-                name for name, arguments in (extra.get("tools_kwargs") or {}).items() if arguments is not None
-            ]
+            names = [name for name, arguments in (extra.get("tools_kwargs") or {}).items() if arguments is not None]
         names = schemas if names is None else names
         names = [str(name if isinstance(name, str) else name["function"]["name"]) for name in names]
     except (AttributeError, KeyError, TypeError) as error:
@@ -417,9 +410,7 @@ def check_plain_truth(path: str, responses: Iterable[Any], rows: int, rules: Row
         return
     problem = f"column 'response' of its {rows} rows holds no `#### number`, which a built-in function needs"
     if all(truth is None for truth, _ in truths):
-        problem = (
-            f"none of its {rows} rows has a ground truth: column 'response' is empty or null in every row"
-        )
+        problem = f"none of its {rows} rows has a ground truth: column 'response' is empty or null in every row"
     raise DataError(
         f"{path}: {problem}. Every reward would be 0. Ways out: `verl prepare gsm8k` or "
         "`python3 examples/data_preprocess/gsm8k.py --local_dataset_path DIR` (data with answers), or "

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from verl.data.rows import (
 )
 from verl.data.sft_mask import Span, TurnFinder, token_mask
 from verl.trajectory import Media
+
+if TYPE_CHECKING:
+    from verl.config.schema.data import SFTDataConfig
 
 CHUNK = 256
 # Up to this many tokens the encoded rows stay in memory; beyond it they are encoded again when drawn.
@@ -56,7 +59,12 @@ class SFTDataset(CheckedRows):
     """
 
     def __init__(
-        self, files: Paths, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
+        self,
+        files: Paths,
+        tokenizer: Any,
+        config: SFTDataConfig,
+        processor: Any = None,
+        max_samples: int = -1,
     ):
         super().__init__(RowFiles(files, config.cache_dir, use_shm=config.use_shm))
         self.config = config
@@ -221,12 +229,12 @@ class SFTDataset(CheckedRows):
         return lines + self.left_out()
 
 
-def _question_answer(config: Any) -> bool:
+def _question_answer(config: SFTDataConfig) -> bool:
     """True for question/answer rows, False for messages."""
     return config.prompt_key is not None or config.response_key is not None
 
 
-def check_columns(file: RowFile, config: Any) -> None:
+def check_columns(file: RowFile, config: SFTDataConfig) -> None:
     """DataError for a column that the `data` group `config` names and the file lacks."""
     pair = _question_answer(config)
     for name in ("prompt_key", "response_key") if pair else ("messages_key",):
@@ -236,7 +244,7 @@ def check_columns(file: RowFile, config: Any) -> None:
         file.need(column, f"data.{name}", "" if pair else _hint(file.columns))
 
 
-def dialogue(row: Mapping[str, Any], config: Any, *, images: bool) -> list[dict[str, Any]]:
+def dialogue(row: Mapping[str, Any], config: SFTDataConfig, *, images: bool) -> list[dict[str, Any]]:
     """The messages of a row by the `data` group `config`; `images`: the model sees them. Raises BadRow."""
     check_readable(row)
     unseen = {} if images else {config.image_key: "the model does not see images"}
@@ -261,7 +269,7 @@ def dialogue(row: Mapping[str, Any], config: Any, *, images: bool) -> list[dict[
     return [*prompt, {"role": "assistant", "content": response}]
 
 
-def template_options(row: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def template_options(row: Mapping[str, Any], config: SFTDataConfig) -> dict[str, Any]:
     """What the chat template gets of a row besides its messages: `enable_thinking`, `tools`. Raises BadRow."""
     options: dict[str, Any] = {}
     thinking = row.get(config.enable_thinking_key)
@@ -273,8 +281,8 @@ def template_options(row: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return options
 
 
-def _reach(row: Mapping[str, Any], column: str, keys: Sequence[str] | None) -> Any:
-    value: Any = row.get(column)
+def _reach(row: Mapping[str, Any], column: str | None, keys: Sequence[str] | None) -> Any:
+    value: Any = row.get(str(column))
     for key in keys or ():
         if not isinstance(value, Mapping) or key not in value:
             content = ", ".join(value) if isinstance(value, Mapping) else type(value).__name__

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.data.files import DataError, notice
 from verl.data.rows import BadRow
 from verl.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from verl.config.schema.entries import Config
 
 
 class PromptStream:
@@ -182,9 +185,7 @@ class _Sampled:
         self._iterator = iter(self._sampler)
 
     def state(self) -> dict[str, Any]:
-        sampler_state = (
-            {"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {}
-        )
+        sampler_state = {"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {}
         return {"drawn": list(self._drawn)} | sampler_state
 
     def load(self, state: dict[str, Any]) -> None:
@@ -203,14 +204,14 @@ class _Sampled:
             self._drawn[-1] = count
 
 
-def open_stream(dataset: Any, config: Any) -> PromptStream:
+def open_stream(dataset: Any, config: Config) -> PromptStream:
     """The training stream of a configuration: seeded order, or data.sampler's class."""
     data = config.data
     sampler = None
     if data.sampler.class_path:
         from verl.data.load_object import load_extern_object
 
-        cls = load_extern_object(data.sampler.class_path, data.sampler.class_name)
+        cls = load_extern_object(data.sampler.class_path, str(data.sampler.class_name))
         sampler = cls(data_source=dataset, data_config=data)
     seed = int(data.seed if data.seed is not None else config.trainer.seed)
     size = data.train_batch_size

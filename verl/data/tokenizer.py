@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.data.files import DataError, notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.model import ModelConfig
 
 
 def load_tokenizer(
@@ -48,7 +51,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def tokenizer_of(model: Any, named: str | None = None) -> Any:
+def tokenizer_of(model: ModelConfig, named: str | None = None) -> Any:
     """`load_tokenizer` of a model's configuration group; `named`: data.tokenizer."""
     return load_tokenizer(
         model.path,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from verl.models.names import checkpoint_parts
+from verl.models.checkpoint_names import checkpoint_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -30,29 +30,33 @@ class AttentionOptions:
     sinks: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Tokens [start, end) of the pack. `prefix` are the tokens of the prompt it attends to, (0, 0) for none."""
+
+    start: int
+    end: int
+    prefix: tuple[int, int] = (0, 0)
+
+
 class AttentionPlan(Protocol):
     """How the tokens of the current forward pass see each other."""
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """query [1, Hq, S, D], key and value [1, Hkv, S, D] of the packed tokens → output [1, S, Hq, D].
 
         `module` is the layer that asks; it may ask more than once in a pass.
         """
 
 
-class _Current(threading.local):
-    plan: AttentionPlan | None = None
-
-
-_current = _Current()
+_current = threading.local()
 
 
 @contextmanager
 def use(plan: AttentionPlan) -> Iterator[None]:
     """Make `plan` the one that attention asks, on this thread, until the block ends."""
-    before, _current.plan = _current.plan, plan
+    before = getattr(_current, "plan", None)
+    _current.plan = plan
     try:
         yield
     finally:
@@ -61,9 +65,10 @@ def use(plan: AttentionPlan) -> Iterator[None]:
 
 def current() -> AttentionPlan:
     """The plan in force. RuntimeError outside of `use`."""
-    if _current.plan is None:
+    plan: AttentionPlan | None = getattr(_current, "plan", None)
+    if plan is None:
         raise RuntimeError("attention called outside of verl.models.attention.use(plan)")
-    return _current.plan
+    return plan
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

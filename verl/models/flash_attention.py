@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from verl.models.attention import AttentionOptions
-    from verl.models.packed_attention import TokenSpan
+from verl.models.attention import AttentionOptions, TokenSpan
 
 MAX_HEAD_WIDTH = 256
 _WIDTH_STEP = 8  # the kernel copies 16 bytes at a time

@@ -11,15 +11,18 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from verl.config.rollout_engines import VISION_MODELS
+from verl.config.model_facts import VISION_MODELS
 from verl.errors import UserError
 from verl.trajectory import VIDEO_SECONDS, Media
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _SPECIAL = ("image_", "video_", "audio_", "vision_")
 
@@ -36,7 +39,7 @@ def model_inputs(
     return {"input_ids": input_ids[None], "position_ids": positions.unsqueeze(-2), "use_cache": False, **more}
 
 
-def special_token_ids(config: Any) -> list[int]:
+def special_token_ids(config: PreTrainedConfig) -> list[int]:
     """Tokens that stand for images and the like or mark their begin and end; empty for a text model.
 
     They are never sampled, and a policy gives them no probability.
@@ -44,13 +47,11 @@ def special_token_ids(config: Any) -> list[int]:
     if not sees_images(config):
         return []
     token_ids = {key: value for key, value in config.to_dict().items() if key.endswith("_token_id")}
-    special = {
-        value for key, value in token_ids.items() if isinstance(value, int) and key.startswith(_SPECIAL)
-    }
+    special = {value for key, value in token_ids.items() if isinstance(value, int) and key.startswith(_SPECIAL)}
     return sorted(special & set(range(config.get_text_config().vocab_size)))
 
 
-def sees_images(config: Any) -> bool:
+def sees_images(config: PreTrainedConfig) -> bool:
     """True for the configuration of a vision-language model."""
     return getattr(config, "vision_config", None) is not None
 

@@ -14,7 +14,7 @@ from verl.config.layout import ATTENTION_LAYERS
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from verl.platform import Platform
 
@@ -58,7 +58,7 @@ class ModelCost:
         return self.per_token * tokens + self.per_pair * pairs
 
 
-def expert_count(config: Any) -> int:
+def expert_count(config: PreTrainedConfig) -> int:
     """Experts of a layer by a model's configuration; 0 for a dense model."""
     text = config.get_text_config()
     return next((count for name in _EXPERTS if isinstance(count := getattr(text, name, None), int)), 0)
@@ -93,7 +93,7 @@ def sizes_of(c: Any) -> AttentionSizes:
     return AttentionSizes(heads, int(kv_heads or heads), width, int(getattr(c, "v_head_dim", None) or width))
 
 
-def activation_bytes(config: Any) -> int:
+def activation_bytes(config: PreTrainedConfig) -> int:
     """Estimate of what a forward pass of a dense or sparse decoder keeps of one token for the backward pass, in bytes.
 
     Counted on decoder layers under autocast: about 40 bytes per hidden unit, 16 per used intermediate unit and
@@ -122,9 +122,7 @@ def is_recurrent(module: torch.nn.Module) -> bool:
     return any(word in type(m).__name__.lower() for m in module.modules() for word in _STATEFUL)
 
 
-def model_cost(
-    module: PreTrainedModel, platform: Platform, dtype: torch.dtype, devices: int = 1
-) -> ModelCost | None:
+def model_cost(module: PreTrainedModel, platform: Platform, dtype: torch.dtype, devices: int = 1) -> ModelCost | None:
     """The cost of a pass on so many devices; None where the devices' peak is not known."""
     peak = platform.peak_flops(dtype)
     if peak is None:
@@ -135,7 +133,7 @@ def model_cost(
     return ModelCost(2.0 * product_weights(module, config), per_pair, peak * devices)
 
 
-def product_weights(module: PreTrainedModel, config: Any) -> float:
+def product_weights(module: PreTrainedModel, config: PreTrainedConfig) -> float:
     """Weights that one token is multiplied with: all matrices but the input embedding; of the experts those chosen.
 
     A head that shares the embedding's weights counts; a vision tower's weights do not: no text token passes them.

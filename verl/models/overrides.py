@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
+from verl.config.matching import nearest
 from verl.config.model_facts import flat_overrides, merged_positions
-from verl.config.names import nearest
 from verl.errors import UserError
-from verl.platform.host import prepare_process
+from verl.platform.host_resources import prepare_process
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _IGNORED = ("attn_implementation", "_attn_implementation")
 """Attention always goes through ours."""
@@ -41,7 +44,7 @@ def refused(folder: Path, overrides: Mapping[str, Any]) -> dict[str, str]:
     return problems
 
 
-def _unbuildable(config: Any) -> str:
+def _unbuildable(config: PreTrainedConfig) -> str:
     """Why no model can be built of a configuration, on the meta device; "" if one can."""
     import torch
     from transformers import AutoModel
@@ -55,7 +58,7 @@ def _unbuildable(config: Any) -> str:
     return ""
 
 
-def apply(config: Any, overrides: Mapping[str, Any], within: str = "") -> dict[str, str]:
+def apply(config: PreTrainedConfig, overrides: Mapping[str, Any], within: str = "") -> dict[str, str]:
     """Set every override on the configuration, or on its text part; `model_config` may hold some of them.
 
     Returns by name why overrides were not set: unknown fields, values that cannot take effect. `within` precedes the
@@ -72,7 +75,7 @@ def apply(config: Any, overrides: Mapping[str, Any], within: str = "") -> dict[s
             elif hasattr(part := getattr(holder, name, None), "to_dict"):
                 if not isinstance(value, Mapping):
                     raise UserError(f"give a mapping of the fields of its {type(part).__name__}")
-                refused |= apply(part, value, f"{within}{name}.")
+                refused |= apply(cast(Any, part), value, f"{within}{name}.")
             else:
                 setattr(holder, name, value)
         except (UserError, StrictDataclassFieldValidationError) as error:
@@ -80,7 +83,7 @@ def apply(config: Any, overrides: Mapping[str, Any], within: str = "") -> dict[s
     return refused
 
 
-def _holder(config: Any, name: str) -> Any:
+def _holder(config: PreTrainedConfig, name: str) -> Any:
     """The configuration that has the field: the model's own, else its text part's."""
     for candidate in (config, config.get_text_config()):
         has_field = hasattr(candidate, name) and not callable(getattr(candidate, name))
@@ -90,7 +93,7 @@ def _holder(config: Any, name: str) -> Any:
     raise UserError(f"a {type(config).__name__} has no such field{nearest(name, fields)}")
 
 
-def _set_rope(config: Any, name: str, value: Any) -> None:
+def _set_rope(config: PreTrainedConfig, name: str, value: Any) -> None:
     """Write a positions override into `rope_parameters`, whose other entries stay."""
     parameters = {k: dict(v) if isinstance(v, dict) else v for k, v in config.rope_parameters.items()}
     kinds = [k for k, v in parameters.items() if isinstance(v, dict)]

@@ -23,22 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from verl.models import flash_attention
-from verl.models.attention import AttentionOptions, product_dtype
+from verl.models.attention import AttentionOptions, TokenSpan, product_dtype
 from verl.platform import platform_of
 
 # Largest number of scores of one tile, and what one more tile costs counted in scores (measured: about 150 µs
 # of calls forward and backward against 5 ns a score in bfloat16).
 TILE_SCORES = 512 * 1024
 TILE_OVERHEAD = 24 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSpan:
-    """Tokens [start, end) of the pack. `prefix` are the tokens of the prompt it attends to, (0, 0) for none."""
-
-    start: int
-    end: int
-    prefix: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -84,22 +75,8 @@ class PackedPlan:
     @cached_property
     def tiles(self) -> list[Tile]:
         """The pack as tiles. Their masks are many small operations, which a pack for the flash kernel is spared."""
-        return self._build(self._heads)
-
-    def _token_tables(self) -> tuple[Tensor, Tensor]:
-        """TokenSpan number of each token, and the number of the segment that is its prompt (−1 for none)."""
-        starts = {s.start: i for i, s in enumerate(self.segments)}
-        owner = torch.zeros(self.size, dtype=torch.int32)
-        prefix = torch.full((self.size,), -1, dtype=torch.int32)
-        for i, s in enumerate(self.segments):
-            owner[s.start : s.end] = i
-            if s.prefix[1] > s.prefix[0]:
-                prefix[s.start : s.end] = starts[s.prefix[0]]
-        return owner.to(self.device), prefix.to(self.device)
-
-    def _build(self, heads: int) -> list[Tile]:
-        """Merge and cut the segments into tiles."""
         tiles: list[Tile] = []
+        heads = self._heads
         for s in self.segments:
             last = tiles[-1] if tiles else None
             if last is not None:
@@ -117,6 +94,17 @@ class PackedPlan:
             if tile.merged:
                 tile.mask = self._mask(tile, None)
         return tiles
+
+    def _token_tables(self) -> tuple[Tensor, Tensor]:
+        """TokenSpan number of each token, and the number of the segment that is its prompt (−1 for none)."""
+        starts = {s.start: i for i, s in enumerate(self.segments)}
+        owner = torch.zeros(self.size, dtype=torch.int32)
+        prefix = torch.full((self.size,), -1, dtype=torch.int32)
+        for i, s in enumerate(self.segments):
+            owner[s.start : s.end] = i
+            if s.prefix[1] > s.prefix[0]:
+                prefix[s.start : s.end] = starts[s.prefix[0]]
+        return owner.to(self.device), prefix.to(self.device)
 
     @staticmethod
     def _cut(s: TokenSpan, heads: int) -> list[Tile]:
@@ -169,9 +157,7 @@ class PackedPlan:
             self._windows[window] = [replace(t, mask=self._mask(t, window)) for t in self.tiles]
         return self._windows[window]
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan.attend`. Under autocast the products run in its dtype."""
         query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
         # A window that takes nothing away from any token of this pack is none.

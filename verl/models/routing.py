@@ -36,13 +36,11 @@ class Routing(TorchFunctionMode):
     def __init__(self, model: torch.nn.Module, given: torch.Tensor | None = None, passed: int = 0):
         super().__init__()
         self._model, self._given, self._passed = model, given, passed
-        self._experts = expert_count(model.config)
+        self._experts = expert_count(model.config)  # type: ignore[arg-type]
         self._found: list[torch.Tensor] = []
         self.changed = None if given is None else given[:, 0, 0].clamp(max=0).float()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls `func`; of a choice among experts returns the one to use."""
         result = func(*args, **(kwargs or {}))
         if func not in _CHOICES or not args or args[0].shape[-1] != self._experts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.errors import UserError
-from verl.platform.base import KINDS, Platform, platform_of
+from verl.platform.device import KINDS, Platform, platform_of
 
 __all__ = ["KINDS", "Platform", "detect", "platform_of"]
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from decimal import Decimal
 
 # Bound here, so that a user's function that replaces json.dumps changes no message.
-from json import JSONDecoder, dumps
+from json import JSONDecoder, JSONEncoder, dumps
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ _ENVIRONMENT = {
 
 
 _TAG = "$type"
+_TEXT, _SAME = {str}, {bool, int, float, str}
 _DATES: dict[str, Any] = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}
 
 
@@ -61,7 +62,7 @@ def encode(message: Any, name: str = "message", *, arrays: bool = False) -> byte
 
     `arrays`: numpy arrays come back as arrays of their dtype and shape, otherwise as lists.
     """
-    return dumps(to_plain(message, name, arrays), separators=(",", ":")).encode("ascii") + b"\n"
+    return _ENCODER.encode(to_plain(message, name, arrays)).encode("ascii") + b"\n"
 
 
 def decode(line: bytes) -> Any:
@@ -71,14 +72,14 @@ def decode(line: bytes) -> Any:
 
 def to_plain(value: Any, where: str = "value", arrays: bool = False) -> Any:
     """`value` as something JSON can write. NotPlain names the place and type of what cannot travel."""
-    if value is None or type(value) in (bool, int, float, str):
+    kind = type(value)
+    if value is None or kind in _SAME:
         return value
-    if isinstance(value, Mapping):
-        if all(isinstance(k, str) for k in value) and _TAG not in value:
+    if kind is dict or isinstance(value, Mapping):
+        texts = _TEXT.issuperset(map(type, value)) or all(isinstance(k, str) for k in value)
+        if texts and _TAG not in value:
             return {str(k): to_plain(v, f"{where}.{k}", arrays) for k, v in value.items()}
-        pairs = [
-            [to_plain(k, f"{where} key"), to_plain(v, f"{where}[{k!r}]", arrays)] for k, v in value.items()
-        ]
+        pairs = [[to_plain(k, f"{where} key"), to_plain(v, f"{where}[{k!r}]", arrays)] for k, v in value.items()]
         return {_TAG: "dict", "v": pairs}
     if isinstance(value, list | tuple):
         items = [to_plain(v, f"{where}[{i}]", arrays) for i, v in enumerate(value)]
@@ -87,8 +88,8 @@ def to_plain(value: Any, where: str = "value", arrays: bool = False) -> Any:
         return {_TAG: "bytes", "v": base64.b64encode(bytes(value)).decode("ascii")}
     if isinstance(value, Decimal):
         return {_TAG: "decimal", "v": str(value)}
-    for name, kind in _DATES.items():
-        if isinstance(value, kind):
+    for name, date in _DATES.items():
+        if isinstance(value, date):
             return {_TAG: name, "v": value.isoformat()}
     for simple in (str, int, float):  # subclasses: enumerations, numpy's float64
         if isinstance(value, simple):
@@ -125,6 +126,7 @@ def _from_plain(mapping: dict[str, Any]) -> Any:
 
 
 _DECODER = JSONDecoder(object_hook=_from_plain)
+_ENCODER = JSONEncoder(separators=(",", ":"))
 
 
 class ChildProcess:
@@ -141,9 +143,7 @@ class ChildProcess:
         paths = dumps([os.path.abspath(p) if p == "" else p for p in sys.path])
         parent_socket, child_socket = socket.socketpair()
         with child_socket:
-            self.reader, self.writer = await asyncio.open_connection(
-                sock=parent_socket, limit=LONGEST_MESSAGE
-            )
+            self.reader, self.writer = await asyncio.open_connection(sock=parent_socket, limit=LONGEST_MESSAGE)
             try:
                 self.process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-c", _START_CODE, self._module, str(child_socket.fileno()), paths),

@@ -9,8 +9,11 @@ from functools import cache
 
 import torch
 
-from verl.platform.base import Platform
-from verl.platform.host import processor, thread_limit
+from verl.platform.device import Platform
+from verl.platform.host_resources import processor, thread_limit
+
+# Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
+_ROWS_HINT = 256
 
 
 class CpuPlatform(Platform):
@@ -50,12 +53,13 @@ class CpuPlatform(Platform):
         return has_packed_products(dtype)
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        return pack_weight(weight.contiguous())
+        """See Platform: oneDNN's layout. RuntimeError for a data type that it has no packed product of here."""
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
+        return packed
 
-    def packed_product(
-        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return packed_product(x, packed, bias)
+    def packed_product(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+        return out
 
     def bfloat16_products(self) -> str:
         """How bfloat16 products are computed on this processor, for people."""
@@ -85,21 +89,6 @@ class CpuPlatform(Platform):
 
 PLATFORM = CpuPlatform()
 
-# Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
-_ROWS_HINT = 256
-
-
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A contiguous matrix in oneDNN's layout. RuntimeError for a data type that it has no packed product of here."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
-    return packed
-
-
-def packed_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., in] by what `pack_weight` made."""
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return out
-
 
 @cache
 def has_packed_products(dtype: torch.dtype) -> bool:
@@ -109,7 +98,7 @@ def has_packed_products(dtype: torch.dtype) -> bool:
     environment variable ONEDNN_MAX_CPU_ISA=AVX2 makes it behave as on a processor with AVX2 alone.
     """
     try:
-        packed_product(torch.zeros(1, 16, dtype=dtype), pack_weight(torch.zeros(16, 16, dtype=dtype)))
+        PLATFORM.packed_product(torch.zeros(1, 16, dtype=dtype), PLATFORM.pack_weight(torch.zeros(16, 16, dtype=dtype)))
     except (AttributeError, RuntimeError):
         return False
     return True

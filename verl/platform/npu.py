@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verl.errors import UserError
-from verl.platform.base import Accelerator
+from verl.platform.device import Accelerator
 
 
 class NpuPlatform(Accelerator):

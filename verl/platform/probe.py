@@ -22,7 +22,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from verl.platform import host
+from verl.platform import host_resources
 from verl.versions import package_folder as package_folder
 from verl.versions import torch_build as torch_build
 from verl.versions import version as version
@@ -77,7 +77,7 @@ def npus() -> int:
 
 def cpu() -> tuple[str, list[str]]:
     """(model name, those of the instruction sets that matter here)."""
-    name, flags = host.processor()
+    name, flags = host_resources.processor()
     relevant = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16", "sve")
     return name or platform.machine(), [flag for flag in relevant if flag in flags]
 
@@ -95,7 +95,7 @@ def cpu_products() -> tuple[str, ...]:
 def memory() -> tuple[int | None, int | None]:
     """(total, available) bytes that this process can have; (None, None) without psutil."""
     try:
-        return host.total_memory(), host.available_memory()
+        return host_resources.total_memory(), host_resources.available_memory()
     except ImportError:
         return None, None
 

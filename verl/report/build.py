@@ -21,13 +21,14 @@ from typing import Any
 
 from verl.data.files import written_whole
 from verl.report import summary
+from verl.report.charts import chart_list
 from verl.report.read import Metrics, Record, Run, kind_of, number, read_run, text_of
 from verl.report.responses import Packed, PageLimits, pack_responses
 from verl.tracking.jsonl import jsonable
 from verl.tracking.names import rule
 
 SCRIPTS = (
-    *("vendor/uPlot-LICENSE.js", "vendor/uPlot.iife.min.js", "core.js", "charts.js", "chart_list.js"),
+    *("vendor/uPlot-LICENSE.js", "vendor/uPlot.iife.min.js", "core.js", "charts.js"),
     *("scores.js", "responses.js", "tokens.js", "lists.js", "app.js"),
 )
 SERIES_BYTES = 2_000_000
@@ -70,7 +71,6 @@ def page_data(run: Run, responses: Packed) -> Record:
     project, experiment = names(run)
     steps = run.metrics.steps
     times = [t for t in run.metrics.times if t is not None]
-    validation = summary.accuracy_name(run.metrics)
     return {
         "built": time.time(),
         "project": project,
@@ -85,8 +85,7 @@ def page_data(run: Run, responses: Packed) -> Record:
         "device": summary.device_name(run),
         "facts": summary.facts(run),
         "headline": summary.headline(run.metrics),
-        "accuracy": validation,
-        "accuracyLabel": summary.validation_label(run.metrics, validation) if validation else None,
+        "charts": chart_list(run.metrics),
         "series": thin(run.metrics),
         "marks": _marks(run),
         "events": [_event(e) for e in run.events.shown],
@@ -95,9 +94,7 @@ def page_data(run: Run, responses: Packed) -> Record:
         "config": summary.flatten(run.config),
         "versions": summary.flatten(run.versions),
         "unreadable": dict(run.unreadable),
-        "responses": {
-            name: getattr(responses, name) for name in ("rows", "prompts", "tokens", "images", "steps")
-        }
+        "responses": {name: getattr(responses, name) for name in ("rows", "prompts", "tokens", "images", "steps")}
         | {"stepsOnDisk": responses.steps_on_disk},
     }
 

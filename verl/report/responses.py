@@ -65,9 +65,7 @@ def spread(steps: list[int], limit: int) -> list[int]:
     return [steps[-1], steps[0], *order][:limit]
 
 
-def pack_responses(
-    files: dict[int, Path], unreadable: Counter[str], limits: PageLimits | None = None
-) -> Packed:
+def pack_responses(files: dict[int, Path], unreadable: Counter[str], limits: PageLimits | None = None) -> Packed:
     """Read and pack responses of some steps. `files`: path by step; unreadable lines are counted."""
     limits = limits or PageLimits()
     packer = _Packer(limits)

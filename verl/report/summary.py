@@ -45,15 +45,13 @@ def lookup(config: Record, path: str) -> Any:
     return value
 
 
-def flatten(config: Any, prefix: str = "") -> list[tuple[str, str]]:
+def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     """(dotted key, value as text) in the file's order; values of keys that look like secrets are hidden."""
-    if isinstance(config, dict) and (config or not prefix):
-        return [row for k, v in config.items() for row in flatten(v, f"{prefix}.{k}" if prefix else str(k))]
-    if config is not None and SECRET_NAME.search(prefix):
+    if isinstance(value, dict) and (value or not prefix):
+        return [row for k, v in value.items() for row in flatten(v, f"{prefix}.{k}" if prefix else str(k))]
+    if value is not None and SECRET_NAME.search(prefix):
         return [(prefix, "hidden")]
-    if config is None or isinstance(config, bool):
-        return [(prefix, json.dumps(config))]
-    return [(prefix, str(config))]
+    return [(prefix, json.dumps(value) if value is None or isinstance(value, bool) else str(value))]
 
 
 def present(metrics: Metrics, name: str) -> list[tuple[int, float]]:
@@ -63,11 +61,8 @@ def present(metrics: Metrics, name: str) -> list[tuple[int, float]]:
 
 
 def accuracy_name(metrics: Metrics) -> str | None:
-    """The metric that stands for validation: the overall accuracy, else the only or first source's."""
-    if "val/accuracy" in metrics.columns:
-        return "val/accuracy"
-    names = [name for pattern in (ACCURACY, REWARD) for name in metrics.columns if pattern.match(name)]
-    return names[0] if names else "val/loss" if "val/loss" in metrics.columns else None
+    """The metric that stands for validation."""
+    return next((name for name in ("val/accuracy", "val/loss") if name in metrics.columns), None)
 
 
 def validation_label(metrics: Metrics, name: str) -> str:
@@ -148,9 +143,7 @@ def _single_figures(metrics: Metrics) -> list[Record]:
         note = f"interval {last[f'{name}_low']:.3g} to {last[f'{name}_high']:.3g}"
         figures.append(_figure(f"Accuracy, {source}", name, last, "", note))
     if SPEED in last:
-        figures.append(
-            _figure("Sampling", SPEED, last, "tokens/s", f"{last['generation/num_prompts']:g} prompts")
-        )
+        figures.append(_figure("Sampling", SPEED, last, "tokens/s", f"{last['generation/num_prompts']:g} prompts"))
         note = f"longest {last['response_length/max']:g}, {last['response_length/clip_ratio']:.0%} cut at the limit"
         figures.append(_figure("Mean response", "response_length/mean", last, "tokens", note))
     return figures

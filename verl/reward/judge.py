@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.rows import PLACEHOLDER
-from verl.reward.http import post_json
+from verl.reward.json_service import post_json
 from verl.reward.outcome import JudgeFailed
 
 TEMPLATE = """You grade a response to a question.

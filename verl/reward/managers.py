@@ -4,7 +4,7 @@
 
 With `reward_manager.source=importlib` a class with `run_single` scores one response at a time, as responses finish; any
 other is called with a whole batch and returns a reward tensor. Scores are returned and limited as those of a function.
-A class that a plug-in registers (`verl.reward.registry`) is treated like one of `source=importlib`. The built-in
+A class that a plug-in registers (`verl.reward.user_function.register`) is treated like one of `source=importlib`. The built-in
 managers are settings of `RewardRunner`, not classes.
 """
 
@@ -16,12 +16,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.reward.load import Function, load_function, load_object, taken
+from verl import plugins
 from verl.reward.outcome import RewardLoadError
 from verl.reward.pool import FunctionSpec
+from verl.reward.user_function import Function, load_function, load_object, taken
 
 if TYPE_CHECKING:
-    from verl.data_proto import DataProto
+    from verl.config.schema.base import Map
+    from verl.config.schema.entries import Config
     from verl.trajectory import Trajectory
 
 KEY = "reward_manager"
@@ -32,7 +34,7 @@ _RESPONSE = ("index", "response_ids", "response_mask", "text", "num_turns")
 class RewardManagerBase(ABC):
     """Base of managers that score one response at a time."""
 
-    def __init__(self, config: Any, tokenizer: Any, compute_score: Function | None = None, **kwargs: Any):
+    def __init__(self, config: Map, tokenizer: Any, compute_score: Function | None = None, **kwargs: Any):
         self.config = config
         self.tokenizer = tokenizer
         self.compute_score = compute_score
@@ -54,7 +56,7 @@ def load_class(path: str, name: str) -> type:
     return cls
 
 
-def manager_function(config: Any, offered: dict[str, Any]) -> FunctionSpec:
+def manager_function(config: Config, offered: dict[str, Any]) -> FunctionSpec:
     """The class that the configuration names, as the function of a pool. RewardLoadError if it cannot be one."""
     path, name = config.reward_manager.module.path, config.reward_manager.name
     if not path:
@@ -69,6 +71,16 @@ def row_of(trajectory: Trajectory, extra_info: dict[str, Any]) -> dict[str, Any]
     response = {name: getattr(trajectory, name) for name in _RESPONSE}
     response["extra"] = {"reward_scores": trajectory.extra.get("reward_scores", {})}
     return {"prompt": prompt | {"extra_info": extra_info}, "response": response}
+
+
+def options_of(config: Config | Map) -> dict[str, Any]:
+    """Keyword arguments of `verl.reward.default_compute_score` that the checked configuration of a run sets."""
+    model = config.reward_model
+    options = {"memory_limit_mb": model.sandbox_fusion.memory_limit_mb}
+    if model.sandbox_fusion.url:
+        share = model.sandbox_fusion.max_concurrent // model.num_workers
+        options |= {"sandbox_fusion_url": model.sandbox_fusion.url, "max_concurrent": max(1, share)}
+    return options | dict(config.custom_reward_function.reward_kwargs)
 
 
 class Manager:
@@ -99,10 +111,9 @@ class Manager:
         self.is_async = self._single and inspect.iscoroutinefunction(self._manager.run_single)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        from verl.data_proto import DataProto
         from verl.trajectory import Batch
 
-        data = DataProto.from_trajectories(Batch([self._trajectory(row) for row in rows]))
+        data = plugins.batch_view(Batch([self._trajectory(row) for row in rows]))
         if self.is_async:
             return self._awaited(data)
         if self._single:
@@ -111,7 +122,7 @@ class Manager:
         result = self._manager(data, return_dict=True) if "return_dict" in takes else self._manager(data)
         return _many(result, len(rows))
 
-    async def _awaited(self, data: DataProto) -> Any:
+    async def _awaited(self, data: Any) -> Any:
         return _single(await self._manager.run_single(data))
 
     def _trajectory(self, row: Mapping[str, Any]) -> Trajectory:
@@ -129,11 +140,11 @@ class Manager:
         return Trajectory(prompt, response_ids=ids, response_mask=mask, **response)
 
 
-def _compute_score(config: Any, judge: Mapping[str, Any]) -> Function:
+def _compute_score(config: Map, judge: Mapping[str, Any]) -> Function:
     """The manager's `compute_score`: the custom function with its kwargs and the judge, else the built-in table."""
     custom = config.custom_reward_function
     if custom.path is None:
-        from verl.reward.rules import default_compute_score, options_of
+        from verl.reward.rules import default_compute_score
 
         return functools.partial(default_compute_score, **options_of(config))
     function = load_function(custom.path, custom.name)

@@ -14,6 +14,8 @@ from verl.platform.child_process import NotPlain, encode, to_plain
 TRACEBACK_CHARACTERS = 6000
 LARGEST_RESULT = 16 * 2**20
 """Bytes of what a call may return: it travels to the run, is kept until the step ends and is dumped."""
+INVALID = "[INVALID]"
+"""`pred` of a response that holds no answer (math_dapo)."""
 MOST_PARTS = 1000
 """Keys of a result: each number among them is a metric of the step."""
 _LARGEST_SCORE = 1e30  # squares of what comes of it are float32

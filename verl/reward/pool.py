@@ -21,20 +21,23 @@ import itertools
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.config.schema.base import select
 from verl.data.load_object import read_source
 from verl.platform.child_process import ChildProcess, encode
-from verl.platform.host import usable
+from verl.platform.host_resources import usable
 from verl.reward.outcome import MOST_PARTS, Outcome, failed
 
 # Seconds: to import the function; for a process that hangs to say where, before it is killed; for the other sign of a
 # death to come (the exit code, or what was still on its way); for an async function to be cancelled in its process at
 # the limit, after which the process is killed.
 START_LIMIT, STACK_WAIT, EXIT_WAIT, ASYNC_GRACE = 300.0, 0.5, 1.0, 2.0
+# While calls wait, outcomes are handed over in groups, at most so late: each hand-over wakes the caller's thread.
+HAND_OVER = 0.002
 START_ATTEMPTS = 3
 CONCURRENCY = 128  # calls at once in a process with an async function
 _CLOSED = failed("crash", "the scoring pool was closed before it was scored")
@@ -145,7 +148,7 @@ class _Worker(ChildProcess):
     task: asyncio.Task[None]
 
     def __init__(self) -> None:
-        super().__init__("verl.reward.worker")
+        super().__init__("verl.reward.scoring_process")
         self.running: dict[int, _Task] = {}
         self.ready = False
         self.is_async = False
@@ -156,8 +159,10 @@ class _Worker(ChildProcess):
         """True if the task can start here now."""
         if not self.ready or self.failure is not None:
             return False
-        alone = task.alone or any(t.alone for t in self.running.values())
-        return len(self.running) < (CONCURRENCY if self.is_async and not alone else 1)
+        if not self.running:
+            return True
+        alone = not self.is_async or task.alone or any(t.alone for t in self.running.values())
+        return not alone and len(self.running) < CONCURRENCY
 
     def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
         """Replace the limit of the process itself."""
@@ -209,7 +214,9 @@ class ScoringPool:
         self._gate = None if rate is None else RateGate(*rate)
         self._ids = itertools.count()
         self._lock = threading.Lock()
+        self._submitted: list[_Task] = []
         self._queue: deque[_Task] = deque()
+        self._finished: list[tuple[Future[list[Outcome]], list[Outcome]]] = []
         self._workers: list[_Worker] = []
         self._closed = False
         self._unusable: Outcome | None = None
@@ -235,7 +242,9 @@ class ScoringPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the scoring pool is closed")
-            self._loop.call_soon_threadsafe(self._add, task)
+            self._submitted.append(task)
+            if len(self._submitted) == 1:  # one wake-up of the thread for all calls that come before it
+                self._loop.call_soon_threadsafe(self._take_submitted)
         return task.future
 
     def close(self) -> None:
@@ -262,9 +271,12 @@ class ScoringPool:
             worker.task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._dispatch()
+        self._hand_over()
 
-    def _add(self, task: _Task) -> None:
-        self._queue.append(task)
+    def _take_submitted(self) -> None:
+        with self._lock:
+            submitted, self._submitted = self._submitted, []
+        self._queue += submitted
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -409,5 +421,12 @@ class ScoringPool:
         if self._gate is not None and task.started is not None:
             self._gate.finish()
         many = outcomes if len(outcomes) > 1 else outcomes * task.count
-        if not task.future.done():
-            task.future.set_result(list(many))
+        self._finished.append((task.future, list(many)))
+        if len(self._finished) == 1:
+            self._loop.call_later(HAND_OVER if self._queue else 0.0, self._hand_over)
+
+    def _hand_over(self) -> None:
+        for future, outcomes in self._finished:
+            with suppress(InvalidStateError):  # the caller may have cancelled it
+                future.set_result(outcomes)
+        self._finished.clear()

@@ -136,28 +136,3 @@ def short(text: str, limit: int = 60) -> str:
     """The text quoted, on one line, cut to `limit` characters."""
     flat = " ".join(text.split())
     return repr(flat if len(flat) <= limit else flat[: limit - 3] + "...")
-
-
-_BOMB = 60
-
-HOSTILE: tuple[tuple[str, str], ...] = (
-    ("very long", "the answer is 31337 and " * 20_000),
-    ("very long number", "#### " + "9" * 50_000),
-    ("open braces", "\\boxed{" * 500),
-    ("closed braces", "\\boxed{1" + "}" * 500),
-    ("nested \\frac", "\\boxed{" + "\\frac{" * _BOMB + "1" + "}{2}" * _BOMB + "}"),
-    ("power tower", "\\boxed{2^{2^{2^{2}}}}"),
-    ("unicode", "#### ٧٢ ７２ ½ \u202e31337 \U0001f600 \\boxed{７２}"),
-    ("null bytes", "\x00#### \x00\\boxed{\x00}"),
-    ("lone surrogate", "\ud800 #### \\boxed{\udfff}"),
-    ("tags", "<answer>" * 50 + "</answer>" * 50 + "</think>" * 20),
-    ("marks only", "#### \\boxed{} Answer: <answer></answer>"),
-    ("format string", "%s%n{0}{__class__} $(id) `id` ${HOME}"),
-)
-
-GARBAGE: tuple[tuple[str, str], ...] = (
-    ("one word", "banana"),
-    ("prose", "I am not sure about this question, sorry."),
-    ("repetition", "12 345 6789 31337 " * 20 + "..."),
-    ("every number", " ".join(f"\\boxed{{{n}}}" for n in [*range(100), 31337]) + " I do not know."),
-)

@@ -17,20 +17,23 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from verl.config.reward_weights import FUNCTION, MODEL
 from verl.config.schema.base import select
-from verl.config.weights import FUNCTION, MODEL
 from verl.data.load_object import read_source
 from verl.platform.child_process import NotPlain
+from verl.reward.judge_server import ServedJudge
 from verl.reward.managers import row_of
-from verl.reward.model import RewardModel
 from verl.reward.outcome import Outcome, RewardErrorLimit, RewardLoadError, failed
 from verl.reward.pool import Call, ScoringPool
-from verl.reward.served_judge import ServedJudge
+from verl.reward.reward_model import RewardModel
 from verl.reward.settings import RewardSettings
 from verl.tracking.names import plain
 from verl.trajectory import SINGLE_TURN, Batch, Prompt, Trajectory, data_uris
+
+if TYPE_CHECKING:
+    from verl.config.schema.entries import Config
 
 SHOWN_PER_REASON = 2
 SHOWN_IN_ALL = 10
@@ -56,7 +59,7 @@ class RewardRunner:
 
     def __init__(
         self,
-        config: Any,
+        config: Config | None,
         *,
         events: Events | None = None,
         settings: RewardSettings | None = None,
@@ -64,7 +67,10 @@ class RewardRunner:
         judge: ServedJudge | None = None,
     ):
         offered = {} if judge is None else judge.offered
-        self.settings = settings or RewardSettings.from_config(config, offered)
+        if settings is None:
+            assert config is not None
+            settings = RewardSettings.from_config(config, offered)
+        self.settings = settings
         self.model, self.judge = model, judge
         self.asks_function = self.settings.weights.keys() != {MODEL}  # else a model alone scores
         self._default_loop = select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
@@ -181,8 +187,7 @@ class RewardRunner:
         """Keep what a reward said of a response: its score, once all that `weights` names have spoken."""
         if outcome.undecided:
             trajectory.extra["undecided"] = outcome.undecided
-            where = {"file": trajectory.prompt.file, "row": trajectory.prompt.row, "uid": trajectory.uid}
-            self._events("reward_undecided", **where, index=trajectory.index, response=trajectory.text)
+            self._events("reward_undecided", **_place(trajectory), response=trajectory.text)
         settings, timing = self.settings, trajectory.timing
         parts = trajectory.score_parts | self._named(outcome, name)
         timing["compute_score"] = timing.get("compute_score", 0.0) + outcome.seconds
@@ -250,10 +255,7 @@ class RewardRunner:
             failure=outcome.kind,
             error=reason,
             data_source=prompt.data_source,
-            file=prompt.file,
-            row=prompt.row,
-            uid=prompt.uid,
-            index=trajectory.index,
+            **_place(trajectory),
             seconds=outcome.seconds,
             prompt=prompt.messages,
             response=trajectory.text,
@@ -319,6 +321,12 @@ def _open(trajectory: Trajectory) -> bool:
     return trajectory.score is None and trajectory.score_error is None
 
 
+def _place(trajectory: Trajectory) -> dict[str, Any]:
+    """Where a response comes from, as fields of an event."""
+    prompt = trajectory.prompt
+    return {"file": prompt.file, "row": prompt.row, "uid": prompt.uid, "index": trajectory.index}
+
+
 def _shape(reason: str) -> str:
     """A reason without its numbers and quoted texts, to count the same error as one."""
     return re.sub(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?", "…", reason)[:300]
@@ -340,9 +348,7 @@ def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
 
 def _shown(trajectory: Trajectory) -> list[str]:
     """The images that tools and environments showed, in their order, as data URIs; [] unless `reward_model.images`."""
-    all_media = (
-        leaf for segment in trajectory.segments if segment.media is not None for leaf in segment.media.leaves
-    )
+    all_media = (leaf for segment in trajectory.segments if segment.media is not None for leaf in segment.media.leaves)
     other_media = dict.fromkeys(leaf for leaf in all_media if leaf is not trajectory.prompt.media)
     return data_uris(file for leaf in other_media for file in leaf.files)
 

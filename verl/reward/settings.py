@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.config.weights import SCORES, weights_of
-from verl.reward.managers import manager_function
+from verl.config.reward_weights import SCORES, weights_of
+from verl.reward.managers import manager_function, options_of
 from verl.reward.pool import FunctionSpec, Rate
-from verl.reward.rules import options_of
+
+if TYPE_CHECKING:
+    from verl.config.schema.entries import Config
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class RewardSettings:
     weights: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def from_config(cls, config: Any, offered: dict[str, Any] | None = None) -> RewardSettings:
+    def from_config(cls, config: Config, offered: dict[str, Any] | None = None) -> RewardSettings:
         """From the whole run's checked configuration; `offered` as in `FunctionSpec`. RewardLoadError for a manager
         class that cannot be used."""
         model = config.reward_model
@@ -68,7 +70,7 @@ class RewardSettings:
         )
 
 
-def _function(config: Any, offered: dict[str, Any]) -> FunctionSpec:
+def _function(config: Config, offered: dict[str, Any]) -> FunctionSpec:
     """The custom function or the built-in table, as a built-in manager calls it."""
     custom, manager = config.custom_reward_function, config.reward_model.reward_manager
     path = custom.path or None
@@ -82,7 +84,7 @@ def _function(config: Any, offered: dict[str, Any]) -> FunctionSpec:
     )
 
 
-def _overlong(config: Any) -> Overlong | None:
+def _overlong(config: Config) -> Overlong | None:
     kwargs = config.reward_model.reward_kwargs
     buffer = kwargs.overlong_buffer_cfg
     if not buffer.enable:

@@ -1,51 +1,86 @@
-"""What a policy acts in: `Env`, its adapters, and the loop that plays, `environment_agent`.
-
-    reset(row) → messages → turn of the model → step(message) → messages, reward, done → next turn
-                  command, verifiers: a program of the user's, or an environment server, asks the session over HTTP
-                  instead
-
-An environment that fails, or that does not answer within `rollout.agent.tool_timeout`, is no outcome of the policy's:
-the trajectory ends with status environment_error and is sampled again.
-"""
+"""Environments: what a user writes (`Env`), what it answers with, how a dialogue opens, and `GymEnv`."""
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import inspect
-import json
-import os
 import re
-import shlex
-import shutil
-import signal
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
-from verl.config.weights import user_scores
-from verl.data.rows import BadRow, without_nulls
-from verl.errors import UserError
-from verl.platform.child_process import die_with_parent
-from verl.rollout import openenv, verifiers_server
-from verl.rollout.boundary import without_images
-from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
-from verl.rollout.event_loop import in_thread, thread_room, users_code
-from verl.rollout.loops import AgentLoop, EnvironmentFailed, register
-from verl.rollout.program_output import Output
-from verl.rollout.record import Outcome, SegmentRecord
-from verl.rollout.session import OutOfTokens, Session
-from verl.rollout.tools.parsers import INVALID_TURNS, ToolCall
-from verl.rollout.tools.toolbox import load_class
-
-_PATH_KEY = "rollout.agent.environment.path"
-_LONGEST_VARIABLE = 2**17 - 16  # bytes: Linux starts no program with a longer `VERL_ROW=…`
+Messages = list[dict[str, Any]]
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?", re.I)
-_POLL = 0.05  # seconds between two looks at whether a program has ended
+
+
+@dataclass(slots=True)
+class Observation:
+    """What a dialogue begins with: messages (None: the row's own prompt), and the schemas of what the policy may
+    call."""
+
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.messages or [])
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What follows a turn: messages to the policy, the reward that the turn earned, whether it was the last. truncated:
+    a limit of the environment's own ended it (status max_turns). invalid: the turn held no action that the environment
+    takes (counted as an invalid call, three in a row end the trajectory); None: not told."""
+
+    messages: Messages = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    metrics: dict[str, Any] = field(default_factory=dict)
+    truncated: bool = False
+    invalid: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.messages)
+        self.reward = float(self.reward or 0.0)
+
+
+def _check(messages: Any) -> None:
+    fit = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m for m in messages)
+    if not fit:
+        raise TypeError(f"messages are a list of {{role, content}}, not {messages!r:.200}")
+
+
+class Env(Protocol):
+    """What a user writes; one instance serves one trajectory. Methods may be async; others run in a thread of their
+    own."""
+
+    def reset(self, row: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
+        """Begin. row: the row's columns, and `raw_prompt`, `extra_info`, `uid`, `sample_index`."""
+
+    def step(self, message: Mapping[str, Any]) -> StepResult | Awaitable[StepResult]:
+        """Answer a turn of the policy: role, content, and `tool_calls` where tools were given."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Give up what it holds."""
+
+
+def seed_of(row: Mapping[str, Any]) -> int:
+    """A seed that the members of a group share."""
+    return int.from_bytes(hashlib.blake2b(str(row["uid"]).encode(), digest_size=4).digest(), "little")
+
+
+def opening(row: Mapping[str, Any], text: Any) -> Messages:
+    """The row's prompt with the first observation at its end."""
+    messages = [dict(message) for message in row["raw_prompt"]]
+    if messages and messages[-1]["role"] == "user":
+        content, more = messages[-1]["content"], f"\n\n{text}" if text else ""
+        parts = [{"type": "text", "text": more}]
+        messages[-1]["content"] = content + more if isinstance(content, str) else [*content, *parts]
+    else:
+        messages.append({"role": "user", "content": str(text)})
+    return messages
 
 
 class GymEnv:
@@ -64,9 +99,8 @@ class GymEnv:
         """The row's prompt, and the first observation at its end."""
         takes_seed = "seed" in inspect.signature(self._env.reset).parameters
         observation, _ = self._env.reset(seed=seed_of(row)) if takes_seed else self._env.reset()
-        return Observation(
-            opening(row, "" if observation is None else str(observation))
-        )  # an array or 0 is seen, too
+        text = "" if observation is None else str(observation)  # an array or 0 is seen, too
+        return Observation(opening(row, text))
 
     def step(self, message: Mapping[str, Any]) -> StepResult:
         """Act as the turn says. One without a valid action is answered with what is expected."""
@@ -97,263 +131,3 @@ class GymEnv:
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
-
-
-def maker(spec: Mapping[str, Any]) -> Callable[[], Env | Awaitable[Env]]:
-    """What makes the environment that {name, path, kwargs} describes. UserError for one that does not exist.
-
-    It is async where `reset` is: what such a constructor opens belongs to the event loop."""
-    path, kwargs = str(spec["path"]), dict(spec.get("kwargs") or {})
-    if spec["name"] == "openenv":
-        cls, kwargs = openenv.OpenEnv, {"url": path, **kwargs}
-    else:
-        cls = load_class(path, _PATH_KEY)
-
-    def make() -> Env:
-        env: Any = cls(**kwargs)
-        return env if spec["name"] in ("custom", "openenv") else GymEnv(env)
-
-    async def make_on_the_loop() -> Env:
-        return make()
-
-    return make_on_the_loop if inspect.iscoroutinefunction(getattr(cls, "reset", None)) else make
-
-
-def check(spec: Mapping[str, Any], tokenizer: str) -> None:
-    """UserError for an environment that cannot be used: its class, program, server. tokenizer: path or name."""
-    name, path, kwargs = spec["name"], str(spec["path"]), dict(spec.get("kwargs") or {})
-    if name == "openenv":
-        openenv.check(path)
-    elif name == "verifiers":
-        verifiers_server.check(spec, tokenizer)
-    elif name == "command":
-        program = next(iter(shlex.split(path)), "")
-        if shutil.which(program) is None:
-            raise UserError(f"{_PATH_KEY}: the program {program!r} is not found")
-        if nulls := [key for key, value in kwargs.items() if value is None]:
-            raise UserError(
-                f"environment.kwargs.{nulls[0]}=null: the kwargs of a program are variables of its environment, "
-                "which hold text"
-            )
-    else:
-        factory = load_class(path, _PATH_KEY)
-        try:
-            inspect.signature(factory).bind(**kwargs)
-        except TypeError as error:
-            raise UserError(f"environment.kwargs do not fit {path}: {error}") from error
-        if name == "gym":
-            try:
-                env = factory(**kwargs)
-            except Exception as error:
-                raise UserError(f"{path} makes no environment: {type(error).__name__}: {error}") from error
-            with suppress(Exception):
-                env.close()
-
-
-@register("environment_agent")
-class EnvironmentAgent(AgentLoop):
-    """Plays a row in its environment; the keys are `rollout.agent.environment` and `rollout.multi_turn`."""
-
-    runs_users_code: ClassVar[bool] = True
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._agent = self.rollout_config.agent
-        self._earned: list[tuple[SegmentRecord | None, int, float]] = []
-        self._metrics: dict[str, Any] = {}
-        self._messages: Messages = []
-        self._path = ""
-        self._counts: Counter[str] = Counter()
-        self._seconds = 0.0
-        self._played = False
-
-    async def run(self, row: dict[str, Any], session: Session) -> Outcome:
-        """See `AgentLoop.run`."""
-        overrides = row["columns"].get("environment") or {}
-        # Parquet fills the keys of other rows with nulls; a null of the configuration is the user's.
-        spec = {**self._agent.environment, **without_nulls(overrides)}
-        if not spec["name"] or not spec["path"]:
-            raise UserError(
-                "environment_agent needs rollout.agent.environment.name and .path, or the column `environment`"
-            )
-        self._path = spec["path"]
-        play = {"command": self._command, "verifiers": self._verifiers}.get(spec["name"], self._play)
-        status = await play(spec, row)
-        return self._outcome(status)
-
-    async def _play(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
-        make, self._played = maker(spec), True
-        env: Env = await self._ask(make, object)
-        fields = {name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")}
-        try:
-            start: Observation = await self._ask(env.reset, Observation, row=row["columns"] | fields)
-            opening_messages = row["raw_prompt"] if start.messages is None else start.messages
-            if not opening_messages:
-                raise EnvironmentFailed(f"{self._path}: reset gives no messages, and the row has no prompt")
-            self._messages = [dict(message) for message in opening_messages]
-            return await self._turns(env, start.tools)
-        finally:
-            with suppress(Exception):
-                await self._ask(env.close, object)
-
-    async def _turns(self, env: Env, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
-        most, turns, invalid = self.rollout_config.multi_turn.max_assistant_turns, 0, 0
-        while True:
-            try:
-                reply = await self.session.chat(self._messages, tools)
-            except OutOfTokens:
-                return "length"
-            except BadRow as error:
-                problem = f"the chat template does not take the environment's messages: {error}"
-                raise EnvironmentFailed(problem) from error
-            self._messages.append(reply.message)
-            if reply.completion.finish_reason != "stop":
-                return None
-            turns += 1
-            following = self._unread(reply.calls) if tools else []
-            without_action = bool(following) and len(following) == len(reply.calls)
-            if not without_action:
-                step: StepResult = await self._ask(env.step, StepResult, message=reply.message)
-                self._earn(step)
-                if step.done:
-                    return "max_turns" if step.truncated else "completed"
-                following += step.messages
-                without_action = bool(step.invalid)
-            invalid = invalid + 1 if without_action else 0
-            if invalid >= INVALID_TURNS:
-                return "invalid_calls"
-            if most is not None and turns >= most:
-                return "max_turns"
-            self._messages += following
-
-    def _unread(self, calls: Sequence[ToolCall]) -> Messages:
-        """What answers the calls that cannot be read: the environment does not see them."""
-        unread = [call for call in calls if call.error]
-        self._counts.update(calls=len(calls), invalid=len(unread))
-        return [{"role": "tool", "content": f"Error: {call.error}", "name": call.name} for call in unread]
-
-    async def _ask(self, method: Callable[..., Any], gives: type, **arguments: Any) -> Any:
-        """Call the environment within its deadline. EnvironmentFailed for whatever goes wrong there, an answer of
-        another type too."""
-        started, apart = self.loop.time(), not inspect.iscoroutinefunction(method)
-        try:
-            async with thread_room() if apart else nullcontext(), asyncio.timeout(self._agent.tool_timeout):
-                reply = await users_code(in_thread(method, **arguments) if apart else method(**arguments))
-            if not isinstance(reply, gives):
-                other = " (gymnasium's interface is environment.name=gym)" if isinstance(reply, tuple) else ""
-                raise TypeError(f"it has to give {gives.__name__}, not {type(reply).__name__}{other}")
-            return reply
-        except Exception as error:
-            cause = str(error) or f"no answer within rollout.agent.tool_timeout={self._agent.tool_timeout} s"
-            raise EnvironmentFailed(
-                f"{self._path}: {method.__name__}: {type(error).__name__}: {cause}"
-            ) from error
-        finally:
-            self._seconds += self.loop.time() - started
-
-    def _earn(self, step: StepResult) -> None:
-        segment = self.session.latest
-        place = segment.response_length - 1 if segment is not None else 0
-        self._earned.append((segment, place, step.reward))
-        if self.session.turns:
-            self.session.turns[-1]["reward"] = step.reward
-        self._metrics |= step.metrics
-        if step.invalid is not None:
-            self._counts.update(calls=1, invalid=int(step.invalid))
-
-    async def _command(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
-        """Run a program until it ends. A last line of output that is JSON with `reward` says what it earned."""
-        task = {"messages": row["raw_prompt"], "extra_info": row["extra_info"], "uid": row["uid"]}
-        data = json.dumps(task, default=str)
-        with TemporaryDirectory(prefix="verl_row_") as folder:
-            file = Path(folder) / "row.json"
-            file.write_text(data)
-            variables = {
-                "OPENAI_BASE_URL": self.session.base_url,
-                "OPENAI_API_KEY": "session",
-                "VERL_ROW_FILE": str(file),
-                **({"VERL_ROW": data} if len(data) < _LONGEST_VARIABLE else {}),
-                **{name: str(value) for name, value in (spec.get("kwargs") or {}).items()},
-            }
-            status, output, last_lines = await _run_program(str(spec["path"]), variables)
-        if status and not self.session.full:
-            raise EnvironmentFailed(f"{spec['path']}: exit status {status}{last_lines}")
-        self._messages = self.session.messages or list(row["raw_prompt"])
-        self._read(output)
-        return "length" if self.session.full else None
-
-    async def _verifiers(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
-        """Have an environment server play an episode through this session."""
-        model, extra = self.config.actor_rollout_ref.model, row["extra_info"] or {}
-        tokenizer = self.config.data.tokenizer or model.tokenizer_path or model.path
-        server = verifiers_server.server_of(spec, tokenizer)
-        self._played = True
-        try:
-            result = await server.run(self.session.base_url, extra.get("task"), extra.get("index"))
-        except EnvironmentFailed:
-            if self.session.full:
-                return "length"
-            raise
-        self._messages = result["messages"]
-        self._earn(StepResult(reward=result["reward"], metrics=result["metrics"]))
-        return "max_turns" if result["stop"] == "max_turns" else None
-
-    def _read(self, output: str) -> None:
-        lines = output.strip().splitlines()
-        with suppress(ValueError, TypeError, KeyError):
-            result = json.loads(lines[-1]) if lines else {}
-            self._earn(StepResult(reward=float(result["reward"]), metrics=dict(result.get("metrics") or {})))
-
-    def so_far(self) -> Outcome:
-        """See `AgentLoop.so_far`."""
-        return self._outcome()
-
-    def _outcome(self, status: str | None = None) -> Outcome:
-        total = sum(reward for _, _, reward in self._earned)
-        metrics: dict[str, Any] = {"tool_calls": self._seconds, "step_reward": total}
-        if self._counts:
-            metrics["tool_counts"] = dict(self._counts)
-        if self._agent.step_rewards == "tokens":
-            segments = self.session.segments()
-            scores = {id(segment): np.zeros(segment.response_length) for segment in segments}
-            for segment, place, reward in self._earned:
-                if id(segment) in scores:  # the answer was not replaced
-                    scores[id(segment)][place] += reward
-            metrics["token_scores"] = np.concatenate([np.zeros(0), *scores.values()])
-        scored = not user_scores(self.config) and (self._earned or self._played)
-        # Of a program that was ended there is what its session saw.
-        messages = self._messages or self.session.messages
-        fields = {
-            "messages": without_images(messages),
-            "environment_reward": total,
-            "environment_metrics": self._metrics,
-        }
-        return Outcome(
-            status, total if scored else None, fields, metrics, num_turns=len(messages) if messages else 2
-        )
-
-
-async def _run_program(command: str, variables: Mapping[str, str]) -> tuple[int, str, str]:
-    """(exit status, end of its output, last lines of its stderr) of a program, which ends with all that it started.
-    EnvironmentFailed if it cannot be started."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *shlex.split(command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **variables},
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-    except OSError as error:
-        raise EnvironmentFailed(f"{command} cannot be started: {error}") from error
-    stdout, stderr = Output(process.stdout), Output(process.stderr, echo=True)
-    try:
-        while process.returncode is None:  # wait() would wait for all that hold its output open, too
-            await asyncio.sleep(_POLL)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        output, last_lines = await asyncio.gather(stdout.end(), stderr.last_lines())
-    return process.returncode, output, last_lines

@@ -56,6 +56,13 @@ class BackgroundLoop:
             self._loop.run_forever()
 
 
+def spawn(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task whose error nobody need ask for: asyncio does not complain of it."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
 async def users_code(code: Awaitable[T]) -> T:
     """What a user's coroutine gives. RuntimeError for what would end more than it: `sys.exit` ends the event loop, and
     whoever waits for a task that was cancelled from inside waits for ever, so the coroutine has a task of its own."""
@@ -75,6 +82,12 @@ async def users_code(code: Awaitable[T]) -> T:
         raise RuntimeError(repr(raised)) from raised
 
 
+async def within(seconds: float | None, code: Awaitable[T]) -> T:
+    """What a user's coroutine gives (`users_code`). TimeoutError after so many seconds, None for no deadline."""
+    async with asyncio.timeout(seconds):
+        return await users_code(code)
+
+
 MOST_THREADS = 128
 _ROOMS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -89,21 +102,15 @@ def thread_room() -> asyncio.Semaphore:
 async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
     """Call a function in a daemon thread of its own: threads that are used again would all end up in calls that never
     return."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def set_result(result: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(result)
+    done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # whoever waits may give up; the thread goes on
 
     def call() -> None:
         try:
-            result, error = function(**arguments), None
+            done.set_result(function(**arguments))
         # sys.exit too: raised on, it would end the event loop; left here, the caller would wait.
         except BaseException as raised:
-            result, error = None, raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(set_result, result, error)
+            done.set_exception(raised if isinstance(raised, Exception) else RuntimeError(repr(raised)))
 
     threading.Thread(target=call, name="verl-tool", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(done)

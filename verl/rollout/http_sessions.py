@@ -14,7 +14,6 @@ import json
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -22,6 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from verl.data.rows import BadRow
+from verl.rollout.event_loop import spawn
 from verl.rollout.openai_routes import ROUTES, Handler, Result
 
 _MOST_BYTES = 64 * 2**20  # of a body
@@ -91,14 +91,14 @@ class _Connection:
             self._writer.close()
 
     async def _requests(self) -> None:
-        self._head = _task(_read_head(self._reader))
+        self._head = spawn(_read_head(self._reader))
         while True:
             head = await asyncio.wait_for(self._head, _READ_SECONDS)
             session, handler = self._route(head)
             data = await self._body(head.headers)
             # Read while the answer is made: it fails when the client closes the connection.
-            self._head = _task(_read_head(self._reader))
-            answer = _task(_answer(session, handler, data))
+            self._head = spawn(_read_head(self._reader))
+            answer = spawn(_answer(session, handler, data))
             try:
                 await asyncio.wait({self._head, answer}, return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done() and isinstance(self._head.exception(), EOFError | OSError):
@@ -116,9 +116,8 @@ class _Connection:
         _, token, *parts = [*head.path.partition("?")[0].split("/"), ""]
         session, route = self._server.sessions.get(token), "/".join(parts).strip("/")
         if session is None:
-            raise _Refused(
-                HTTPStatus.NOT_FOUND, "no such session: the base URL is wrong, or its trajectory has ended"
-            )
+            problem = "no such session: the base URL is wrong, or its trajectory has ended"
+            raise _Refused(HTTPStatus.NOT_FOUND, problem)
         self._server.connections.update({self._token: -1, token: 1})
         self._token = token
         self._check_limit()
@@ -167,13 +166,6 @@ class _Connection:
                     pass
 
 
-def _task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """A task whose error nobody need ask for."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return task
-
-
 async def _answer(session: Any, handler: Handler, data: bytes) -> tuple[HTTPStatus, Result]:
     try:
         body = json.loads(data) if data else {}
@@ -203,9 +195,8 @@ async def _read_head(reader: asyncio.StreamReader) -> _Head:
     line, *lines = text.strip().split("\r\n")
     if len(words := line.split(" ")) != 3:
         raise _Refused(HTTPStatus.BAD_REQUEST, "this is no request of HTTP")
-    headers = {
-        name.strip().lower(): value.strip() for name, _, value in (part.partition(":") for part in lines)
-    }
+    pairs = (part.partition(":") for part in lines)
+    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
     last = words[2] == "HTTP/1.0" or headers.get("connection", "").lower() == "close"
     return _Head(words[0], words[1], headers, last)
 

@@ -1,8 +1,8 @@
 """User-written agent loops in processes of their own, so that one that computes or blocks delays neither sampling nor
 the driver.
 
-    driver: LoopProcesses.run ──run──────→ child: LoopRunner.run: the loop, with a session on a copy of the record
-            TrajectoryRecord  ←─call──────        (segment, length of it, inserted ids)
+    driver: LoopProcesses.run ──run──────→ child: loops.run: the loop, with a session on a copy of the record
+            Attempt  ←─call──────        (segment, length of it, inserted ids)
                               ──completion→
                               ←─outcome, or error─
 
@@ -19,22 +19,22 @@ import itertools
 import math
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from verl.config.schema.base import select
+from verl.config.schema.base import Map, select
+from verl.config.schema.entries import Config
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 from verl.platform.child_process import ChildProcess, ParentChannel, encode
-from verl.platform.host import usable
+from verl.platform.host_resources import usable
 from verl.rollout import loops
-from verl.rollout.loop_runner import LoopRunner
-from verl.rollout.record import Excerpt, Outcome, Place, Record, SegmentRecord
-from verl.rollout.requests import TrajectoryRecord
+from verl.rollout.record import Outcome, Place, Record, SegmentRecord
+from verl.rollout.session import LoopSetup
 from verl.trajectory import Media
 
 _EXIT_WAIT = 1.0  # seconds in which what a process sent before its end may still come
@@ -60,7 +60,7 @@ class LoopUnusable(UserError):
 class _Run:
     """One trajectory in a process."""
 
-    record: TrajectoryRecord
+    record: Record
     outcome: asyncio.Future[Outcome]
     media: dict[str, Media] = field(default_factory=dict)
     calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -72,13 +72,10 @@ class _Run:
     def place(self, message: Mapping[str, Any]) -> Place:
         """Where a call's tokens go, by the numbers that the process's copy of the record has for segments, too."""
         self.media |= {facts["key"]: Media(**facts) for facts in message["media"]}
-        segment, follows = (
-            None if number is None else self.record.segments[number]
-            for number in (message["segment"], message["follows"])
-        )
-        shown = tuple(self.media[key] for key in message["shown"])
-        inserted = np.asarray(message["inserted"], np.int64)
-        return Place(segment, message["length"], inserted, shown, message["replaces"], follows)
+        numbers, length, inserted, keys, replaces = message["place"]
+        segment, follows = (None if number is None else self.record.segments[number] for number in numbers)
+        shown = tuple(self.media[key] for key in keys)
+        return Place(segment, length, np.asarray(inserted, np.int64), shown, replaces, follows)
 
 
 class _LoopProcess(ChildProcess):
@@ -97,7 +94,7 @@ class LoopProcesses:
     limit: at most this many processes, and no more than there are CPUs. config: the run's checked configuration.
     """
 
-    def __init__(self, limit: int, config: Any):
+    def __init__(self, limit: int, config: Config):
         self._limit = min(limit, usable())
         self._config = config
         timeout = select(config, "actor_rollout_ref.rollout.agent.tool_timeout")
@@ -105,10 +102,8 @@ class LoopProcesses:
         self._numbers = itertools.count()
         self._processes: dict[_LoopProcess, asyncio.Task[None]] = {}
 
-    async def run(
-        self, name: str, record: TrajectoryRecord, sampling: SamplingParams, row: dict[str, Any]
-    ) -> Outcome:
-        """What the loop registered as `name` returns for a row (see `LoopRunner.run`).
+    async def run(self, name: str, record: Record, sampling: SamplingParams, row: dict[str, Any]) -> Outcome:
+        """What the loop registered as `name` returns for a row (see `loops.run`).
 
         LoopFailed with what it raised, NotPlain for a value that cannot be sent, LoopUnusable if no process can run it.
         """
@@ -181,9 +176,8 @@ class LoopProcesses:
             await asyncio.sleep(_PING_SECONDS)
             process.silence += _PING_SECONDS
             if process.silence > self._patience:
-                process.why = (
-                    f"it answered nothing for {self._patience:g} s: does code of yours block its event loop?"
-                )
+                hint = "does code of yours block its event loop?"
+                process.why = f"it answered nothing for {self._patience:g} s: {hint}"
                 process.kill()
                 return
 
@@ -204,9 +198,7 @@ class LoopProcesses:
             error.add_note(message["traceback"])
             run.fail(error)
         elif not run.outcome.done():
-            excerpts = message["outcome"].pop("excerpts")
-            restored = None if excerpts is None else [Excerpt(**excerpt) for excerpt in excerpts]
-            run.outcome.set_result(Outcome(**message["outcome"], excerpts=restored))
+            run.outcome.set_result(Outcome(**message["outcome"]))
 
     @staticmethod
     def _give_up(process: _LoopProcess, number: int, call: asyncio.Task[None]) -> None:
@@ -236,7 +228,6 @@ class LoopProcesses:
 
 def main(channel: ParentChannel) -> None:
     """Run trajectories until the run closes the socket. The first message is the run's configuration."""
-    from verl.config import Map
     from verl.data.tokenizer import tokenizer_of
     from verl.plugins import import_modules
 
@@ -252,57 +243,44 @@ def main(channel: ParentChannel) -> None:
     asyncio.run(child.serve())
 
 
-Pending = tuple["asyncio.Future[tuple[Completion, SegmentRecord]]", Record, Place]
+Answer = asyncio.Future[tuple[Completion, SegmentRecord]]
 
 
 class _RemoteRecord(Record):
     """A copy of a trajectory's record, whose calls the driver makes and records too. run: the message that began it."""
 
-    def __init__(
-        self,
-        run: Mapping[str, Any],
-        channel: ParentChannel,
-        pending: dict[int, Pending],
-        numbers: Iterator[int],
-    ):
+    def __init__(self, run: Mapping[str, Any], child: _Child):
         super().__init__(run["row_images"])
-        self._number, self._channel, self._pending, self._numbers = run["run"], channel, pending, numbers
+        self._number, self._child = run["run"], child
         self._sent: set[str] = set()
 
     async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
-        """See `TrajectoryRecord.call`."""
+        """See `Attempt.call`."""
         self.begin(place)
-        number = next(self._numbers)
-        future: asyncio.Future[tuple[Completion, SegmentRecord]] = asyncio.get_running_loop().create_future()
-        self._pending[number] = (future, self, place)
+        number = next(self._child.numbers)
+        future: Answer = asyncio.get_running_loop().create_future()
+        self._child.calls[number] = (future, self, place)
         new = [vars(media) for media in place.shown if media.key not in self._sent]
         self._sent.update(media.key for media in place.shown)
-        message = {
-            "run": self._number,
-            "call": number,
-            "segment": None if place.segment is None else place.segment.number,
-            "length": place.length,
-            "inserted": place.inserted,
-            "replaces": place.replaces,
-            "follows": None if place.follows is None else place.follows.number,
-            "shown": [media.key for media in place.shown],
-            "media": new,
-            "sampling": asdict(sampling),
-        }
-        self._channel.send(message, arrays=True)
+        segments = [None if segment is None else segment.number for segment in (place.segment, place.follows)]
+        shown = [media.key for media in place.shown]
+        sent_place = (segments, place.length, place.inserted, shown, place.replaces)
+        message = {"run": self._number, "call": number, "place": sent_place, "media": new}
+        self._child.channel.send(message | {"sampling": asdict(sampling)}, arrays=True)
         try:
             return await future
         except asyncio.CancelledError:
-            self._channel.send({"run": self._number, "drop": number})
+            self._child.channel.send({"run": self._number, "drop": number})
             raise
 
 
 class _Child:
-    def __init__(self, channel: ParentChannel, tokenizer: Any, config: Any):
-        self._channel, self._runner = channel, LoopRunner(tokenizer, config)
+    def __init__(self, channel: ParentChannel, tokenizer: Any, config: Map):
+        self.channel, self._setup = channel, LoopSetup(tokenizer, config)
+        loops.load_listed(self._setup.loops_file)
         self._runs: dict[int, asyncio.Task[None]] = {}
-        self._calls: dict[int, Pending] = {}
-        self._numbers = itertools.count()
+        self.calls: dict[int, tuple[Answer, Record, Place]] = {}
+        self.numbers = itertools.count()
 
     async def serve(self) -> None:
         """Handle the messages of the run as they come, on a thread of their own: the loop's may all be busy with code
@@ -311,7 +289,7 @@ class _Child:
 
         def read() -> None:
             while True:
-                loop.call_soon_threadsafe(self._take, self._channel.inbox.get())
+                loop.call_soon_threadsafe(self._take, self.channel.inbox.get())
 
         threading.Thread(target=read, name="verl-inbox", daemon=True).start()
         await loop.create_future()
@@ -323,32 +301,27 @@ class _Child:
             if (task := self._runs.get(message["cancel"])) is not None:
                 task.cancel()
         elif "ping" in message:
-            self._channel.send({"pong": True})
-        elif message["call"] in self._calls:
+            self.channel.send({"pong": True})
+        elif message["call"] in self.calls:
             self._completed(message)
 
     async def _run(self, message: dict[str, Any]) -> None:
         number = message["run"]
-        record = _RemoteRecord(message, self._channel, self._calls, self._numbers)
+        record = _RemoteRecord(message, self)
         try:
             importlib.import_module(message["module"])
             sampling = SamplingParams(**message["sampling"])
-            outcome = await self._runner.run(message["name"], record, sampling, message["row"])
+            outcome = await loops.run(self._setup, message["name"], record, sampling, message["row"])
             fields = {name: getattr(outcome, name) for name in outcome.__slots__}
-            if outcome.excerpts is not None:
-                fields["excerpts"] = [
-                    {name: getattr(excerpt, name) for name in excerpt.__slots__}
-                    for excerpt in outcome.excerpts
-                ]
-            self._channel.send({"run": number, "outcome": fields}, arrays=True)
+            self.channel.send({"run": number, "outcome": fields}, arrays=True)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            self._channel.send({"run": number, "error": text, "traceback": traceback.format_exc()})
+            self.channel.send({"run": number, "error": text, "traceback": traceback.format_exc()})
         finally:
             del self._runs[number]
 
     def _completed(self, message: dict[str, Any]) -> None:
-        future, record, place = self._calls.pop(message["call"])
+        future, record, place = self.calls.pop(message["call"])
         if "error" in message:
             if not future.done():
                 future.set_exception(RuntimeError(message["error"]))

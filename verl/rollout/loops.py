@@ -13,18 +13,14 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
-from verl.rollout.record import Outcome
+from verl.rollout.event_loop import users_code
+from verl.rollout.record import EnvironmentFailed, Outcome, Record
+from verl.rollout.session import LoopSetup, Session
 from verl.trajectory import SINGLE_TURN
-
-if TYPE_CHECKING:
-    from verl.rollout.session import Session
-
-
-class EnvironmentFailed(RuntimeError):
-    """What the policy acts in failed: the trajectory has no score, never one of 0, and is sampled again."""
 
 
 class AgentLoop(ABC):
@@ -38,7 +34,8 @@ class AgentLoop(ABC):
 
     def __init__(self, session: Session, **arguments: Any):
         self.session = session
-        self.config, self.tokenizer = session.runner.config, session.runner.tokenizer
+        self.config: Any = session.setup.config
+        self.tokenizer = session.setup.tokenizer
         self.rollout_config: Any = None if self.config is None else self.config.actor_rollout_ref.rollout
 
     @classmethod
@@ -66,7 +63,7 @@ class AgentLoop(ABC):
 
 
 _LOOPS: dict[str, type[AgentLoop]] = {}
-_ELSEWHERE = {"tool_agent": "verl.rollout.tool_agent", "environment_agent": "verl.rollout.environments"}
+_ELSEWHERE = {"tool_agent": "verl.rollout.tool_agent", "environment_agent": "verl.rollout.environment_agent"}
 
 
 def _source(cls: type[AgentLoop]) -> tuple[Any, str]:
@@ -98,14 +95,10 @@ def get(name: str) -> type[AgentLoop]:
     return _LOOPS[name]
 
 
-def is_users(name: str) -> bool:
-    """True if a module of the user's defines the loop, one that another process can import."""
-    return get(name).__module__.partition(".")[0] not in ("verl", "__main__")
-
-
 def runs_apart(name: str) -> bool:
-    """True if the loop runs code of the user's: it, or its tools or environment."""
-    return is_users(name) or getattr(get(name), "runs_users_code", False)
+    """True if the loop runs code of the user's: it, if another process can import it, or its tools or environment."""
+    cls = get(name)
+    return cls.__module__.partition(".")[0] not in ("verl", "__main__") or cls.runs_users_code
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {}
@@ -149,3 +142,43 @@ class SingleTurnAgent(AgentLoop):
         """Sample once."""
         await session.generate(row["prompt_ids"])
         return Outcome()
+
+
+async def run(setup: LoopSetup, name: str, record: Record, sampling: SamplingParams, row: dict[str, Any]) -> Outcome:
+    """What the loop registered as `name` gives for a row (see `AgentLoop.run`), whose tokens are in the record.
+
+    A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that
+    status. Raises what the loop raises besides; TypeError if it returns anything but an outcome.
+    """
+    session = Session(record, sampling, setup)
+    session.begin(row["raw_prompt"], row["prompt_ids"])
+    deadline = asyncio.timeout(setup.timeout)
+    loop: AgentLoop | None = None
+    ended: tuple[str, str] | None = None
+    try:
+        async with deadline:
+            loop = get(name).create(session, **ARGUMENTS.get(name, {}))
+            running = loop.outcome(row)
+            outcome = await (running if name == SINGLE_TURN else users_code(running))
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        ended = (
+            "timeout",
+            f"the trajectory took longer than rollout.agent.trajectory_timeout={setup.timeout} s",
+        )
+    except EnvironmentFailed as error:
+        ended = "environment_error", str(error)
+    finally:
+        session.close()
+    if ended is not None:  # from outside
+        outcome = loop.so_far() if loop is not None else Outcome()
+        outcome.status, outcome.fields["failure"] = ended
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"an agent loop returns an Outcome, not {type(outcome).__name__}")
+    if session.turns:
+        outcome.metrics.setdefault("turns", session.turns)
+        outcome.fields.setdefault("messages", session.messages)
+    if counts := +session.counts:
+        outcome.metrics["session_counts"] = dict(counts)
+    return outcome

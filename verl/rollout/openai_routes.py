@@ -36,15 +36,10 @@ def _checked(session: Any, body: Mapping[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice")
     if choice == "required":
         session.counts["required_tool_choices"] += 1
-        effect = (
-            "taken as auto: the policy itself decides whether it calls "
-            "(agent/required_tool_choices counts such requests)"
-        )
+        effect = "taken as auto: the policy decides whether it calls (counted in agent/required_tool_choices)"
         warn_once("tool_choice=required", "auto", effect, of="request")
     elif choice not in (None, "auto", "none"):
-        raise ValueError(
-            "tool_choice must be auto, required or none: the policy itself decides whether it calls"
-        )
+        raise ValueError("tool_choice must be auto, required or none: the policy decides whether it calls")
     most = body.get("max_completion_tokens") or body.get("max_tokens")
     return {name: v for name, v in (("max_tokens", most), ("stop", body.get("stop"))) if v}
 
@@ -56,11 +51,12 @@ async def _chat(session: Any, body: dict[str, Any]) -> Result:
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
     reply = await session.chat(messages, tools, **_checked(session, body))
     message, completion = dict(reply.message), reply.completion
+    reason = _reason(completion)
     if "tool_calls" in message:
-        message["tool_calls"] = [_as_text(call) for call in message["tool_calls"]]
-    with_log_probs = bool(body.get("logprobs"))
-    log_probs = {"content": _log_probs(session, completion), "refusal": None} if with_log_probs else None
-    reason = "tool_calls" if "tool_calls" in message else _reason(completion)
+        message["tool_calls"], reason = [_as_text(call) for call in message["tool_calls"]], "tool_calls"
+    log_probs = None
+    if body.get("logprobs"):
+        log_probs = {"content": _log_probs(session, completion), "refusal": None}
     choice = _choice(0, completion, reason, log_probs, message=message)
     return _result("chat.completion", body, [(reply.prompt_tokens, completion, choice)])
 
@@ -79,12 +75,11 @@ async def _completion(session: Any, body: dict[str, Any]) -> Result:
     completions = await asyncio.gather(*map(session.generate, prompts, params))
     sampled = []
     for number, (ids, completion) in enumerate(zip(prompts, completions, strict=True)):
-        text = session.runner.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        text = session.setup.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         entries = _legacy_log_probs(session, completion) if log_probs else None
         text = before_stop(text, completion, settings.get("stop"))
-        sampled.append(
-            (len(ids), completion, _choice(number, completion, _reason(completion), entries, text=text))
-        )
+        choice = _choice(number, completion, _reason(completion), entries, text=text)
+        sampled.append((len(ids), completion, choice))
     return _result("text_completion", body, sampled)
 
 
@@ -94,11 +89,9 @@ def _prompts(session: Any, prompt: Any) -> list[np.ndarray]:
     prompts = []
     for ids in prompt if several else [prompt]:
         if isinstance(ids, str):
-            ids = session.runner.tokenizer(ids, add_special_tokens=False)["input_ids"]
+            ids = session.setup.tokenizer(ids, add_special_tokens=False)["input_ids"]
         if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-            raise ValueError(
-                "prompt must be a text, a list of token ids, or a list of such, none of them empty"
-            )
+            raise ValueError("prompt must be a text, a list of token ids, or a list of such, none empty")
         prompts.append(np.array(ids, np.int64))
     return prompts
 
@@ -111,13 +104,12 @@ async def _tokens(session: Any, body: dict[str, Any]) -> Result:
     completion = await session.generate(ids, session.fitting(session.place(ids), settings))
     pairs = zip(completion.token_ids.tolist(), completion.log_probs.tolist(), strict=True)
     log_probs = {"content": [{"token": f"token_id:{i}", "logprob": value} for i, value in pairs]}
-    return _result(
-        "generate", body, [(len(ids), completion, _choice(0, completion, _reason(completion), log_probs))]
-    )
+    choice = _choice(0, completion, _reason(completion), log_probs)
+    return _result("generate", body, [(len(ids), completion, choice)])
 
 
 async def _models(session: Any, body: dict[str, Any]) -> Result:
-    model = {"id": MODEL, "object": "model", "owned_by": "verl", "max_model_len": session.runner.longest}
+    model = {"id": MODEL, "object": "model", "owned_by": "verl", "max_model_len": session.setup.longest}
     return {"object": "list", "data": [model]}
 
 
@@ -148,7 +140,7 @@ def _bytes(tokenizer: Any, token: int, text: str) -> list[int]:
 
 def _log_probs(session: Any, done: Completion) -> list[dict[str, Any]]:
     """Of every sampled token, the one that ends the turn too."""
-    tokenizer, entries = session.runner.tokenizer, []
+    tokenizer, entries = session.setup.tokenizer, []
     for token, value in zip(done.token_ids.tolist(), done.log_probs.tolist(), strict=True):
         text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
         data = _bytes(tokenizer, token, text)
@@ -169,15 +161,13 @@ def _legacy_log_probs(session: Any, done: Completion) -> dict[str, Any]:
 
 
 def _choice(
-    number: int, done: Completion, reason: str, log_probs: dict[str, Any] | None, **said: Any
+    number: int, done: Completion, reason: str, log_probs: dict[str, Any] | None, **content: Any
 ) -> dict[str, Any]:
     ids = done.token_ids.tolist()
-    return {"index": number, **said, "finish_reason": reason, "logprobs": log_probs, "token_ids": ids}
+    return {"index": number, **content, "finish_reason": reason, "logprobs": log_probs, "token_ids": ids}
 
 
-def _result(
-    kind: str, body: Mapping[str, Any], sampled: Sequence[tuple[int, Completion, dict[str, Any]]]
-) -> Result:
+def _result(kind: str, body: Mapping[str, Any], sampled: Sequence[tuple[int, Completion, dict[str, Any]]]) -> Result:
     """The body, or the parts of the stream that was asked for. sampled: tokens of the prompt, completion, choice."""
     before = sum(size for size, _, _ in sampled)
     after = sum(len(completion.token_ids) for _, completion, _ in sampled)

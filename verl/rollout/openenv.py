@@ -15,9 +15,9 @@ from functools import cache
 from typing import Any
 
 from verl.errors import UserError
-from verl.rollout.environment_base import Observation, StepResult, opening, seed_of
+from verl.rollout.environments import Observation, StepResult, opening, seed_of
 from verl.rollout.event_loop import in_thread
-from verl.rollout.loops import EnvironmentFailed
+from verl.rollout.record import EnvironmentFailed
 
 ACT = "act"
 _PAUSE = 0.2  # seconds between two attempts at a server that has no room for another session, or is being started again
@@ -28,9 +28,7 @@ def check(url: str) -> None:
     try:
         import openenv  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            "environment.name=openenv needs the package openenv: pip install 'verl[openenv]'"
-        ) from error
+        raise UserError("environment.name=openenv needs openenv: pip install 'verl[openenv]'") from error
     _action_schema.cache_clear()
     try:
         _action_schema(url)
@@ -133,9 +131,8 @@ class OpenEnv:
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._shown:
             return str(observation[self._shown])
-        fields = {
-            k: v for k, v in observation.items() if k not in ("metadata", "tool_name") and v is not None
-        }
+        left_out = ("metadata", "tool_name")
+        fields = {k: v for k, v in observation.items() if k not in left_out and v is not None}
         only = next(iter(fields.values())) if len(fields) == 1 else fields
         if isinstance(only, Mapping) and isinstance(only.get("content"), list):  # the result of a tool
             return "\n".join(part.get("text") or f"({part.get('type')} left out)" for part in only["content"])
@@ -147,7 +144,5 @@ class OpenEnv:
 
 
 def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": dict(parameters)},
-    }
+    function = {"name": name, "description": description, "parameters": dict(parameters)}
+    return {"type": "function", "function": function}

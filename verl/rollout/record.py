@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.engine.rollout.base import Completion
+from verl.engine.rollout.base import Completion, SamplingParams
 from verl.trajectory import UNKNOWN_EXPERT, Media
 
 NO_IDS = np.zeros(0, np.int64)
@@ -43,6 +43,10 @@ def merged_routes(parts: Sequence[tuple[int, np.ndarray]], length: int) -> np.nd
         routes[start : start + len(values)][new] = values[new]
         unknown[start : start + len(values)][new] = False
     return routes
+
+
+class EnvironmentFailed(RuntimeError):
+    """What the policy acts in failed: the trajectory has no score, never one of 0, and is sampled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +135,8 @@ class SegmentRecord:
     def response(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids int64, mask bool and log-probs float32, each [L], of what follows the context."""
         start, size = self.start, self.response_length
-        first = self.spans[0] if self.spans else None
-        if (
-            first is not None
-            and len(first.ids) == size
-            and first.log_probs is not None
-            and first.start == start
-        ):
-            return first.ids, np.ones(size, bool), first.log_probs  # most segments are one completion
+        if len(self.spans) == 1 and self.spans[0].start == start and self.spans[0].log_probs is not None:
+            return self.spans[0].ids, np.ones(size, bool), self.spans[0].log_probs  # as most segments
         mask, log_probs = np.zeros(size, bool), np.zeros(size, np.float32)
         for span in self.spans:
             if span.log_probs is not None and span.start >= start:
@@ -185,11 +183,8 @@ class Place:
     @property
     def extends(self) -> bool:
         """True if the tokens go on from the end of the segment as it is now."""
-        return (
-            self.segment is not None
-            and self.segment.length == self.length
-            and self.segment.shown == self.shown
-        )
+        segment = self.segment
+        return segment is not None and segment.length == self.length and segment.shown == self.shown
 
     def ids(self) -> np.ndarray:
         """What the call is asked with, int64 [P]."""
@@ -204,8 +199,7 @@ class Place:
         return self.length + len(self.inserted)
 
 
-@dataclass(slots=True)
-class Excerpt:
+class Excerpt(NamedTuple):
     """A token sequence that a loop made of what its session recorded, where it does not hand over whole segments.
 
     context  int64 [P]
@@ -215,7 +209,7 @@ class Excerpt:
     """
 
     context: np.ndarray
-    parts: list[tuple[int, int, int] | np.ndarray] = field(default_factory=list)
+    parts: Sequence[tuple[int, int, int] | np.ndarray] = ()
     routes: np.ndarray | None = None
 
 
@@ -256,6 +250,10 @@ class Record:
     def replaced(self) -> int:
         """Answers that were replaced when the same was asked again."""
         return len(self.segments) - len(self._order)
+
+    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
+        """Sample what follows a place; returns it with the segment that holds it."""
+        raise NotImplementedError
 
     def place(self, ids: np.ndarray, shown: tuple[Media, ...] = (), *, repeatable: bool = False) -> Place:
         """Where a call with these ids, int64 [P], goes. repeatable: where it repeats a call, its answer replaces the
@@ -332,13 +330,9 @@ class Record:
         it."""
         earlier = place.segment
         assert earlier is not None
-        segment = SegmentRecord(
-            len(self.segments), earlier.context, earlier.shown, earlier.parent, earlier.shared
-        )
+        segment = SegmentRecord(len(self.segments), earlier.context, earlier.shown, earlier.parent, earlier.shared)
         segment.media = earlier.media
-        for span in earlier.spans[:-1]:
-            segment.spans.append(span)
-            segment.length = span.end
+        segment.spans, segment.length = earlier.spans[:-1], earlier.spans[-1].start
         earlier.withdrawn, earlier.parent, earlier.shared = True, segment, place.length
         self.segments.append(segment)
         self._order[self._order.index(earlier)] = segment

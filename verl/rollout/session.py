@@ -14,19 +14,18 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from verl.config.schema.base import Map, select
+from verl.config.schema.entries import Config
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.rollout.boundary import Message, images_of, without_images
-from verl.rollout.record import Outcome, Place, SegmentRecord
-from verl.rollout.requests import Images
+from verl.rollout.record import Place, Record, SegmentRecord
 from verl.rollout.tools.parsers import OWN_PARSERS, Stop, ToolCall, before_stop, parse
+from verl.rollout.turn_boundaries import Boundaries, Message, images_of, without_images
 from verl.trajectory import Media
-
-if TYPE_CHECKING:
-    from verl.rollout.loop_runner import LoopRunner
 
 Settings = SamplingParams | Mapping[str, Any] | None
 
@@ -37,16 +36,51 @@ _ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens
 _UNUSED = ("logprobs", "prompt_logprobs", "detokenize", "n")
 
 
-class CallingRecord(Protocol):
-    """A record that makes the calls whose tokens it holds: on the driver `TrajectoryRecord`, elsewhere through a
-    message to it."""
+class LoopSetup:
+    """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked
+    configuration.
 
-    @property
-    def written(self) -> list[SegmentRecord]: ...
+    timeout: seconds of a trajectory. longest: tokens of context and response together. tool_format: how the model writes calls. as_inference: a turn sees
+    the dialogue as the template writes it, in a new segment where that is not what was written so far.
+    """
 
-    def place(self, ids: np.ndarray, shown: tuple[Media, ...] = (), *, repeatable: bool = False) -> Place: ...
+    def __init__(self, tokenizer: Any = None, config: Config | Map | None = None):
+        self.tokenizer, self.config = tokenizer, config
+        self.loops_file: str | None = self._key("agent.agent_loop_config_path")
+        self.timeout: float | None = self._key("agent.trajectory_timeout")
+        self.longest: int | None = self._key("max_model_len")
+        self.tool_format: str = self._key("multi_turn.format", "hermes")
+        self.as_inference: bool = self._key("multi_turn.use_inference_chat_template", False)
 
-    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]: ...
+    def _key(self, name: str, default: Any = None) -> Any:
+        return select(self.config, f"actor_rollout_ref.rollout.{name}", default)
+
+    @cached_property
+    def boundaries(self) -> Boundaries:
+        """What comes between turns, with the run's template."""
+        kwargs = select(self.config, "data.apply_chat_template_kwargs")
+        return Boundaries(self.tokenizer, kwargs, self._open_images)
+
+    def _open_images(self) -> Any:
+        """What makes the images of tools and environments the model's; None for a model that sees none."""
+        from verl.data.media import ImageProcessor, load_processor
+
+        assert self.config is not None
+        model, kwargs = self.config.actor_rollout_ref.model, self.config.data.mm_processor_kwargs
+        trusted = model.trust_remote_code
+        processor = load_processor(model.path, self.tokenizer, kwargs, trust_remote_code=trusted)
+        scored = self.config.reward_model.images
+        return None if processor is None else ImageProcessor(processor, scored=scored)
+
+    @cached_property
+    def tools(self) -> Any:
+        """The run's tools, or None where none is configured."""
+        paths = [self._key(f"multi_turn.{name}") for name in ("tool_config_path", "function_tool_path")]
+        if not any(paths):
+            return None
+        from verl.rollout.tools.toolbox import Toolbox
+
+        return Toolbox.load(*paths)
 
 
 class OutOfTokens(ValueError):
@@ -79,15 +113,15 @@ class _Dialogue:
 
 class Session:
     """What an agent loop writes its tokens through. record: of the trajectory, which makes the calls; sampling: of the
-    run, with the seed of this trajectory; runner: what all sessions of a process share, for dialogues.
+    run, with the seed of this trajectory; setup: what all sessions of a process share, for dialogues.
 
     latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue
     up to the latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how
     long it took), and what a loop notes of it (`reward`). counts: what the run logs of the session.
     """
 
-    def __init__(self, record: CallingRecord, sampling: SamplingParams, runner: LoopRunner):
-        self.sampling, self.runner, self.record = sampling, runner, record
+    def __init__(self, record: Record, sampling: SamplingParams, setup: LoopSetup):
+        self.sampling, self.setup, self.record = sampling, setup, record
         self._dialogues: dict[int, _Dialogue] = {}
         self._opening: tuple[list[Message], list[Any], np.ndarray] | None = None
         self._call_ids: set[str] = set()
@@ -100,14 +134,14 @@ class Session:
         self.counts: Counter[str] = Counter()
         self._began = time.monotonic()
 
-    async def generate(self, prompt_ids: Any, sampling: Settings = None, media: Images = ()) -> Completion:
+    async def generate(self, prompt_ids: Any, sampling: Settings = None, media: Sequence[Media] = ()) -> Completion:
         """Sample a continuation of `prompt_ids`, int64 [P], with the run's settings or others. ValueError for an
         unknown one.
 
         media: the images that have tokens in `prompt_ids` behind those of the row's own images."""
         return (await self._call(self.place(prompt_ids, media), self.params(sampling)))[0]
 
-    def place(self, prompt_ids: Any, media: Images = ()) -> Place:
+    def place(self, prompt_ids: Any, media: Sequence[Media] = ()) -> Place:
         """Where a call with these ids goes. Over HTTP a program may ask again what it asked before."""
         ids = np.asarray(prompt_ids, np.int64)
         return self.record.place(ids, tuple(media), repeatable=self._url is not None)
@@ -169,8 +203,8 @@ class Session:
         longest sequence. OutOfTokens if that is nothing."""
         params, segment = self.params(settings), place.segment if place.extends or place.replaces else None
         room = self.sampling.max_tokens - (place.total - len(segment.context) if segment else 0)
-        if self.runner.longest is not None:
-            room = min(room, self.runner.longest - place.total)
+        if self.setup.longest is not None:
+            room = min(room, self.setup.longest - place.total)
         if room < 1:
             self.full = True
             raise OutOfTokens(f"the dialogue's {place.total} tokens leave no room for another turn")
@@ -179,10 +213,6 @@ class Session:
     def segments(self) -> list[SegmentRecord]:
         """What was written so far."""
         return self.record.written
-
-    def outputs(self, **outcome: Any) -> Outcome:
-        """What a loop returns whose trajectory is what this session wrote; `outcome`: fields of `Outcome`."""
-        return Outcome(**outcome)
 
     @property
     def base_url(self) -> str:
@@ -211,16 +241,14 @@ class Session:
 
     def _key(self, message: Message) -> tuple[Any, ...]:
         """What makes two messages the same: role, text, images, calls."""
-        calls = (call["function"] for call in message.get("tool_calls") or ())
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        called = [(call["name"], call.get("arguments")) for call in calls]
         return (
             message["role"],
             _text(message.get("content")),
             message.get("tool_call_id"),
+            json.dumps(called, sort_keys=True, default=str),
             *(self._image_key(part["image"]) for part in images_of(message)),
-            *(
-                (call["name"], json.dumps(call.get("arguments"), sort_keys=True, default=str))
-                for call in calls
-            ),
         )
 
     def _image_key(self, image: Any) -> int | str:
@@ -236,7 +264,7 @@ class Session:
     def _prompt(self, messages: Sequence[Message], hashes: list[int], tools: Any) -> Place:
         """Where the dialogue's next turn goes: behind the longest dialogue of this session that the messages go on
         from, if there is a boundary; else the whole dialogue is rendered."""
-        boundaries = self.runner.boundaries
+        boundaries = self.setup.boundaries
         earlier = next((self._dialogues[h] for h in reversed(hashes[:-1]) if h in self._dialogues), None)
         followed = None
         if earlier is not None:
@@ -245,7 +273,7 @@ class Session:
             between = boundaries.between(earlier.turn, following, tools, earlier.last_id)
             if between is not None:
                 place = replace(self._after(earlier, *between), follows=followed)
-                if not self.runner.as_inference or boundaries.keeps(place.ids(), messages, tools):
+                if not self.setup.as_inference or boundaries.keeps(place.ids(), messages, tools):
                     return place
         if self._opening is not None:
             opening, offered, ids = self._opening
@@ -260,13 +288,11 @@ class Session:
         return place if place.extends else self.place(place.ids(), shown)
 
     async def _reply(self, prompt_tokens: int, completion: Completion, tools: Any, stop: Stop) -> Reply:
-        ids, tokenizer = completion.token_ids.tolist(), self.runner.tokenizer
+        ids, tokenizer = completion.token_ids.tolist(), self.setup.tokenizer
         calls: list[ToolCall] = []
         ended = ids and completion.finish_reason == "stop" and ids[-1] in tokenizer.added_tokens_decoder
-        if tools and self.runner.tool_format in OWN_PARSERS:
-            from verl.rollout.tools.public_parsers import read_with_own
-
-            content, calls = await read_with_own(self.runner.tool_format, tokenizer, ids, tools)
+        if tools and self.setup.tool_format in OWN_PARSERS:
+            content, calls = await OWN_PARSERS[self.setup.tool_format](tokenizer, ids, tools)
             content = content.removesuffix(tokenizer.decode(ids[-1:]) if ended else "").strip()
             content = before_stop(content, completion, stop)
         else:
@@ -274,8 +300,8 @@ class Session:
             content = before_stop(content, completion, stop)
             # The channels of gpt-oss are there without tools, too: its template takes no content that holds
             # their marks.
-            if tools or self.runner.tool_format == "gpt-oss":
-                content, parsed_calls = parse(self.runner.tool_format, content, tools)
+            if tools or self.setup.tool_format == "gpt-oss":
+                content, parsed_calls = parse(self.setup.tool_format, content, tools)
                 calls = parsed_calls if tools else []
         calls = [replace(call, id=self._unique(call.id)) for call in calls]
         message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -310,8 +336,7 @@ def _normal(message: Message) -> dict[str, Any]:
     out = {name: value for name, value in message.items() if value is not None} | {"content": content}
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
-            for call in calls
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}} for call in calls
         ]
     return out
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
+from verl.config.schema.rollout import RolloutConfig
 from verl.data.rows import TOOL_AGENT, BadRow, ChatRenderer, RowTools, tools_of_row
 from verl.errors import UserError
-from verl.rollout.boundary import Boundaries, without_images
 from verl.rollout.loops import AgentLoop, register
 from verl.rollout.record import Outcome
 from verl.rollout.session import OutOfTokens, Reply, Session
-from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.interactions import Partner, load_interactions
 from verl.rollout.tools.parsers import INVALID_TURNS, OWN_PARSERS, PARSERS, ToolCall, parse
+from verl.rollout.tools.tool import ToolError
 from verl.rollout.tools.toolbox import Content, Toolbox, ToolRun, warn_once
+from verl.rollout.turn_boundaries import Boundaries, without_images
 
 
 @register("tool_agent")
@@ -29,7 +30,7 @@ class ToolAgent(AgentLoop):
 
     def __init__(self, session: Session, **arguments: Any):
         super().__init__(session, **arguments)
-        self.toolbox = session.runner.tools or Toolbox([])
+        self.toolbox = session.setup.tools or Toolbox([])
         self._turns = self.rollout_config.multi_turn
         self._agent = self.rollout_config.agent
 
@@ -48,7 +49,7 @@ class ToolAgent(AgentLoop):
             longest=self._turns.max_tool_response_length,
             side=self._turns.tool_response_truncate_side,
         )
-        self.tools.show_images = self.session.runner.boundaries.image_parts
+        self.tools.show_images = self.session.setup.boundaries.image_parts
         self.partner = self._partner(extra.get("interaction_kwargs"))
         self.messages: list[dict[str, Any]] = [dict(message) for message in row["raw_prompt"]]
         self.session.begin(self.messages, row["prompt_ids"], schemas)
@@ -70,16 +71,13 @@ class ToolAgent(AgentLoop):
             return None
         if not self._turns.interaction_config_path:
             why = (
-                "rows name it in interaction_kwargs and there is no multi_turn.interaction_config_path: "
-                "nobody answers"
+                "rows name it in interaction_kwargs and there is no multi_turn.interaction_config_path: nobody answers"
             )
             warn_once(str(name), "no file", why, of="interaction")
             return None
         interactions = load_interactions(self._turns.interaction_config_path)
         if name not in interactions:
-            raise UserError(
-                f"interaction_kwargs.name={name!r}: known are {', '.join(interactions) or 'none'}"
-            )
+            raise UserError(f"interaction_kwargs.name={name!r}: known are {', '.join(interactions) or 'none'}")
         arguments = {key: value for key, value in kwargs.items() if value is not None}
         return Partner(interactions[name], arguments, self._agent.tool_timeout)
 
@@ -162,7 +160,7 @@ def _tool_message(call: ToolCall, content: Content) -> dict[str, Any]:
     return message if call.error else message | {"tool_call_id": call.id}
 
 
-def checked_tools(rollout: Any, tokenizer: Any, kwargs: Any) -> RowTools | None:
+def checked_tools(rollout: RolloutConfig, tokenizer: Any, kwargs: Any) -> RowTools | None:
     """What prompts of `tool_agent` are rendered with; None without tools. ToolError for tools, interactions, a template
     or a parser that cannot be used. tokenizer: None where the template is not to be had."""
     turns = rollout.multi_turn

@@ -22,14 +22,9 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 SHUTDOWN_SECONDS = 5.0
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "find",
-        "description": "Finds.",
-        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-    },
-}
+_PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+_FUNCTION = {"name": "find", "description": "Finds.", "parameters": _PARAMETERS}
+_TOOL = {"type": "function", "function": _FUNCTION}
 _CALL = {"id": "call_0", "type": "function", "function": {"name": "find", "arguments": {"text": "a"}}}
 _DIALOGUE = [
     {"role": "system", "content": "Be brief."},
@@ -99,9 +94,7 @@ class Episodes:
     def _task(self, index: Any) -> dict[str, Any]:
         """The data of the task at a place. A taskset may be infinite: it is read up to the furthest place asked for."""
         if not isinstance(index, int) or index < 0:
-            raise ValueError(
-                f"a row needs extra_info.task, or its place extra_info.index, which is {index!r}"
-            )
+            raise ValueError(f"a row needs extra_info.task, or extra_info.index, which is {index!r}")
         self._further = self._further or iter(self.server.env.taskset)
         self._tasks += itertools.islice(self._further, max(0, index + 1 - len(self._tasks)))
         if index >= len(self._tasks):
@@ -144,10 +137,9 @@ def _summary(traces: list[Any]) -> dict[str, Any]:
 
     metrics: dict[str, Any] = {}
     for trace in traces:
+        rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
         metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
-        metrics |= {
-            f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None
-        }
+        metrics |= {f"reward/{name}": reward.score for name, reward in rewards.items()}
     return {
         "reward": sum(trace.reward for trace in traces) / len(traces),
         "metrics": metrics,

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,10 +21,10 @@ from weakref import WeakKeyDictionary
 
 from verl.errors import UserError
 from verl.platform.child_process import LONGEST_MESSAGE
-from verl.rollout.loops import EnvironmentFailed
-from verl.rollout.program_output import Output
+from verl.rollout.programs import Output, kill
+from verl.rollout.record import EnvironmentFailed
 
-# -P: the program's folder, whose `requests` and `openenv` are not the packages of these names, stays off its sys.path.
+# -P: the program's folder, whose `openenv` is not the package of that name, stays off its sys.path.
 _PROGRAM = ("-P", str(Path(__file__).with_name("verifiers_program.py")))
 START_SECONDS = 120.0
 ANSWER_SECONDS = 5.0
@@ -106,7 +104,7 @@ class VerifiersServer:
                 await self._ask({"ping": True})
         except TimeoutError:
             if process is not None:
-                _kill(process)
+                kill(process)
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -134,7 +132,7 @@ class VerifiersServer:
             answer["refused"] = type(error).__name__
         finally:
             if "ready" not in answer:
-                _kill(process)
+                kill(process)
         if "ready" not in answer:
             why = answer["refused"] + await stderr.last_lines()
             raise EnvironmentFailed(f"the verifiers server of {self._python} did not start: {why}")
@@ -150,17 +148,12 @@ class VerifiersServer:
                 if future is not None and not future.done():
                     future.set_result(answer)
         self._process, unanswered = None, list(self._waiting.values())
-        _kill(process)
+        kill(process)
         status, last_lines = await process.wait(), await stderr.last_lines()
         ended = f"the environment server of {self._python} ended with status {status}{last_lines}"
         for future in unanswered:
             if not future.done():
                 future.set_result({"error": ended})
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, VerifiersServer]] = WeakKeyDictionary()

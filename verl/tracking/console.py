@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TextIO, cast
 
-from verl.tracking.names import NOT_ON_CONSOLE, Number, in_order
+from verl.tracking.metrics_table import NOT_ON_CONSOLE, in_order
+from verl.tracking.names import Number
 
 SPARSE_SECONDS = 10.0
 _TABLE = (

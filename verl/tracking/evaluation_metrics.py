@@ -54,9 +54,7 @@ def majority_at_k(right: Sequence[bool], answers: Sequence[str | None], k: int) 
     return float(((chance * wins).sum(axis=1) / np.maximum(wins.sum(axis=1), 1)).mean())
 
 
-def accuracy_interval(
-    per_prompt: Sequence[float], responses: int, confidence: float = 0.95
-) -> tuple[float, float]:
+def accuracy_interval(per_prompt: Sequence[float], responses: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's interval for a mean of shares in [0, 1], one for each prompt, of so many responses in all.
 
     Responses to one prompt are not independent: the sample's size is p(1−p) over the variance of the mean over prompts,

@@ -1,8 +1,4 @@
-"""Metric names: their order, second spellings, values as plain numbers, and how several values of a step merge.
-
-The order is that of the sections of the metrics page: training, scores, lengths, time, sampler against trainer,
-validation, second spellings; unlisted names come last, in the order of the record.
-"""
+"""Values of metrics as plain numbers, and how several values of a step become one."""
 
 from __future__ import annotations
 
@@ -13,58 +9,7 @@ from typing import Any
 
 Number = int | float
 
-# Section → its names in order; "*" stands for every other name that starts like this.
-_SECTIONS = (
-    ("training/", "global_step epoch"),
-    ("actor/", "pg_loss kl_loss kl_coef entropy entropy_loss loss pg_clipfrac pg_clipfrac_lower ppo_kl"),
-    ("actor/", "grad_norm lr kl_clipped_ratio reward_kl_penalty reward_kl_penalty_coeff *"),
-    ("training/", "skipped_updates skipped_rows refused_steps dropped_groups rollout_failure/*"),
-    ("training/", "filter_groups/* pf_ppo/*"),
-    ("distillation/", "*"),
-    ("critic/", "score/* rewards/* advantages/* returns/* values/* *"),
-    ("", "reward/* reward_extra/* response_length/* response_length_non_aborted/* response/*"),
-    ("", "prompt_length/* num_turns/* training/num_turns/* tool_call_counts/* agent/* global_seqlen/*"),
-    ("timing_s/", "step gen reward old_log_prob ref teacher values adv update_critic update_actor"),
-    ("timing_s/", "update_weights * agent_loop/*"),
-    ("", "timing_per_token_ms/* perf/*"),
-    ("training/", "rollout_probs_diff_* rollout_actor_probs_pearson_corr rollout_logprob_abs_diff/*"),
-    ("", "training/weight_version"),
-    ("", "training/off_policy/* rollout_corr/* variance_proxy/* val-core/* val-aux/*"),
-    ("timing_s/", "reshard generate_sequences generate_sequence"),
-    ("", "actor/reward_mean actor/kl_divergence critic/value_loss val/*"),
-)
-_ORDER = [section + name.rstrip("*") for section, names in _SECTIONS for name in names.split()]
-_PLACES = {name: at for at, name in enumerate(_ORDER)}
-
-_ALIASES = {
-    "actor/reward_mean": ("critic/rewards/mean",),
-    "actor/kl_divergence": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
-    "critic/value_loss": ("critic/vf_loss",),
-}
-NOT_ON_CONSOLE = frozenset((*_ALIASES, "val/accuracy", "val/multimodal_score"))
-"""Second spellings that only metrics.jsonl and the trackers get."""
 _WORDS = re.compile(r"[^a-z0-9]+")
-
-
-def rank(name: str) -> int:
-    """Place of a name in the order, by the longest entry that matches it; unlisted names share the last place."""
-    starts = [name[: at + 1] for at, character in enumerate(name) if character in "/_"]
-    return next((_PLACES[entry] for entry in (name, *reversed(starts)) if entry in _PLACES), len(_ORDER))
-
-
-def in_order(metrics: Mapping[str, Number]) -> dict[str, Number]:
-    """The same metrics in the order they are shown in; equals keep the order they came in."""
-    return dict(sorted(metrics.items(), key=lambda item: rank(item[0])))
-
-
-def with_aliases(metrics: Mapping[str, Number]) -> dict[str, Number]:
-    """Metrics and the second spellings that depend on other metrics."""
-    out = dict(metrics)
-    for alias, sources in _ALIASES.items():
-        values = [metrics[name] for name in sources if name in metrics]
-        if values:
-            out.setdefault(alias, values[0])
-    return out
 
 
 def plain(value: Any) -> Number | None:
@@ -86,14 +31,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> tuple[dict[str, Number], list[s
     return {name: value for name, value in numbers.items() if value is not None}, bad
 
 
-def finite(metrics: Mapping[str, Number]) -> dict[str, Number]:
-    """Without NaN and infinities: what trackers get."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def spread(
-    name: str, values: Iterable[float], which: Iterable[str] = ("mean", "max", "min")
-) -> dict[str, Number]:
+def spread(name: str, values: Iterable[float], which: Iterable[str] = ("mean", "max", "min")) -> dict[str, Number]:
     """`{name}/{mean,max,min}` of values; NaN where there are none."""
     import numpy as np
 

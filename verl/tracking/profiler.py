@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verl.config.rules.profiling import ROLES
-from verl.config.schema.base import setting
+from verl.config.schema.base import Root, setting
+from verl.config.schema.entries import Config, SFTConfig
+from verl.tracking.check import ROLES
 
 if TYPE_CHECKING:
     from verl.platform import Platform
@@ -47,9 +48,9 @@ class ProfilePlan:
         return self.folder / f"{self.name}.{steps}.{self.tool}"
 
 
-def plan_of(config: Any, name: str) -> ProfilePlan | None:
+def plan_of(config: Root, name: str) -> ProfilePlan | None:
     """The run's plan under a name; None if nothing is to be profiled."""
-    profiler = config.get("global_profiler")
+    profiler = setting(config, "global_profiler")
     if profiler is None or not profiler.tool or not profiler.steps:
         return None
     steps, folder = tuple(sorted(set(profiler.steps))), Path(profiler.save_path).expanduser()
@@ -57,7 +58,7 @@ def plan_of(config: Any, name: str) -> ProfilePlan | None:
     return ProfilePlan(profiler.tool, steps, continuous, folder, name)
 
 
-def plan_for(config: Any, roles: Sequence[str], rank: int) -> ProfilePlan | None:
+def plan_for(config: Root, roles: Sequence[str], rank: int) -> ProfilePlan | None:
     """The plan of the process of that rank that plays these roles; None if it profiles nothing.
 
     A role is profiled where its `profiler.enable` is on: on its `ranks` (none named: rank 0), or on `all_ranks`. When
@@ -73,7 +74,7 @@ def plan_for(config: Any, roles: Sequence[str], rank: int) -> ProfilePlan | None
             several = isinstance(value, list | tuple)
             value = list(dict.fromkeys([*plan.options.get(name, []), *value])) if several else value
             plan.options[name] = value
-    shared = config.global_profiler.global_tool_config.get(plan.tool) or {}
+    shared = setting(config, "global_profiler").global_tool_config.get(plan.tool) or {}
     for name, value in (shared.to_dict() if hasattr(shared, "to_dict") else shared).items():
         plan.options.setdefault(name, value)
     return plan
@@ -137,7 +138,7 @@ class StepProfiler:
         return self._tool.span(name) if self._first is not None else nullcontext()
 
 
-def open_profiler(config: Any, *, roles: Sequence[str], rank: int, platform: Platform) -> StepProfiler | None:
+def open_profiler(config: Root, *, roles: Sequence[str], rank: int, platform: Platform) -> StepProfiler | None:
     """The profiler of a process that plays `roles` as rank `rank`; None if the configuration wants none of it.
 
     platform: of the device that it computes on. UserError for a tool that cannot work here, saying what to do.
@@ -150,7 +151,7 @@ def open_profiler(config: Any, *, roles: Sequence[str], rank: int, platform: Pla
     return StepProfiler(plan, build(plan.tool, platform, plan.options))
 
 
-def announce(config: Any, total_steps: int, notice: Callable[[str], None]) -> None:
+def announce(config: Config | SFTConfig, total_steps: int, notice: Callable[[str], None]) -> None:
     """How many steps the run has; a notice of those that were to be profiled and never come."""
     print(f"Total training steps: {total_steps}", flush=True)
     profiler = config.global_profiler
@@ -160,12 +161,12 @@ def announce(config: Any, total_steps: int, notice: Callable[[str], None]) -> No
         notice(f"global_profiler.steps={late}: {end}")
 
 
-def nsight_options(config: Any) -> dict[str, dict[str, str]]:
+def nsight_options(config: Root) -> dict[str, dict[str, str]]:
     """{"nsight": what a Ray worker's `runtime_env` needs so that it runs under nsys}; {} for another tool.
 
     From `global_profiler.global_tool_config.nsys`: `worker_nsight_options`, or the options themselves.
     """
-    profiler = config.get("global_profiler")
+    profiler = setting(config, "global_profiler")
     if profiler is None or profiler.tool != "nsys" or not profiler.steps:
         return {}
     options = dict(profiler.global_tool_config.nsys or {})

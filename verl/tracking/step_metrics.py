@@ -211,9 +211,7 @@ class AgentRecord:
     def of(cls, batch: Iterable[Trajectory]) -> list[AgentRecord]:
         """Those of the trajectories that agent loops played."""
         rows = [t for t in batch if "agent_loop" in t.extra]
-        return [
-            cls(t.status, len(t.segments), t.num_turns, t.timing.get("tool_calls"), t.extra) for t in rows
-        ]
+        return [cls(t.status, len(t.segments), t.num_turns, t.timing.get("tool_calls"), t.extra) for t in rows]
 
 
 def dialogue_metrics(rows: Sequence[AgentRecord]) -> dict[str, Number]:

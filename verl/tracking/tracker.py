@@ -6,6 +6,7 @@ at `resumed`, because only then it is known at which step this life of the run s
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -13,8 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.schema.base import Root, setting
 from verl.tracking import console, responses
-from verl.tracking.names import NOT_ON_CONSOLE, Number, finite, in_order, plain_metrics, with_aliases
+from verl.tracking.metrics_table import NOT_ON_CONSOLE, in_order, with_aliases
+from verl.tracking.names import Number, plain_metrics
 from verl.tracking.run_folder import TRAJECTORIES, LiveReport, RunFolder, mask_secrets
 from verl.tracking.trackers import ALIASES, Tracker, TrackerSession, Unavailable, open_tracker
 from verl.trajectory import Trajectory
@@ -30,10 +33,10 @@ class Tracking:
     every token. Nothing here raises for a tracker or a full disk: what fails is told once and the run goes on.
     """
 
-    def __init__(self, config: Any, run_dir: Path | str, *, tokenizer: Any = None) -> None:
+    def __init__(self, config: Root, run_dir: Path | str, *, tokenizer: Any = None) -> None:
         self.run_dir = Path(run_dir).expanduser()
-        self._trainer = config.trainer
-        logger = self._setting("logger", ["console"])
+        self._trainer = setting(config, "trainer")
+        logger = setting(self._trainer, "logger", ["console"])
         self._names = [logger] if isinstance(logger, str) else list(logger or [])
         self._config = mask_secrets(config.to_dict())
         self._folder = RunFolder(self.run_dir, console.notice)
@@ -53,10 +56,6 @@ class Tracking:
         self.tokenizer = tokenizer
         self._texts = responses.TokenTexts(tokenizer)
         self.event("run_start", run_dir=str(self.run_dir))
-
-    def _setting(self, name: str, default: Any = None) -> Any:
-        """A key of the trainer group that not every entry point has."""
-        return getattr(self._trainer, name, default)
 
     # ------------------------------------------------------------------------------ events and notices
 
@@ -102,10 +101,11 @@ class Tracking:
         if moved:
             after = "" if resume_step is None else f" after step {resume_step}"
             self.notice(f"{moved} records{after} of an earlier run of this folder are kept in superseded/")
-        project, experiment = self._setting("project_name", "verl"), self._setting("experiment_name", "run")
-        proxy = self._setting("wandb_proxy")
+        project, experiment, proxy = (
+            setting(self._trainer, key) for key in ("project_name", "experiment_name", "wandb_proxy")
+        )
         session = TrackerSession(
-            str(project), str(experiment), self.run_dir, self._config, proxy, resume_step
+            str(project or "verl"), str(experiment or "run"), self.run_dir, self._config, proxy, resume_step
         )
         for name in dict.fromkeys(ALIASES.get(name, name) for name in self._names if name != "console"):
             try:
@@ -138,7 +138,7 @@ class Tracking:
         self._step = step
         if "console" in self._names:
             console.show_step(step, full)
-        sent = finite(full)
+        sent = {name: value for name, value in full.items() if math.isfinite(value)}
         self._tell_trackers(lambda tracker: tracker.log(step, sent))
         if self._progress is not None and step > 0:
             self._progress.advance_to(step)
@@ -195,12 +195,12 @@ class Tracking:
             console.say(f"Initial validation metrics: {_shown(numbers)}")
         self._validations.append((step, numbers))
         self._dump_all("validation_data_dir", step, every)
-        if self._trackers and (count := int(self._setting("log_val_generations") or 0)) > 0:
+        if self._trackers and (count := int(setting(self._trainer, "log_val_generations", 0))) > 0:
             rows = _table_rows(step, every, count, self.tokenizer)
             self._tell_trackers(lambda tracker: tracker.table(step, rows))
 
     def _dump_all(self, key: str, step: int, every: list[Trajectory]) -> None:
-        if directory := self._setting(key):
+        if directory := setting(self._trainer, key):
             rows = responses.dump_rows(step, every, self.tokenizer)
             self._dumper.submit(Path(directory).expanduser() / f"{step}.jsonl", rows)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.needs import teacher_roles
+from verl.config import Config
 from verl.config.layout import own_pools, reference_is_base
-
-if TYPE_CHECKING:
-    from verl.engine.rollout.base import RolloutEngine
-    from verl.reward.served_judge import ServedJudge
-    from verl.workers.roles import Role
+from verl.config.schema.base import Group
+from verl.engine.registry import placement
+from verl.engine.rollout.base import RolloutEngine
+from verl.reward.judge_server import ServedJudge
+from verl.workers.roles import Role
 
 
 class Colocation:
@@ -25,21 +25,22 @@ class Colocation:
     trainer.max_staleness > 0, and has devices of its own with rollout.nnodes > 0; rollout.free_cache_engine=False keeps
     its memory. A judge on the same devices lends its memory with it.
 
-    A role whose `fsdp_config` sets `param_offload` or `optimizer_offload` is in host memory except during its own
-    passes and updates; so is a classifier that scores on the policy's devices.
+    A role whose engine offloads something (`Placement.leaves`) is in host memory except during its own passes and
+    updates; so is a classifier that scores on the policy's devices.
     """
 
-    def __init__(self, config: Any, sampler: RolloutEngine, judge: ServedJudge | None = None):
+    def __init__(self, config: Config, sampler: RolloutEngine, judge: ServedJudge | None = None):
         arr, lag = config.actor_rollout_ref, config.trainer.max_staleness
         self.sampler_lends = arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag
         self._lenders: list[RolloutEngine | ServedJudge] = [sampler]
         if judge is not None and "judge" not in own_pools(config):
             self._lenders.append(judge)
-        groups = {"actor": arr.actor, "ref": arr.actor if reference_is_base(config) else arr.ref}
-        groups["critic"] = config.critic.model
-        groups |= dict.fromkeys(teacher_roles(config), arr.ref)
-        fsdp = {name: group.fsdp_config for name, group in groups.items()}
-        self._leave = {name for name, cfg in fsdp.items() if cfg.param_offload or cfg.optimizer_offload}
+        groups: dict[str, Group] = {
+            "actor": arr.actor,
+            "ref": arr.actor if reference_is_base(config) else arr.ref,
+        }
+        groups |= {"critic": config.critic, **dict.fromkeys(teacher_roles(config), arr.ref)}
+        self._leave = {name for name, group in groups.items() if placement(group).leaves}
         if "reward_model" not in own_pools(config):
             self._leave.add("reward_model")
 

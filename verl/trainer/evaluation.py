@@ -12,19 +12,18 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from verl.config import Config
+from verl.config import Config, EvalConfig
 from verl.config.schema.base import setting
 from verl.data.dataset import CHUNK, CheckedRows, by_problem
 from verl.data.files import DataError, RowFiles
 from verl.data.media import folder_of, shown
 from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
-from verl.reward.answers import final_answer, has_answers, predicted
-from verl.reward.rules import check_truth, unsupported
+from verl.reward.rules import check_truth, final_answer, has_answers, predicted, unsupported
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.tracking.console import Progress, say
@@ -32,14 +31,12 @@ from verl.tracking.evaluation_metrics import source_metrics, text_metrics
 from verl.tracking.jsonl import write_lines
 from verl.tracking.names import Number, plain
 from verl.tracking.responses import dump_rows
+from verl.tracking.tracker import Tracking
 from verl.tracking.validation_metrics import validation_metrics
-from verl.trainer.generation import LENGTHS
 from verl.trajectory import Batch, Trajectory
 
-if TYPE_CHECKING:
-    from verl.config import EvalConfig
-    from verl.tracking.tracker import Tracking
-
+LENGTHS = "response_lengths"
+"""The column of main_generation with the tokens of each response."""
 OVERALL = "all"
 """Stands for all data sources together, where there are several."""
 SCORES = "scores.jsonl"
@@ -113,9 +110,7 @@ class Responses(CheckedRows):
         if unknown:
             raise DataError("; ".join(unknown.values()))
 
-    def _add(
-        self, number: int, row: dict[str, Any], plain_format: bool, rules: RowRules, config: EvalConfig
-    ) -> None:
+    def _add(self, number: int, row: dict[str, Any], plain_format: bool, rules: RowRules, config: EvalConfig) -> None:
         data = config.data
         row["reward_model"] = _truth(row.get(data.reward_model_key))
         fields = fields_of(row, number, plain_format, rules)
@@ -158,9 +153,7 @@ def _responses(cell: Any, fields: RowFields, path: str, row: int) -> list[Trajec
     state: dict[str, Any] = {"finish_reason": ""}
     lost = {"finish_reason": "lost", "score_error": "lost by the sampler (null in the file)"}
     return [
-        Trajectory(
-            prompt, i, nothing, nothing.astype(bool), text=text or "", **(lost if text is None else state)
-        )
+        Trajectory(prompt, i, nothing, nothing.astype(bool), text=text or "", **(lost if text is None else state))
         for i, text in enumerate(texts)
     ]
 

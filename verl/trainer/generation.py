@@ -12,38 +12,39 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from verl import interrupt
 from verl.config import Config, GenerationConfig
-from verl.config.fill import complete
+from verl.config.defaults import complete
+from verl.data.dataset import PromptDataset
+from verl.data.files import DataError, ParquetFile, RowFile, written_whole
+from verl.data.rows import RowRules
 from verl.errors import UserError
+from verl.rollout.groups import RolloutError, RolloutManager
+from verl.rollout.tool_agent import checked_tools
 from verl.tracking.console import Progress, say
+from verl.tracking.hooks import RunHooks
 from verl.tracking.names import Number, spread
 from verl.tracking.responses import SAMPLED
 from verl.tracking.step_metrics import AgentRecord, dialogue_metrics
+from verl.tracking.timer import Phases, Watchdog
+from verl.tracking.tracker import Tracking
+from verl.trainer.evaluation import LENGTHS
+from verl.trainer.parts import open_rollouts, open_tokenizer, rollout_settings
 from verl.trajectory import Batch, Trajectory
+from verl.workers.launch import check_cluster, start_samplers
+from verl.workers.roles import WorkerSet
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from verl.data.dataset import PromptDataset
-    from verl.data.files import RowFile
-    from verl.rollout.manager import RolloutManager
-    from verl.tracking.hooks import RunHooks
-    from verl.tracking.timer import Phases
-    from verl.tracking.tracker import Tracking
-    from verl.workers.roles import WorkerSet
-
-COLUMN, LENGTHS = "responses", "response_lengths"
+COLUMN = "responses"
 MAX_LOST_RATIO = 0.1
 
 
 def generate(config: GenerationConfig, tracking: Tracking) -> None:
     """Sample, write `data.output_path`, and the records to the run folder; see `run_guarded` for how it ends."""
-    from verl.tracking.timer import Phases, Watchdog
-    from verl.workers.start import check_cluster
-
     run, phases = training_config(config), Phases()
     watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event)
     output = _writable(str(config.data.output_path))
@@ -100,12 +101,6 @@ def _writable(path: str) -> Path:
 
 def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tuple[PromptDataset, Any]:
     """The prompts and the tokenizer; rows that cannot be used are left out and counted. UserError if none is left."""
-    from verl.data.dataset import PromptDataset
-    from verl.data.files import DataError
-    from verl.data.rows import RowRules
-    from verl.rollout.tool_agent import checked_tools
-    from verl.trainer.run import open_tokenizer
-
     arr = run.actor_rollout_ref
     tokenizer, processor = open_tokenizer(arr.model, run.data, tracking)
     rules = replace(RowRules.of(run), needs_truth=False, needs_source=False)
@@ -120,13 +115,8 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     return data, tokenizer
 
 
-def _build(
-    run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks
-) -> tuple[RolloutManager, WorkerSet]:
+def _build(run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks) -> tuple[RolloutManager, WorkerSet]:
     """The samplers and what drives them."""
-    from verl.trainer.run import open_rollouts, rollout_settings
-    from verl.workers.start import start_samplers
-
     settings = rollout_settings(run)
     settings = replace(settings, max_lost_ratio=1.0)  # the share of a prompt's own responses says little
     if not run.actor_rollout_ref.rollout.do_sample:
@@ -219,8 +209,6 @@ async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int,
 
 
 def _check_lost(lost: int, total: int, batch: Batch) -> None:
-    from verl.rollout.manager import RolloutError
-
     if lost > MAX_LOST_RATIO * total:
         last = next((t.score_error for t in batch if t.finish_reason == "lost"), "")
         raise RolloutError(f"{lost} of {total} responses are lost, nothing is written; the last: {last}")
@@ -232,11 +220,6 @@ def _check_lost(lost: int, total: int, batch: Batch) -> None:
 def joined_rows(files: Sequence[RowFile]) -> pa.Table:
     """All rows of the files, without the columns that `write_responses` adds. UserError for columns of one name and
     different types."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from verl.data.files import ParquetFile
-
     tables = []
     for file in files:
         if isinstance(file, ParquetFile):
@@ -256,11 +239,6 @@ def joined_rows(files: Sequence[RowFile]) -> pa.Table:
 def write_responses(rows: pa.Table, files: Sequence[RowFile], done: Generated, target: Path) -> None:
     """Write `rows` as parquet, with columns `responses` (list of strings) and `response_lengths` (of integers, in
     tokens), both null for rows that were left out."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from verl.data.files import written_whole
-
     places = [f"{number}:{row}" for number, file in enumerate(files) for row in range(len(file))]
     texts = pa.array([done.texts.get(place) for place in places], pa.list_(pa.string()))
     lengths = pa.array([done.tokens.get(place) for place in places], pa.list_(pa.int64()))

@@ -12,7 +12,7 @@ from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
 
 if TYPE_CHECKING:
     from verl.trainer.colocation import Colocation
-    from verl.trainer.run import Parts
+    from verl.trainer.parts import Parts
 
 
 # So much more than rounding does a seen image change.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from verl.trainer.run import run_command
+from verl.compat.spellings import PUBLIC
+from verl.preflight.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, else the run's)."""
-    return run_command(argv, "eval", "verl.trainer.evaluation:evaluate")
+    return run_command(argv, "eval", "verl.trainer.evaluation:evaluate", PUBLIC)
 
 
 if __name__ == "__main__":

@@ -21,19 +21,16 @@ are synced every t steps, and a version's t steps are in flight together.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from verl.algorithms.driver import compute_advantages, rows_of_update
+from verl.algorithms.batch_advantages import compute_advantages, rows_of_update
 from verl.algorithms.needs import passes, with_old_log_probs
-from verl.rollout.dynamic_sampling import open_schedule
-from verl.rollout.schedule import evict_stale
+from verl.config import Config
+from verl.rollout.schedule import evict_stale, open_schedule
+from verl.trainer.parts import Parts
 from verl.trainer.step_record import StepRecord
-from verl.weight_sync.base import SyncResult
-
-if TYPE_CHECKING:
-    from verl.config import Config
-    from verl.trainer.run import Parts
-    from verl.trajectory import Batch
+from verl.trajectory import Batch
+from verl.weight_sync.sender import SyncResult
 
 
 class PPOTrainer:

@@ -9,21 +9,18 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from verl.data.rows import BadRow
-from verl.errors import UserError
-
-if TYPE_CHECKING:
-    from verl.data.sft import SFTRow
-    from verl.engine.training.base import TrainingEngine
-    from verl.trajectory import Segment, Trajectory
+from verl.data.sft import SFTRow
+from verl.engine.training.base import TrainingEngine
+from verl.engine.training.process_group import all_gather_json, on_all_ranks
+from verl.trajectory import Segment, Trajectory
+from verl.workers.update_plan import partition
 
 _T = TypeVar("_T")
 Jobs = Mapping[str, Callable[[Path], Any]]
@@ -49,26 +46,22 @@ class Ranks:
 
     def share(self, rows: Sequence[Trajectory], engine: TrainingEngine) -> list[Segment]:
         """This rank's rows of a batch that every rank has, about as many tokens as the others."""
-        from verl.workers.plan import partition
-
         segments = [segment for row in rows for segment in row.segments]
         return [segments[i] for i in partition(segments, engine.dp_size)[engine.dp_rank]]
 
+    def _gather(self, value: Any) -> list[Any]:
+        """The value of every rank, one that JSON holds."""
+        return [value] if self.size == 1 else all_gather_json(value)
+
     def add(self, numbers: Sequence[float], engine: TrainingEngine) -> list[float]:
         """Sums over ranks with different rows."""
-        if self.size == 1:
-            return list(numbers)
-        from verl.engine.training.process_group import all_gather_json
-
-        by_share = dict(all_gather_json([engine.dp_rank, list(numbers)]))
+        by_share = dict(self._gather([engine.dp_rank, list(numbers)]))
         return [sum(column) for column in zip(*(by_share[place] for place in sorted(by_share)), strict=True)]
 
     def first(self, work: Callable[[], _T]) -> _T:
         """What work() gives on rank 0, on every rank; the value is one that JSON holds. A UserError is all ranks'."""
         if self.size == 1:
             return work()
-        from verl.engine.training.process_group import all_gather_json, on_all_ranks
-
         mine: Any = on_all_ranks(lambda: work() if self.lead else None)
         return all_gather_json(mine)[0]
 
@@ -97,85 +90,30 @@ class Ranks:
 
     def _anywhere(self, bad: dict[int, BadRow]) -> dict[int, BadRow]:
         """What failed on any rank, as on the first of them: an address may answer to some of them only."""
-        if self.size == 1:
-            return bad
-        from verl.engine.training.process_group import all_gather_json
-
-        gathered = all_gather_json([[number, error.problem, error.detail] for number, error in bad.items()])
+        gathered = self._gather([[number, error.problem, error.detail] for number, error in bad.items()])
         failed = {number: BadRow(*why) for part in reversed(gathered) for number, *why in part}
         return dict(sorted(failed.items()))
 
-    def lead_jobs(self, jobs: Jobs, save: Callable[[Jobs], Any]) -> None:
-        """On rank 0: save(jobs), each job run by all ranks at once. The others call `follow_jobs`."""
-        if self.size == 1:
-            save(jobs)
-            return
-        from verl.engine.training.process_group import all_gather_json
+    def save(self, jobs: Jobs, seal: Callable[[Jobs], Any]) -> None:
+        """seal(jobs) on rank 0; each job that it calls is run by all ranks at once.
 
-        def everywhere(name: str, directory: Path) -> None:
-            all_gather_json([name, str(directory)])
-            jobs[name](directory)
-
-        try:
-            save({name: partial(everywhere, name) for name in jobs})
-        finally:
-            all_gather_json(None)
-
-    def follow_jobs(self, jobs: Jobs) -> None:
-        """On the other ranks: run what rank 0 says, until it says that it is done.
-
-        A job that fails has failed on rank 0 too, which reports it and goes on without that checkpoint.
+        A job that fails elsewhere has failed on rank 0 too, which reports it and goes on without that checkpoint.
         """
-        from verl.engine.training.process_group import all_gather_json
+        if self.lead:
 
-        while (job := all_gather_json(None)[0]) is not None:
+            def everywhere(name: str, directory: Path) -> None:
+                self._gather([name, str(directory)])
+                jobs[name](directory)
+
+            try:
+                seal({name: partial(everywhere, name) for name in jobs})
+            finally:
+                self._gather(None)
+            return
+        while (job := self._gather(None)[0]) is not None:
             name, directory = job
             try:
                 jobs[name](Path(directory))
             except Exception:  # as on rank 0, whose save outlives whatever it is
                 if self.local == 0:
                     traceback.print_exc()
-
-
-class NoRecords:
-    """Stands where rank 0 has its `Tracking`."""
-
-    def __init__(self, run_dir: Path):
-        self.run_dir = run_dir
-        self.tokenizer: Any = None
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return _nothing
-
-
-def _nothing(*_: Any, **__: Any) -> Callable[..., Any]:
-    """Records nothing; the callback that `progress` gives is one more of it."""
-    return _nothing
-
-
-def follow(config: Any, train: Callable[[Any, Any], None]) -> int:
-    """train(config, …) on a rank other than 0; the exit status as `run_guarded` gives it."""
-    from verl.platform.host import prepare_process
-    from verl.tracking.console import spare
-    from verl.trainer.run import EXIT_FAILED, EXIT_USER, import_plugins
-
-    prepare_process()
-    spare()
-    try:
-        import_plugins(config)
-        train(config, NoRecords(Path(config.trainer.default_local_dir).expanduser()))
-        return 0
-    except UserError:
-        return EXIT_USER
-    except Exception as error:
-        if not getattr(error, "explained", False):
-            traceback.print_exc()
-        return EXIT_FAILED
-
-
-def quietly(work: Callable[[], _T], ranks: Ranks) -> _T:
-    """work() with what it prints shown once a machine."""
-    if ranks.local == 0:
-        return work()
-    with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
-        return work()

@@ -7,31 +7,27 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from verl.algorithms.advantage import variance_proxies
 from verl.algorithms.agreement import first_step_bound, first_step_disagreement
 from verl.algorithms.correction import parse_correction, weights_of_the_update
 from verl.algorithms.registry import ESTIMATORS
 from verl.algorithms.value_loss import explained_variance
-from verl.algorithms.variance import variance_proxies
-from verl.tracking.step_metrics import StepFacts, step_metrics, step_mfu
+from verl.config import Config
+from verl.config.layout import policy_placement
+from verl.rollout.schedule import PromptSchedule
+from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import StepTimes, Timeline, profiled
+from verl.tracking.tracker import Tracking
+from verl.trainer.colocation import Colocation
 from verl.trainer.image_checks import ImageRecord
-from verl.trajectory import COLUMNS
-from verl.weight_sync.base import SyncResult
-
-if TYPE_CHECKING:
-    from verl.config import Config
-    from verl.rollout.schedule import PromptSchedule
-    from verl.tracking.step_metrics import Counters
-    from verl.tracking.tracker import Tracking
-    from verl.trainer.colocation import Colocation
-    from verl.trainer.run import Parts
-    from verl.trajectory import Batch, Trajectory
-    from verl.workers.plan import Refusal, UpdateResult
-
+from verl.trainer.parts import Parts
+from verl.trajectory import COLUMNS, Batch, Trajectory
+from verl.weight_sync.sender import SyncResult
+from verl.workers.update_plan import Refusal, UpdateResult
 
 REJECTED_SHARE = 0.05
 """Share of rejected responses above which a run says that they stay in their groups' statistics."""
@@ -299,5 +295,5 @@ class StepRecord:
             raise DisagreementError(
                 f"step {step}: sampler and trainer differ by {worst:.3g} nats on a token, more than "
                 f"trainer.logprob_diff_limit={limit:g}. Raise the limit, or compute in float32 "
-                "(actor_rollout_ref.actor.fsdp_config.dtype=float32)"
+                f"({policy_placement(self._config).keys['dtype']}=float32)"
             )

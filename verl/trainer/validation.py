@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.data.dataset import PromptDataset
+from verl.engine.rollout.base import SamplingParams
+from verl.rollout.groups import RolloutManager
 from verl.tracking.console import one_line, say
 from verl.tracking.responses import prompt_text
+from verl.tracking.tracker import Tracking
 from verl.tracking.validation_metrics import validation_metrics
-from verl.trajectory import Batch
-
-if TYPE_CHECKING:
-    from verl.data.dataset import PromptDataset
-    from verl.engine.rollout.base import SamplingParams
-    from verl.rollout.manager import RolloutManager
-    from verl.tracking.tracker import Tracking
-    from verl.trajectory import Prompt, Trajectory
+from verl.trajectory import Batch, Prompt, Trajectory
 
 
 class ValidationPrompts:

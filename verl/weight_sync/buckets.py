@@ -22,16 +22,13 @@ from queue import Queue
 import torch
 
 from verl.platform import platform_of
-from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.verify import Weights, WeightSyncError
 
 ALIGN = 64
 """Every part starts at a multiple of this many bytes: any data type can be viewed in place."""
 
 HEADER_BYTES = 1 << 18
 """Most bytes of a bucket's header; a bucket of very many small tensors is closed when its header is full."""
-
-Weights = Iterable[tuple[str, torch.Tensor]]
-"""Names and tensors, maybe gathered as they are asked for."""
 
 _HUGE = 4 << 20  # bytes from which on huge pages are worth asking for
 
@@ -101,9 +98,7 @@ class _Filling:
         self._entries: list[str] = []
         self._header = 2
 
-    def add(
-        self, name: str, flat: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> int:
+    def add(self, name: str, flat: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Copy as many elements of `flat` from `start` as fit; returns how many, -1 if not even a part fits.
 
         A tensor that an empty bucket could hold is not cut: the receiver can then use it where it lies.
@@ -132,15 +127,34 @@ class _Filling:
         self._sink.publish(f"[{','.join(self._entries)}]".encode("ascii"), self.used)
 
 
+@torch.no_grad()
 def pack(weights: Weights, sink: Sink, *, dtype: torch.dtype | None = None) -> int:
     """Copy weights into the sink's buckets; returns the bytes of all tensors as they travelled.
 
     dtype: what floating point weights are converted to on the way; None leaves them. `weights` is used up even when the
     sink fails: gathering them may be a collective in which other ranks wait.
     """
-    stream = iter(weights)
+    stream, moved = iter(weights), 0
+    filling: _Filling | None = None
     try:
-        return _pack(stream, sink, dtype)
+        for name, tensor in stream:
+            kind = converted(tensor, dtype)
+            if _name(kind) not in _DTYPES:
+                raise WeightSyncError(f"{name} has data type {kind}, which does not travel")
+            flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
+            moved += flat.numel() * kind.itemsize
+            start, complete = 0, False
+            while not complete:
+                filling = filling or _Filling(sink)
+                count = filling.add(name, flat, start, shape, kind)
+                start += max(count, 0)
+                complete = count >= 0 and start == flat.numel()
+                if not complete or sink.early(filling.used):
+                    filling.publish()
+                    filling = None
+        if filling is not None:
+            filling.publish()
+        return moved
     finally:
         for _ in stream:
             continue
@@ -159,30 +173,6 @@ def pack_while_gathering(weights: Weights, sink: Sink, *, dtype: torch.dtype | N
     return packing.result()
 
 
-@torch.no_grad()
-def _pack(weights: Weights, sink: Sink, dtype: torch.dtype | None) -> int:
-    filling: _Filling | None = None
-    moved = 0
-    for name, tensor in weights:
-        kind = converted(tensor, dtype)
-        if _name(kind) not in _DTYPES:
-            raise WeightSyncError(f"{name} has data type {kind}, which does not travel")
-        flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
-        moved += flat.numel() * kind.itemsize
-        start, complete = 0, False
-        while not complete:
-            filling = filling or _Filling(sink)
-            count = filling.add(name, flat, start, shape, kind)
-            start += max(count, 0)
-            complete = count >= 0 and start == flat.numel()
-            if not complete or sink.early(filling.used):
-                filling.publish()
-                filling = None
-    if filling is not None:
-        filling.publish()
-    return moved
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -191,9 +181,7 @@ def parse(header: bytes, size: int) -> list[Part]:
     """The parts of a bucket of `size` bytes. Raises WeightSyncError for a header that cannot be right."""
     try:
         entries = json.loads(header)
-        parts = [
-            Part(n, _DTYPES[d], tuple(map(int, s)), int(a), int(c), int(o)) for n, d, s, a, c, o in entries
-        ]
+        parts = [Part(n, _DTYPES[d], tuple(map(int, s)), int(a), int(c), int(o)) for n, d, s, a, c, o in entries]
     except (ValueError, KeyError, TypeError) as error:
         raise WeightSyncError(f"a bucket's header cannot be read ({error})") from error
     for part in parts:

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from verl.platform import Platform, platform_of
 from verl.platform.network import address_towards, listen, time_limit
 from verl.weight_sync import buckets
-from verl.weight_sync.base import SyncResult, WeightSyncError
-from verl.weight_sync.shared_memory import TIMEOUT, Channel, SharedMemorySink
+from verl.weight_sync.channel import TIMEOUT, Channel, SharedMemorySink
+from verl.weight_sync.sender import SyncResult
+from verl.weight_sync.verify import WeightSyncError
 
 _BEGIN, _BUCKET, _DONE, _FAILED = range(4)
 _TEXT = 1024
@@ -119,9 +120,7 @@ class WeightGroup:
         del self._group, self._store
 
 
-def _process_group(
-    backend: str, store: dist.Store, rank: int, size: int, limit: timedelta, address: str
-) -> Any:
+def _process_group(backend: str, store: dist.Store, rank: int, size: int, limit: timedelta, address: str) -> Any:
     """A `torch.distributed.ProcessGroup` of its own."""
     options: Any
     if backend == "gloo":

@@ -11,11 +11,9 @@ class WeightReceiver(ABC):
     """Replaces the weights that an engine samples with. Calls block, come from any thread, one at a time."""
 
     @abstractmethod
-    def load_weights(
-        self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
-    ) -> dict[str, str]:
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = "") -> dict[str, str]:
         """Replace weights from (Hugging Face name, full tensor) pairs, asleep or not; those of the adapter if the
-        engine has one of its own. With `verify` (`verl.weight_sync.base`) returns checksums by name of what the
+        engine has one of its own. With `verify` (`verl.weight_sync.verify`) returns checksums by name of what the
         engine then holds, or of what it received where that cannot be compared.
 
         Raises on unknown or missing names; the engine then refuses to sample. A tensor must stay unchanged until the
@@ -34,8 +32,8 @@ class WeightReceiver(ABC):
         return [""]
 
     def try_channel(self, places: Sequence[tuple[str, int]], timeout: float) -> list[str]:
-        """Read a first, small transfer (`shared_memory.offer`); what went wrong in each reader, "" for nothing."""
-        from verl.weight_sync.shared_memory import attempt
+        """Read a first, small transfer (`channel.offer`); what went wrong in each reader, "" for nothing."""
+        from verl.weight_sync.channel import attempt
 
         return [attempt(*places[0], timeout)]
 
@@ -43,7 +41,7 @@ class WeightReceiver(ABC):
         self, places: Sequence[tuple[str, int]], version: int, *, timeout: float, verify: str = ""
     ) -> dict[str, str]:
         """`load_weights` from a transfer. `places`: for each of `readers` the channel and its number there."""
-        from verl.weight_sync.shared_memory import receive
+        from verl.weight_sync.channel import receive
 
         stream = receive(*places[0], timeout=timeout, version=version)
         return self.load_weights(stream, version, verify=verify)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from verl.weight_sync.base import FULL, SAMPLED, UNVERIFIED, SyncResult
+from verl.weight_sync.buckets import Weights, converted
+from verl.weight_sync.verify import FULL, SAMPLED, UNVERIFIED, compare, digesting
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +20,14 @@ if TYPE_CHECKING:
     from verl.engine.training.base import TrainingEngine
     from verl.weight_sync.receiver import WeightReceiver
 
-Weights = Iterable[tuple[str, "torch.Tensor"]]
+
+@dataclass(frozen=True, slots=True)
+class SyncResult:
+    """bytes moved, seconds taken, and of how many weights it was verified that both sides have the same."""
+
+    bytes: int
+    seconds: float
+    verified: int = 0
 
 
 class WeightSync(ABC):
@@ -78,8 +87,6 @@ class StreamedSync(WeightSync):
         self._trainer, self._receiver, self._adapter = trainer, receiver, adapter
 
     def _push(self, version: int, verify: str) -> SyncResult:
-        from verl.weight_sync.verify import compare, digesting
-
         started = time.monotonic()
         self._trainer.release_cached_memory()  # the sampler is about to wake, first its weights and then its cache
         weights = self._trainer.adapter_weights() if self._adapter else self._trainer.named_weights()
@@ -93,12 +100,8 @@ class StreamedSync(WeightSync):
         return SyncResult(moved[0], time.monotonic() - started, len(sent))
 
 
-def _counted(
-    weights: Weights, dtype: torch.dtype | None, moved: list[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _counted(weights: Weights, dtype: torch.dtype | None, moved: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass weights on and add up their bytes as they travel."""
-    from verl.weight_sync.buckets import converted
-
     for name, tensor in weights:
         moved[0] += tensor.numel() * converted(tensor, dtype).itemsize
         yield name, tensor

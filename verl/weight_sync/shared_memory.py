@@ -1,346 +1,302 @@
-"""Weights between processes of one host: through two buckets of shared memory, written and read at the same time.
+"""The shared memory of one transfer: a control page and two buckets in one file of a memory file system.
 
-    sender's caller ── gathers ──▶ queue ── sender's thread ──▶ bucket 0 │ bucket 1 ──▶ readers 0 … n-1
+    [ control | header 0 | bucket 0 | header 1 | bucket 1 ]
 
-While the caller gathers the next tensor (a collective, when the model is sharded), a thread copies the one before
-into a bucket, and the readers load the bucket before that. In memory are two buckets, at most three gathered tensors,
-and, for a reader, one tensor that was larger than a bucket.
+One process writes buckets, `readers` processes read each of them; a bucket is written again when all have taken it.
+The file exists only while a transfer runs, is readable by its owner alone, and is removed by the side that finds the
+other one dead. Its pages are reserved as they are first written, so a full memory file system is an error message
+and not a signal. Waiting is polling of counters: no sockets, no locks that a killed process could keep.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import re
+import stat
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from verl.platform import platform_of
-from verl.platform.processes import Identity, alive, namespace
-from verl.weight_sync import buckets, shared_block
-from verl.weight_sync.base import SyncResult, WeightSyncError
-from verl.weight_sync.shared_block import DONE, FAILED, RUNNING, SharedMemoryBlock, path_of, wait
+from verl.platform.processes import alive, namespace, process_start_time
+from verl.weight_sync.buckets import HEADER_BYTES, bucket_size
+from verl.weight_sync.verify import WeightSyncError
 
-TIMEOUT = 300.0
-"""Seconds without any progress after which a side gives up."""
-
-HOST_BUCKET = 16 << 20
-"""Most bytes of a bucket in host memory, whatever was asked for: sender and reader meet in the processor's cache, where
-buckets of 64 MiB measured half as fast, and two of them fit into a container's smallest /dev/shm."""
-
-DEVICE_BUCKET = 256 << 20
-"""Most bytes of a bucket on a device, whatever was asked for: two buckets, and as much memory of gathered tensors, lie
-beside the trainer's memory and the sampler's just when both are short of memory."""
-
-_EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
+_MAGIC = 0x7665726C77310002
+_PAGE = 4096
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+RUNNING, DONE, FAILED = 1, 2, 3
+"""Status of a side; 0: not there yet."""
 
 
-def host_bucket(wanted: int) -> int:
-    """Bytes that a bucket in host memory gets where `wanted` were asked for."""
-    return buckets.bucket_size(min(wanted, HOST_BUCKET))
+def _integers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_int64) for name in names]
 
 
-@dataclass
-class Channel:
-    """What one transfer goes through, on the side that writes.
+class Control(ctypes.Structure):
+    """The control page. pid, start: of the sender; readers: how many each bucket has; bucket: bytes of one; status: of
+    the sender; produced: buckets published so far; on_device: buckets carry handles of device memory; header, used:
+    bytes of the two buckets; reason: why the sender failed."""
 
-    name: letters, digits, `_ . -`. readers: how many processes read it. expected: those processes, by reader number.
-    The sender does not wait for one that dies before it comes, nor for any when `over()` says that the call that they
-    serve has ended. timeout: seconds without progress after which the sender gives up.
-    """
-
-    name: str
-    readers: int
-    _: KW_ONLY
-    expected: Sequence[Identity] = ()
-    over: Callable[[], bool] = lambda: False
-    timeout: float = TIMEOUT
+    _fields_ = [
+        *_integers("magic", "pid", "start", "readers", "bucket", "version"),
+        *_integers("status", "produced", "on_device"),
+        ("header", ctypes.c_int64 * 2),
+        ("used", ctypes.c_int64 * 2),
+        ("reason", ctypes.c_char * 1024),
+    ]
 
 
-@dataclass
-class BucketSender(Channel):
-    """A channel that sends weights to `readers` processes of this host, each of which calls `receive` with its name.
+class ReaderState(ctypes.Structure):
+    """A reader's own fields: its process, buckets taken, status."""
 
-    bucket_bytes: most bytes of one bucket (at most HOST_BUCKET, on a device DEVICE_BUCKET); two are in memory.
-    dtype: what floating point weights are converted to before they are written; None sends them as they are.
-    device: the CUDA device that sender and readers share: buckets then stay on it, and only their handles travel. None:
-        through the host's memory.
-    """
-
-    bucket_bytes: int
-    _: KW_ONLY
-    dtype: torch.dtype | None = None
-    device: torch.device | None = None
-
-    def __post_init__(self) -> None:
-        most = HOST_BUCKET if self.device is None else DEVICE_BUCKET
-        self.bucket_bytes = buckets.bucket_size(min(self.bucket_bytes, most))
-        shared_block.sweep()
-
-    def send(self, weights: buckets.Weights, version: int) -> SyncResult:
-        """Make every reader have all weights; returns when they do. `bytes` counts each tensor once.
-
-        A tensor may be looked at until the call returns, so what `weights` yields must not be written again by then.
-        `weights` is used up even when a reader fails, for it may be a collective in which other ranks wait; after that,
-        WeightSyncError says which reader failed, and how.
-        """
-        started = time.monotonic()
-        if self.device is None:
-            sink = SharedMemorySink(self, self.bucket_bytes, version)
-        else:
-            sink = HandleSink(self, self.bucket_bytes, version, self.device)
-        with sink:
-            moved = buckets.pack_while_gathering(weights, sink, dtype=self.dtype)
-            sink.finish()
-        return SyncResult(bytes=moved, seconds=time.monotonic() - started)
+    _fields_ = _integers("pid", "start", "taken", "status")
 
 
-class SharedMemorySink(buckets.Sink):
-    """The writing side of one transfer. A context: an exception inside tells the readers and removes the file."""
-
-    def __init__(self, channel: Channel, bucket_bytes: int, version: int, *, on_device: bool = False):
-        self._channel = channel
-        where = (channel.name, channel.readers, bucket_bytes, version)
-        self._segment = SharedMemoryBlock.create(*where, on_device=on_device)
-        self._readers = list(self._segment.readers)
-        self._number = 0
-
-    def __enter__(self) -> SharedMemorySink:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._segment.finish(f"{type(error).__name__}: {error}")
-        self._readers = []
-        self._segment.remove()
-        self._segment.close()
-
-    def room(self) -> torch.Tensor:
-        """See Sink.room: bucket n is free when every reader has taken bucket n - 2."""
-        needed = self._number - 1
-        self._wait(lambda: self._least() >= needed, needed)
-        return self._segment.room(self._number)
-
-    def reserve(self, upto: int) -> None:
-        """See Sink.reserve."""
-        self._segment.reserve(self._number, upto)
-
-    def early(self, used: int) -> bool:
-        """Readers that wait get what there is, if it is worth a round."""
-        return used >= _EARLY and self._least() >= self._number
-
-    def publish(self, header: bytes, used: int) -> None:
-        """See Sink.publish."""
-        self._segment.publish(self._number, header, used)
-        self._number += 1
-
-    def finish(self) -> None:
-        """No more buckets: wait until every reader has them all."""
-        self._segment.finish()
-        self._wait(lambda: all(reader.status == DONE for reader in self._readers), self._number)
-
-    def _wait(self, until: Callable[[], bool], needed: int) -> None:
-        wait(until, self._check, self._channel.timeout, lambda: self._waiting(needed))
-
-    def _least(self) -> int:
-        return min(reader.taken for reader in self._readers)
-
-    def _check(self) -> None:
-        if not all(reader.status for reader in self._readers) and not self._segment.path.exists():
-            raise WeightSyncError(f"{self._segment.path} was deleted before all of its readers had opened it")
-        if self._channel.over() and any(reader.status != DONE for reader in self._readers):
-            raise WeightSyncError(f"channel {self._channel.name!r}: its readers ended before they had all")
-        for number, reader in enumerate(self._readers):
-            where = f"reader {number} of channel {self._channel.name!r} (process {reader.pid})"
-            if not reader.status and number < len(self._channel.expected):
-                self._look_for(number, self._channel.expected[number])
-            if reader.status == FAILED:
-                raise WeightSyncError(f"{where} stopped reading after {reader.taken} buckets")
-            if reader.status == RUNNING and not alive(reader.pid, reader.start):
-                raise WeightSyncError(f"{where} died after {reader.taken} buckets")
-
-    def _look_for(self, number: int, expected: Identity) -> None:
-        pid, start, where = expected
-        text = f"process {pid}, reader {number} of channel {self._channel.name!r},"
-        if where != namespace():
-            raise WeightSyncError(f"{text} runs in another container than the sender: start both in one")
-        # It may have come, and gone, since its fields were looked at.
-        if not alive(pid, start) and not self._readers[number].status:
-            raise WeightSyncError(f"{text} died before it came")
-
-    def _waiting(self, needed: int) -> str:
-        late = []
-        for number, reader in enumerate(self._readers):
-            if not reader.status:
-                late.append(f"reader {number}, which has not come")
-            elif reader.status != DONE and reader.taken <= needed:
-                late.append(f"reader {number} (process {reader.pid}, {reader.taken} buckets taken)")
-        return f"the sender of channel {self._channel.name!r} waits for {', '.join(late)}"
+_READERS = -(-ctypes.sizeof(Control) // 64) * 64  # first byte of the readers' fields
+_STEP = 1 << 24  # memory is reserved at least so many bytes at a time
+_PATIENCE = 0.1  # seconds between looks at whether the other side lives
 
 
-_HANDLES_BYTES = 1 << 16
+def folder() -> Path:
+    """Where segments live: the shared memory file system, or the temporary folder where there is none."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
-class HandleSink(SharedMemorySink):
-    """A `SharedMemorySink` whose buckets stay on `device`, for readers of the same device: the segment carries the
-    counters, the headers, and instead of a bucket's bytes the handles of the two device buffers, one per reader."""
-
-    def __init__(self, channel: Channel, bucket_bytes: int, version: int, device: torch.device):
-        self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        super().__init__(channel, _HANDLES_BYTES, version, on_device=True)
-
-    def room(self) -> torch.Tensor:
-        """See Sink.room."""
-        super().room()
-        return self._buffers[self._number % 2]
-
-    def reserve(self, upto: int) -> None:
-        """Device memory is there already."""
-
-    def publish(self, header: bytes, used: int) -> None:
-        """See Sink.publish. The device is done with the bucket when the readers hear of it."""
-        buffer = self._buffers[self._number % 2]
-        platform = platform_of(buffer.device)
-        platform.synchronize()
-        handles = [platform.share_memory(buffer) for _ in self._readers] if self._number < 2 else []
-        text = json.dumps({"used": used, "kind": platform.name, "handles": handles}).encode("ascii")
-        super().reserve(len(text))
-        super().room()[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        super().publish(header, len(text))
+def path_of(channel: str) -> Path:
+    """The file of a channel. ValueError for a name that is no file name."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", channel):
+        raise ValueError(f"channel {channel!r}: use letters, digits, '_', '.', '-', at most 100")
+    return folder() / f"{_prefix()}{channel}"
 
 
-def opened(notes: Iterable[tuple[bytes, torch.Tensor]], reader: int) -> Iterator[tuple[bytes, torch.Tensor]]:
-    """(header, handles) of buckets → (header, the bucket's bytes on the device)."""
-    buffers: list[torch.Tensor] = []
-    for number, (header, data) in enumerate(notes):
-        note = json.loads(bytes(data.numpy()))
-        if number < 2:
-            buffers.append(platform_of(note["kind"]).open_memory(note["handles"][reader]))
-        buffer = buffers[number % 2]
-        yield header, buffer[: note["used"]]
-        platform_of(buffer.device).synchronize()
+def _prefix() -> str:
+    """Segments whose processes can be seen from here, and are this user's."""
+    return f"verl-weights-{os.geteuid()}-{namespace()}-"
 
 
-def receive(
-    channel: str, reader: int, *, timeout: float = TIMEOUT, version: int | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of the channel's next transfer, (name, tensor), as reader number `reader` of it.
-
-    May be called before the sender begins; then it waits. A tensor is a view of shared memory, valid until the next
-    one is asked for: copy it. All of them must be read; a caller that stops earlier fails the transfer for all.
-    version: the version that is expected. Raises WeightSyncError when the sender fails, dies, or does nothing for
-    `timeout` seconds, and when another version or another number of readers is on the channel.
-    """
-    segment = _attach(channel, reader, timeout)
-    complete = False
-    try:
-        carried = segment.control.version
-        if version is not None and carried != version:
-            text = f"channel {channel!r} carries version {carried}, version {version} was expected"
-            raise WeightSyncError(text)
-        stream = _buckets(segment, channel, reader, timeout)
-        yield from buckets.unpack(opened(stream, reader) if segment.control.on_device else stream)
-        complete = True
-    finally:
-        segment.leave(reader, done=complete)
-        if not segment.sender_alive():
-            segment.remove()
-        segment.close()
+def sweep() -> list[str]:
+    """Remove segments of this user whose sender is dead (both sides were killed); returns the channels."""
+    gone = []
+    for path in folder().glob(f"{_prefix()}*"):
+        # One that is just being made, or is not ours: the side that needs it will say.
+        with contextlib.suppress(WeightSyncError):
+            if not live_sender(path):
+                gone.append(path.name.removeprefix(_prefix()))
+    return gone
 
 
-@contextmanager
-def called_off(places: Iterable[tuple[str, int]], version: int, why: str) -> Iterator[None]:
-    """In this block, readers that wait for a sender of the channels get a WeightSyncError with `why`.
-
-    `places`: channels, and numbers of readers on them. A channel that has a sender is left alone: it ends by itself.
-    """
-    readers: dict[str, int] = {}
-    for channel, number in places:
-        readers[channel] = max(readers.get(channel, 0), number + 1)
-    with ExitStack() as stack:
-        for channel, count in readers.items():
-            with suppress(WeightSyncError):  # its sender is there
-                segment = SharedMemoryBlock.create(channel, count, 1, version)
-                stack.callback(segment.close)
-                stack.callback(segment.remove)
-                segment.finish(why)
-        yield
+def live_sender(path: Path) -> int:
+    """The process that sends through the segment at `path`; 0 where there is none, and the segment of a dead one is
+    removed. WeightSyncError as `SharedMemoryBlock.open`."""
+    segment = SharedMemoryBlock.open(path)
+    if segment is None:
+        return 0
+    pid = int(segment.control.pid) if segment.sender_alive() else 0
+    if not pid:
+        segment.remove()
+    segment.close()
+    return pid
 
 
-def _attach(channel: str, reader: int, timeout: float) -> SharedMemoryBlock:
-    """The segment of a living sender, as soon as there is one that this reader has not read."""
-    path = path_of(channel)
-    attached: list[SharedMemoryBlock] = []
-
-    def come() -> bool:
-        if not shared_block.live_sender(path) or (segment := SharedMemoryBlock.open(path)) is None:
-            return False
-        count = len(segment.readers)
-        if reader < count and segment.attach(reader):
-            attached.append(segment)
-            return True
-        segment.close()
-        if reader >= count:
-            raise WeightSyncError(f"channel {channel!r} has {count} readers, there is no reader {reader}")
-        return False
-
-    who = f"reader {reader} of channel {channel!r} waits for a sender to begin"
-    wait(come, lambda: None, timeout, lambda: who)
-    return attached[0]
+def _fence() -> None:
+    """Order what this thread wrote before against what it writes or reads next, on every processor."""
+    for _ in range(2):
+        with threading.Lock():
+            pass
 
 
-def _buckets(
-    segment: SharedMemoryBlock, channel: str, reader: int, timeout: float
-) -> Iterator[tuple[bytes, torch.Tensor]]:
-    control, number = segment.control, 0
+class SharedMemoryBlock:
+    """A mapped segment; `control` and `readers` are its fields. Writers use `create`, readers use `open`."""
 
-    def look() -> None:
-        if control.status == RUNNING and not segment.sender_alive():
+    def __init__(self, path: Path, fd: int, size: int, readers: int = 0):
+        self.path = path
+        self._fd = fd
+        self._inode = os.fstat(fd).st_ino
+        self._map = mmap.mmap(fd, size)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.control: Any = Control.from_buffer(self._map)
+        count = self.control.readers if self.control.magic == _MAGIC else readers
+        self.readers: Any = (ReaderState * count).from_buffer(self._map, _READERS)
+        self._reserved = [0, 0]
+
+    @classmethod
+    def create(
+        cls, channel: str, readers: int, bucket_bytes: int, version: int, *, on_device: bool = False
+    ) -> SharedMemoryBlock:
+        """A new segment under the channel's name. WeightSyncError if a live process holds it, or for lack of room."""
+        path = path_of(channel)
+        if pid := live_sender(path):
+            raise WeightSyncError(f"process {pid} is sending on channel {channel!r} already")
+        bucket = bucket_size(bucket_bytes)
+        page = -(-(_READERS + ctypes.sizeof(ReaderState) * readers) // _PAGE) * _PAGE
+        hidden = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        fd = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR | _NO_FOLLOW, 0o600)
+        try:
+            size = page + 2 * (HEADER_BYTES + bucket)
+            os.ftruncate(fd, size)
+            _reserve(fd, 0, page)
+            segment = cls(path, fd, size, readers)
+            control = segment.control
+            control.pid, control.start = os.getpid(), process_start_time(os.getpid())
+            control.readers, control.bucket, control.version = readers, bucket, version
+            control.status, control.on_device, control.magic = RUNNING, on_device, _MAGIC
+            os.link(hidden, path)
+        except FileExistsError:
+            raise WeightSyncError(f"{path} is not ours to replace; remove it") from None
+        finally:
+            os.unlink(hidden)
+        return segment
+
+    @classmethod
+    def open(cls, path: Path) -> SharedMemoryBlock | None:
+        """The segment at `path`, None if there is none. WeightSyncError for a file that is not safe to read."""
+        try:
+            fd = os.open(path, os.O_RDWR | _NO_FOLLOW)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise WeightSyncError(f"{path} cannot be opened ({error.strerror})") from error
+        info = os.fstat(fd)
+        private = stat.S_ISREG(info.st_mode) and not info.st_mode & 0o077 and info.st_uid == os.geteuid()
+        if not private or info.st_size < _PAGE:
+            os.close(fd)
             raise WeightSyncError(
-                f"the sender of channel {channel!r} (process {control.pid}) died after {number} buckets"
+                f"{path} is not a segment that only this user can read; find out who made it, remove it"
             )
+        segment = cls(path, fd, info.st_size)
+        if segment.control.magic != _MAGIC:
+            segment.close()
+            raise WeightSyncError(
+                f"{path} was written by another version of verl; install the same on both sides, or remove it"
+            )
+        return segment
 
-    def who() -> str:
-        return f"reader {reader} of channel {channel!r} waits for bucket {number} of process {control.pid}"
+    # ---- both sides
 
-    def moved() -> bool:
-        return bool(control.produced > number or control.status != RUNNING)
+    def sender_alive(self) -> bool:
+        """The writing process runs."""
+        return alive(self.control.pid, self.control.start)
 
-    while True:
-        wait(moved, look, timeout, who)
-        if control.status == FAILED:
-            reason = control.reason.decode(errors="replace")
-            raise WeightSyncError(f"the sender of channel {channel!r} failed: {reason}")
-        if control.produced <= number:
-            return
-        yield segment.bucket(number)
-        number += 1
-        segment.taken(reader, number)
+    def _at(self, number: int) -> int:
+        """First byte of the header of bucket `number`."""
+        return len(self._map) - (2 - number % 2) * (HEADER_BYTES + self.control.bucket)
+
+    def remove(self) -> None:
+        """Remove the file if it is still this segment."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self.path, follow_symlinks=False).st_ino == self._inode:
+                os.unlink(self.path)
+
+    def close(self) -> None:
+        """Forget the mapping; memory that a caller still looks at stays until it lets go."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            del self.control, self.readers, self.bytes
+            with contextlib.suppress(BufferError):
+                self._map.close()
+
+    # ---- writing
+
+    def room(self, number: int) -> torch.Tensor:
+        """Bucket `number` to write to, uint8 [bucket bytes]; `reserve` before writing."""
+        start = self._at(number) + HEADER_BYTES
+        return self.bytes[start : start + self.control.bucket]
+
+    def reserve(self, number: int, upto: int) -> None:
+        """Make sure that bytes below `upto` of bucket `number` have memory. WeightSyncError if there is none left."""
+        have = self._reserved[number % 2]
+        needed = HEADER_BYTES + upto
+        if needed > have:
+            more = min(max(needed, have + _STEP), HEADER_BYTES + self.control.bucket)
+            _reserve(self._fd, self._at(number) + have, more - have)
+            self._reserved[number % 2] = more
+
+    def publish(self, number: int, header: bytes, used: int) -> None:
+        """Bucket `number` is written: let the readers have it."""
+        self.reserve(number, 0)
+        at = self._at(number)
+        self._map[at : at + len(header)] = header
+        self.control.header[number % 2], self.control.used[number % 2] = len(header), used
+        _fence()
+        self.control.produced = number + 1
+
+    def finish(self, reason: str | None = None) -> None:
+        """No more buckets come; `reason` says why if that is a failure."""
+        self.control.reason = (reason or "").encode()[:1023]
+        _fence()
+        self.control.status = DONE if reason is None else FAILED
+
+    # ---- reading
+
+    def attach(self, number: int) -> bool:
+        """Become reader `number`; False if that one was here in this transfer already."""
+        entry = self.readers[number]
+        if entry.status != 0:
+            return False
+        entry.pid, entry.start = os.getpid(), process_start_time(os.getpid())
+        _fence()
+        entry.status = RUNNING
+        return True
+
+    def bucket(self, number: int) -> tuple[bytes, torch.Tensor]:
+        """Header and bytes of published bucket `number`, a view until `taken`."""
+        _fence()
+        at, header, used = self._at(number), self.control.header[number % 2], self.control.used[number % 2]
+        return self._map[at : at + header], self.bytes[at + HEADER_BYTES : at + HEADER_BYTES + used]
+
+    def taken(self, reader: int, count: int) -> None:
+        """The reader is done with `count` buckets."""
+        _fence()
+        self.readers[reader].taken = count
+
+    def leave(self, reader: int, *, done: bool) -> None:
+        """The reader reads no more; `done` if it has everything."""
+        _fence()
+        self.readers[reader].status = DONE if done else FAILED
 
 
-_TRIAL = ("trial", torch.arange(256, dtype=torch.uint8))
-
-
-def offer(
-    channel: str, readers: int, device: torch.device | None, timeout: float, expected: Sequence[Identity] = ()
-) -> str:
-    """The sender's side of a first, small transfer: what went wrong, "" for nothing. Handles of device memory depend on
-    drivers, containers and which devices a process sees; a trial finds out before a model's weights are half loaded."""
+def _reserve(fd: int, start: int, size: int) -> None:
+    """Give the range its memory now: writing to a mapping of a full file system would kill the process."""
+    if not hasattr(os, "posix_fallocate"):
+        return
     try:
-        sender = BucketSender(channel, readers, 4096, timeout=timeout, expected=expected, device=device)
-        sender.send([_TRIAL], 0)
-    except Exception as error:  # whatever it is, this way does not work here: the caller takes another
-        return f"{type(error).__name__}: {error}"
-    return ""
+        os.posix_fallocate(fd, start, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        info = os.fstatvfs(fd)
+        free = info.f_bavail * info.f_frsize
+        raise WeightSyncError(
+            f"{folder()} has {free >> 20} MiB left, a bucket needs {size >> 20} MiB: lower "
+            "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or give the container "
+            "more shared memory (docker run --shm-size, an emptyDir of medium Memory)"
+        ) from error
 
 
-def attempt(channel: str, reader: int, timeout: float) -> str:
-    """A reader's side of `offer`: what went wrong, "" for nothing."""
-    try:
-        weights = [(name, tensor.cpu().clone()) for name, tensor in receive(channel, reader, timeout=timeout)]
-    except Exception as error:  # as above
-        return f"{type(error).__name__}: {error}"
-    same = len(weights) == 1 and weights[0][0] == _TRIAL[0] and torch.equal(weights[0][1], _TRIAL[1])
-    return "" if same else "other bytes came than were sent"
+def wait(until: Callable[[], bool], check: Callable[[], None], timeout: float, who: Callable[[], str]) -> None:
+    """Poll `until`; every now and then `check`, which raises when waiting is in vain.
+
+    Raises WeightSyncError after `timeout` seconds; `who` says what was waited for.
+    """
+    started = time.monotonic()
+    looked, pause = started, 2e-5
+    while not until():
+        now = time.monotonic()
+        if now - looked >= _PATIENCE:
+            looked = now
+            check()
+        if now - started > timeout:
+            raise WeightSyncError(f"nothing moved for {timeout:g} s; {who()}")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 1e-3)

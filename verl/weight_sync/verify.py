@@ -12,12 +12,21 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
+FULL, SAMPLED, UNVERIFIED = "full", "sampled", ""
+"""How a push is verified: every byte of every weight, a sample of every weight, or not at all."""
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+"""Names and tensors, maybe gathered as they are asked for."""
 
 _SAMPLE = 1 << 14  # elements of a tensor
 _NAMED = 3  # tensors of an error message
+
+
+class WeightSyncError(RuntimeError):
+    """The two sides hold different weights after a push, or a transfer failed; names the weights, or the side."""
+
+    def __init__(self, text: str):
+        super().__init__(f"weight sync: {text.removeprefix('weight sync: ')}")
 
 
 def checksums(weights: Weights, verify: str = FULL, *, dtype: torch.dtype | None = None) -> dict[str, str]:

@@ -10,20 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.config.fields import for_elsewhere
-from verl.config.rollout_engines import CAPABILITIES
-from verl.config.weights import scores_by_model
+from verl.config.reward_weights import scores_by_model
+from verl.config.schema.fields import for_elsewhere
+from verl.engine.registry import ROLLOUT_ENGINES, holes
 from verl.platform import platform_of
-from verl.versions import HOLES, satisfies
+from verl.versions import satisfies
 from verl.workers.node_facts import CODE, model_files
-from verl.workers.resources import ResourceRequest, placeable
 
 GIB = 1 << 30
 OK, NOTE, WARN, BAD = "ok", "note", "warn", "bad"
 Facts = dict[str, Any]
 _MISSING = "missing"
-_MAX_CLOCK_S = 1.0
-_SMALL = "the run leaves it alone: too few devices"
 _SAME_CODE = "copy the same files to every node, or let Ray ship them (ray job submit --working-dir)"
 _MORE_SHM = "give the container more (docker run --shm-size, an emptyDir of medium Memory)"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
@@ -85,7 +82,7 @@ def needs_of(config: Any) -> NodeNeeds:
     """Of a run with this configuration."""
     arr, trainer, packages = config.actor_rollout_ref, config.trainer, set(NodeNeeds().packages)
     lora = arr.model.lora_rank > 0 or arr.model.lora_adapter_path
-    packages |= set(CAPABILITIES[arr.rollout.name].packages)
+    packages |= set(ROLLOUT_ENGINES.named(arr.rollout.name).packages)
     if lora:
         packages.add("peft")
     packages |= set(platform_of(trainer.device).packages)
@@ -116,7 +113,7 @@ def _models(config: Any) -> tuple[str, ...]:
 def _transfer_room(rollout: Any, model: str) -> int:
     """Bytes of shared memory without which a transfer of weights fails on a node that samples: two buckets, or a model
     of two bytes a weight if that is less; 0 where its size is not known. A transfer that needs more says so itself."""
-    from verl.weight_sync.shared_memory import host_bucket
+    from verl.weight_sync.channel import host_bucket
 
     bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) << 20
     if not rollout.nnodes:  # no broadcast, whose buckets are as large as asked for
@@ -130,13 +127,13 @@ def compare(nodes: Sequence[Facts], driver: Facts, needs: NodeNeeds) -> Iterator
     if not nodes:
         return
     by_name = {node["name"]: node for node in nodes}
-    every = {"the driver": driver} | by_name
+    every, refused = {"the driver": driver} | by_name, holes()
     for name in dict.fromkeys(name for node in every.values() for name in node["versions"]):
         have = {who: node["versions"].get(name, _MISSING) for who, node in every.items()}
         todo = _SAME_CODE if name == CODE else f"install one {name} on every node and for the driver"
         yield _alike("versions", name, have, todo, partial(_decisive, name, packages=needs.packages))
-        for who, text in have.items() if name in HOLES and name in needs.packages else ():
-            if text != _MISSING and satisfies(text, HOLES[name]):
+        for who, text in have.items() if name in refused and name in needs.packages else ():
+            if text != _MISSING and satisfies(text, refused[name]):
                 problem = f"{text} on {who} has a known security hole; it is refused"
                 yield bad("versions", name, problem, f"pip install -U {name} there")
     if any(name.endswith("(driver)") for name in by_name):
@@ -147,9 +144,7 @@ def compare(nodes: Sequence[Facts], driver: Facts, needs: NodeNeeds) -> Iterator
         yield from _own(node, needs)
 
 
-def _alike(
-    area: str, name: str, have: Mapping[str, str], todo: str, decisive: Callable[[str], str]
-) -> Finding:
+def _alike(area: str, name: str, have: Mapping[str, str], todo: str, decisive: Callable[[str], str]) -> Finding:
     """One line: every node has what the first one has, or which has which. `have`: by node. `decisive`: what must not
     differ of a text. Builds of one release may meet ("2.13.0+cpu" on a driver without a device)."""
     first, mine = next(iter(have.items()))
@@ -202,74 +197,6 @@ def _own(node: Facts, needs: NodeNeeds) -> Iterator[Finding]:
     little = shm["total"] < max(256 << 20, node.get("object_store") or 0)
     short = (shm["free"] < needs.room, BAD, f"{_MORE_SHM}, or lower {_BUCKET}")
     yield graded("room", name, text, short, (little, WARN, _MORE_SHM))
-
-
-def judge(
-    nodes: Sequence[Facts], driver: Facts, kind: str, pools: Sequence[ResourceRequest], needs: NodeNeeds
-) -> Iterator[Finding]:
-    """What `verl doctor --cluster` says of nodes with devices of a kind: facts of `NodeProbe.everything` and of
-    `verl.workers.ray.cluster_report`. `driver`: the facts of this process; `pools`, `needs`: what the run asks for."""
-    have = ", ".join(f"{node['name']} has {node['devices']}" for node in nodes)
-    request = " and ".join(map(str, pools))
-    todo = "start Ray on more nodes or with more devices there (examples/ray_start.sh), or lower "
-    todo += " or ".join(f"{pool.keys}.nnodes, {pool.keys}.n_gpus_per_node" for pool in pools)
-    fits = placeable([node["devices"] for node in nodes], pools)
-    text = f"{len(nodes)} node{'s' * (len(nodes) != 1)}, devices: {kind}; the run asks for {request}; {have}"
-    yield graded("nodes", "nodes", text, (not fits, BAD, todo))
-    for node in nodes:
-        finding = _node(node, kind)
-        small = node["devices"] < _least(pools)
-        yield Finding("nodes", finding.name, f"{finding.found}; {_SMALL}", NOTE) if small else finding
-    used = large_enough(nodes, pools)
-    yield from compare(used, driver, needs)
-    for node in used:
-        yield from _state(node)
-
-
-def large_enough(nodes: Sequence[Facts], pools: Sequence[ResourceRequest]) -> list[Facts]:
-    """The working nodes that can hold a part of a pool; all working ones if none can. A run leaves the others alone."""
-    alive = [node for node in nodes if "problem" not in node]
-    return [node for node in alive if node["devices"] >= _least(pools)] or alive
-
-
-def _least(pools: Sequence[ResourceRequest]) -> int:
-    return min((pool.devices for pool in pools), default=0)
-
-
-def _node(node: Facts, kind: str) -> Finding:
-    """What Ray was told of the devices, and what there is."""
-    name = node["name"]
-    if "problem" in node:
-        todo = "install the same code on the node, or give it the path (PYTHONPATH, a shared folder)"
-        return bad("nodes", name, f"no worker runs there: {node['problem']}", todo)
-    accelerators = node["accelerators"].get(kind, ["core"] * node["devices"])
-    names = ", ".join(dict.fromkeys(accelerators))
-    text = (
-        f"{node['hostname']}: {node['devices']} {kind} devices for Ray, {len(accelerators)} there ({names}), "
-        f"{node['cores']} cores"
-    )
-    other = (node["devices"] != len(accelerators), WARN, "ray stop, and start it with all devices visible")
-    return graded("nodes", name, text, other)
-
-
-def _state(node: Facts) -> Iterator[Finding]:
-    """What may be short on a node, and its clock."""
-    name, disk, (total, available) = node["name"], node["disk"], node["memory"]
-    text = f"temporary files ({disk['path']}): {gib(disk['free'])} free of {gib(disk['total'])}"
-    todo = "free some: Ray spills nothing to a disk that is 95 % full (or ray start --temp-dir)"
-    none, full = disk["free"] < GIB // 4, disk["free"] < disk["total"] * 0.05
-    yield graded("room", name, text, (none, BAD, todo), (full, WARN, todo))
-    if total:
-        todo = "something else runs there: end it, or leave the node out"
-        text = f"memory: {gib(available)} of {gib(total)} available"
-        yield graded("room", name, text, (available < total * 0.1, WARN, todo))
-    few = node["processes"] is not None and node["processes"] < 4096
-    todo = "ulimit -u 65536 before `ray start`"
-    yield graded("limits", name, f"processes {count(node['processes'])}", (few, WARN, todo))
-    clock, error = node["clock"], node["clock_error"]
-    text = f"{abs(clock):.3f} s {'ahead of' if clock > 0 else 'behind'} the driver's (± {error:.3f} s)"
-    far = abs(clock) - error > _MAX_CLOCK_S
-    yield graded("network", f"clock of {name}", text, (far, WARN, "run chrony or ntpd there"))
 
 
 def count(value: int | None) -> str:

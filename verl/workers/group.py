@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from verl.trajectory import COLUMNS, Batch, Media, Segment, segments_of
-from verl.workers import codec
-from verl.workers.plan import UpdatePlan, partition
-from verl.workers.worker import Worker
+from verl.workers import payloads
+from verl.workers.training_worker import Worker
+from verl.workers.update_plan import UpdatePlan, partition
 
 _FIRST = tuple(name for name, column in COLUMNS.items() if column.context)
 """Columns that travel with the rows: a forward pass reads them."""
@@ -54,7 +54,7 @@ class DirectCalls:
 
     def share(self, value: Any, media: Iterable[Media | None] = ()) -> Sequence[Any]:
         """See `Calls.share`."""
-        return [value, *(item.inputs for item in codec.distinct_media(media))]
+        return [value, *(item.inputs for item in payloads.distinct_media(media))]
 
 
 @dataclass(slots=True)
@@ -88,9 +88,7 @@ class WorkerGroup:
     between an update and the push of its weights.
     """
 
-    def __init__(
-        self, calls: Calls, facts: Sequence[Mapping[str, Any]], *, plan: UpdatePlan, balance: bool = True
-    ):
+    def __init__(self, calls: Calls, facts: Sequence[Mapping[str, Any]], *, plan: UpdatePlan, balance: bool = True):
         self.calls, self.plan = calls, plan
         self.facts = list(facts)
         self.dp_ranks = [int(fact["dp_rank"]) for fact in facts]
@@ -133,17 +131,17 @@ class WorkerGroup:
         if self.calls.shares_rows:
             self.call("take_rows", parts[0], doing=doing)
         else:
-            payloads = [codec.encode(part, columns) for part in parts]
-            arguments = self._shared(payloads, [[row.media for row in part] for part in parts])
+            encoded = [payloads.encode(part, columns) for part in parts]
+            arguments = self._shared(encoded, [[row.media for row in part] for part in parts])
             self.call("receive_rows", each=arguments, doing=doing)
         return placed
 
     def _shared(
-        self, payloads: Sequence[Any], media: Sequence[Sequence[Media | None]] | None = None
+        self, encoded: Sequence[Any], media: Sequence[Sequence[Media | None]] | None = None
     ) -> list[Sequence[Any]]:
         """Arguments by worker: one payload, with its images, for each data-parallel rank, shared by its neighbours."""
-        images = media or [[]] * len(payloads)
-        shared = [self.calls.share(payload, used) for payload, used in zip(payloads, images, strict=True)]
+        images = media or [[]] * len(encoded)
+        shared = [self.calls.share(payload, used) for payload, used in zip(encoded, images, strict=True)]
         return [shared[rank] for rank in self.dp_ranks]
 
     def news(self, placed: Placed, columns: Sequence[str]) -> list[Sequence[Any]]:
@@ -152,10 +150,10 @@ class WorkerGroup:
         placed.known |= set(missing)
         if self.calls.shares_rows:
             return [({},)] * len(self.dp_ranks)
-        return self._shared([codec.collect(part, missing) for part in placed.parts])
+        return self._shared([payloads.collect(part, missing) for part in placed.parts])
 
     def fill(
-        self, placed: Placed, columns: Sequence[codec.Payload], positions: list[list[int]] | None = None
+        self, placed: Placed, columns: Sequence[payloads.Payload], positions: list[list[int]] | None = None
     ) -> None:
         """Put columns that the workers returned on the driver's rows; only on `positions`, by data-parallel rank."""
         parts = placed.parts
@@ -163,5 +161,5 @@ class WorkerGroup:
             parts = [[part[i] for i in places] for part, places in zip(parts, positions, strict=True)]
         for part, returned in zip(parts, self.by_dp_rank(columns), strict=True):
             if not self.calls.shares_rows:
-                codec.fill(part, {name: np.array(values) for name, values in returned.items()})
+                payloads.fill(part, {name: np.array(values) for name, values in returned.items()})
             placed.known |= set(returned)

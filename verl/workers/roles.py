@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from verl.algorithms.flat_tokens import trajectory_tokens
 from verl.algorithms.needs import teacher_columns, teacher_roles
-from verl.algorithms.objective import trajectory_tokens
+from verl.config import Config
+from verl.config.schema.actor import ActorConfig, CriticConfig
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training.base import TrainStepResult
 from verl.errors import UserError
@@ -23,7 +25,7 @@ from verl.tracking.profiler import Profiler
 from verl.trajectory import Batch, Prompt, Segment, segments_of
 from verl.weight_sync.sender import WeightSync
 from verl.workers.group import Placed, WorkerGroup
-from verl.workers.plan import CORRECTED, MiniBatch, UpdatePlan, UpdateResult, partition, summarise
+from verl.workers.update_plan import CORRECTED, MiniBatch, UpdatePlan, UpdateResult, partition, summarise
 
 Outcome = tuple[MiniBatch, TrainStepResult | None]
 
@@ -48,7 +50,7 @@ class Role:
 
     def offload(self) -> None:
         """Back to host memory."""
-        self.group.call("offload", self.name, doing="offload")
+        self.group.call("run", self.name, "offload", doing="offload")
 
     def save(self, part: str, directory: Path) -> None:
         """Write the `weights` (a Hugging Face directory) or the `optimizer`; ranks write in parallel, to a folder that
@@ -57,7 +59,7 @@ class Role:
 
     def load(self, part: str, directory: Path) -> None:
         """Inverse of `save`."""
-        self.group.call("load", self.name, part, str(directory.absolute()), doing="load_checkpoint")
+        self.group.call("run", self.name, f"load_{part}", directory.absolute(), doing="load_checkpoint")
 
 
 class Classifier(Role):
@@ -115,15 +117,15 @@ class TrainedRole(Role):
         placed = self.group.place(batch, self.phase)
         with self.group.lock:
             outcomes = self._outcomes(self.plan.mini_batches(batch, step), placed, step)
-            rate = self.group.call("advance", self.name, doing=self.phase)[0]
+            rate = self.group.call("run", self.name, "advance", doing=self.phase)[0]
         out = summarise(outcomes)
         out.metrics[f"{self.name}/lr"] = rate
         return out
 
     def cost(self) -> ModelCost | None:
         """What a pass takes, and the peak of all devices together; None where the peak is not known."""
-        facts = self.group.call("cost", self.name, doing="cost")[0]
-        return None if facts is None else ModelCost(**facts)
+        cost: ModelCost | None = self.group.call("run", self.name, "cost", doing="cost")[0]
+        return cost
 
     def _outcomes(self, minis: Sequence[MiniBatch], placed: Placed, step: int) -> list[Outcome]:
         return self._execute(minis, placed)
@@ -139,7 +141,7 @@ class TrainedRole(Role):
         arguments = [(self.name, *new, orders[rank]) for new, rank in zip(news, group.dp_ranks, strict=True)]
         replies = group.call("update", each=arguments, doing=self.phase)
         group.fill(placed, [reply["columns"] for reply in replies])
-        results = iter(TrainStepResult(**result) for result in group.by_dp_rank(replies)[0]["results"])
+        results = iter(group.by_dp_rank(replies)[0]["results"])
         return [(mini, next(results) if mini.usable else None) for mini in minis]
 
     def _orders(self, minis: Sequence[MiniBatch], placed: Placed) -> list[list[dict[str, Any]]]:
@@ -151,7 +153,7 @@ class TrainedRole(Role):
             for rank, rows in enumerate(placed.positions(mini.usable)):
                 part = placed.parts[rank]
                 tokens = None if by_row is None else [by_row[id(part[i])] for i in rows]
-                shares = {"denominators": asdict(mini.denominators), "trajectory_tokens": tokens}
+                shares = {"denominators": mini.denominators, "trajectory_tokens": tokens}
                 out[rank].append({"rows": np.array(rows, np.int64), **shares})
         return out
 
@@ -210,7 +212,7 @@ class Policy(TrainedRole):
 
     def images(self) -> dict[str, int]:
         """See `TrainingEngine.images`; of all ranks together."""
-        counts = self.group.by_dp_rank(self.group.call("images", doing="images"))
+        counts = self.group.by_dp_rank(self.group.call("run", self.name, "images", doing="images"))
         return {name: sum(part[name] for part in counts) for name in counts[0]}
 
 
@@ -260,8 +262,8 @@ class WorkerSet:
             self.release()
 
 
-def roles_of(group: WorkerGroup, config: Any = None) -> dict[str, Role]:
-    """The roles that the ranks of a group play. `config`: needed where one of them is a critic or a teacher."""
+def roles_of(group: WorkerGroup, config: Config) -> dict[str, Role]:
+    """The roles that the ranks of a group play."""
     roles: dict[str, Role] = {name: Role(name, group) for name in group.facts[0]["roles"]}
     if "actor" in roles:
         roles["actor"] = Policy("actor", group, group.plan)
@@ -274,7 +276,7 @@ def roles_of(group: WorkerGroup, config: Any = None) -> dict[str, Role]:
     return roles
 
 
-def update_plan(config: Any) -> UpdatePlan:
+def update_plan(config: Config) -> UpdatePlan:
     """The plan of the policy's updates."""
     return _plan(
         config,
@@ -284,7 +286,7 @@ def update_plan(config: Any) -> UpdatePlan:
     )
 
 
-def teacher_of(config: Any) -> Callable[[Prompt], str]:
+def teacher_of(config: Config) -> Callable[[Prompt], str]:
     """The teacher's role for a prompt: of several, the one whose key is the prompt's `distillation.teacher_key`."""
     roles, column = teacher_roles(config), config.distillation.teacher_key
     by_key = {str(cfg.get("key") or name.removeprefix("teacher_")): name for name, cfg in roles.items()}
@@ -304,12 +306,12 @@ def teacher_of(config: Any) -> Callable[[Prompt], str]:
     return choose
 
 
-def critic_plan(config: Any) -> UpdatePlan:
+def critic_plan(config: Config) -> UpdatePlan:
     """The plan of the critic's updates."""
     return _plan(config, config.critic, of_critic=True)
 
 
-def _plan(config: Any, role_cfg: Any, **options: Any) -> UpdatePlan:
+def _plan(config: Config, role_cfg: ActorConfig | CriticConfig, **options: Any) -> UpdatePlan:
     longest = float(role_cfg.loss_scale_factor or config.data.max_response_length)
     prompts = config.data.train_batch_size
     return UpdatePlan(role_cfg, max_response_length=longest, batch_prompts=prompts, **options)

@@ -1,7 +1,7 @@
 """One sampling engine in a process of its own: requests come in lists, finished responses leave in lists.
 
 All coroutines run on one event loop, the engine's too. Arguments and results are arrays and JSON-like values, see
-`verl.workers.codec`. Knows nothing of how it is called from afar.
+`verl.workers.payloads`. Knows nothing of how it is called from afar.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl.config import Map
+from verl.data.rows import text_of
+from verl.data.tokenizer import tokenizer_of
 from verl.engine.rollout.base import Completion, EngineDead
-from verl.platform import processes, stacks
+from verl.platform import detect, processes, thread_stacks
 from verl.platform.processes import Identity
 from verl.tracking.profiler import open_profiler
 from verl.tracking.timer import Profiled
-from verl.workers import codec
-from verl.workers.codec import Payload
+from verl.weight_sync.collective import Channel, Rendezvous, relay
+from verl.workers import build, payloads
+from verl.workers.payloads import Payload
+from verl.workers.training_worker import prepare_process
 
 T = TypeVar("T")
 _GATHER_S, _GATHER_MOST_S = 2e-4, 0.2
@@ -37,12 +41,12 @@ class RolloutWorker(Profiled):
         self.number = number
         self.engine: Any = None  # a `RolloutEngine` and a `WeightReceiver`, from `start` on
         self._decode: Callable[[np.ndarray], str] | None = None
-        self._done: list[codec.GenerateResult] = []
+        self._done: list[payloads.GenerateResult] = []
         self._death = ""
         self._receiving: tuple[asyncio.Future[dict[str, str]], list[tuple[str, int]], int] | None = None
         self._wakeup = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
-        stacks.register()
+        thread_stacks.register()
 
     async def pid(self) -> int:
         """Of this process, before anything is loaded."""
@@ -53,12 +57,6 @@ class RolloutWorker(Profiled):
 
         Returns what a sender of weights has to know: who reads, and the data type to send (None: as they are).
         """
-        from verl.data.rows import text_of
-        from verl.data.tokenizer import tokenizer_of
-        from verl.platform import detect
-        from verl.workers import build
-        from verl.workers.worker import prepare_process
-
         prepare_process(self.config)
         model = self.config.actor_rollout_ref.model
         tokenizer = tokenizer_of(model, self.config.data.tokenizer)
@@ -74,21 +72,19 @@ class RolloutWorker(Profiled):
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         }
 
-    async def submit(
-        self, payload: Payload, ended: Sequence[str] = (), *inputs: Mapping[str, np.ndarray]
-    ) -> None:
+    async def submit(self, payload: Payload, ended: Sequence[str] = (), *inputs: Mapping[str, np.ndarray]) -> None:
         """End these sessions, then begin requests; returns at once. A request id that is under way is left as it is.
         inputs: of the requests' images."""
         for session in ended:
             self.engine.end_session(session)
         running = {task.get_name() for task in self._running}
-        for request in codec.decode_requests(payload, inputs):
+        for request in payloads.decode_requests(payload, inputs):
             if request.id not in running:
                 task = asyncio.create_task(self._serve(request), name=request.id)
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
 
-    async def _serve(self, request: codec.GenerateRequest) -> None:
+    async def _serve(self, request: payloads.GenerateRequest) -> None:
         try:
             optional = {"session": request.session, "media": request.media}
             more = {name: value for name, value in optional.items() if value is not None}
@@ -96,15 +92,15 @@ class RolloutWorker(Profiled):
                 request.prompt_ids, request.sampling, request_id=request.id, group=request.group, **more
             )
             completion.text = self._text(request, completion)
-            self._done.append(codec.GenerateResult(request.id, completion))
+            self._done.append(payloads.GenerateResult(request.id, completion))
         except Exception as error:  # it is the result: the driver raises it where the request was made
             if self.engine.dead:
                 self._note_death(error)
             else:
-                self._done.append(codec.GenerateResult(request.id, error=(type(error).__name__, str(error))))
+                self._done.append(payloads.GenerateResult(request.id, error=(type(error).__name__, str(error))))
         self._wakeup.set()
 
-    def _text(self, request: codec.GenerateRequest, completion: Completion) -> str | None:
+    def _text(self, request: payloads.GenerateRequest, completion: Completion) -> str | None:
         """See `Completion.text`. None for a response that was stopped: mostly it goes on, and is decoded at its end."""
         if completion.finish_reason == "abort" or self._decode is None:
             return None
@@ -138,7 +134,7 @@ class RolloutWorker(Profiled):
         if not self._done and self._death:
             raise EngineDead(self._death)
         finished, self._done = self._done, []
-        return codec.encode_results(finished)
+        return payloads.encode_results(finished)
 
     async def alive(self) -> None:
         """Returns; EngineDead if the engine can answer nothing any more."""
@@ -163,7 +159,7 @@ class RolloutWorker(Profiled):
                 return self.engine.receive_weights(places, version, timeout=timeout, verify=verify)
 
         if self._receiving is not None and not self._receiving[0].done():
-            from verl.weight_sync.shared_memory import called_off
+            from verl.weight_sync.channel import called_off
 
             earlier, its_places, its_version = self._receiving
             with called_off(its_places, its_version, "another transfer has begun"):
@@ -180,9 +176,6 @@ class RolloutWorker(Profiled):
         self, rendezvous: dict[str, Any], rank: int, channel: str, readers: list[Identity], timeout: float
     ) -> None:
         """Take part in a broadcast for this node, and hand it on to the node's readers, this worker's among them."""
-        from verl.platform import detect
-        from verl.weight_sync.collective import Channel, Rendezvous, relay
-
         backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
         platform = detect(self.config.trainer.device)
 

@@ -13,8 +13,8 @@ from tests import algorithm_references as slow
 from tests.algorithms_rows import actor
 from tests.unit.algorithms.test_losses import constants, random_responses, segments
 from verl.algorithms.distillation import Distillation, topk_terms
-from verl.algorithms.objective import ActorObjective, count_denominators, trajectory_tokens
-from verl.algorithms.tokens import MODES
+from verl.algorithms.flat_tokens import MODES, count_denominators, trajectory_tokens
+from verl.algorithms.objective import ActorObjective
 from verl.config.schema.actor import KL_NAMES
 from verl.engine.training.base import MicroBatch
 from verl.engine.training.optimizer import StepAccumulator
@@ -46,13 +46,10 @@ class Case:
             self.new = [[np.log(rng.dirichlet(np.ones(9)))[:K].tolist() for _ in r.new] for r in self.batch]
         spread = rng.choice([0.3, 3.0])
         self.teacher = [
-            [(np.minimum(np.array(v) + rng.normal(0, spread, len(v)), -1e-3)).tolist() for v in own]
-            for own in self.new
+            [(np.minimum(np.array(v) + rng.normal(0, spread, len(v)), -1e-3)).tolist() for v in own] for own in self.new
         ]
 
-    def run(
-        self, cfg: Any, loss: Any, parts: int, cut: bool = False
-    ) -> tuple[float, Any, Any, dict[str, float]]:
+    def run(self, cfg: Any, loss: Any, parts: int, cut: bool = False) -> tuple[float, Any, Any, dict[str, float]]:
         """(value, slopes of the sampled tokens, slopes of the candidates, metrics) in so many micro-batches."""
         rows = segments(self.batch, cut)
         name = "teacher_topk_log_probs" if self.topk else "teacher_log_probs"
@@ -83,9 +80,7 @@ class Case:
 
         def slopes(of: dict[int, torch.Tensor]) -> np.ndarray:
             own = [of[id(s)] for row in rows for s in row.segments]
-            return (
-                torch.cat([torch.zeros_like(v) if v.grad is None else v.grad for v in own]).detach().numpy()
-            )
+            return torch.cat([torch.zeros_like(v) if v.grad is None else v.grad for v in own]).detach().numpy()
 
         return total, slopes(leaves), slopes(others), sums.metrics()
 
@@ -97,9 +92,7 @@ def test_it_is_the_loop_in_any_split(mode: str, gradient: bool, clamped: bool) -
     for seed, aggregate in enumerate(MODES):
         case = Case(seed, mode == "forward_kl_topk")
         least, limit = (-1.6, 0.4) if clamped else (None, None)
-        loss = settings(
-            loss_mode=mode, use_policy_gradient=gradient, log_prob_min_clamp=least, loss_max_clamp=limit
-        )
+        loss = settings(loss_mode=mode, use_policy_gradient=gradient, log_prob_min_clamp=least, loss_max_clamp=limit)
         cfg = actor(loss_agg_mode=aggregate, clip_ratio_c=3.0)
         c = constants(loss_mode=mode, least=least, limit=limit, gradient=gradient)
         value, slopes, told = slow.distillation(case.batch, case.new, case.teacher, c, aggregate, H)
@@ -130,9 +123,7 @@ def test_it_adds_to_the_task_and_segments_change_nothing(mode: str) -> None:
     assert cut[3] == pytest.approx(both[3], rel=1e-9)
     np.testing.assert_allclose(cut[1], both[1], rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="responses of one segment"):
-        case.run(
-            cfg, settings(loss_mode=mode, use_policy_gradient=True, policy_loss_mode="gspo"), 1, cut=True
-        )
+        case.run(cfg, settings(loss_mode=mode, use_policy_gradient=True, policy_loss_mode="gspo"), 1, cut=True)
 
 
 def test_dppo_has_its_own_constant_unless_one_is_set() -> None:
@@ -146,11 +137,7 @@ def test_dppo_has_its_own_constant_unless_one_is_set() -> None:
 def test_the_overlap_of_the_most_likely_tokens() -> None:
     case = Case(2, topk=True)
     found = case.run(actor(), settings(loss_mode="forward_kl_topk"), 2)[3]
-    kept = [
-        (np.array(case.new[i][t]), np.array(case.teacher[i][t]))
-        for i, r in enumerate(case.batch)
-        for t in r.kept
-    ]
+    kept = [(np.array(case.new[i][t]), np.array(case.teacher[i][t])) for i, r in enumerate(case.batch) for t in r.kept]
     masses = {
         "student_mass": [np.exp(s).sum() for s, _ in kept],
         "teacher_mass": [np.exp(t).sum() for _, t in kept],
@@ -161,8 +148,7 @@ def test_the_overlap_of_the_most_likely_tokens() -> None:
         assert found[f"distillation/{name}_max"] == pytest.approx(max(values))
     inside = [s > -1.5 for s, _ in kept]
     gains = [
-        (np.exp(t) * (s - t))[both].mean() if both.any() else 0.0
-        for (s, t), both in zip(kept, inside, strict=True)
+        (np.exp(t) * (s - t))[both].mean() if both.any() else 0.0 for (s, t), both in zip(kept, inside, strict=True)
     ]
     assert found["distillation/overlap_ratio"] == pytest.approx(np.mean([both.mean() for both in inside]))
     assert found["distillation/overlap_token_advantage"] == pytest.approx(np.mean(gains))

@@ -1,4 +1,5 @@
-"""Every advantage estimator against its slow reference: as users call it, and through the driver, cut into segments or not."""
+"""Every advantage estimator against its slow reference: as users call it, and through the driver, cut into segments or
+not."""
 
 from __future__ import annotations
 
@@ -12,10 +13,9 @@ import pytest
 import torch
 
 from tests import algorithm_references as slow
-from verl.algorithms.advantage import GroupStatistics
-from verl.algorithms.driver import compute_advantages
+from verl.algorithms.advantage import GroupStatistics, discounted_sums
+from verl.algorithms.batch_advantages import compute_advantages
 from verl.algorithms.registry import ESTIMATORS
-from verl.algorithms.token_advantage import discounted_sums
 from verl.compat import core_algos
 from verl.compat.core_algos import compute_grpo_outcome_advantage
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
@@ -97,10 +97,7 @@ def as_users_call_it(name: str, rows: list[slow.Row], cfg: Any) -> tuple[torch.T
     }
     function = core_algos.get_adv_estimator_fn(name)
     if name == "gae":
-        given = {
-            k: given[k]
-            for k in ("token_level_rewards", "values", "response_mask", "gamma", "lam", "loss_mask")
-        }
+        given = {k: given[k] for k in ("token_level_rewards", "values", "response_mask", "gamma", "lam", "loss_mask")}
     return function(**given)
 
 
@@ -132,9 +129,7 @@ def trajectories(rows: list[slow.Row], cut: bool) -> Batch:
         ends = [0, *([length // 3, length // 2] if cut and length > 3 else []), length]
         segments = []
         for start, end in itertools.pairwise(ends):
-            columns = {
-                c: np.array(row.columns[c][start:end], np.float32) for c in COLUMNS[:3] if c in row.columns
-            }
+            columns = {c: np.array(row.columns[c][start:end], np.float32) for c in COLUMNS[:3] if c in row.columns}
             mask = np.array(row.p[start:end], bool)
             segments.append(Segment(np.arange(3 + start), np.arange(end - start), mask, **columns))
         prompt = Prompt(uid=row.uid, ids=np.arange(3), messages=[])
@@ -171,8 +166,7 @@ def test_no_response_and_nothing_in_the_loss(name: str) -> None:
     cfg = config(adv_estimator=name)
     compute_advantages(Batch([]), cfg, rollout_n=2)
     rows = [
-        slow.Row([], [], [], "a", 1.0, {c: [] for c in COLUMNS[:3]}, {"accuracy": 1.0, "form": 0.0})
-        for _ in range(2)
+        slow.Row([], [], [], "a", 1.0, {c: [] for c in COLUMNS[:3]}, {"accuracy": 1.0, "form": 0.0}) for _ in range(2)
     ]
     batch = trajectories(rows, False)
     compute_advantages(batch, cfg, rollout_n=2)
@@ -213,9 +207,7 @@ def test_a_group_whose_greedy_response_has_no_score_is_dropped() -> None:
     assert [t.advantages.tolist() for t in batch] == [[0], [0], [0.5], [0.5]]
     for t in batch:
         t.baseline.score = None
-    assert math.isnan(
-        compute_advantages(batch, config(adv_estimator="remax"), 2)["critic/reward_baseline/mean"]
-    )
+    assert math.isnan(compute_advantages(batch, config(adv_estimator="remax"), 2)["critic/reward_baseline/mean"])
 
 
 def test_what_they_need() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms_rows import actor, algorithm, matrices, response, run_objective
+from verl.algorithms.batch_advantages import compute_advantages
 from verl.algorithms.correction import (
     LIMIT,
     Tokens,
@@ -24,7 +25,6 @@ from verl.algorithms.correction import (
     rejection,
     weights_of_the_update,
 )
-from verl.algorithms.driver import compute_advantages
 from verl.compat.core_algos import compute_policy_loss_bypass_mode, compute_policy_loss_reinforce
 from verl.compat.rollout_corr_helper import (
     compute_rollout_correction_and_rejection_mask,
@@ -32,7 +32,7 @@ from verl.compat.rollout_corr_helper import (
     compute_rollout_rejection_mask,
 )
 from verl.trajectory import Batch, flat, segments_of
-from verl.workers.plan import UpdatePlan
+from verl.workers.update_plan import UpdatePlan
 
 NAN = math.nan
 RULES = (
@@ -92,9 +92,7 @@ def slow_weights(
     metrics = {f"rollout_is_{k}": v for k, v in spread(used).items()}
     metrics |= {
         "rollout_is_std": statistics.pstdev(used) if used else NAN,
-        "rollout_is_eff_sample_size": 1 / statistics.fmean([(w / mean) ** 2 for w in used])
-        if mean > 0
-        else NAN,
+        "rollout_is_eff_sample_size": 1 / statistics.fmean([(w / mean) ** 2 for w in used]) if mean > 0 else NAN,
         "rollout_is_ratio_fraction_high": share([w > high for w in before]),
         "rollout_is_ratio_fraction_low": share([w < low for w in before]),
         "rollout_is_oob_ratio": 0.0 if len(bounds) == 1 else share([not low <= w <= high for w in before]),
@@ -162,12 +160,7 @@ RATIOS = st.sampled_from([0.3, 2.0, 30.0]).flatmap(
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    RATIOS,
-    st.sampled_from(["token", "sequence"]),
-    st.sampled_from(["2.0", "1.1", "0.5_5.0"]),
-    st.booleans(),
-)
+@given(RATIOS, st.sampled_from(["token", "sequence"]), st.sampled_from(["2.0", "1.1", "0.5_5.0"]), st.booleans())
 def test_weights_equal_the_loop(case, kind: str, threshold: str, normalize: bool) -> None:
     errors, masks = case
     log_ratio, mask = torch.tensor(errors, dtype=torch.float64), torch.tensor(masks)
@@ -183,9 +176,7 @@ def test_weights_equal_the_loop(case, kind: str, threshold: str, normalize: bool
 @given(RATIOS, st.lists(st.sampled_from(RULES), min_size=1, max_size=3, unique=True), st.booleans())
 def test_rejection_equals_the_loop(case, names: list[str], narrow: bool) -> None:
     errors, masks = case
-    thresholds = [
-        ("0.8_1.25" if narrow else "3.0") if n.endswith("1") else "0.05" if narrow else "2" for n in names
-    ]
+    thresholds = [("0.8_1.25" if narrow else "3.0") if n.endswith("1") else "0.05" if narrow else "2" for n in names]
     mask, found = compute_rollout_rejection_mask(
         torch.tensor(errors, dtype=torch.float64), torch.tensor(masks), ",".join(names), ",".join(thresholds)
     )
@@ -292,9 +283,7 @@ def test_the_driver_weighs_and_rejects_what_counts_and_nothing_else(kind: str) -
 def test_a_missing_column_is_named() -> None:
     how = parse_correction(correction(rollout_is="token"))
     row = response("g", [1, 1], 1.0, 3, old_log_probs=[-1, -1])
-    with pytest.raises(
-        ValueError, match="response 3 of g has no rollout_log_probs; its agent loop must return"
-    ):
+    with pytest.raises(ValueError, match="response 3 of g has no rollout_log_probs; its agent loop must return"):
         correct([row], how)
     with pytest.raises(ValueError, match="has no old_log_probs"):
         correct([response("g", [1], 1.0, rollout_log_probs=[-1])], how)
@@ -345,9 +334,7 @@ def test_ppo_clip_in_bypass_mode_takes_the_sampler_for_the_old_policy_and_no_wei
     rows, flat = [], torch.from_numpy(rng.normal(-1, 0.6, 7))
     for i, size in enumerate((3, 4)):
         mu, a = rng.normal(-1, 0.5, size), np.full(size, rng.normal())
-        rows.append(
-            response("g", [1] * size, 0.0, i, rollout_log_probs=mu, advantages=a, old_log_probs=mu - 5)
-        )
+        rows.append(response("g", [1] * size, 0.0, i, rollout_log_probs=mu, advantages=a, old_log_probs=mu - 5))
         rows[-1].loss_mask = np.ones(size, bool)
     how = correction(bypass_mode=True, loss_type="ppo_clip", rollout_is="token")
     found = loss_of(rows, how, flat, [0, 1])
@@ -390,9 +377,7 @@ def test_in_bypass_mode_the_driver_leaves_rows_alone_and_kl_is_of_the_sampler() 
         row.old_log_probs, row.ref_log_probs = None, np.full(row.length, -2, np.float32)
     with_kl = algorithm(rollout_correction=how, use_kl_in_reward=True)
     found = compute_advantages(charged, with_kl, rollout_n=3, kl_beta=0.5)["actor/reward_kl_penalty"]
-    means = [
-        float(np.mean(r.rollout_log_probs[r.response_mask] + 2)) for r in charged if r.response_mask.any()
-    ]
+    means = [float(np.mean(r.rollout_log_probs[r.response_mask] + 2)) for r in charged if r.response_mask.any()]
     assert found == pytest.approx(statistics.fmean(means), rel=1e-6)
 
 
@@ -482,8 +467,6 @@ def test_losses_as_users_call_them() -> None:
     mask, advantages = torch.ones(1, 2), torch.tensor([[1.0, -1.0]])
     loss, metrics = compute_policy_loss_reinforce(old, new, advantages, mask)
     assert loss.item() == pytest.approx((1.5 - 1.0) / 2) and metrics["actor/ppo_kl"] == pytest.approx(-0.25)
-    cfg = correction(
-        rollout_correction=correction(loss_type="reinforce", rollout_is="token", rollout_is_threshold=2.0)
-    )
+    cfg = correction(rollout_correction=correction(loss_type="reinforce", rollout_is="token", rollout_is_threshold=2.0))
     loss, _ = compute_policy_loss_bypass_mode(old, new, advantages, mask, config=cfg)
     assert loss.item() == pytest.approx((1.5 * math.exp(-0.5) - 1.0 * 2.0) / 2)

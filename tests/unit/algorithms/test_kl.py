@@ -37,12 +37,7 @@ def oracle(u: float, name: str) -> tuple[float, float, bool]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.floats(-30, 30),
-    st.floats(-5, 0),
-    st.sampled_from(NAMES),
-    st.booleans(),
-)
+@given(st.floats(-30, 30), st.floats(-5, 0), st.sampled_from(NAMES), st.booleans())
 def test_estimators_equal_the_formulas(gap: float, ref: float, name: str, plus: bool) -> None:
     logp = torch.tensor(ref + gap, dtype=torch.float64, requires_grad=True)
     estimate = kl_penalty(logp, torch.tensor(ref, dtype=torch.float64), name + "+" * plus)
@@ -71,9 +66,7 @@ def test_other_names_are_refused_with_the_list(name: str) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    matrices(st.floats(-1, 1), st.floats(-4, 0), st.floats(-4, 0)), st.sampled_from(NAMES), st.floats(0, 1)
-)
+@given(matrices(st.floats(-1, 1), st.floats(-4, 0), st.floats(-4, 0)), st.sampled_from(NAMES), st.floats(0, 1))
 def test_reward_penalty_equals_the_loop(batch: tuple[list[list[float]], ...], name: str, beta: float) -> None:
     rewards, old, ref, masks = batch
     tensors = [torch.tensor(x, dtype=torch.float64) for x in (rewards, old, ref, masks)]

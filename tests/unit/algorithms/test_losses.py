@@ -1,5 +1,5 @@
-"""Every policy loss against its slow reference, value and gradient; and in the trainer, for any split into micro-batches and
-segments."""
+"""Every policy loss against its slow reference, value and gradient; and in the trainer, for any split into
+micro-batches and segments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor, run_objective
-from verl.algorithms.tokens import MODES
+from verl.algorithms.flat_tokens import MODES
 from verl.compat import core_algos
 from verl.compat.core_algos import agg_loss
 from verl.trajectory import Prompt, Segment, Trajectory
-from verl.workers.plan import UpdatePlan
+from verl.workers.update_plan import UpdatePlan
 
 NAMES = sorted([*slow.LOSSES, "geo_mean"])
 OF_THE_MINI_BATCH = ("clip_cov", "kl_cov")
@@ -97,8 +97,9 @@ def public(name: str, batch: list[slow.Response], cfg: Any, mode: str) -> slow.F
 
 
 def with_zeroed(c: SimpleNamespace, batch: list[slow.Response], cfg: Any, mode: str) -> SimpleNamespace:
-    """clip_cov draws: what it drew (rows whose gradient is 0 for no other reason) has to be candidates, of the right number."""
-    from verl.algorithms.covariance_loss import TO_ZERO
+    """clip_cov draws: what it drew (rows whose gradient is 0 for no other reason) has to be candidates, of the right
+    number."""
+    from verl.algorithms.policy_loss import TO_ZERO
     from verl.algorithms.registry import MiniBatchTokens
 
     def flat(of: Any) -> np.ndarray:
@@ -110,9 +111,7 @@ def with_zeroed(c: SimpleNamespace, batch: list[slow.Response], cfg: Any, mode: 
         *map(flat, (lambda r: r.new, lambda r: r.old, lambda r: r.a)), flat(lambda r: r.m) > 0, owner
     )
     drawn = {(int(i) // width, int(i) % width) for i in np.flatnonzero(TO_ZERO.compute(tokens, cfg))}
-    candidates = {
-        (i, t) for i, r in enumerate(batch) for t in r.kept if slow.clip_cov_candidate(r, t, c, batch)
-    }
+    candidates = {(i, t) for i, r in enumerate(batch) for t in r.kept if slow.clip_cov_candidate(r, t, c, batch)}
     count = max(1, int(c.clip_ratio * sum(len(r.kept) for r in batch)))
     assert drawn <= candidates and len(drawn) == min(count, len(candidates))
     c.zeroed = drawn
@@ -145,18 +144,12 @@ def segments(batch: list[slow.Response], cut: bool) -> list[Trajectory]:
         ends = [0, *([length // 2] if cut and length > 1 else []), length]
         parts = []
         for start, end in itertools.pairwise(ends):
-            columns = {"old_log_probs": r.old, "advantages": r.a} | (
-                {} if r.w is None else {"is_weights": r.w}
-            )
+            columns = {"old_log_probs": r.old, "advantages": r.a} | ({} if r.w is None else {"is_weights": r.w})
             given = {name: np.array(values[start:end], np.float64) for name, values in columns.items()}
             given["loss_mask"] = np.array(r.m[start:end], bool)
-            parts.append(
-                Segment(np.arange(3 + start), np.arange(end - start), np.ones(end - start, bool), **given)
-            )
+            parts.append(Segment(np.arange(3 + start), np.arange(end - start), np.ones(end - start, bool), **given))
         out.append(
-            Trajectory(
-                Prompt(uid=f"g{i // 2}", ids=np.arange(3), messages=[]), i % 2, segments=parts, score=0.0
-            )
+            Trajectory(Prompt(uid=f"g{i // 2}", ids=np.arange(3), messages=[]), i % 2, segments=parts, score=0.0)
         )
     return out
 
@@ -177,17 +170,13 @@ def trained(
     passed = plan.needs_pass(mini)
     assert passed == (name in OF_THE_MINI_BATCH or (cut and name in ("gspo", "geo_mean")))
     if passed:
-        mini = plan.corrected(
-            mini, lambda found: np.concatenate([now[id(s)] for s in found]), step=3, number=1
-        )
+        mini = plan.corrected(mini, lambda found: np.concatenate([now[id(s)] for s in found]), step=3, number=1)
     usable = mini.usable
     flat = torch.from_numpy(np.concatenate([now[id(s)] for s in usable]))
     parts = [i % micro_batches for i in range(len(usable))]
     total, gradient, _, told = run_objective(cfg, usable, flat, flat, parts, H)
     slope_of = dict(zip(map(id, usable), torch.split(gradient, [s.length for s in usable]), strict=True))
-    slopes = [
-        torch.cat([slope_of.get(id(s), torch.zeros(s.length)) for s in row.segments]).tolist() for row in rows
-    ]
+    slopes = [torch.cat([slope_of.get(id(s), torch.zeros(s.length)) for s in row.segments]).tolist() for row in rows]
     column = [row.mini_batch_values for row in rows]
     drawn = None if any(v is None for v in column) else np.concatenate(column)
     return (total, slopes, told), drawn
@@ -196,9 +185,7 @@ def trained(
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_trainer_computes_the_loop_for_any_batching_and_segments(
-    name: str, cut: bool, micro_batches: int
-) -> None:
+def test_the_trainer_computes_the_loop_for_any_batching_and_segments(name: str, cut: bool, micro_batches: int) -> None:
     for seed, mode in zip(range(20, 25), MODES, strict=True):
         c, batch = constants(), random_responses(seed, weighted=seed == 21)
         batch = [r for r in batch if r.kept]
@@ -207,9 +194,7 @@ def test_the_trainer_computes_the_loop_for_any_batching_and_segments(
         if name == "clip_cov":
             ends = np.cumsum([0, *(len(r.new) for r in batch)])
             places = [
-                (i, int(t - ends[i]))
-                for t in np.flatnonzero(drawn)
-                for i in [np.searchsorted(ends, t, "right") - 1]
+                (i, int(t - ends[i])) for t in np.flatnonzero(drawn) for i in [np.searchsorted(ends, t, "right") - 1]
             ]
             c.zeroed = set(places)
             assert all(slow.clip_cov_candidate(batch[i], t, c, batch) for i, t in places)
@@ -311,9 +296,7 @@ def test_garbage_under_the_mask_reaches_neither_value_nor_gradient(mode: str) ->
     log_prob = torch.tensor([[-1.0, float("nan")]], requires_grad=True)
     old = torch.tensor([[-1.5, float("inf")]])
     advantages = torch.tensor([[1.0, float("nan")]])
-    loss, metrics = core_algos.compute_policy_loss_vanilla(
-        old, log_prob, advantages, torch.tensor([[1.0, 0.0]]), mode
-    )
+    loss, metrics = core_algos.compute_policy_loss_vanilla(old, log_prob, advantages, torch.tensor([[1.0, 0.0]]), mode)
     loss.backward()
     assert torch.isfinite(loss)
     assert log_prob.grad[0, 1].item() == 0
@@ -336,12 +319,9 @@ def test_nothing_to_aggregate_is_zero(mode: str) -> None:
 def test_masks_of_any_type_count_alike(dtype: torch.dtype) -> None:
     terms, mask = torch.rand(2, 600), (torch.rand(2, 600) < 0.9).float()
     for mode in MODES:
-        assert agg_loss(terms, mask.to(dtype), mode) == pytest.approx(
-            agg_loss(terms, mask, mode).item(), rel=1e-2
-        )
+        assert agg_loss(terms, mask.to(dtype), mode) == pytest.approx(agg_loss(terms, mask, mode).item(), rel=1e-2)
     first, second = (
-        core_algos.compute_policy_loss_gspo(-terms, -terms.flip(1), terms, m)[0]
-        for m in (mask, mask.to(dtype))
+        core_algos.compute_policy_loss_gspo(-terms, -terms.flip(1), terms, m)[0] for m in (mask, mask.to(dtype))
     )
     assert second.item() == pytest.approx(first.item(), rel=1e-2)
     assert agg_loss(terms, mask[:, :1].to(dtype), "token-sum") == pytest.approx(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor, response, run_objective
-from verl.algorithms.objective import ActorObjective, LossConfig, LossDenominators, count_denominators
+from verl.algorithms.flat_tokens import MODES, LossDenominators, MicroBatchColumns, count_denominators
+from verl.algorithms.objective import ActorObjective, LossConfig
 from verl.algorithms.registry import LOSSES
-from verl.algorithms.tokens import MODES
 from verl.compat import core_algos
 from verl.engine.training.base import MicroBatch
 from verl.trajectory import Segment, segments_of
@@ -53,9 +53,7 @@ def tokens(rows: list[Segment], seed: int) -> torch.Tensor:
     return torch.tensor(flat + rng.normal(0, 0.4, len(flat)), dtype=torch.float64)
 
 
-def loop_oracle(
-    cfg: Any, rows: list[Segment], flat: torch.Tensor, entropy: torch.Tensor, horizon: float
-) -> Any:
+def loop_oracle(cfg: Any, rows: list[Segment], flat: torch.Tensor, entropy: torch.Tensor, horizon: float) -> Any:
     """Loss, gradients and metrics: the policy term by its slow reference, KL and entropy one token at a time."""
     new, bonuses = (torch.split(values, [row.length for row in rows]) for values in (flat, entropy))
     batch = [
@@ -137,7 +135,7 @@ def test_denominators_count_what_is_left_after_drops() -> None:
     rows[1].loss_mask = np.array([False])
     assert count_denominators(rows, 4) == LossDenominators(3, 2, 4)
     info = {"dp_size": 1, "batch_num_tokens": 3, "global_batch_size": 2, "loss_scale_factor": 4}
-    assert count_denominators(rows, 4).as_batch_info() == info
+    assert MicroBatchColumns([], torch.zeros(0)).batch_info(count_denominators(rows, 4), None) == info
 
 
 def test_dr_grpo_gradient_does_not_depend_on_length() -> None:
@@ -206,13 +204,11 @@ def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.
 
     seen: list[Any] = []
 
-    def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None):  # type: ignore[no-untyped-def] # fmt: skip
+    def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, rollout_is_weights=None):
         seen.append((config, response_mask, rollout_is_weights))
         share = (log_prob * response_mask).sum() / response_mask.sum().clamp(min=1)
         terms = -advantages * log_prob * config.my_scale
-        return agg_loss(terms, response_mask, loss_agg_mode, **config.global_batch_info), {
-            "actor/mine": share
-        }
+        return agg_loss(terms, response_mask, loss_agg_mode, **config.global_batch_info), {"actor/mine": share}
 
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "mine", mine)
     cfg = actor(loss_mode="mine", my_scale=2.0, loss_agg_mode="seq-mean-token-mean")

@@ -59,9 +59,7 @@ def test_ours_are_there_when_a_plug_in_emptied_the_table(tables: None) -> None:
 
 
 def test_unknown_names_list_what_is_there() -> None:
-    with pytest.raises(
-        ValueError, match=r"Unknown advantage estimator simply: gprpo\. There are: .*grpo, grpo_passk"
-    ):
+    with pytest.raises(ValueError, match=r"Unknown advantage estimator simply: gprpo\. There are: .*grpo, grpo_passk"):
         core_algos.get_adv_estimator_fn("gprpo")
     with pytest.raises(ValueError, match=r"Unknown policy loss simply: ppo\. There are: .*vanilla"):
         core_algos.get_policy_loss_fn("ppo")

@@ -11,10 +11,10 @@ import torch
 
 from tests.algorithm_references import share_of
 from tests.algorithms_rows import response
-from verl.algorithms.driver import resampling_weights, rows_of_update
-from verl.algorithms.tokens import MODES
+from verl.algorithms.advantage import variance_proxies
+from verl.algorithms.batch_advantages import resampling_weights, rows_of_update
+from verl.algorithms.flat_tokens import MODES
 from verl.algorithms.value_loss import explained_variance
-from verl.algorithms.variance import variance_proxies
 from verl.compat.core_algos import compute_value_loss
 from verl.trajectory import Batch
 

@@ -21,7 +21,8 @@ EVEN = sim.Assumptions(
 
 
 def test_even_lengths_by_hand() -> None:
-    """4 devices, 4 prompts of 8 responses of 100 tokens: 8 responses a device, 100 passes of 0.018 s, then 3200/4000 s."""
+    """4 devices, 4 prompts of 8 responses of 100 tokens: 8 responses a device, 100 passes of 0.018 s, then 3200/4000
+    s."""
     gen, train = 100 * (0.01 + 0.001 * 8), 4 * 8 * 100 / (4 * 1000)
     sync = sim.Simulation(EVEN, sim.Way("", 0, shared=True), 4, 4, prompts=4).run(6, warm_up=2)
     assert sync["step_s"] == pytest.approx(gen + train + 2.0)

@@ -105,9 +105,7 @@ def test_a_manifest_that_names_files_outside_of_its_folder_is_refused(tmp_path, 
     del record["sha256"]
     seal.write_text(json.dumps(record))
     (tmp_path / "stolen").write_bytes(content(5, "model"))
-    with pytest.raises(
-        CheckpointError, match=r"manifest.json names a file outside of its folder \('.*stolen'\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"manifest.json names a file outside of its folder \('.*stolen'\)"):
         copies.fetch(copies.newest(), there)
     assert not (tmp_path / "there/stolen").exists()
     with pytest.raises(CheckpointError, match="outside of its folder"):

@@ -50,11 +50,11 @@ def test_unknown_commands_name_the_nearest(capsys: pytest.CaptureFixture[str]) -
 
 def test_arguments_reach_the_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     import verl.data.prepare
-    import verl.reward.check
+    import verl.preflight.reward
 
     seen: list[list[str]] = []
     monkeypatch.setattr(verl.data.prepare, "main", lambda argv: seen.append(argv) or 3)
-    monkeypatch.setattr(verl.reward.check, "main", lambda argv: seen.append(argv) or 4)
+    monkeypatch.setattr(verl.preflight.reward, "main", lambda argv: seen.append(argv) or 4)
     assert cli.main(["prepare", "gsm8k", "--limit", "5"]) == 3
     assert cli.main(["reward", "check", "--data", "x.parquet"]) == 4
     assert seen == [["gsm8k", "--limit", "5"], ["--data", "x.parquet"]]

@@ -77,9 +77,7 @@ def test_what_is_not_served_is_refused_with_advice(module: str, name: str | None
 def test_everything_else_is_left_to_python() -> None:
     for package in PACKAGES - OWN:
         spec = importlib.import_module(package).__spec__
-        assert spec is not None and spec.origin is None, (
-            f"{package} exists: take it out of verl/compat/paths.py"
-        )
+        assert spec is not None and spec.origin is None, f"{package} exists: take it out of verl/compat/paths.py"
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'verl\.no_such_module'"):
         import_from("verl.no_such_module", None)
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'verl\.trainer\.no_such_module'"):

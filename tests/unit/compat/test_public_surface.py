@@ -63,9 +63,7 @@ def test_a_metric_adds_up_values_of_its_own_kind() -> None:
     assert Metric.aggregate_dp(ranks) == 2 and Metric.aggregate_dp([Metric("max", 1), Metric("max", 3)]) == 3
     with pytest.raises(ValueError, match="different numbers"):
         Metric.aggregate_dp([total, *ranks])
-    found = reduce_metrics(
-        {"a": [1.0, 2.0], "a/max": [1.0, 2.0], "a/min": [1.0, 2.0], "b": total, "none": []}
-    )
+    found = reduce_metrics({"a": [1.0, 2.0], "a/max": [1.0, 2.0], "a/min": [1.0, 2.0], "b": total, "none": []})
     assert np.isnan(found.pop("none")) and found == {"a": 1.5, "a/max": 2, "a/min": 1, "b": 7}
 
 
@@ -73,9 +71,7 @@ def padded(**more) -> Space:
     """Two rows of two prompt and three response tokens; the second one's response has one."""
     seen = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     scores = torch.tensor([[0.0, 0.0, 2.0], [1.0, 0.0, 0.0]])
-    columns = dict.fromkeys(
-        ("token_level_scores", "token_level_rewards", "advantages", "returns", "values"), scores
-    )
+    columns = dict.fromkeys(("token_level_scores", "token_level_rewards", "advantages", "returns", "values"), scores)
     tensors = {"prompts": torch.zeros(2, 2), "responses": torch.zeros(2, 3), "attention_mask": seen}
     return Space(
         batch=columns | tensors | {"response_mask": seen[:, 2:]} | more,
@@ -98,9 +94,9 @@ def test_metrics_of_a_padded_batch() -> None:
     assert "critic/values/mean" not in module.compute_data_metrics(padded(), use_critic=False)
     times = module.compute_timing_metrics(padded(), {"gen": 0.4, "ref": 0.7, "other": 1.0})
     assert times["timing_s/other"] == 1 and "timing_per_token_ms/other" not in times
-    assert times["timing_per_token_ms/gen"] == pytest.approx(100) and times[
-        "timing_per_token_ms/ref"
-    ] == pytest.approx(100)
+    assert times["timing_per_token_ms/gen"] == pytest.approx(100) and times["timing_per_token_ms/ref"] == pytest.approx(
+        100
+    )
     nothing = padded(attention_mask=torch.zeros(2, 5, dtype=torch.long))
     assert module.compute_timing_metrics(nothing, {"gen": 0.4})["timing_per_token_ms/gen"] == 0
     speed = module.compute_throughout_metrics(padded(), {"step": 2.0}, n_gpus=2)
@@ -123,10 +119,7 @@ def test_metrics_of_validation() -> None:
     assert found["s"]["score"]["mean@2"] == 0.5 and found["t"] == {"score": {"mean@1": 0.5}}
     assert 0 < found["s"]["score"]["maj@2/mean"] < 1 and "pred" not in found["s"]
     rows = (["s", "s", "t"], ["p", "p", "q"], {"acc": [1.0, 0.0, None]})
-    assert (
-        module.process_validation_metrics(*rows, expected_acc_counts={"s": 2, "t": 0})["s"]["acc"]["mean@2"]
-        == 0.5
-    )
+    assert module.process_validation_metrics(*rows, expected_acc_counts={"s": 2, "t": 0})["s"]["acc"]["mean@2"] == 0.5
     with pytest.raises(ValueError, match="data source 't' has 0 values of acc, 1 are expected"):
         module.process_validation_metrics(*rows, expected_acc_counts={"s": 2, "t": 1})
     lists: dict = {}
@@ -153,10 +146,7 @@ def test_advantages_of_a_padded_batch_by_any_estimator() -> None:
 
     data = rows()
     found = compute_advantage(data, AdvantageEstimator.GRPO, norm_adv_by_std_in_grpo=False)
-    assert (
-        found.batch["advantages"][:, -1].tolist() == [5.25, 0, -0.75, -1.75]
-        and "advantages" not in data.batch
-    )
+    assert found.batch["advantages"][:, -1].tolist() == [5.25, 0, -0.75, -1.75] and "advantages" not in data.batch
     gae = compute_advantage(rows(values=torch.zeros(4, 2)), "gae", gamma=0.5)
     assert gae.batch["returns"][0].tolist() == [4.5, 9.0]
     half = compute_advantage(data, "reinforce_plus_plus", gamma=0.5).batch["returns"]
@@ -234,9 +224,7 @@ def test_groups_of_the_configuration_by_their_public_names() -> None:
     from verl.workers.config.actor import ActorConfig, PolicyLossConfig
 
     loss = PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.2)
-    config = ActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size=2, clip_ratio=0.2, policy_loss=loss
-    )
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size=2, clip_ratio=0.2, policy_loss=loss)
     assert config.rollout_n == config["rollout_n"] == 1 and config.policy_loss.kl_cov_ratio == 0.2
     ones = torch.ones(1, 2)
     value, _ = compute_policy_loss_vanilla(-ones, -ones + 0.5, ones, ones, config=config)
@@ -362,8 +350,6 @@ def test_a_clone_in_the_working_directory_does_not_hide_the_package(tmp_path: Pa
     (tmp_path / "verl").mkdir()
     code = "import verl.trainer, verl, os; print(verl.__version__, os.environ.get('PYTHONPATH'))"
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=plain, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=plain, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(verl.__version__)

@@ -20,11 +20,10 @@ from tests.chaos.fork_server import ForkServer
 from tests.kinds import AHEAD, KINDS, Kind
 from tests.runs import TinyRun
 from verl.config import ConfigError, load
-from verl.config.check import check
-from verl.config.fields import Field, leaves, limits_of
-from verl.config.names import PROGRAMS
 from verl.config.schema.base import Map
-from verl.config.schema.entries import ROOTS
+from verl.config.schema.entries import PROGRAMS, ROOTS
+from verl.config.schema.fields import Field, leaves, limits_of
+from verl.preflight.check import check
 
 DRAWS = int(os.environ.get("VERL_DRAWS", "3"))
 SEED = int(os.environ.get("VERL_DRAWS_SEED", "1"))
@@ -161,9 +160,7 @@ def problems(words: list[str], entry: str) -> list[str]:
 @given(data=st.data())
 def test_every_number_is_refused_outside_its_range(entry, data):
     """All of an entry point at once."""
-    found = {
-        path: known for path, known in leaves(ROOTS[entry]).items() if kinds(known) in ((int,), (float,))
-    }
+    found = {path: known for path, known in leaves(ROOTS[entry]).items() if kinds(known) in ((int,), (float,))}
     assert set(problems([f"{path}=nan" for path in found], entry)) >= found.keys()
     given = {p: data.draw(beyond(known, kinds(known)[0]), p) for p, known in found.items()}
     said = problems([f"{p}={number}" for p, number in given.items()], entry)
@@ -175,9 +172,7 @@ def test_every_number_is_refused_outside_its_range(entry, data):
 @drawn(10 * DRAWS)
 @given(data=st.data())
 def test_nothing_of_a_keys_type_is_a_traceback(entry, tiny, data):
-    words = [
-        f"{key}={tiny.train}" for key in ("data.train_files", "data.path") if key in leaves(ROOTS[entry])
-    ]
+    words = [f"{key}={tiny.train}" for key in ("data.train_files", "data.path") if key in leaves(ROOTS[entry])]
     words += [f"model.path={tiny.model}"] if "model.path" in leaves(ROOTS[entry]) else []
     words = tiny.overrides(tiny.root / "out") if entry == "ppo" else words
     problems([*words, *data.draw(overrides(entry))], entry)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from verl.compat.spellings import PUBLIC
 from verl.config import load
-from verl.config.command_line import resolve
+from verl.preflight.command import resolve
 from verl.trainer.main_ppo import main
 
 ROOT = Path(__file__).parents[3]
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 def left(argv, entry="ppo"):
     with pytest.raises(SystemExit) as caught:
-        resolve(argv, entry)
+        resolve(argv, entry, PUBLIC)
     return caught.value.code
 
 
@@ -59,7 +60,7 @@ def test_a_right_configuration_is_returned(tmp_path, capsys):
     argv = ["algorithm.adv_estimator=grpo", "trainer.device=cpu", *(f"data.{word}" for word in data)]
     argv += [f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.rollout.n=2"]
     argv.append("+data.padding_mode=1")
-    cfg = resolve(argv)
+    cfg = resolve(argv, "ppo", PUBLIC)
     out, err = capsys.readouterr()
     assert cfg.data.train_batch_size == 4 and out == "" and err.count("padding_mode") == 1
     assert left([*argv, "--check"]) == 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from verl.config import ConfigError, Map, load
-from verl.config.fields import for_elsewhere, leaves
+from verl.compat.spellings import load
+from verl.config import ConfigError, Map
 from verl.config.schema.base import select
+from verl.config.schema.fields import for_elsewhere, leaves
 
 MODEL = "actor_rollout_ref.model"
 

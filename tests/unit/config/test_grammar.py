@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config import Config, ConfigError, load
-from verl.config.check import check
-from verl.config.fields import leaves
+from verl.compat.spellings import load
+from verl.config import Config, ConfigError
 from verl.config.grammar import parse_value
+from verl.config.schema.fields import leaves
+from verl.preflight.check import check
 
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
@@ -196,9 +197,7 @@ def test_hydra_overrides_are_not_needed():
 
 
 def test_interpolation():
-    cfg = load(
-        ["trainer.experiment_name=run-${data.train_batch_size}", "data.seed=${oc.select:trainer.nothing,7}"]
-    )
+    cfg = load(["trainer.experiment_name=run-${data.train_batch_size}", "data.seed=${oc.select:trainer.nothing,7}"])
     assert cfg.trainer.experiment_name == "run-1024" and cfg.data.seed == 7
     for broken in ("${no.such.key}", "${}", '${data["seed"]}', "${", "${trainer.seed"):
         assert "problem" in refused(f"trainer.seed={broken}")
@@ -231,9 +230,7 @@ def test_plain_text_of_a_string_key_is_itself(text):
         assert load([f"trainer.experiment_name={text}"]).trainer.experiment_name == text
 
 
-@given(
-    st.lists(st.one_of(st.integers(-5, 5), st.sampled_from(["a", "b c", "x/y"]), st.booleans()), max_size=4)
-)
+@given(st.lists(st.one_of(st.integers(-5, 5), st.sampled_from(["a", "b c", "x/y"]), st.booleans()), max_size=4))
 def test_a_list_comes_back(values):
     text = "[" + ",".join(f"'{v}'" if isinstance(v, str) else str(v) for v in values) + "]"
     assert parse_value(text).data == values

@@ -16,13 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import verl
-from verl.config import load, names
-from verl.config.fields import fields_of, leaves
-from verl.config.files import dump_yaml
+from verl.compat.spellings import load
+from verl.config import release
+from verl.config.matching import compiled
 from verl.config.reference import help_of
 from verl.config.schema.base import Map, select
 from verl.config.schema.entries import ROOTS
+from verl.config.schema.fields import fields_of, leaves
 from verl.config.schema.training import MegatronConfig
+from verl.config.yaml_files import dump_yaml
+from verl.engine.registry import ROLLOUT_ENGINES
 from verl.trainer.generation import training_config
 
 # Group → defaults.
@@ -103,14 +106,17 @@ def test_every_key_has_help_and_a_type_that_fits_its_default(entry):
 @pytest.mark.parametrize("entry", list(ROOTS))
 def test_every_key_is_read_or_said_to_be_without_effect(entry):
     """By the last part of its name, in whatever module; of Megatron's keys and of a feature that is refused none is read."""
-    globs = [glob.rpartition(".")[0] for glob in names.FEATURES if glob.count(".") > 2]
-    globs += ["skip", *names.FEATURES, *(glob for table in names.UNREAD.values() for glob in table)]
+    globs = [glob.rpartition(".")[0] for glob in release.FEATURES if glob.count(".") > 2]
+    globs += ["skip", *release.FEATURES, *(glob for table in release.UNREAD.values() for glob in table)]
+    globs += [
+        f"*.rollout.{key}" for engine in ROLLOUT_ENGINES.values() for keys in engine.unread for key in keys.split()
+    ]
     keys = leaves(ROOTS[entry])
     read = _words() | {known.about.get("same_as", "").rpartition(".")[2] for known in keys.values()}
     for path in keys:
         name = path.rpartition(".")[2]
         spelled = {name, name.removeprefix("log_prob_"), name.removeprefix("forward_")}
-        announced = any(names.compiled(glob).match(path) for glob in globs)
+        announced = any(compiled(glob).match(path) for glob in globs)
         assert announced or spelled & (read | fields_of(MegatronConfig).keys()), path
 
 
@@ -119,12 +125,10 @@ def _words():
     """Names and words of plain strings in the package, without the schema and the tables of names."""
     found = set()
     for file in Path(verl.__file__).parent.rglob("*.py"):
-        if file.parent.name != "schema" and file.name != "names.py":
+        if file.parent.name != "schema" and file.name not in ("release.py", "spellings.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 text = getattr(node, "attr", "") or getattr(node, "id", "") or getattr(node, "value", "")
-                found |= (
-                    set(re.findall(r"\w+", text)) if isinstance(text, str) and "\n" not in text else set()
-                )
+                found |= set(re.findall(r"\w+", text)) if isinstance(text, str) and "\n" not in text else set()
     return found
 
 

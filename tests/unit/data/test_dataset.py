@@ -22,7 +22,7 @@ from verl.data.files import DataError, open_file
 from verl.data.rows import RowRules, check_plain_truth
 from verl.reward.rules import check_truth
 from verl.reward.runner import RewardRunner
-from verl.trainer.run import check_reward
+from verl.trainer.parts import check_reward
 
 HEAD, TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 EXTRA = 1 + len("user\n") + 2 + 1 + len("assistant\n")
@@ -55,9 +55,7 @@ def config(path: str, *more: str) -> Any:
     return load([f"data.train_files={path}", "data.val_files=null", "actor_rollout_ref.model.path=x", *more])
 
 
-def open_rows(
-    tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, *more: str, **kw: Any
-) -> PromptDataset:
+def open_rows(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, *more: str, **kw: Any) -> PromptDataset:
     path = save(tmp_path / kw.pop("name", "x.jsonl"), rows)
     return PromptDataset(path, config(path, *more), tokenizer, **kw)
 
@@ -224,9 +222,7 @@ def test_own_function_needs_neither_truth_nor_known_source(tmp_path: Path, token
 
 
 @pytest.mark.parametrize("agent", [None, "environment_agent", "own_loop"])
-def test_rows_whose_loop_makes_the_prompt_need_none(
-    tmp_path: Path, tokenizer: Any, agent: str | None
-) -> None:
+def test_rows_whose_loop_makes_the_prompt_need_none(tmp_path: Path, tokenizer: Any, agent: str | None) -> None:
     rows = [{"data_source": "a game", "extra_info": {"index": 1}, "agent_name": agent}, chat()]
     rows = rows if agent else [{k: v for k, v in rows[0].items() if k != "agent_name"}]
     words = () if agent else ("actor_rollout_ref.rollout.agent.environment.name=verifiers",)
@@ -268,9 +264,7 @@ def test_truncation_modes(tmp_path: Path, tokenizer: Any, mode: str) -> None:
     assert len(data.prompt(0).ids) == EXTRA + 5
 
 
-def test_scan_in_processes(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_scan_in_processes(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     rows = [chat("x" * (i % 37)) if i % 37 else chat() | {"prompt": None} for i in range(40)]
     here = open_rows(tmp_path, rows, tokenizer, "data.max_bad_row_ratio=0.5", name="x.parquet")
     monkeypatch.setattr(dataset, "WORTH_PROCESSES", 1)
@@ -286,9 +280,7 @@ def test_scan_in_processes(
     own = f"data.custom_cls={{path:{tmp_path}/own.py,name:Own}}"
     assert len(open_rows(tmp_path, rows, tokenizer, *more, own, name="x.parquet")) == len(here)
     (tmp_path / "other.py").write_text("class Own:\n    def __init__(self): ...\n")
-    with pytest.raises(
-        DataError, match=r"data\.custom_cls: .*other\.py: Own, given data_files, .*max_samples: "
-    ):
+    with pytest.raises(DataError, match=r"data\.custom_cls: .*other\.py: Own, given data_files, .*max_samples: "):
         open_rows(tmp_path, rows, tokenizer, own.replace("own.py", "other.py"), name="x.parquet")
 
 
@@ -297,7 +289,7 @@ def test_scan_in_processes(
 def test_a_class_of_ones_own_gets_a_path_or_a_list_as_it_was_written(
     tmp_path: Path, tokenizer: Any, entry: str, single: bool
 ) -> None:
-    from verl.trainer import run, sft_setup
+    from verl.trainer import parts, sft_loop
 
     path = save(tmp_path / "x.jsonl", [chat()])
     base = "from verl.utils.dataset.rl_dataset import RLHFDataset\n"
@@ -308,8 +300,8 @@ def test_a_class_of_ones_own_gets_a_path_or_a_list_as_it_was_written(
     own = f"data.custom_cls={{path:{tmp_path}/own.py,name:Own}}"
     cfg = load([f"--config-path={tmp_path}", "--config-name=base", *words, own], entry)
     assert cfg.data.train_files == [path]
-    opened = (run if entry == "ppo" else sft_setup).open_data
-    for part in opened(cfg, tokenizer, SimpleNamespace(data_report=lambda *parts: None)):
+    open_data = (parts if entry == "ppo" else sft_loop).open_data
+    for part in open_data(cfg, tokenizer, SimpleNamespace(data_report=lambda *parts: None)):
         dataset = part.source.dataset if entry == "ppo" else part
         assert dataset.data_files == (path if single else [path])
 

@@ -89,9 +89,7 @@ def test_every_form_of_a_cell_is_the_same_image(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_any_mode_becomes_rgb_and_what_is_transparent_white(
-    made: dict[str, Any], pixel: tuple[int, ...]
-) -> None:
+def test_any_mode_becomes_rgb_and_what_is_transparent_white(made: dict[str, Any], pixel: tuple[int, ...]) -> None:
     assert decoded(open_image(picture(**made), Path())).getpixel((0, 0)) == pixel
 
 
@@ -295,9 +293,7 @@ def pixels(data: PromptDataset, row: int = 0, epoch: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("words", [AUGMENTED[:1], AUGMENTED[1:2], AUGMENTED[2:], AUGMENTED], ids=str)
-def test_training_images_are_changed_by_row_and_epoch(
-    model: Path, tmp_path: Path, words: tuple[str, ...]
-) -> None:
+def test_training_images_are_changed_by_row_and_epoch(model: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     out = io.BytesIO()
     DRAWN.save(out, "PNG")
     rows = [shown(out.getvalue())] * 2
@@ -320,9 +316,7 @@ def test_training_images_are_changed_by_row_and_epoch(
     assert pixels(held_out) == pixels(plain)
 
 
-def test_a_function_of_the_users_changes_images_and_lengths_are_looked_at_again(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_function_of_the_users_changes_images_and_lengths_are_looked_at_again(model: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     own = f"data.augmentation.path={tmp_path}/own.py"
     longer = open_rows(model, [GOOD], tmp_path, own)
@@ -397,9 +391,7 @@ def test_a_model_without_images_has_no_processor(model: Path, tmp_path: Path) ->
 
     assert load_processor(str(tiny_model(tmp_path / "text")), tiny_tokenizer(), {}) is None
     save_processor(str(model), tmp_path)
-    assert (tmp_path / "preprocessor_config.json").read_bytes() == (
-        model / "preprocessor_config.json"
-    ).read_bytes()
+    assert (tmp_path / "preprocessor_config.json").read_bytes() == (model / "preprocessor_config.json").read_bytes()
     tokenizer = tiny_tokenizer(template=None, special=SPECIAL + VISION)
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     (tmp_path / "chat_template.json").write_text('{"chat_template": "T"}')

@@ -28,14 +28,15 @@ from PIL import Image
 
 from tests.tiny import CHAT_TEMPLATE, tiny_vision_model
 from verl.config import load
-from verl.config.rules import data as data_rules
-from verl.config.rules.context import Check
+from verl.config.report import Report
+from verl.data import check as data_rules
 from verl.data.dataset import CheckedRows, PromptDataset
 from verl.data.media import decoded, has_frames, load_processor, open_image
 from verl.data.rows import BadRow, RowTools
 from verl.data.sft import SFTDataset
 from verl.data.tokenizer import load_tokenizer
 from verl.errors import UserError
+from verl.preflight import rows
 from verl.reward.rules import check_truth, default_compute_score
 
 COUNT = int(os.environ.get("VERL_DATA_MUTATIONS", "80"))
@@ -113,11 +114,7 @@ def set_odd(rng: random.Random, row: Any, value: Any, path: list[Any] | None) ->
         step = path[len(way)] if path else rng.choice(list(row) if isinstance(row, dict) else range(len(row)))
         way.append(step)
         inner = row[step]
-        if (
-            (len(way) == len(path))
-            if path
-            else (not isinstance(inner, dict | list) or not inner or rng.random() < 0.3)
-        ):
+        if (len(way) == len(path)) if path else (not isinstance(inner, dict | list) or not inner or rng.random() < 0.3):
             row[step] = value
             return way
         row = inner
@@ -155,17 +152,13 @@ def damaged(rng: random.Random, content: bytes) -> bytes:
     elif kind == "zero":
         data[at : at + size] = bytes(len(data[at : at + size]))
     elif kind == "insert":
-        data[at:at] = rng.choice(
-            [rng.randbytes(size), b"\xff\xfe", b"\xef\xbb\xbf", b"[" * 100_000, b"NaN", b"\x00"]
-        )
+        data[at:at] = rng.choice([rng.randbytes(size), b"\xff\xfe", b"\xef\xbb\xbf", b"[" * 100_000, b"NaN", b"\x00"])
     elif kind == "double":
         data = data + data
     elif kind == "swap":
         data = data[at:] + data[:at]
     elif kind == "encode":
-        data = bytearray(
-            content.decode("latin-1").encode(rng.choice(["utf-8", "utf-16", "utf-32", "utf-8-sig"]))
-        )
+        data = bytearray(content.decode("latin-1").encode(rng.choice(["utf-8", "utf-16", "utf-32", "utf-8-sig"])))
     return bytes(data)
 
 
@@ -207,11 +200,7 @@ def odd_column(rng: random.Random, table: pa.Table) -> pa.Table:
     way = rng.choice(["replace", "replace", "add", "twice"])
     if way == "replace":
         return table.set_column(table.column_names.index(name), name, made)
-    return (
-        table.append_column("further", made)
-        if way == "add"
-        else table.append_column(name, table.column(name))
-    )
+    return table.append_column("further", made) if way == "add" else table.append_column(name, table.column(name))
 
 
 def write_parquet(rng: random.Random, path: Path, rows: Rows, form: Form) -> None:
@@ -268,16 +257,16 @@ class Reader:
         return load([*words, "data.val_files=null", "data.train_batch_size=1"], entry=entry)
 
     def check(self, path: Path, entry: str, form: Form) -> list[str]:
-        found = Check(self.config(path, entry, form))
-        data_rules.check(found)
-        return [str(problem) for problem in found.report.problems]
+        config = self.config(path, entry, form)
+        found = Report(config)
+        data_rules.check(config, found)
+        rows.check(config, found)
+        return [str(problem) for problem in found.problems]
 
     def prompts(self, path: Path, form: Form) -> tuple[CheckedRows, Callable[[int], Any]]:
         config, processor = self.config(path, "ppo", form), self.processor if form.images else None
         tools = RowTools({"calc": SCHEMA}, every_row=True)
-        data = PromptDataset(
-            path, config, self.tokenizer, check_truth=check_truth, tools=tools, processor=processor
-        )
+        data = PromptDataset(path, config, self.tokenizer, check_truth=check_truth, tools=tools, processor=processor)
 
         def use(number: int) -> Any:
             prompt = data.prompt(number)
@@ -335,9 +324,7 @@ def test_a_damaged_animation_is_an_image_or_a_bad_row(kind: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_good_files_are_used_whole_with_their_images_and_tools(
-    reader: Reader, tmp_path: Path, form: Form
-) -> None:
+def test_good_files_are_used_whole_with_their_images_and_tools(reader: Reader, tmp_path: Path, form: Form) -> None:
     path = tmp_path / ("rows.jsonl" if form.text else "rows.parquet")
     write_text(path, form.rows()) if form.text else pq.write_table(pa.Table.from_pylist(form.rows()), path)
     assert reader.check(path, "ppo", form) == reader.check(path, "sft", form) == []
@@ -351,9 +338,7 @@ def test_good_files_are_used_whole_with_their_images_and_tools(
     assert not form.plain or (prompt.extra_info["response"], prompt.extra_info["reward"]) == ("#### 2", 0.5)
 
 
-def test_mutated_files_end_in_no_traceback(
-    reader: Reader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mutated_files_end_in_no_traceback(reader: Reader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: Counter[str] = Counter()
     assert CHAT_TEMPLATE
     for number in range(FIRST, FIRST + COUNT):

@@ -33,9 +33,7 @@ def raw(tmp_path: Path, lines: list[dict[str, Any]], name: str = "train.jsonl") 
 @needs_gsm8k
 def test_gsm8k_script_writes_the_specified_files(tmp_path: Path) -> None:
     script = ROOT / "examples/data_preprocess/gsm8k.py"
-    code = (
-        f"import runpy, sys; sys.argv = ['gsm8k.py', '--local_dataset_path', {str(GSM8K)!r}, '--local_dir', "
-    )
+    code = f"import runpy, sys; sys.argv = ['gsm8k.py', '--local_dataset_path', {str(GSM8K)!r}, '--local_dir', "
     code += f"{str(tmp_path)!r}]\ntry:\n    runpy.run_path({str(script)!r}, run_name='__main__')\n"
     code += "except SystemExit as end:\n    assert end.code == 0, end.code\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
@@ -198,19 +196,14 @@ def test_geo3k_is_the_same_from_any_layout(tmp_path: Path, capsys: pytest.Captur
             str(tmp_path / f"{layout}_out"),
         ]
         assert prepare.main(["geo3k", *argv]) == 0
-        files = [
-            RowFiles(str(tmp_path / f"{layout}_out" / f"{split}.parquet")) for split in ("train", "test")
-        ]
+        files = [RowFiles(str(tmp_path / f"{layout}_out" / f"{split}.parquet")) for split in ("train", "test")]
         made.append([file.rows(0, len(file)) for file in files])
     for rows in made[1]:
         for row in rows:
             row["images"][0]["path"] = row["images"][0]["path"].removeprefix("../original/")
     assert made[0] == made[1] and [len(rows) for rows in made[0]] == [2, 1]
     first = made[0][0][0]
-    assert (
-        first["images"] == [{"bytes": b"2", "path": "2/img_diagram.png"}]
-        and "1 bytes" in capsys.readouterr().out
-    )
+    assert first["images"] == [{"bytes": b"2", "path": "2/img_diagram.png"}] and "1 bytes" in capsys.readouterr().out
     assert first["prompt"][0]["content"].startswith("<image>Find $2$. You FIRST think")
     assert first["reward_model"] == {"style": "rule", "ground_truth": "20"}
     assert first["extra_info"] == {

@@ -65,9 +65,7 @@ def dataset(
     path.write_text("\n".join(json.dumps(row) for row in rows))
     words = [f"data.train_files={path}", "model.path=x", "data.max_bad_row_ratio=0.9", *more]
     data = load(words, entry="sft").data
-    return SFTDataset(
-        data.train_files, tiny_tokenizer(template=template, begin=begin), data, max_samples=samples
-    )
+    return SFTDataset(data.train_files, tiny_tokenizer(template=template, begin=begin), data, max_samples=samples)
 
 
 def learned(data: SFTDataset, row: int = 0) -> list[str]:
@@ -257,10 +255,7 @@ def test_usable_tool_calls(tmp_path: Path, form: Any) -> None:
         ({"messages": "text"}, "prompt is not messages"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role"),
         ({"messages": turns("q", "a"), "images": ["x"]}, "media"),
-        *(
-            ({"messages": turns("q", "a"), "tools": t}, "wrong column type")
-            for t in ("{", "[1]", [{"type": "x"}])
-        ),
+        *(({"messages": turns("q", "a"), "tools": t}, "wrong column type") for t in ("{", "[1]", [{"type": "x"}])),
         *(({"messages": called(calls)}, "unusable tool call") for calls in UNUSABLE_CALLS),
         ({"messages": called([{"name": "f"}], role="user")}, "unusable tool call"),
     ],

@@ -49,9 +49,7 @@ def uids(prompts: list[Prompt]) -> list[str]:
     return [p.uid for p in prompts]
 
 
-@given(
-    size=st.integers(1, 40), batch=st.integers(1, 40), seed=st.integers(0, 2**40), steps=st.integers(1, 12)
-)
+@given(size=st.integers(1, 40), batch=st.integers(1, 40), seed=st.integers(0, 2**40), steps=st.integers(1, 12))
 def test_an_epoch_uses_each_row_at_most_once(size: int, batch: int, seed: int, steps: int) -> None:
     if batch > size:
         with pytest.raises(DataError, match="fewer than data"):
@@ -106,9 +104,7 @@ def test_a_row_that_fails_is_replaced_by_the_next(capsys: pytest.CaptureFixture[
         stream(6, 1, broken=(3,), sampler=Always(3)).take()
     limited = stream(6, 1, broken=(1, 4), shuffle=False, max_bad_ratio=0.2)
     assert uids([one for _ in range(3) for one in limited.take()]) == ["0:0@0", "0:2@0", "0:3@0"]
-    with pytest.raises(
-        DataError, match=r"2 of 6 rows of epoch 0 failed .*max_bad_row_ratio=0.2.*remote image"
-    ):
+    with pytest.raises(DataError, match=r"2 of 6 rows of epoch 0 failed .*max_bad_row_ratio=0.2.*remote image"):
         limited.take()
 
 
@@ -235,9 +231,7 @@ def test_custom_dataset_and_sampler_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", [b"x = 1\ndef f(:\n", b"x = 1\n\0", b"# \xff\nx = '\xff'\n"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_syntax_error_stays_one_and_says_where(
-    tmp_path: Path, source: bytes, kept: bool, monkeypatch
-) -> None:
+def test_a_syntax_error_stays_one_and_says_where(tmp_path: Path, source: bytes, kept: bool, monkeypatch) -> None:
     (tmp_path / "mod.py").write_bytes(source)
     if kept:
         monkeypatch.setitem(SOURCES, str(tmp_path / "mod.py"), source)

@@ -70,7 +70,7 @@ def test_a_sampler_of_another_process_finds_the_memory_that_the_trainer_does_not
 
 @pytest.mark.parametrize(("own_pool", "expected"), [(0, ["give back", "send", "give back"]), (1, ["send"])])
 def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expected: list[str]) -> None:
-    from verl.workers.worker import Worker
+    from verl.workers.training_worker import Worker
 
     rollout = SimpleNamespace(nnodes=own_pool, name="native", temperature=1.0)
     model = SimpleNamespace(path="", lora_rank=0, lora_adapter_path=None)
@@ -84,7 +84,7 @@ def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expec
 
 @pytest.mark.parametrize(("device", "times"), [("cuda", 1), ("cpu", 0)])
 def test_a_processor_keeps_its_heap(device: str, times: int) -> None:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     engine: Any = object.__new__(FSDPEngine)
     emptied: list[int] = []
@@ -117,11 +117,9 @@ def test_the_cache_is_a_share_of_what_the_trainer_leaves(
 
 def test_buckets_on_a_device_leave_room() -> None:
     """The default asks for two of 2 GiB."""
-    from verl.weight_sync.shared_memory import BucketSender
+    from verl.weight_sync.channel import BucketSender
 
-    sizes = [
-        BucketSender("small", 1, size, device=torch.device(CUDA)).bucket_bytes for size in (2 << 30, 1000)
-    ]
+    sizes = [BucketSender("small", 1, size, device=torch.device(CUDA)).bucket_bytes for size in (2 << 30, 1000)]
     assert sizes == [256 << 20, 1024]
 
 
@@ -144,7 +142,8 @@ def test_the_flash_kernel_gets_what_it_can_do(
 
 
 def test_a_pack_for_the_flash_kernel_makes_no_masks() -> None:
-    from verl.models.packed_attention import PackedPlan, TokenSpan
+    from verl.models.attention import TokenSpan
+    from verl.models.packed_attention import PackedPlan
 
     plan = PackedPlan([TokenSpan(0, 4), TokenSpan(4, 7), TokenSpan(7, 9)], torch.arange(9), 4)
     assert plan.flash_parts
@@ -154,11 +153,7 @@ def test_a_pack_for_the_flash_kernel_makes_no_masks() -> None:
 
 @pytest.mark.parametrize(
     ("new", "total", "dtype", "repeated"),
-    [
-        (8, 8, torch.bfloat16, False),
-        (2, 8, torch.bfloat16, True),
-        (8, 8, torch.float32, True),
-    ],
+    [(8, 8, torch.bfloat16, False), (2, 8, torch.bfloat16, True), (8, 8, torch.float32, True)],
 )
 def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
     shapes_only: None,
@@ -174,9 +169,7 @@ def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
         asked.update(options, mask=mask, heads=(query.shape[1], key.shape[1], value.shape[1]))
         return query
 
-    monkeypatch.setattr(
-        prefill_plan, "F", SimpleNamespace(scaled_dot_product_attention=attention), raising=True
-    )
+    monkeypatch.setattr(prefill_plan, "F", SimpleNamespace(scaled_dot_product_attention=attention), raising=True)
     monkeypatch.setattr(PrefillPlan, "_mask", lambda *_: "mask")
     plan = object.__new__(PrefillPlan)
     query, key = empty(1, 8, new, 16, dtype=dtype), empty(1, 2, total, 16, dtype=dtype)
@@ -186,9 +179,7 @@ def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
     assert asked["is_causal"] == (new == total) and (asked["mask"] is None) == (new == total)
 
 
-@pytest.mark.skipif(
-    satisfies(torch.__version__, "<2.12"), reason="torch 2.11 knows no shapes of this product"
-)
+@pytest.mark.skipif(satisfies(torch.__version__, "<2.12"), reason="torch 2.11 knows no shapes of this product")
 def test_scores_on_a_device_are_float32(shapes_only: None) -> None:
     made: list[str] = []
 

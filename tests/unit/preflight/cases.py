@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from verl.config import load
-from verl.config.check import check
+from verl.preflight.check import check
 
 ARR = "actor_rollout_ref"
 MODEL = {

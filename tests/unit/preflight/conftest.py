@@ -16,7 +16,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub" / "hub"))
     monkeypatch.setattr("verl.config.devices._nodes", lambda name: [])
     monkeypatch.setattr("verl.config.devices._proc_gpus", list)
-    monkeypatch.setattr("verl.config.rules.machine.version", lambda name: None)
+    monkeypatch.setattr("verl.preflight.machine.version", lambda name: None)
 
 
 @pytest.fixture

@@ -99,9 +99,7 @@ def test_peft_is_missing(named, monkeypatch):
     import importlib.util
 
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *a: None if name == "peft" else find(name, *a)
-    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "peft" else find(name, *a))
     found = [p for p in problems(*named, f"{MODEL}.lora_rank=8") if "peft" in p]
     assert len(found) == 1 and found[0].startswith("machine") and "pip install 'verl[lora]'" in found[0]
     assert problems(*named) == []

@@ -9,12 +9,12 @@ import pytest
 
 from tests.unit.preflight.cases import ARR, MODEL, notices, only, problems, write_model, write_rows
 from verl.config import load
-from verl.config.check import check
-from verl.config.fields import leaves
 from verl.config.model_facts import ModelTrouble, look
-from verl.config.names import built_in
 from verl.config.problems import ConfigError
+from verl.config.release import built_in
 from verl.config.schema.entries import ROOTS
+from verl.config.schema.fields import leaves
+from verl.preflight.check import check
 
 # ---- the machine ----
 
@@ -144,9 +144,7 @@ def test_damaged_model_configurations(base, tmp_path, changes, words):
     only(problems(*base), "configuration", words)
 
 
-@pytest.mark.parametrize(
-    "kind", ["gpt2", "deepseek_v3", "gemma3", "glm4v_moe", "qwen3_vl", "gpt_oss", "mamba2"]
-)
+@pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3", "gemma3", "glm4v_moe", "qwen3_vl", "gpt_oss", "mamba2"])
 def test_configurations_that_transformers_writes_are_not_damaged(tmp_path, kind):
     from transformers import CONFIG_MAPPING
 
@@ -159,9 +157,7 @@ def test_model_directories(base, tmp_path, monkeypatch):
         return f"{ARR}.model.path={tmp_path / name}"
 
     write_model(tmp_path / "shards", weights=False)
-    (tmp_path / "shards/model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": "model-1.safetensors"}}'
-    )
+    (tmp_path / "shards/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     only(problems(*base, path("shards")), "configuration", "model-1.safetensors")
     write_model(tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text("{")
@@ -183,9 +179,9 @@ def test_model_directories(base, tmp_path, monkeypatch):
     split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
     assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
     with monkeypatch.context() as patched:
-        patched.setattr("verl.config.rules.machine.check_vllm", lambda: "")
-        patched.setattr("verl.config.rules.machine.vllm_arguments", frozenset)
-        patched.setattr("verl.config.engine_packages.importlib.util.find_spec", lambda name: None)
+        patched.setattr("verl.engine.rollout.vllm.VLLM.installed", lambda record: "")
+        patched.setattr("verl.engine.rollout.vllm.kwargs.vllm_arguments", frozenset)
+        patched.setattr("verl.engine.rollout.vllm.kwargs.importlib.util.find_spec", lambda name: None)
         only(problems(*base, path("vl"), f"{ARR}.rollout.name=vllm"), "machine", "torchvision")
     write_model(tmp_path / "remote", auto_map={"AutoModel": "x.Y"}, model_type="nobody_knows")
     only(problems(*base, path("remote")), "configuration", "trust_remote_code=False", "author")
@@ -263,7 +259,7 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
     assert "no chat template" in str(problems(*base, inside, vision))
     (tmp_path / "vl" / "chat_template.jinja").write_text("x")
     with monkeypatch.context() as patched:
-        patched.setattr("verl.config.rules.machine.version", lambda name: "5.17.0")
+        patched.setattr("verl.preflight.machine.version", lambda name: "5.17.0")
         only(problems(*base, file, vision), "machine", "pip install 'transformers>=5.18'")
     assert problems(*base, file, vision) == []
     only(problems(*base, file, vision, "critic.enable=True"), "configuration", "no critic sees images")
@@ -279,17 +275,13 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
     videos = (*base, file, vision, "data.video_key=images", "data.image_key=x")
     find = importlib.util.find_spec
     with monkeypatch.context() as patched:
-        patched.setattr(
-            importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name)
-        )
+        patched.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name))
         only(problems(*videos), "machine", "videos need torchvision, which is not installed: pip install")
         patched.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or find(name))
         assert problems(*videos) == []
         told = problems(*videos, f"{ARR}.rollout.name=vllm")
         assert any(
-            "configuration: " in problem
-            and "not sampled by vllm" in problem
-            and "rollout.name=native" in problem
+            "configuration: " in problem and "not sampled by vllm" in problem and "rollout.name=native" in problem
             for problem in told
         )
     label = {"architectures": ["QForSequenceClassification"], "id2label": {"0": "x"}}
@@ -369,7 +361,7 @@ def test_resume_path(base, tmp_path):
 
 def test_the_check_knows_the_algorithms_that_are_registered():
     """It reads their names from the source, without torch."""
-    import verl.algorithms.built_in  # noqa: F401
+    from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
     from verl.algorithms.registry import ESTIMATORS, LOSSES
 
     for name, registry in (("ESTIMATORS", ESTIMATORS), ("LOSSES", LOSSES)):

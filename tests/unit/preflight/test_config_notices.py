@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.preflight.cases import ARR, notices, only, problems, write_model, write_rows
 from verl.config import load
-from verl.config.check import check
+from verl.preflight.check import check
 
 RC = "algorithm.rollout_correction"
 REWARD = "reward_model.reward_kwargs"
@@ -83,9 +83,7 @@ NOTICES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "part"), NOTICES, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
-)
+@pytest.mark.parametrize(("overrides", "part"), NOTICES, ids=lambda v: v[0][-48:] if isinstance(v, list) else None)
 def test_notices(base, tmp_path, overrides, part):
     words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
     report = check(load([*base, *words]))
@@ -172,9 +170,7 @@ def test_supervised(tmp_path):
     assert problems(*argv, pairs, "data.prompt_key=question", "data.response_key=answer", entry="sft") == []
     only(problems(*argv, chat, "engine.strategy=megatron", entry="sft"), "configuration", "=fsdp or fsdp2")
     only(problems(*argv, chat, "data.train_batch_size=17", entry="sft"), "configuration", "16 rows")
-    report = check(
-        load([*argv, chat, "data.micro_batch_size=2", "trainer.total_training_steps=3"], entry="sft")
-    )
+    report = check(load([*argv, chat, "data.micro_batch_size=2", "trainer.total_training_steps=3"], entry="sft"))
     assert "3 steps over 16 rows" in report.plan
     assert any("micro_batch_size_per_gpu=2: data.use_dynamic_bsz=True" in notice for notice in report.notices)
     liger = problems(*argv, chat, "model.use_liger=True", "model.tiled_mlp.enabled=True", entry="sft")

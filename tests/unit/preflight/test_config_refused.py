@@ -7,8 +7,9 @@ import pytest
 
 from tests.unit.preflight.cases import ARR, only, problems, write_model, write_rows
 from verl.config import load
-from verl.config.check import check
-from verl.config.layout import Sizes, rank_problems
+from verl.config.layout import rank_problems
+from verl.engine.registry import Placement
+from verl.preflight.check import check
 
 
 def test_a_right_one(base):
@@ -240,9 +241,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"), REFUSED, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
-)
+@pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=lambda v: v[0][-48:] if isinstance(v, list) else None)
 def test_refused(base, tmp_path, monkeypatch, overrides, parts):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
@@ -302,16 +301,14 @@ def test_the_references_layout_is_checked_where_there_is_one(base, monkeypatch):
     argv = [*base, "trainer.n_gpus_per_node=4", f"{ARR}.ref.fsdp_config.fsdp_size=3"]
     assert problems(*argv) == []
     argv.append(f"{ARR}.actor.use_kl_loss=True")
-    only(
-        problems(*argv), "configuration", f"{ARR}.ref.fsdp_config.fsdp_size=3", "does not divide the 4 ranks"
-    )
+    only(problems(*argv), "configuration", f"{ARR}.ref.fsdp_config.fsdp_size=3", "does not divide the 4 ranks")
 
 
 def test_the_ranks_that_remain_beside_another_cut_are_counted():
-    assert list(rank_problems(Sizes(1, 3, 3), 12)) == [
+    assert list(rank_problems(Placement(tensor=3, shard=3), 12)) == [
         (
-            "fsdp_config.fsdp_size=3",
-            "does not divide the 4 ranks that remain beside fsdp_config.tensor_parallel_size=3; use one of 1, 2, 4",
+            "shard=3",
+            "does not divide the 4 ranks that remain beside tensor=3; use one of 1, 2, 4",
         )
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,8 +16,12 @@ from hypothesis import strategies as st
 from tests.fake_run import HOSTILE, hostile_response, make_run
 from verl.report import summary, write_report
 from verl.report.build import escape_json, page_data, thin
+from verl.report.charts import CHARTS, chart_list
 from verl.report.read import Metrics, read_run
 from verl.report.responses import PageLimits, pack_responses, spread
+from verl.tracking.metrics_table import ROWS, rank
+
+ROOT = Path(__file__).parents[3]
 
 DATA = re.compile(r'<script type="application/json" id="run-data">(.*?)</script>', re.DOTALL)
 
@@ -220,8 +225,6 @@ def test_headline_says_first_and_last(tmp_path: Path) -> None:
     [
         (["val-core/s/reward/mean@1", "val-core/s/acc/mean@1", "val/accuracy"], "Validation accuracy"),
         (["val-core/s/reward/mean@1", "val/accuracy"], "Validation reward"),
-        (["val-core/s/reward/mean@1"], "Validation reward"),
-        (["val-core/s/acc/mean@1"], "Validation accuracy"),
         (["val/accuracy"], "Validation accuracy"),
         (
             ["val-core/o/a/acc/mean@1", "val-core/o/b/acc/mean@1", "val/accuracy"],
@@ -233,6 +236,26 @@ def test_headline_says_first_and_last(tmp_path: Path) -> None:
 def test_a_mean_reward_is_not_called_an_accuracy(names: list[str], label: str) -> None:
     metrics = Metrics([1], [None], {name: [0.5] for name in names})
     assert summary.headline(metrics)[0]["label"] == label
+
+
+def test_charts_show_listed_metrics_and_none_is_empty() -> None:
+    assert all(rank(name) < len(ROWS) for chart in CHARTS for line in chart.lines for name in [line.metric])
+    columns = {
+        "actor/ppo_kl": [0, 0],
+        "actor/entropy": [0, 0],
+        "critic/score/mean": [0, 1],
+        "val/accuracy": [0, 1],
+    }
+    columns |= {"val-core/a/b/mean@1": [0, 1], "val-core/a/b/best@2/mean": [1, 1], "train/loss": [None, 2]}
+    shown = {chart["id"]: chart["series"] for chart in chart_list(Metrics([1, 2], [None, None], columns))}
+    assert list(shown) == ["reward", "loss", "validation", "entropy"]
+    assert [line["label"] for line in shown["validation"]] == ["a/b/best@2"]
+
+
+def test_the_metrics_page_is_current() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "write_metrics_page.py"))
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert page == script["render"](page), "docs/metrics.md is out of date: make docs"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.reward.http_service import serving
 from tests.unit.reward.test_parts import settings
 from tests.unit.reward.test_runner import trajectory_of
-from verl.reward import default_compute_score, http
+from verl.reward import default_compute_score, json_service
 from verl.reward.outcome import ServiceFailed
 from verl.reward.precheck import precheck
 from verl.reward.rules.code import program_of
@@ -188,7 +188,7 @@ class Service:
 
 @pytest.fixture()
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(json_service, "PAUSES", (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(

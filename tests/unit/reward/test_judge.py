@@ -11,7 +11,7 @@ import pytest
 from tests.unit.reward.http_service import serving
 from tests.unit.reward.test_parts import settings
 from tests.unit.reward.test_runner import trajectory_of
-from verl.reward import http, judge
+from verl.reward import json_service, judge
 from verl.reward.outcome import JudgeFailed, ServiceFailed
 from verl.reward.runner import RewardRunner
 
@@ -45,7 +45,7 @@ class Judge:
 
 @pytest.fixture()
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Judge, str]]:
-    monkeypatch.setattr(http, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(json_service, "PAUSES", (0.0, 0.0))
     asked = Judge()
     with serving(asked) as url:
         yield asked, url
@@ -120,10 +120,7 @@ def test_a_run_asks_the_judge(served: tuple[Judge, str]) -> None:
     words += [f"{kwargs}reward_router_address='{url}'", f"{kwargs}model=m", "reward_model.max_concurrent=4"]
     runner = RewardRunner(None, settings=settings(*words))
     try:
-        rows = [
-            trajectory_of(text, i)
-            for i, text in enumerate(["says five", "says nothing", "says ten", "says half"])
-        ]
+        rows = [trajectory_of(text, i) for i, text in enumerate(["says five", "says nothing", "says ten", "says half"])]
         turn = {"role": "assistant", "content": "says five"}
         rows[2].fields["messages"] = [
             *rows[2].prompt.messages,

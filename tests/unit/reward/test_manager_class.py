@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.tiny import tiny_model, tiny_tokenizer
-from verl.config import load
-from verl.config.check import check
+from verl.compat.spellings import load
+from verl.preflight.check import check
 from verl.reward.outcome import RewardLoadError
 from verl.reward.runner import RewardRunner
 from verl.trajectory import Prompt, Trajectory

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl import config
+from verl.compat import spellings
 from verl.platform import child_process as codec
-from verl.reward import load
+from verl.reward import user_function
 from verl.reward.outcome import LARGEST_RESULT, BadScore, RewardLoadError, normalise, outcome_of
 from verl.reward.pool import RateGate
-from verl.reward.registry import get_reward_manager_cls, register
 from verl.reward.settings import Overlong, RewardSettings
+from verl.reward.user_function import get_reward_manager_cls, register
 
 # ---------------------------------------------------------------------------------------------- results
 
@@ -77,9 +77,7 @@ def test_results_that_are_not(value: Any, message: str) -> None:
 @pytest.mark.parametrize("much", ["a" * LARGEST_RESULT, list(range(3_000_000))], ids=["text", "list"])
 def test_a_result_that_is_too_large_to_keep_is_no_score(much: Any) -> None:
     found = outcome_of({"score": 1, "much": much}, 0.1)
-    assert (found.score, found.kind, found.parts) == (None, "value", {}) and "bytes, at most" in str(
-        found.error
-    )
+    assert (found.score, found.kind, found.parts) == (None, "value", {}) and "bytes, at most" in str(found.error)
 
 
 def test_parts_keep_numbers_and_hashables_and_turn_the_rest_into_text() -> None:
@@ -140,26 +138,26 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_missing_file_a_directory_and_a_missing_module_are_named(user_file: str, tmp_path: Path) -> None:
     with pytest.raises(RewardLoadError, match=r"my_rewrd\.py: no such file .*in that folder: my_reward\.py"):
-        load.load_function(str(tmp_path / "my_rewrd.py"), "compute_score")
+        user_function.load_function(str(tmp_path / "my_rewrd.py"), "compute_score")
     with pytest.raises(RewardLoadError, match="a directory"):
-        load.load_function(str(tmp_path), "compute_score")
+        user_function.load_function(str(tmp_path), "compute_score")
     with pytest.raises(RewardLoadError, match="no module 'no_such_module_here'"):
-        load.load_function("pkg://no_such_module_here.rewards", "compute_score")
-    assert load.load_function("pkg://verl.reward.rules.gsm8k", "compute_score")("#### 1", "1") == 1.0
-    assert load.load_function(user_file, "compute_score")(1, 2, 3) == 1.0, "its folder is importable"
+        user_function.load_function("pkg://no_such_module_here.rewards", "compute_score")
+    assert user_function.load_function("pkg://verl.reward.rules.gsm8k", "compute_score")("#### 1", "1") == 1.0
+    assert user_function.load_function(user_file, "compute_score")(1, 2, 3) == 1.0, "its folder is importable"
 
 
 def test_a_missing_name_lists_the_functions_there(user_file: str) -> None:
     with pytest.raises(RewardLoadError, match="defines no 'compute'; nearest: compute_score"):
-        load.load_function(user_file, "compute")
+        user_function.load_function(user_file, "compute")
     with pytest.raises(RewardLoadError, match="this is a int, not a function"):
-        load.load_function(user_file, "CONSTANT")
+        user_function.load_function(user_file, "CONSTANT")
 
 
 def test_calling_styles(user_file: str) -> None:
     def style(name: str, batch: bool = False, positional: int = 0, **kwargs: Any) -> int:
-        function = load.load_function(user_file, name)
-        return load.calling_style(function, kwargs, batch=batch, positional=positional)
+        function = user_function.load_function(user_file, name)
+        return user_function.calling_style(function, kwargs, batch=batch, positional=positional)
 
     assert style("compute_score", extra=1) == 0
     assert style("many", batch=True) == 0
@@ -180,16 +178,16 @@ def test_calling_styles(user_file: str) -> None:
 
 
 def test_async_is_seen_through_partials_wrappers_and_objects(user_file: str) -> None:
-    later = load.load_function(user_file, "later")
+    later = user_function.load_function(user_file, "later")
 
     @functools.wraps(later)
     def wrapped(**kwargs: Any) -> Any:
         return later(**kwargs)
 
-    an_object = load.load_function(user_file, "an_object")
+    an_object = user_function.load_function(user_file, "an_object")
     for function in (later, functools.partial(later, data_source=1), wrapped, an_object):
-        assert load.is_async(function)
-    assert not load.is_async(load.load_function(user_file, "compute_score"))
+        assert user_function.is_async(function)
+    assert not user_function.is_async(user_function.load_function(user_file, "compute_score"))
 
 
 # ---------------------------------------------------------------------------------------------- rates
@@ -220,7 +218,7 @@ def test_a_limit_that_no_call_can_meet_is_refused() -> None:
 
 def settings(*words: str) -> RewardSettings:
     needed = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=m", "trainer.device=cpu")
-    return RewardSettings.from_config(config.load([*needed, *words]))
+    return RewardSettings.from_config(spellings.load([*needed, *words]))
 
 
 def test_settings() -> None:

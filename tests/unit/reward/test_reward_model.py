@@ -21,16 +21,16 @@ from tests.tiny import CHAT_TEMPLATE, tiny_config, tiny_model, tiny_tokenizer, t
 from tests.unit.data.test_media import picture
 from tests.unit.reward.test_parts import settings
 from tests.unit.reward.test_runner import trajectory_of
-from verl import config
+from verl.compat import spellings
 from verl.data.media import ImageProcessor, decoded, load_processor, open_image
 from verl.engine.training.packing import pack
 from verl.errors import UserError
-from verl.models import load
+from verl.models import pretrained
 from verl.platform import detect
-from verl.reward.load import taken
-from verl.reward.model import RewardModel
 from verl.reward.outcome import Outcome, failed
+from verl.reward.reward_model import RewardModel
 from verl.reward.runner import RewardRunner
+from verl.reward.user_function import taken
 from verl.tracking.step_metrics import reward_metrics
 from verl.trajectory import Batch, Media, Prompt, Trajectory, fill_flat
 from verl.versions import satisfies, version
@@ -45,9 +45,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def classifier(
-    path: Path, arch: str = "qwen3", labels: int = 1, template: str = CHAT_TEMPLATE, **more: Any
-) -> Path:
+def classifier(path: Path, arch: str = "qwen3", labels: int = 1, template: str = CHAT_TEMPLATE, **more: Any) -> Path:
     """A random sequence classifier with a tokenizer of its own."""
     made = tiny_config(arch, num_labels=labels, **more)
     torch.manual_seed(1)
@@ -63,7 +61,7 @@ def run_config(path: Path | str, *words: str) -> Any:
         "actor_rollout_ref.model.path=m",
         "reward_model.rollout.dtype=float32",
     )
-    return config.load([*fixed, *own, *words])
+    return spellings.load([*fixed, *own, *words])
 
 
 def dialogues() -> list[Trajectory]:
@@ -73,10 +71,7 @@ def dialogues() -> list[Trajectory]:
     for number, group in enumerate(texts):
         messages = [{"role": "system", "content": "s" * number}, {"role": "user", "content": f"{number}?"}]
         prompt = Prompt(f"0:{number}@0", np.zeros(2, np.int64), messages)
-        found += [
-            Trajectory(prompt, i, np.zeros(1, np.int64), np.ones(1, bool), text=t)
-            for i, t in enumerate(group)
-        ]
+        found += [Trajectory(prompt, i, np.zeros(1, np.int64), np.ones(1, bool), text=t) for i, t in enumerate(group)]
     return found
 
 
@@ -84,10 +79,7 @@ def plain_scores(path: Path, rows: list[Trajectory]) -> list[float]:
     """One by one as its card says, and all together with padding on the right, which must agree."""
     module = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    told = [
-        t.fields.get("messages") or [*t.prompt.messages, {"role": "assistant", "content": t.text}]
-        for t in rows
-    ]
+    told = [t.fields.get("messages") or [*t.prompt.messages, {"role": "assistant", "content": t.text}] for t in rows]
     ids = [tokenizer.apply_chat_template(messages, return_dict=False) for messages in told]
     alone = torch.cat([module(torch.tensor([one])).logits[:, 0] for one in ids])
     padded = tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side="right")
@@ -153,9 +145,7 @@ def test_a_dialogue_is_scored_with_its_roles(tmp_path: Path) -> None:
     messages = [{"role": role, "content": content} for role, content in said]
     ids = model._ids(Prompt("0:0@0", np.zeros(2, np.int64), messages[:1]), "call12It is 12.", messages)
     text = tiny_tokenizer().decode(ids)
-    assert [text.index(f"<|im_start|>{role}\n{content}<|im_end|>") >= 0 for role, content in said] == [
-        True
-    ] * 4
+    assert [text.index(f"<|im_start|>{role}\n{content}<|im_end|>") >= 0 for role, content in said] == [True] * 4
 
 
 def test_a_last_token_that_is_the_padding_token_does_not_count(tmp_path: Path) -> None:
@@ -173,9 +163,7 @@ def test_many_rows_take_few_passes(tmp_path: Path) -> None:
     engine.module.base_model.register_forward_hook(lambda *_: forwards.append(1))
 
     async def scores(batch: Batch) -> None:
-        fill_flat(
-            batch.segments, "scores", engine.forward(batch.segments, ("scores",), temperature=1.0)["scores"]
-        )
+        fill_flat(batch.segments, "scores", engine.forward(batch.segments, ("scores",), temperature=1.0)["scores"])
 
     model.scores = scores
     assert len(asyncio.run(model.score(rows))) == 48 and len(forwards) <= 2
@@ -228,8 +216,7 @@ def test_models_that_cannot_score(tmp_path: Path, kind: str, message: str) -> No
 
 def test_what_cannot_be_scored_is_a_failure(tmp_path: Path) -> None:
     refuses = (
-        "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system') }}{%- endif -%}"
-        + CHAT_TEMPLATE
+        "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system') }}{%- endif -%}" + CHAT_TEMPLATE
     )
     model, _ = scorer(classifier(tmp_path / "rm", template=refuses), "reward_model.rollout.max_model_len=40")
     rows = [trajectory_of("short"), trajectory_of("long" * 20), *dialogues()[:1]]
@@ -250,10 +237,7 @@ class Says:
     label = "the reward model (m)"
 
     async def score(self, rows: list[Trajectory]) -> list[Outcome]:
-        return [
-            failed("value", "nonsense") if t.text == "bad" else Outcome(float(len(t.text or "")))
-            for t in rows
-        ]
+        return [failed("value", "nonsense") if t.text == "bad" else Outcome(float(len(t.text or ""))) for t in rows]
 
 
 REWARD = """
@@ -292,9 +276,7 @@ def test_rewards_add_up_by_weight(tmp_path: Path) -> None:
     assert str(rows[1].score_error).startswith("the reward model (m): ")
     metrics = reward_metrics(Batch(rows))
     assert (
-        metrics["reward/errors"] == 3
-        and metrics["reward/model/mean"] == 7.0
-        and metrics["reward/format/mean"] == 0.5
+        metrics["reward/errors"] == 3 and metrics["reward/model/mean"] == 7.0 and metrics["reward/format/mean"] == 0.5
     )
 
 
@@ -376,7 +358,7 @@ def test_a_reward_model_sees_the_images(tmp_path: Path) -> None:
     from transformers.modeling_layers import GenericForSequenceClassification
 
     path = tiny_vision_model(tmp_path / "rm")
-    kind = load._headed(Qwen2_5_VLForConditionalGeneration, GenericForSequenceClassification)
+    kind = pretrained._headed(Qwen2_5_VLForConditionalGeneration, GenericForSequenceClassification)
     settings = AutoConfig.from_pretrained(path)
     settings.num_labels = 1
     module = kind(settings).eval()
@@ -407,9 +389,7 @@ def test_a_reward_model_sees_the_images(tmp_path: Path) -> None:
     assert "image tokens" in str(asyncio.run(model.score([stray]))[0].error)
 
 
-@pytest.mark.skipif(
-    satisfies(str(version("transformers")), "<5.18"), reason="images need transformers >=5.18"
-)
+@pytest.mark.skipif(satisfies(str(version("transformers")), "<5.18"), reason="images need transformers >=5.18")
 def test_a_served_judge_sees_images(tmp_path: Path) -> None:
     parts = [{"type": "image_url", "image_url": {"url": Media({}, files=(picture(),)).uris()[0]}}]
     body = {
@@ -436,9 +416,7 @@ def test_clip_compares_the_response_with_the_image(tmp_path: Path) -> None:
     text = shape | {"vocab_size": 264, "eos_token_id": 258, "max_position_embeddings": 8}
     sight = shape | {"image_size": 16, "patch_size": 8}
     CLIPModel(CLIPConfig(text_config=text, vision_config=sight, projection_dim=8)).save_pretrained(tmp_path)
-    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}).save_pretrained(
-        tmp_path
-    )
+    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}).save_pretrained(tmp_path)
     tiny_tokenizer(tmp_path)
     uris = Media({}, files=(picture(),)).uris()
     found = [

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from verl.data.boxed import last_boxed
 from verl.data.rows import BadRow
 from verl.reward import default_compute_score, known_sources
 from verl.reward.outcome import RewardLoadError, UnknownSource
-from verl.reward.rules import check_kwargs, check_truth, gsm8k, rule_for, unsupported
-from verl.reward.rules import math as math_rule
-from verl.reward.rules.math import last_boxed
+from verl.reward.rules import boxed, check_kwargs, check_truth, gsm8k, rule_for, unsupported
 
 MATHVERSE = Path(__file__).parents[3].parent / "shared/data/mathverse_text_lite/problems.jsonl"
 GSM8K = Path(__file__).parents[3].parent / "shared/data/gsm8k/test.jsonl"
@@ -110,9 +109,7 @@ def test_last_boxed(text: str, content: str | None) -> None:
     assert last_boxed(text) == content
 
 
-@pytest.mark.parametrize(
-    "text", ["\\boxed{" * 200_000, "\\boxed{1" + "}" * 200_000, "{" * 300_000 + "\\boxed{1}"]
-)
+@pytest.mark.parametrize("text", ["\\boxed{" * 200_000, "\\boxed{1" + "}" * 200_000, "{" * 300_000 + "\\boxed{1}"])
 def test_last_boxed_is_linear(text: str) -> None:
     assert last_boxed(text) in (None, "1")
 
@@ -143,7 +140,7 @@ def test_last_boxed_is_linear(text: str) -> None:
     ],
 )
 def test_math_normalisation_makes_equal(a: str, b: str) -> None:
-    assert math_rule.normalise(a) == math_rule.normalise(b) == math_rule.normalise(math_rule.normalise(a))
+    assert boxed.normalise(a) == boxed.normalise(b) == boxed.normalise(boxed.normalise(a))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +158,7 @@ def test_math_normalisation_makes_equal(a: str, b: str) -> None:
     ],
 )
 def test_math_normalisation_keeps_apart(a: str, b: str) -> None:
-    assert math_rule.normalise(a) != math_rule.normalise(b)
+    assert boxed.normalise(a) != boxed.normalise(b)
 
 
 @pytest.mark.parametrize(
@@ -294,10 +291,7 @@ def test_the_answers_of_mathverse_are_right_and_those_of_another_question_are_no
     for row, truth in zip(rows, truths, strict=True):
         said = row["answer"]
         assert default_compute_score(source, f"<answer>{said}</answer>", truth)["score"] == 1, row
-    wrong = [
-        default_compute_score(source, f"<answer>{rows[i - 1]['answer']}</answer>", truths[i])
-        for i in range(20)
-    ]
+    wrong = [default_compute_score(source, f"<answer>{rows[i - 1]['answer']}</answer>", truths[i]) for i in range(20)]
     assert sum(one["score"] for one in wrong) <= 2
 
 

@@ -147,7 +147,7 @@ def test_a_bad_function_fails_its_response_only(make: Any, text: str, kind: str,
     (event,) = [e for e in events if e["event"] == "reward_failed"]
     assert event["failure"] == kind and event["response"] == text and event["prompt"] == bad.prompt.messages
     if kind == "exception":
-        assert "rewards.py" in event["traceback"] and "worker.py" not in event["traceback"]
+        assert "rewards.py" in event["traceback"] and "scoring_process.py" not in event["traceback"]
     if kind == "crash":
         assert any(e["event"] == "reward_worker_replaced" for e in events)
 
@@ -250,8 +250,8 @@ def test_functions_that_wait_get_more_processes(make: Any) -> None:
 
 def test_workers_never_import_torch_and_start_fast() -> None:
     code = (
-        "import time; t = time.process_time(); import sys; import verl.reward.worker, verl.reward.rules.gsm8k, "
-        "verl.reward.rules, verl.reward.load; heavy = ('torch', 'numpy', 'sympy', 'asyncio', 'transformers'); "
+        "import time; t = time.process_time(); import sys; import verl.reward.scoring_process, verl.reward.rules.gsm8k, "
+        "verl.reward.rules, verl.reward.user_function; heavy = ('torch', 'numpy', 'sympy', 'asyncio', 'transformers'); "
         "assert time.process_time() - t < 0.5; assert not [m for m in heavy if m in sys.modules]"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True)
@@ -387,9 +387,7 @@ def test_a_function_that_cannot_be_loaded_fails_every_response_with_the_reason(
 
 @pytest.mark.parametrize("use", ["scores.math.is_eqiv", "from verl.utils.reward_score.math import is_eqiv"])
 @pytest.mark.parametrize("catches", ["Exception", "BaseException"])
-def test_a_name_that_verl_lacks_ends_the_run_whatever_catches_it(
-    make, tmp_path, use: str, catches: str
-) -> None:
+def test_a_name_that_verl_lacks_ends_the_run_whatever_catches_it(make, tmp_path, use: str, catches: str) -> None:
     path = tmp_path / "user.py"
     path.write_text(
         "import inspect, pickle\nfrom verl.utils import reward_score as scores\n"
@@ -419,9 +417,7 @@ def test_one_version_of_a_file_a_run(make: Any, tmp_path: Path) -> None:
         "    return {'score': 0.25 + beside.BONUS, 'file': __file__}\n"
     )
     path.write_text(source)
-    runner = make(
-        path=str(path), max_error_ratio=1.0, events=lambda kind, **fields: events.append((kind, fields))
-    )
+    runner = make(path=str(path), max_error_ratio=1.0, events=lambda kind, **fields: events.append((kind, fields)))
     assert run(runner, ["72"])[0].score == 0.5
     path.write_text("# edited\n" * 9 + source.replace("0.25 +", "777 +"))
     run(runner, ["exit"])
@@ -430,9 +426,7 @@ def test_one_version_of_a_file_a_run(make: Any, tmp_path: Path) -> None:
     for _ in range(2):
         runner.check_errors(found)
     assert [fields["path"] for kind, fields in events if kind == "reward_file_changed"] == [str(path)]
-    assert "line four" in next(
-        fields["traceback"] for kind, fields in events if fields.get("failure") == "exception"
-    )
+    assert "line four" in next(fields["traceback"] for kind, fields in events if fields.get("failure") == "exception")
     assert run(make(path=str(path)), ["72"])[0].score == 777.25
 
 
@@ -535,6 +529,19 @@ def test_a_pool_that_is_closed_says_so_and_lets_nobody_wait(rewards: str) -> Non
 def test_long_responses_travel(make: Any) -> None:
     texts = ["x" * 3_000_000, "72"]
     assert [t.score for t in run(make(), texts)] == [0.0, 1.0]
+
+
+def test_many_short_calls_wake_each_thread_a_few_times(rewards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ScoringPool(FunctionSpec(path=rewards), workers=1)
+    wakes, hand_overs = [], []
+    wake, hand_over = pool._loop.call_soon_threadsafe, pool._hand_over
+    monkeypatch.setattr(pool._loop, "call_soon_threadsafe", lambda *call: wakes.append(call) or wake(*call))
+    monkeypatch.setattr(pool, "_hand_over", lambda: hand_overs.append(len(pool._finished)) or hand_over())
+    arguments = {"data_source": "", "solution_str": "72", "ground_truth": "72", "extra_info": {}}
+    futures = [pool.submit(Call(arguments), 20) for _ in range(200)]
+    assert all(future.result(timeout=20)[0].score == 1.0 for future in futures)
+    pool.close()
+    assert sum(hand_overs) == 200 and len(hand_overs) < 100 and len(wakes) < 100
 
 
 def test_a_cancelled_response_disturbs_nothing(make: Any) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.chaos.fork_server import until
-from verl.cli import doctor
+from verl.preflight import doctor
 from verl.reward import default_compute_score
 from verl.reward.outcome import SandboxFailed
 from verl.reward.sandbox import isolate, local

@@ -32,9 +32,7 @@ class Bare(ToolParser):
         text = self.tokenizer.decode(responses_ids)
         name, _, expression = text.removesuffix("<|im_end|>").partition(" ")
         called = name == tools[0].function.name
-        return text, [
-            FunctionCall(name, f'{{"expression": {expression}}}')
-        ] * called if text != "Hm." else None
+        return text, [FunctionCall(name, f'{{"expression": {expression}}}')] * called if text != "Hm." else None
 
 
 class Guess:
@@ -67,9 +65,7 @@ class Guess:
             await asyncio.sleep(60)
         self.left -= 1
         done = self.left == 0
-        return StepResult(
-            [{"role": "user", "content": "higher"}], 0.5 if done else 0.25, done, {"left": self.left}
-        )
+        return StepResult([{"role": "user", "content": "higher"}], 0.5 if done else 0.25, done, {"left": self.left})
 
     def close(self):
         self.left = -1
@@ -135,9 +131,7 @@ class PublicLoop(AgentLoopBase):
 
     async def run(self, sampling_params, **kwargs):
         messages, metrics = list(kwargs["raw_prompt"]), {}
-        media = (
-            {"image_data": kwargs["extra_info"]["image_data"]} if "image_data" in kwargs["extra_info"] else {}
-        )
+        media = {"image_data": kwargs["extra_info"]["image_data"]} if "image_data" in kwargs["extra_info"] else {}
         prompt_ids = await self.ct_build_initial_tokens(messages)
         ids, mask, log_probs = list(prompt_ids), [], []
         for turn in range(2):

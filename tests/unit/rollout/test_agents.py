@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.scripted_record import ScriptedEngine
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout import agents_of_a_user
 from tests.unit.rollout.test_session import _QWEN
 from verl.config import load
-from verl.config.check import check
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
+from verl.preflight.check import check
 from verl.reward.runner import RewardRunner
-from verl.rollout import agent_loop, environments, verifiers_server
+from verl.rollout import agent_loop, environment_agent, verifiers_server
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutError, RolloutManager
 from verl.rollout.loop_processes import LoopEnded, LoopProcesses
-from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings
 from verl.rollout.record import Outcome
 from verl.trajectory import Batch, Prompt, Trajectory
 
@@ -30,7 +32,7 @@ CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "3*4"}}\n
 BROKEN = '<tool_call>\n{"name": "calc'
 
 
-class Says(RolloutEngine):
+class Says(ScriptedEngine):
     """Says its texts, turn by turn of every trajectory, each ended; a text with … is cut there."""
 
     version = 0
@@ -48,10 +50,6 @@ class Says(RolloutEngine):
         ids = whole[: sampling.max_tokens]
         reason = "length" if len(ids) < len(whole) or text.endswith("…") else "stop"
         return Completion(np.array(ids), np.full(len(ids), -0.5, np.float32), reason)
-
-    def abort(self, request_ids=None): ...
-    def sleep(self): ...
-    def wake(self): ...
 
 
 def play(
@@ -122,9 +120,7 @@ def test_the_model_calls_a_tool_and_answers() -> None:
 def test_a_parser_of_a_user_reads_the_calls() -> None:
     (t,), _ = play(['calculate "3*4"', "calculate 3*4", "It is 12."], *TOOLS, "multi_turn.format=bare")
     said = [m["content"] for m in t.fields["messages"]]
-    assert said[1:3] == ['calculate "3*4"', "12"] and said[4].startswith(
-        "Error: the arguments are no valid JSON"
-    )
+    assert said[1:3] == ['calculate "3*4"', "12"] and said[4].startswith("Error: the arguments are no valid JSON")
     assert t.status == "completed" and said[5] == "It is 12."
     with pytest.raises(RolloutError, match=r"Bare\.extract_tool_calls gives no \(text, calls\)"):
         play(["Hm.…"], *TOOLS, "multi_turn.format=bare")
@@ -161,12 +157,8 @@ def test_a_tool_that_the_row_did_not_choose_is_called_invalidly(tmp_path: Path) 
         assert t.status == status
 
 
-def test_an_interaction_answers_where_no_tool_is_called(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "i.yaml").write_text(
-        f"interaction: [{{name: nags, class_name: '{USER}:Nags', config: {{}}}}]"
-    )
+def test_an_interaction_answers_where_no_tool_is_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "i.yaml").write_text(f"interaction: [{{name: nags, class_name: '{USER}:Nags', config: {{}}}}]")
     from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 
     assert list(initialize_interactions_from_config(str(tmp_path / "i.yaml"))) == ["nags"]
@@ -191,9 +183,7 @@ ENV = ["agent.environment.name=custom", f"agent.environment.path={USER}:Guess"]
 def test_an_environment_gives_the_reward(rewards: str) -> None:
     (t,), _ = play(["5", "7"], *ENV, f"agent.step_rewards={rewards}")
     assert (t.status, t.score, t.fields["environment_reward"]) == ("completed", 0.75, 0.75)
-    assert t.fields["environment_metrics"] == {"left": 0} and "Guess 0:0@0" in tiny_tokenizer().decode(
-        t.context_ids
-    )
+    assert t.fields["environment_metrics"] == {"left": 0} and "Guess 0:0@0" in tiny_tokenizer().decode(t.context_ids)
     if rewards == "tokens":
         scores = t.extra["token_scores"]
         ends = np.flatnonzero(t.response_ids == 258)[[0, -1]]
@@ -216,7 +206,7 @@ def test_nulls_of_the_configuration_reach_the_environment_and_those_of_parquet_d
     with pytest.raises(RolloutError, match="NoneType"):
         play(["5"], *ENV, "agent.environment.kwargs.steps=null", "agent.max_resamples=0")
     with pytest.raises(UserError, match=r"environment\.kwargs\.HOME=null"):
-        environments.check({"name": "command", "path": "env", "kwargs": {"HOME": None}}, "")
+        environment_agent.check({"name": "command", "path": "env", "kwargs": {"HOME": None}}, "")
     python = {"path": "python", "kwargs": {"a": None, "renderer": None}}
     assert json.loads(verifiers_server._first(python, "t"))["environment"] == {"a": None}
 
@@ -290,9 +280,7 @@ def test_an_environment_that_fails_is_never_a_zero(fail: str, said: str) -> None
         play(["5"], *words, events=events)
     assert [fields["attempt"] for kind, fields in events if kind == "trajectory_failed"] == [0, 1, 2]
     if fail == "reset":  # before there is a token there is nothing to score
-        with pytest.raises(
-            RolloutError, match=rf"no trajectory of this step.*environment_error: {USER}:Guess: reset"
-        ):
+        with pytest.raises(RolloutError, match=rf"no trajectory of this step.*environment_error: {USER}:Guess: reset"):
             play(["5"], *words, "agent.on_status.environment_error=score")
 
 
@@ -325,9 +313,7 @@ def test_the_end_of_a_loop_process_is_no_loss_of_the_samplers(policy: str, monke
     async def ends(self: Any, name: str, record: Any, sampling: Any, row: dict) -> Outcome:
         if row["sample_index"]:
             raise LoopEnded("out of memory")
-        record.add(
-            record.place(row["prompt_ids"]), Completion(np.array([5, 258]), np.zeros(2, np.float32), "stop")
-        )
+        record.add(record.place(row["prompt_ids"]), Completion(np.array([5, 258]), np.zeros(2, np.float32), "stop"))
         return Outcome()
 
     monkeypatch.setattr(LoopProcesses, "run", ends)
@@ -336,9 +322,7 @@ def test_the_end_of_a_loop_process_is_no_loss_of_the_samplers(policy: str, monke
     assert [(t.finish_reason, t.status, t.scored) for t in batch] == [
         ("stop", "completed", True), ("lost", "environment_error", False)
     ]  # fmt: skip
-    assert batch.meta["lost"] == 0 and batch.trajectories[1].extra.get("resamples", 0) == (
-        policy == "resample"
-    )
+    assert batch.meta["lost"] == 0 and batch.trajectories[1].extra.get("resamples", 0) == (policy == "resample")
 
 
 PROGRAM = """
@@ -399,16 +383,12 @@ def test_a_program_acts_through_its_sessions_url(
 
 def test_a_loop_of_the_public_system(tmp_path: Path) -> None:
     listed = tmp_path / "loops.yaml"
-    listed.write_text(
-        "- {name: listed_loop, _target_: tests.unit.rollout.agents_of_a_user.PublicLoop, greeting: More}"
-    )
+    listed.write_text("- {name: listed_loop, _target_: tests.unit.rollout.agents_of_a_user.PublicLoop, greeting: More}")
     words = ["agent.default_agent_loop=listed_loop", f"agent.agent_loop_config_path={listed}"]
     (t,), _ = play(["12", "Yes."], *words)
     assert t.text == "12<|im_end|>\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>"
     assert (t.policy_tokens, t.num_turns, "unrecorded_tokens" in t.extra) == (3 + 5, 4, False)
-    assert (t.rollout_log_probs[t.response_mask] == -0.5).all() and not t.rollout_log_probs[
-        ~t.response_mask
-    ].any()
+    assert (t.rollout_log_probs[t.response_mask] == -0.5).all() and not t.rollout_log_probs[~t.response_mask].any()
     (t,), _ = play(["12", "Yes."], "agent.default_agent_loop=public_loop", row={"extra_info": {"adds": True}})
     assert t.extra["unrecorded_tokens"] == 1 and not t.response_mask[-1] and t.rollout_log_probs[-1] == 0
     row = {"extra_info": {"image_data": [b"png"]}}

@@ -12,7 +12,7 @@ from tests.unit.rollout.test_rollout_async import BATCH, Rows, Run, lengths
 from tests.virtual import TimedEngine
 from verl.data.stream import PromptStream
 from verl.errors import UserError
-from verl.rollout.dynamic_sampling import GroupRule
+from verl.rollout.schedule import metric_values
 
 ON = "algorithm.filter_groups.enable=True"
 
@@ -112,7 +112,7 @@ def test_data_without_signal_stop_the_run_with_the_shares(tmp_path, words) -> No
 def test_a_metric_that_is_missing_names_those_there_are(tmp_path) -> None:
     run = Filtered(tmp_path, 0, TimedEngine(lengths), ON, "algorithm.filter_groups.metric=acc", steps=3).go()
     assert uids(run) == expected(3)
-    assert GroupRule("acc").values([Space(score=0.5, score_parts={})]) == [0.5], "a number is accuracy, too"
+    assert metric_values("acc", [Space(score=0.5, score_parts={})]) == [0.5], "a number is accuracy, too"
     with pytest.raises(UserError, match="it returned: acc, format, reward"):
         Filtered(tmp_path, 0, TimedEngine(lengths), ON, "algorithm.filter_groups.metric=nope", steps=3).go()
 

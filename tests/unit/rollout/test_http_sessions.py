@@ -32,15 +32,11 @@ class Client:
     def __init__(self, session: Session):
         self.session, self.url = session, urlsplit(session.base_url)
 
-    def ask(
-        self, path: str, body: Any = None, method: str = "", base: str = "", **how: Any
-    ) -> tuple[int, Any]:
+    def ask(self, path: str, body: Any = None, method: str = "", base: str = "", **how: Any) -> tuple[int, Any]:
         """(status, JSON) of an answer; (status, parts) of a stream."""
         connection = http.client.HTTPConnection(str(self.url.hostname), self.url.port, timeout=20)
         data = body if body is None or isinstance(body, bytes) or how else json.dumps(body)
-        connection.request(
-            method or ("GET" if body is None else "POST"), (base or self.url.path) + path, data, **how
-        )
+        connection.request(method or ("GET" if body is None else "POST"), (base or self.url.path) + path, data, **how)
         answer = connection.getresponse()
         text = answer.read().decode()
         connection.close()
@@ -156,7 +152,7 @@ def test_a_stop_string_is_in_the_tokens_and_not_in_the_message() -> None:
 
     session = serve(check, "One. STOP", "Two." + END, "ab")
     dialogue, _ = written(session)
-    text = session.runner.tokenizer.decode(dialogue.tokens[dialogue.mask])
+    text = session.setup.tokenizer.decode(dialogue.tokens[dialogue.mask])
     assert text == f"One. STOPTwo.{END}"
 
 
@@ -206,7 +202,7 @@ def test_messages_without_content_and_in_parts(without: str) -> None:
     session = serve(check, CALL + END, "Yes." + END)
     (segment,) = written(session)
     assert None not in [value for message in session.messages for value in message.values()]
-    text = session.runner.tokenizer.decode(segment.tokens)
+    text = session.setup.tokenizer.decode(segment.tokens)
     assert "<tool_response>\nIt is 3\n</tool_response>" in text and text.endswith(f"Yes.{END}")
 
 
@@ -215,9 +211,7 @@ def test_a_required_call_is_taken_as_auto(monkeypatch: pytest.MonkeyPatch, caplo
 
     def check(client: Client) -> None:
         for _ in range(2):
-            assert (
-                "tool_calls" not in client.chat(tools=TOOLS, tool_choice="required")["choices"][0]["message"]
-            )
+            assert "tool_calls" not in client.chat(tools=TOOLS, tool_choice="required")["choices"][0]["message"]
 
     session = serve(check, "No." + END, "No." + END)
     assert session.counts["required_tool_choices"] == 2 and caplog.text.count("taken as auto") == 1
@@ -275,9 +269,7 @@ def test_a_body_in_chunks_and_connections_that_stay_open() -> None:
         ("", 0),
     ],
 )
-def test_requests_that_are_too_large_too_slow_or_none(
-    monkeypatch: pytest.MonkeyPatch, text: str, status: int
-) -> None:
+def test_requests_that_are_too_large_too_slow_or_none(monkeypatch: pytest.MonkeyPatch, text: str, status: int) -> None:
     monkeypatch.setattr(http_sessions, "_READ_SECONDS", 0.3)
 
     def check(client: Client) -> None:

@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.scripted_record import ScriptedEngine
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.rollout import loops_of_a_user  # noqa: F401 - registers them here as model.external_lib does in a run
 from verl.config import Map
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, SamplingParams
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutManager
 from verl.rollout.loop_processes import LoopProcesses, LoopUnusable
-from verl.rollout.manager import RolloutManager, RolloutSettings
 from verl.trajectory import Batch, Prompt, Trajectory
 
 
-class Quick(RolloutEngine):
+class Quick(ScriptedEngine):
     """Answers in 10 ms with what it was asked."""
 
     version = 0
@@ -28,11 +30,6 @@ class Quick(RolloutEngine):
         await asyncio.sleep(0.01)
         draws = np.random.default_rng([sampling.seed % 2**32, sampling.call])
         return Completion(draws.integers(3, 200, 6), draws.random(6).astype(np.float32), "stop", text=None)
-
-    def abort(self, request_ids=None): ...
-    def load_weights(self, weights, version): ...
-    def sleep(self): ...
-    def wake(self): ...
 
 
 class Config(Map):

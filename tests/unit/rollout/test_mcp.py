@@ -16,10 +16,10 @@ from verl.rollout.agent_loop import EnvironmentFailed
 from tests.chaos.fork_server import until
 from tests.ranks import free_port, listens
 from tests.unit.rollout.test_agents import play
-from verl.rollout.manager import RolloutError
+from verl.rollout.groups import RolloutError
 from verl.rollout.tools import mcp_servers
-from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.parsers import ToolCall
+from verl.rollout.tools.tool import ToolError
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
 
 pytestmark = pytest.mark.skipif(
@@ -142,8 +142,6 @@ def test_a_server_over_http_that_ends_and_comes_back(tmp_path: Path) -> None:
         ({}, {"mcp_servers_config_path": None}, "type mcp needs mcp: {mcp_servers_config_path"),
     ],
 )  # fmt: skip
-def test_files_and_servers_that_cannot_be_used(
-    tmp_path: Path, servers: Any, options: dict, message: str
-) -> None:
+def test_files_and_servers_that_cannot_be_used(tmp_path: Path, servers: Any, options: dict, message: str) -> None:
     with pytest.raises(ToolError, match=message):
         toolbox(tools_file(tmp_path, servers, **options))

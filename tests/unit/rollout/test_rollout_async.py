@@ -15,22 +15,23 @@ from hypothesis import strategies as st
 from tests.chaos.fork_server import until
 from tests.virtual import TimedEngine, VirtualLoop
 from verl.config import load
+from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.stream import PromptStream
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
-from verl.rollout.dynamic_sampling import DynamicSchedule, GroupRule
+from verl.rollout.attempt import RolloutSettings, response_seed
 from verl.rollout.event_loop import BackgroundLoop
-from verl.rollout.manager import RolloutManager, RolloutSettings, response_seed
-from verl.rollout.requests import ResumableGeneration
-from verl.rollout.schedule import PromptSchedule, Versions
+from verl.rollout.groups import RolloutManager
+from verl.rollout.resumable import ResumableGeneration
+from verl.rollout.schedule import DynamicSchedule, PromptSchedule, Versions
 from verl.tracking.step_metrics import Counters
 from verl.tracking.timer import Phases
 from verl.trainer.colocation import Colocation
+from verl.trainer.parts import Parts
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.run import Parts
 from verl.trajectory import Batch, Prompt
-from verl.weight_sync.base import SyncResult
-from verl.workers.plan import UpdateResult
+from verl.weight_sync.sender import SyncResult
+from verl.workers.update_plan import UpdateResult
 
 BATCH, N = 4, 2
 
@@ -260,9 +261,7 @@ def test_more_staleness_hides_longer_stragglers(tmp_path) -> None:
     def length(seed: int) -> int:
         return 60 if seed % 13 == 0 else 5
 
-    times = {
-        k: Run(tmp_path, k, TimedEngine(length), steps=8, update_s=8.0).go().ended[-1] for k in (0, 1, 4)
-    }
+    times = {k: Run(tmp_path, k, TimedEngine(length), steps=8, update_s=8.0).go().ended[-1] for k in (0, 1, 4)}
     assert times[4] < times[1] < times[0]
 
 
@@ -315,7 +314,7 @@ def test_a_sampler_of_prompts_that_learns_must_not_be_drawn_ahead() -> None:
     with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
         PromptSchedule(stream, Versions(staleness=1), last_step=3)
     with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
-        DynamicSchedule(stream, GroupRule(), Versions(staleness=1), last_step=3, score=None, check=None)
+        DynamicSchedule(stream, FilterGroupsConfig(), Versions(staleness=1), last_step=3, score=None, check=None)
     PromptSchedule(stream, Versions(), last_step=3)
 
 
@@ -400,7 +399,7 @@ def test_an_error_in_the_background_reaches_the_loop(tmp_path) -> None:
             raise OSError("the tokenizer is gone")
         return ""
 
-    run.trainer.parts.rollouts._decode = decode
+    run.trainer.parts.rollouts._attempts._decode = decode
     with pytest.raises(OSError, match="tokenizer is gone"):
         run.go()
 

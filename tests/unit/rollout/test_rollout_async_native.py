@@ -14,10 +14,11 @@ import torch
 
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import SamplingParams
-from verl.engine.rollout.native import NativeEngine
+from verl.engine.rollout.native.engine import NativeEngine
+from verl.rollout.attempt import RolloutSettings
 from verl.rollout.event_loop import BackgroundLoop
-from verl.rollout.manager import RolloutManager, RolloutSettings
-from verl.rollout.requests import ResumableGeneration
+from verl.rollout.groups import RolloutManager
+from verl.rollout.resumable import ResumableGeneration
 from verl.trajectory import Prompt
 
 DRAWN = SamplingParams(max_tokens=48, ignore_eos=True, temperature=0.8, repetition_penalty=1.1)
@@ -120,10 +121,10 @@ def test_the_sampler_works_while_this_thread_does_something_else(trained: Any) -
         rollouts = RolloutManager(engine, settings, decode=str, on_finished=score)
         loop.run(rollouts.begin(prompts[:2]))
         deadline = time.monotonic() + 30
-        while sum(None not in g.responses for g in rollouts._groups) < 2 and time.monotonic() < deadline:
+        while sum(None not in g.responses for g in rollouts.groups) < 2 and time.monotonic() < deadline:
             torch.randn(64, 64) @ torch.randn(64, 64)
             time.sleep(0.001)
-        assert sum(None not in g.responses for g in rollouts._groups) == 2, "sampled without anybody waiting"
+        assert sum(None not in g.responses for g in rollouts.groups) == 2, "sampled without anybody waiting"
         loop.run(rollouts.begin(prompts[2:]))
         loop.run(rollouts.requests.pause())
         engine.load_weights(changed(trained, 3).state_dict().items(), 1)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
 
+from tests.scripted_record import ScriptedEngine
 from tests.tiny import tiny_model
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.rollout import agent_loop, loops
-from verl.rollout.manager import RolloutManager, RolloutSettings
+from verl.engine.rollout.base import Completion, SamplingParams
+from verl.rollout import loops
+from verl.rollout.attempt import RolloutSettings
+from verl.rollout.groups import RolloutManager
 from verl.rollout.record import Outcome
 from verl.trajectory import Batch, Prompt, Segment, Trajectory, segments_of
 
@@ -39,27 +39,25 @@ class TwoTurns(AgentLoopBase):
         ]
 
 
-@pytest.fixture
-def two_turns() -> Iterator[str]:
-    agent_loop.register("two_turns")(TwoTurns)
-    yield "two_turns"
-    loops._LOOPS.pop("two_turns")
+def sample(engine, loop: type[loops.AgentLoop], n: int = 3) -> Batch:
+    """A group of `n` trajectories of a loop."""
+    loops.register(loop.__name__)(loop)
 
-
-def sample(engine, loop: str, n: int = 3, prompts: int = 1) -> Batch:
     async def score(trajectory: Trajectory) -> None:
         trajectory.score = float(trajectory.index)
 
-    settings = RolloutSettings(SamplingParams(max_tokens=12, ignore_eos=True), n=n, seed=3, default_loop=loop)
+    settings = RolloutSettings(SamplingParams(max_tokens=12, ignore_eos=True), n=n, seed=3, default_loop=loop.__name__)
     manager = RolloutManager(engine, settings, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
 
     async def run() -> Batch:
-        rows = [Prompt(f"0:{i}@0", np.arange(3, 8) + i, messages="q") for i in range(prompts)]
-        batch = await manager.take(rows)
+        batch = await manager.take([Prompt("0:0@0", np.arange(3, 8), messages="q")])
         await manager.scored(batch)
         return batch
 
-    return asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    finally:
+        loops._LOOPS.pop(loop.__name__)
 
 
 def native(tmp_path):
@@ -92,11 +90,7 @@ def test_segments_know_what_they_share(tmp_path) -> None:
             await session.generate([*prompt, *first.token_ids, 9], {"max_tokens": 2})
             return Outcome()
 
-    loops.register("branching")(Branching)
-    try:
-        batch = sample(native(tmp_path), "branching", n=2)
-    finally:
-        loops._LOOPS.pop("branching")
+    batch = sample(native(tmp_path), Branching, n=2)
     for t in batch:
         long, branch, other = t.segments
         shared = len(t.prompt.ids) + 3
@@ -115,39 +109,26 @@ def test_equal_answers_keep_their_own_log_probs() -> None:
             done = await self.generate([7, 7], sampling_params)
             return AgentLoopOutput([7, 7], done.token_ids, [1, 1], done.log_probs)
 
-    class Echoing(RolloutEngine):
+    class Echoing(ScriptedEngine):
         version = 1
 
         async def generate(self, prompt_ids, sampling, **options):
             log_probs = np.full(2, -1.0 if len(prompt_ids) == 2 else -3.0, np.float32)
             return Completion(np.array([5, 6]), log_probs, "stop", versions=(len(prompt_ids),))
 
-        def abort(self, request_ids=None): ...
-        def load_weights(self, weights, version): ...
-        def sleep(self): ...
-        def wake(self): ...
-
-    loops.register("verified")(Verified)
-    try:
-        (trajectory,) = sample(Echoing(), "verified", n=1)
-    finally:
-        loops._LOOPS.pop("verified")
+    (trajectory,) = sample(Echoing(), Verified, n=1)
     (segment,) = trajectory.segments
     assert segment.rollout_log_probs.tolist() == [-1, -1] and segment.response_mask.all()
 
 
 def test_no_two_calls_of_a_trajectory_repeat_random_draws(tmp_path) -> None:
-    agent_loop.register("repeat")(Repeat)
-    try:
-        batch = sample(native(tmp_path), "repeat", n=8)
-    finally:
-        loops._LOOPS.pop("repeat")
+    batch = sample(native(tmp_path), Repeat, n=8)
     same = [np.mean(t.response_ids[:12] == t.response_ids[12:]) for t in batch]
     assert np.mean(same) < 0.1, "the second call draws what the first drew"
 
 
-def test_a_loop_that_drops_its_history_gives_segments(tmp_path, two_turns) -> None:
-    batch = sample(native(tmp_path), two_turns)
+def test_a_loop_that_drops_its_history_gives_segments(tmp_path) -> None:
+    batch = sample(native(tmp_path), TwoTurns)
     for t in batch:
         first, second = t.segments
         assert first.context_ids is t.prompt.ids and second.context_ids.tolist() == [
@@ -156,9 +137,7 @@ def test_a_loop_that_drops_its_history_gives_segments(tmp_path, two_turns) -> No
         ]
         assert t.length == first.length + second.length == 24 and t.policy_tokens == 24
         assert np.array_equal(t.response_ids, np.concatenate([first.response_ids, second.response_ids]))
-        assert np.array_equal(
-            t.rollout_log_probs, np.concatenate([first.rollout_log_probs, second.rollout_log_probs])
-        )
+        assert np.array_equal(t.rollout_log_probs, np.concatenate([first.rollout_log_probs, second.rollout_log_probs]))
         assert (
             t.fields == {"turn 1": "seen", "turn 2": "seen", "agent_metrics": {"calls": 2}}
             and t.extra["calls"] == 2
@@ -184,9 +163,9 @@ class Recorder:
         self.asked.append(("end", None, session, 0))
 
 
-def test_later_calls_name_their_session(two_turns) -> None:
+def test_later_calls_name_their_session() -> None:
     engine, name = Recorder(), "0:0@0#0"
-    (t,) = sample(engine, two_turns, n=1)
+    (t,) = sample(engine, TwoTurns, n=1)
     assert engine.asked == [(name, "0:0@0", name, 0), (f"{name}.1", None, name, 1), ("end", None, name, 0)]
     assert t.extra["prefill"][0] == 2 < t.extra["prefill"][1]
 
@@ -202,23 +181,19 @@ class Prefixed(AgentLoopBase):
 
 def test_first_calls_that_begin_with_the_same_tokens_share_their_prefill() -> None:
     engine = Recorder()
-    agent_loop.register("prefixed")(Prefixed)
-    try:
-        batch = sample(engine, "prefixed")
-    finally:
-        loops._LOOPS.pop("prefixed")
+    batch = sample(engine, Prefixed)
     first, second, third = (group for name, group, *_ in engine.asked if name != "end")
     assert first == second != third and "0:0@0" not in (first, third)
     assert [t.segments[0].context_ids[0] for t in batch] == [9, 9, 10]
 
 
-def test_a_segment_has_the_versions_that_wrote_its_own_tokens(two_turns) -> None:
+def test_a_segment_has_the_versions_that_wrote_its_own_tokens() -> None:
     class Moving(Recorder):
         async def generate(self, *args, **kwargs):
             done = await super().generate(*args, **kwargs)
             return replace(done, versions=(len(self.asked),))
 
-    (t,) = sample(Moving(), two_turns, n=1)
+    (t,) = sample(Moving(), TwoTurns, n=1)
     assert [segment.versions for segment in t.segments] == [(1,), (2,)] and t.versions == (1, 2)
 
 

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 
 from tests.counting import instructions
-from tests.scripted_record import ScriptedRecord, written
+from tests.scripted_record import ScriptedEngine
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.rollout import agent_loop, loops
-from verl.rollout.loop_runner import LoopRunner
-from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings, response_seed
-from verl.rollout.session import Session
+from verl.rollout import agent_loop
+from verl.rollout.attempt import RolloutSettings, response_seed
+from verl.rollout.groups import RolloutError, RolloutManager
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt, Trajectory
 
 
-class Scripted(RolloutEngine):
+class Scripted(ScriptedEngine):
     """Finishes responses in reverse order of submission; `fail` names requests that raise."""
 
     version = 7
@@ -36,18 +35,6 @@ class Scripted(RolloutEngine):
         tokens = np.array([len(prompt_ids), 5, 6])
         return Completion(tokens, np.full(3, -0.5, np.float32), "stop", versions=(7,))
 
-    def abort(self, request_ids=None):
-        return None
-
-    def load_weights(self, weights, version):
-        return None
-
-    def sleep(self):
-        return None
-
-    def wake(self):
-        return None
-
 
 class SamplerGone(RuntimeError):
     ends_the_run = True
@@ -57,14 +44,21 @@ def _prompts(count: int) -> list[Prompt]:
     return [Prompt(uid=f"0:{i}@0", ids=np.arange(i + 1), messages="q", row=i) for i in range(count)]
 
 
-def _rollouts(engine: RolloutEngine, scored: list[str], n: int = 2, **kwargs) -> RolloutManager:
+def _rollouts(
+    engine: RolloutEngine,
+    scored: list[str],
+    n: int = 2,
+    decode=lambda ids: " ".join(map(str, ids)),
+    event=None,
+    **kwargs,
+) -> RolloutManager:
     async def score(trajectory: Trajectory) -> None:
         await asyncio.sleep(0)
         scored.append(f"{trajectory.uid}#{trajectory.index}")
         trajectory.score = 1.0
 
     settings = RolloutSettings(SamplingParams(max_tokens=8), n=n, seed=3, **kwargs)
-    return RolloutManager(engine, settings, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
+    return RolloutManager(engine, settings, decode=decode, on_finished=score, event=event)
 
 
 def test_responses_come_back_in_draw_order_and_scored() -> None:
@@ -89,8 +83,10 @@ def test_a_lost_response_is_never_scored_and_too_many_stop_the_run() -> None:
     events, scored = [], []
 
     async def go(fail, max_lost):
-        rollouts = _rollouts(Scripted(fail), scored, max_lost_ratio=max_lost)
-        rollouts._event = lambda kind, **fields: events.append((kind, fields))
+        def event(kind, **fields):
+            events.append((kind, fields))
+
+        rollouts = _rollouts(Scripted(fail), scored, event=event, max_lost_ratio=max_lost)
         batch = await rollouts.take(_prompts(2))
         await rollouts.scored()
         return batch
@@ -167,9 +163,7 @@ def test_a_loop_that_scores_itself_replaces_the_reward_function() -> None:
     (t,) = asyncio.run(go())
     assert t.score == 0.25 and scored == [] and t.num_turns == 4
     assert t.rollout_log_probs[3] == 0 and t.policy_tokens == 6
-    assert len({request for request, *_ in engine.calls}) == 2, (
-        "every call of a response has its own request id"
-    )
+    assert len({request for request, *_ in engine.calls}) == 2, "every call of a response has its own request id"
 
 
 def test_columns_with_the_names_of_arguments_do_not_collide() -> None:
@@ -256,8 +250,7 @@ def test_a_text_that_came_with_a_response_is_taken_if_it_is_its_own() -> None:
         return "decoded here"
 
     async def go(kinds: list[str]) -> list[str | None]:
-        rollouts = _rollouts(Worded(), [], n=1, default_loop="text_test")
-        rollouts._decode = decode
+        rollouts = _rollouts(Worded(), [], n=1, decode=decode, default_loop="text_test")
         prompts = [Prompt(f"0:{i}@0", np.arange(3), messages=kind, row=i) for i, kind in enumerate(kinds)]
         return [t.text for t in await rollouts.take(prompts)]
 
@@ -274,26 +267,13 @@ def test_a_response_costs_the_driver_the_same_however_long_it_is() -> None:
 
     def cost(length: int) -> int:
         async def go() -> None:
-            rollouts = _rollouts(Worded(length), [], n=4)
-            rollouts._decode = decode
+            rollouts = _rollouts(Worded(length), [], n=4, decode=decode)
             batch = await rollouts.take(_prompts(2))
             assert {(t.text, t.length) for t in batch} == {("came along", length)}
 
         return instructions(lambda: asyncio.run(go()))
 
     assert 0 < cost(4096) == cost(2)
-
-
-def test_the_loop_of_one_turn_makes_no_list_of_its_tokens() -> None:
-    async def send(ids, sampling, media):
-        return Completion(np.arange(5), np.zeros(5, np.float32), "stop")
-
-    session = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopRunner())
-    asyncio.run(loops.SingleTurnAgent(session).run({"prompt_ids": np.arange(2)}, session))
-    (segment,) = written(session)
-    for column in (segment.tokens, segment.mask, segment.log_probs):
-        assert isinstance(column, np.ndarray) and len(column) == 5
-    assert segment.mask.all()
 
 
 def test_unknown_loops_are_named() -> None:

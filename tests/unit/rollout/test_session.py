@@ -12,9 +12,8 @@ from PIL import Image
 from tests.scripted_record import ScriptedRecord, written
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.record import Place, Record
-from verl.rollout.session import OutOfTokens, Session
+from verl.rollout.session import LoopSetup, OutOfTokens, Session
 
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
@@ -205,7 +204,7 @@ def script(tokenizer: Any, *texts: str, reason: str = "stop"):
 
 def session_of(tokenizer: Any, send: Any, budget: int = 4000, **how: Any) -> Session:
     sampling = SamplingParams(max_tokens=budget)
-    runner = LoopRunner(tokenizer)
+    runner = LoopSetup(tokenizer)
     vars(runner).update(how)
     return Session(ScriptedRecord(send), sampling, runner)
 
@@ -277,8 +276,7 @@ def test_the_results_of_several_calls_of_a_turn_are_those_of_a_full_rendering(fa
     async def talk() -> list[dict[str, Any]]:
         reply = await session.chat(question, TOOLS)
         answers = [
-            {"role": "tool", "content": str(n), "tool_call_id": c.id, "name": "add"}
-            for n, c in enumerate(reply.calls)
+            {"role": "tool", "content": str(n), "tool_call_id": c.id, "name": "add"} for n, c in enumerate(reply.calls)
         ]
         assert [c.arguments for c in reply.calls] == [{"a": 0}, {"a": 1}]
         last = await session.chat([*question, reply.message, *answers], TOOLS)
@@ -298,9 +296,7 @@ def test_the_ids_of_calls_are_unique_in_a_session(family: str, expected: list[st
     turn = FAMILIES[family].call + FAMILIES[family].end
 
     async def ids() -> list[str]:
-        session = session_of(
-            tokenizer, script(tokenizer, *[turn] * 3)[0], tool_format=FAMILIES[family].tool_format
-        )
+        session = session_of(tokenizer, script(tokenizer, *[turn] * 3)[0], tool_format=FAMILIES[family].tool_format)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "1+2?"}]
         for _ in range(3):
             reply = await session.chat(messages, TOOLS)
@@ -334,9 +330,7 @@ def test_a_turn_that_was_cut_is_closed_before_the_next(family: str) -> None:
 def test_history_that_changes_opens_a_segment(change: str) -> None:
     template = CHAT_TEMPLATE
     if change == "a template that rewrites":  # every message says how many there are
-        template = template.replace(
-            "message['content'] +", "message['content'] + (messages | length) | string +"
-        )
+        template = template.replace("message['content'] +", "message['content'] + (messages | length) | string +")
     tokenizer = tiny_tokenizer(template=template)
     send, _ = script(tokenizer, "One.<|im_end|>", "Two.<|im_end|>")
     session = session_of(tokenizer, send)
@@ -350,10 +344,7 @@ def test_history_that_changes_opens_a_segment(change: str) -> None:
 
     asyncio.run(talk())
     first, second = written(session)
-    assert (
-        tokenizer.decode(first.tokens) == "One.<|im_end|>"
-        and tokenizer.decode(second.tokens) == "Two.<|im_end|>"
-    )
+    assert tokenizer.decode(first.tokens) == "One.<|im_end|>" and tokenizer.decode(second.tokens) == "Two.<|im_end|>"
     assert first.mask.all() and second.mask.all()
 
 
@@ -430,9 +421,7 @@ def test_a_repeated_request_replaces_no_answer_that_is_history(over_http: bool) 
     assert len(written(session)) == 2 + over_http and not session.record.replaced
 
 
-@pytest.mark.parametrize(
-    ("thinks", "as_inference", "segments"), [(True, True, 2), (True, False, 1), (False, True, 1)]
-)
+@pytest.mark.parametrize(("thinks", "as_inference", "segments"), [(True, True, 2), (True, False, 1), (False, True, 1)])
 def test_thinking_that_the_template_drops(thinks: bool, as_inference: bool, segments: int) -> None:
     drops = "message['content'].split('</think>')[-1] if not loop.last else message['content']"
     tokenizer = tiny_tokenizer(template=CHAT_TEMPLATE.replace("message['content']", f"({drops})"))
@@ -470,7 +459,7 @@ def test_generate_records_what_goes_on_and_what_does_not() -> None:
     async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
         return Completion(np.array([len(ids), 9]), np.full(2, -1.0, np.float32), "stop")
 
-    session = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopRunner())
+    session = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopSetup())
 
     async def go() -> None:
         await session.generate([1, 2])
@@ -489,7 +478,7 @@ def test_a_record_keeps_nothing_of_the_callers_arrays() -> None:
     async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
         return Completion(np.array([8, 9]), np.full(2, -1.0, np.float32), "stop")
 
-    session, buffer = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopRunner()), np.arange(9)
+    session, buffer = Session(ScriptedRecord(send), SamplingParams(max_tokens=8), LoopSetup()), np.arange(9)
 
     async def go() -> None:
         await session.generate(buffer[:2])
@@ -503,14 +492,12 @@ def test_a_record_keeps_nothing_of_the_callers_arrays() -> None:
 
 
 def test_images_are_the_same_where_they_are_equal_and_no_other_ones() -> None:
-    session = Session(ScriptedRecord(None), SamplingParams(max_tokens=8), LoopRunner())  # type: ignore[arg-type]
+    session = Session(ScriptedRecord(None), SamplingParams(max_tokens=8), LoopSetup())  # type: ignore[arg-type]
 
     def key(image: Any) -> Any:
         return session._key({"role": "user", "content": [{"type": "image", "image": image}]})
 
-    keys = [
-        key(Image.new("RGB", (1, 1), (number, 0, 0))) for number in range(50)
-    ]  # each freed before the next
+    keys = [key(Image.new("RGB", (1, 1), (number, 0, 0))) for number in range(50)]  # each freed before the next
     assert len(set(keys)) == 50 and key(Image.new("RGB", (1, 1), (7, 0, 0))) == keys[7]
 
 

@@ -13,9 +13,8 @@ import pytest
 from verl.config import Map
 from verl.data.rows import BadRow, tools_of_row
 from verl.rollout import event_loop
-from verl.rollout.tools.base import BaseTool, ToolError, ToolResponse
-from verl.rollout.tools.function_tools import function_tool
 from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
+from verl.rollout.tools.tool import BaseTool, ToolError, ToolResponse, function_tool
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
 
 SCHEMA = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {
@@ -23,10 +22,10 @@ SCHEMA = {"type": "function", "function": {"name": "find", "parameters": {"type"
     "any": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     "not": {}}}}}  # fmt: skip
 ONE = {"text": "1, {a}", "count": 2}
-XML = (
-    "<function=find>\n<parameter=text>\n1, {a}\n</parameter>\n<parameter=count>\n2\n</parameter>\n</function>"
+XML = "<function=find>\n<parameter=text>\n1, {a}\n</parameter>\n<parameter=count>\n2\n</parameter>\n</function>"
+INVOKE = (
+    '<invoke name="find">\n<parameter name="text">1, {a}</parameter>\n<parameter name="count">2</parameter>\n</invoke>'
 )
-INVOKE = '<invoke name="find">\n<parameter name="text">1, {a}</parameter>\n<parameter name="count">2</parameter>\n</invoke>'
 DSML = '<｜DSML｜invoke name="find"><｜DSML｜parameter name="text" string="true">1, {a}</｜DSML｜parameter><｜DSML｜parameter name="count" string="false">2</｜DSML｜parameter></｜DSML｜invoke>'
 JSON = '{"name": "find", "arguments": {"text": "1, {a}", "count": 2}}'
 JSON_CALL = f"<tool_call>{JSON}</tool_call>"

@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.tracking import console, names
+from verl.tracking.metrics_table import NOT_ON_CONSOLE, in_order, with_aliases
 
 ROOT = Path(__file__).parents[3]
-NAMES = st.text(
-    st.characters(codec="ascii", categories=["L", "N"], include_characters="_/@:"), min_size=1, max_size=20
-)
+NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters="_/@:"), min_size=1, max_size=20)
 
 
 def test_line_is_exactly_as_specified():
@@ -46,7 +45,7 @@ def parse_step_line(text):
 
 @given(st.integers(0, 10**6), st.dictionaries(NAMES, st.integers() | st.floats()))
 def test_line_parses_back(step, metrics):
-    metrics = {n: v for n, v in metrics.items() if n not in names.NOT_ON_CONSOLE and n != "step"}
+    metrics = {n: v for n, v in metrics.items() if n not in NOT_ON_CONSOLE and n != "step"}
     found = parse_step_line(console.step_line(step, metrics))
     assert found.pop("step") == step
     assert found.keys() == metrics.keys()
@@ -65,7 +64,7 @@ val-core/gsm8k/acc/mean@1 val-aux/gsm8k/reward/std@2 timing_s/reshard custom/met
 
 def test_order_of_sections():
     expected = IN_ORDER.split()
-    assert list(names.in_order(dict.fromkeys(sorted(expected), 0))) == expected
+    assert list(in_order(dict.fromkeys(sorted(expected), 0))) == expected
 
 
 def test_plain_numbers_only():
@@ -82,11 +81,11 @@ def test_plain_numbers_only():
 
 def test_aliases():
     base = {"critic/rewards/mean": 0.5, "actor/ppo_kl": 0.1}
-    assert names.with_aliases(base) == {**base, "actor/reward_mean": 0.5, "actor/kl_divergence": 0.1}
+    assert with_aliases(base) == {**base, "actor/reward_mean": 0.5, "actor/kl_divergence": 0.1}
     more = {**base, "actor/reward_kl_penalty": 0.2}
-    assert names.with_aliases(more)["actor/kl_divergence"] == 0.2
-    assert names.with_aliases({**more, "actor/kl_loss": 0.3})["actor/kl_divergence"] == 0.3
-    assert names.with_aliases({"critic/vf_loss": 2.0})["critic/value_loss"] == 2.0
+    assert with_aliases(more)["actor/kl_divergence"] == 0.2
+    assert with_aliases({**more, "actor/kl_loss": 0.3})["actor/kl_divergence"] == 0.3
+    assert with_aliases({"critic/vf_loss": 2.0})["critic/value_loss"] == 2.0
 
 
 def test_one_line():

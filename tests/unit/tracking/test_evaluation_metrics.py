@@ -121,8 +121,5 @@ def test_texts_get_the_published_values() -> None:
     uneven = [["The dog bit the man."], *references[1:]]  # not every response has a second reference
     assert 0 < text_metrics(["bleu"], responses, uneven)["bleu"] <= 48.530828
     said, texts = ["the cat sat on the mat"], [["no", "the cat is on the mat"]]  # the closest counts
-    found = {
-        name: pytest.approx(value)
-        for name, value in {"rouge1": 5 / 6, "rouge2": 3 / 5, "rougeL": 5 / 6}.items()
-    }
+    found = {name: pytest.approx(value) for name, value in {"rouge1": 5 / 6, "rouge2": 3 / 5, "rougeL": 5 / 6}.items()}
     assert text_metrics(["rouge"], said, texts) == found

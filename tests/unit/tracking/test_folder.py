@@ -34,9 +34,7 @@ def never(error: OSError) -> None:
     raise AssertionError(error)
 
 
-@given(
-    st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"x")), st.integers(0, 3), st.integers(0, 200_000)
-)
+@given(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"x")), st.integers(0, 3), st.integers(0, 200_000))
 def test_mend_keeps_exactly_the_whole_lines(tmp_path_factory, tail, whole, padding):
     path = tmp_path_factory.mktemp("m") / "a.jsonl"
     head = b"".join(line({"n": i, "pad": "x" * padding}) for i in range(whole))
@@ -181,9 +179,7 @@ def test_config_and_versions(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [*plain, *secrets, "--auth-token", "xyz"])
     folder = RunFolder(tmp_path, print)
     given = {"hf_token": "xyz", "access_key": "abc", "password": None, "tokenizer": "t", "max_token_len": 5}
-    servers = [
-        {"headers": ["Authorization: Bearer xyz"], "args": ["--token", "xyz", "b"], "url": "http://u:xyz@h"}
-    ]
+    servers = [{"headers": ["Authorization: Bearer xyz"], "args": ["--token", "xyz", "b"], "url": "http://u:xyz@h"}]
     folder.write_static({"a": given | {"path": Path("/x"), "l": (1,)}, "servers": servers})
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     hidden = [{"headers": ["Authorization: ***"], "args": ["--token", "***", "b"], "url": "http://***@h"}]
@@ -191,12 +187,8 @@ def test_config_and_versions(tmp_path, monkeypatch):
     assert config == {"a": shown, "servers": hidden}
     found = json.loads((tmp_path / "versions.json").read_text())
     assert "xyz" not in (tmp_path / "versions.json").read_text()
-    assert found["command"][1 : 1 + len(plain)] == plain and len(found["command"]) == 3 + len(plain) + len(
-        secrets
-    )
-    assert '"url": "b"' in found["command"][3 + len(plain)] and "http://h/p?api_key=***&b=1" in str(
-        found["command"]
-    )
+    assert found["command"][1 : 1 + len(plain)] == plain and len(found["command"]) == 3 + len(plain) + len(secrets)
+    assert '"url": "b"' in found["command"][3 + len(plain)] and "http://h/p?api_key=***&b=1" in str(found["command"])
     assert found["packages"]["numpy"] == np.__version__ and "git_commit" in found
 
 

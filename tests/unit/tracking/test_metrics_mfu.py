@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests import ranks
 from tests.tiny import tiny_config, tiny_model
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.models.layers import ModelCost, model_cost, product_weights
 from verl.platform import detect
-from verl.platform.base import half_precision_peak
+from verl.platform.device import half_precision_peak
 from verl.tracking.step_metrics import mfu, step_mfu
 from verl.trajectory import Prompt, Trajectory
 
@@ -27,9 +27,7 @@ class Known:
         return 1e12 if dtype == torch.bfloat16 else None
 
 
-@pytest.mark.parametrize(
-    ("arch", "tied"), [("qwen3", False), ("qwen3", True), ("qwen2", False), ("llama", True)]
-)
+@pytest.mark.parametrize(("arch", "tied"), [("qwen3", False), ("qwen3", True), ("qwen2", False), ("llama", True)])
 def test_a_forward_pass_costs_what_torch_counts(arch: str, tied: bool) -> None:
     """torch counts the products it dispatches: all pairs of a sequence, where a causal pass needs half of them."""
     model = AutoModelForCausalLM.from_config(tiny_config(arch, tied=tied), attn_implementation="eager").eval()
@@ -121,7 +119,7 @@ def test_a_device_without_a_known_peak_has_no_such_metric(tmp_path) -> None:
 
 
 def cost_of_a_rank(path: str) -> tuple[float, float, float]:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.platform.cpu import CpuPlatform
 
     platform = CpuPlatform()

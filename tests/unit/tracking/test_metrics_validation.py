@@ -169,9 +169,7 @@ def test_large_groups_are_fast():
 
     rng = np.random.default_rng(0)
     rows = [
-        trajectory_of(
-            f"p{g}", i, float(rng.integers(2)), acc=float(rng.integers(2)), pred=str(rng.integers(9))
-        )
+        trajectory_of(f"p{g}", i, float(rng.integers(2)), acc=float(rng.integers(2)), pred=str(rng.integers(9)))
         for g in range(20)
         for i in range(64)
     ]

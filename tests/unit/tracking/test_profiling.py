@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from verl.config import Map
-from verl.config.rules.profiling import check_options
 from verl.errors import UserError
 from verl.platform import platform_of
+from verl.tracking.check import check_options
 from verl.tracking.profiler import ProfilePlan, StepProfiler, nsight_options, open_profiler, plan_for
 from verl.tracking.timer import Phases
 
@@ -234,6 +234,4 @@ def test_supervised_training_profiles_too(tmp_path: Path) -> None:
     ]
     assert main(words) == 0
     name = "sft.rank0.step2.torch_memory"
-    assert {"update", "[memory]"} <= {
-        event.get("name") for event in opened(str(tmp_path / f"profiles/{name}.json.gz"))
-    }
+    assert {"update", "[memory]"} <= {event.get("name") for event in opened(str(tmp_path / f"profiles/{name}.json.gz"))}

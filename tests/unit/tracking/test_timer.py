@@ -130,9 +130,7 @@ def test_shares_of_a_step() -> None:
     times = StepTimes(phases, [(8.0, 11.0), (13.0, 17.0), (19.0, 25.0)])
     found = times.metrics(samplers=3, trainers=1)
     assert found["perf/trainer_idle_ratio"] == pytest.approx(0.3)
-    assert found["perf/sampler_idle_ratio"] == pytest.approx((10 - 1 - 4 - 1) / 10), (
-        "only what is in the step"
-    )
+    assert found["perf/sampler_idle_ratio"] == pytest.approx((10 - 1 - 4 - 1) / 10), "only what is in the step"
     assert found["perf/device_busy_ratio"] == pytest.approx(1 - (3 * 0.4 + 0.3) / 4)
     assert "perf/device_busy_ratio" not in times.metrics(samplers=0, trainers=4)
     with pytest.raises(ValueError, match="expected 1"):

@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit.data.test_media import picture
 from verl.config import load
-from verl.config.check import check
-from verl.reward.answers import final_answer, has_answers, predicted
+from verl.preflight.check import check
+from verl.reward.rules import final_answer, has_answers, predicted
 from verl.trainer import main_eval
 from verl.trainer.evaluation import Responses, evaluation_metrics
 
@@ -139,7 +139,7 @@ def test_a_function_that_always_fails_is_an_error(tmp_path, capfd) -> None:
 
 
 def test_missing_packages_are_named_before_anything_is_scored(tmp_path, capfd, monkeypatch) -> None:
-    monkeypatch.setattr("verl.config.rules.data.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("verl.data.check.importlib.util.find_spec", lambda name: None)
     status, _, err = run(write(tmp_path, row(["a"])), capfd, "metrics.text=[bleu,rouge]")
     assert status == 3 and "pip install sacrebleu" in err and "pip install rouge-score" in err
 

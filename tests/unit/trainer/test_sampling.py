@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl.config import load
-from verl.trainer.run import rollout_settings, validation_sampling
+from verl.trainer.parts import rollout_settings, validation_sampling
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -34,9 +34,7 @@ def test_validation_is_greedy_and_plain_unless_asked() -> None:
     assert (val.min_p, val.repetition_penalty) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("words", "temperature"), [(["do_sample=False"], 0.0), ([], 0.8), (["do_sample=True"], 0.8)]
-)
+@pytest.mark.parametrize(("words", "temperature"), [(["do_sample=False"], 0.0), ([], 0.8), (["do_sample=True"], 0.8)])
 def test_do_sample(words: list[str], temperature: float) -> None:
     given = [f"{ROLLOUT}.val_kwargs.{word}" for word in ("temperature=0.8", *words)]
     assert validation_sampling(config(*given)).temperature == temperature

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests import ranks
+from tests.runs import check_listed
 from tests.tiny import tiny_model, tiny_vision_model, unseeing
 from tests.unit.data.test_media import noise, picture
 from verl.data.sft import SFTRow
-from verl.trainer.sft_setup import as_trajectory
+from verl.trainer.sft_loop import as_trajectory
 from verl.trainer.sft_trainer import main
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven"]
@@ -45,7 +46,7 @@ def arguments(model: Path, data: Path, run: Path, *more: str) -> list[str]:
 def records(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without events and without what measures time."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [one for one in lines if "step" in one and "event" not in one]
+    steps = [check_listed(one) for one in lines if "step" in one and "event" not in one]
     return [{k: v for k, v in one.items() if "time" not in k} for one in steps]
 
 
@@ -178,9 +179,7 @@ def test_a_row_whose_image_cannot_be_drawn_is_replaced(tmp_path, count) -> None:
     rows[2]["images"] = ["cut.png"]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     run, once = tmp_path / "run", ("trainer.total_training_steps=2", "data.max_length=200")
-    words = arguments(
-        files, tmp_path / "rows.jsonl", run, *once, "trainer.test_freq=2", "data.train_batch_size=3"
-    )
+    words = arguments(files, tmp_path / "rows.jsonl", run, *once, "trainer.test_freq=2", "data.train_batch_size=3")
     words = [*words, "data.max_bad_row_ratio=0.2"]
     assert (ranks.run(main, 2, words, join=False) == [0, 0]) if count > 1 else (main(words) == 0)
     assert sum(line.get("training/skipped_rows", 0) for line in records(run)) == 1

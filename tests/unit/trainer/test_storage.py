@@ -18,10 +18,10 @@ from verl.checkpoint import CheckpointError, newest
 from verl.checkpoint.remote import RemoteCopies
 from verl.checkpoint.write import CheckpointWriter
 from verl.tracking.step_metrics import Counters
-from verl.trainer.resume import Storage
+from verl.trainer.checkpoints import Storage
 from verl.trainer.step_record import RefusedSteps, TooManyRefused
 from verl.trajectory import Prompt, Trajectory
-from verl.workers.plan import Refusal, UpdateResult
+from verl.workers.update_plan import Refusal, UpdateResult
 
 
 class Records:
@@ -67,6 +67,10 @@ def storage(root: Path, *, narrowed: bool = False, contents: dict | None = None,
     }
     config = SimpleNamespace(**groups, was_set=lambda key: narrowed, to_dict=lambda: own)
     return Storage(config, "checkpoint", Records(root))  # type: ignore[arg-type]
+
+
+def resume(of: Storage, checkpoint: Any, restore: Any = lambda checkpoint: None) -> int:
+    return of.resume(checkpoint, {}, restore, model_key="model.path")
 
 
 def records(of: Storage) -> Any:
@@ -181,11 +185,11 @@ def test_a_local_checkpoint_is_deleted_after_loading_only_if_there_is_another(tm
     one = storage(tmp_path / "run", default_hdfs_dir=away, del_local_ckpt_after_load=True)
     save(one, 1)
     found = one.find()
-    one.loaded(found)
+    resume(one, found)
     assert not found.path.exists() and one.find().step == 1, "fetched anew"
     alone = storage(tmp_path / "alone", del_local_ckpt_after_load=True)
     save(alone, 1)
-    alone.loaded(alone.find())
+    resume(alone, alone.find())
     assert newest(tmp_path / "alone").step == 1 and "is kept" in records(alone).notices[-1]
 
 
@@ -201,8 +205,12 @@ def test_a_local_checkpoint_is_deleted_after_loading_only_if_there_is_another(tm
 def test_only_what_a_checkpoint_is_to_blame_for_says_to_move_it_away(tmp_path, error, raised) -> None:
     one = storage(tmp_path)
     save(one, 1)
-    with pytest.raises(raised), one.loading(one.find()):
+
+    def fail(checkpoint: Any) -> None:
         raise error
+
+    with pytest.raises(raised):
+        resume(one, one.find(), fail)
     assert ("checkpoint_not_loaded" in records(one).events.kinds()) is (raised is CheckpointError)
 
 
@@ -210,7 +218,7 @@ def test_parts_that_are_not_read_are_named(tmp_path) -> None:
     one = storage(tmp_path, narrowed=True, contents={"load_contents": ["hf_model", "extra"]})
     save(one, 1)
     assert [one.wants(part) for part in ("model", "optimizer", "extra")] == [True, False, True]
-    one.loaded(one.find())
+    resume(one, one.find())
     assert "resumed without optimizer" in records(one).notices[-1]
     less = storage(tmp_path, contents={"save_contents": ["model"], "load_contents": ["model"]})
     assert all(less.wants(part) for part in ("model", "optimizer", "extra")), "nobody asked for less"
@@ -219,11 +227,11 @@ def test_parts_that_are_not_read_are_named(tmp_path) -> None:
 def test_settings_that_changed_are_named(tmp_path) -> None:
     save(storage(tmp_path, total_epochs=3), 1)
     same = storage(tmp_path, total_epochs=3, resume_mode="auto", new_key=1)
-    same.loaded(same.find())
+    resume(same, same.find())
     assert not records(same).notices
     other = storage(tmp_path, contents={"async_save": True}, total_epochs=4, resume_mode="resume_path")
     found = newest(tmp_path)
-    other.loaded(found)
+    resume(other, found)
     changed = "trainer.total_epochs: 3 then, 4 now; groups.mine.async_save: False then, True now"
     assert records(other).notices == [f"settings that changed since global_step_1: {changed}"]
     assert "sk-1" not in (found.path / "state" / "loop.json").read_text()
@@ -251,9 +259,7 @@ def test_weights_are_asked_about_the_longest_row(tmp_path) -> None:
     one, asked, rows = storage(tmp_path), [], [row("a", 0), row("b", 2), row("c", 5)]
     assert [one.refuses(1, rows[:n], log_probs_of(asked), "lr") for n in (3, 2, 1)] == [True, False, False]
     assert asked == [5, 2]
-    assert not storage(tmp_path, contents={"save_contents": ["extra"]}).refuses(
-        1, rows, log_probs_of([]), "lr"
-    )
+    assert not storage(tmp_path, contents={"save_contents": ["extra"]}).refuses(1, rows, log_probs_of([]), "lr")
 
 
 def test_refused_steps_in_a_row_are_counted_over_a_resume(tmp_path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.weight_sync import buckets
-from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.verify import WeightSyncError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
 
@@ -33,9 +33,7 @@ class Kept(buckets.Sink):
         return self.at is not None and used >= self.at
 
     def publish(self, header: bytes, used: int) -> None:
-        assert (
-            used - buckets.ALIGN < self.reserved or used == 0
-        )  # an empty tensor at the end moves `used` only
+        assert used - buckets.ALIGN < self.reserved or used == 0  # an empty tensor at the end moves `used` only
         self.kept.append((header, self.buffer[:used].clone()))
 
 

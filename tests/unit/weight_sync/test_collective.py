@@ -24,10 +24,9 @@ from tests.weight_sync_processes import (
     weights,
 )
 from verl.platform.network import address_towards, listen
-from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.channel import Channel
 from verl.weight_sync.collective import Rendezvous, WeightGroup, broadcast
-from verl.weight_sync.shared_memory import Channel
-from verl.weight_sync.verify import checksums
+from verl.weight_sync.verify import WeightSyncError, checksums
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -39,15 +38,11 @@ def channel(request: pytest.FixtureRequest) -> Iterator[str]:
     check_clean(name)
 
 
-def start(
-    channel: str, size: int, readers: int, pushes: int, out: Any, reader: Any = hashes
-) -> tuple[Any, ...]:
+def start(channel: str, size: int, readers: int, pushes: int, out: Any, reader: Any = hashes) -> tuple[Any, ...]:
     port = free_port()
     hosts = [spawn(relays, rank, size, port, channel, readers, pushes, out) for rank in range(1, size)]
     samplers = [
-        spawn(reader, f"{channel}.{rank}", number, pushes, out)
-        for rank in range(1, size)
-        for number in range(readers)
+        spawn(reader, f"{channel}.{rank}", number, pushes, out) for rank in range(1, size) for number in range(readers)
     ]
     return WeightGroup(0, Rendezvous("127.0.0.1", port, size, 20)), hosts, samplers
 
@@ -74,12 +69,8 @@ def test_samplers_of_all_hosts_hold_the_same_bytes(channel: str, own: int, bucke
         spawn(hashes, f"{channel}.0", 0, 2, out)
     for version in range(2):
         here = Channel(f"{channel}.0", own, timeout=10) if own else None
-        result = broadcast(
-            group, weights(version), version, bucket_bytes=bucket, dtype=torch.bfloat16, channel=here
-        )
-        assert result.bytes == sum(
-            t.numel() * (2 if t.is_floating_point() else t.element_size()) for _, t in weights()
-        )
+        result = broadcast(group, weights(version), version, bucket_bytes=bucket, dtype=torch.bfloat16, channel=here)
+        assert result.bytes == sum(t.numel() * (2 if t.is_floating_point() else t.element_size()) for _, t in weights())
     found = gathered(out, 2 * (2 + 4 + own))
     expected = [checksums(weights(v), dtype=torch.bfloat16) for v in range(2)]
     for reader, hosts in ((0, 2 + own), (1, 2)):
@@ -100,9 +91,7 @@ def test_a_killed_sampler_of_another_host_fails_every_rank_by_name(channel: str)
         yield from [(f"{n}.again", t) for n, t in weights()]
 
     started = time.monotonic()
-    with pytest.raises(
-        WeightSyncError, match=rf"relay of rank 2 failed.*reader 0 of .*process {victim.pid}\) died"
-    ):
+    with pytest.raises(WeightSyncError, match=rf"relay of rank 2 failed.*reader 0 of .*process {victim.pid}\) died"):
         broadcast(group, gather(), 0, bucket_bytes=4096)
     assert time.monotonic() - started < 15
     found = gathered(out, 3)
@@ -140,7 +129,7 @@ def test_a_killed_relay_ends_the_transfer_in_time(channel: str) -> None:
 
 
 def test_a_relay_whose_channel_is_taken_fails_the_transfer_and_not_the_group(channel: str) -> None:
-    from verl.weight_sync.shared_block import SharedMemoryBlock
+    from verl.weight_sync.shared_memory import SharedMemoryBlock
 
     out = context.Queue()
     blocked = SharedMemoryBlock.create(f"{channel}.1", 1, 1024, 0)

@@ -13,13 +13,12 @@ import torch
 
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import SamplingParams
-from verl.engine.rollout.native import NativeEngine
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.rollout.native.engine import NativeEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.models.adapters import exported
-from verl.models.names import CheckpointViews
-from verl.weight_sync.base import WeightSyncError
+from verl.models.checkpoint_names import CheckpointViews
 from verl.weight_sync.sender import InProcessSync
-from verl.weight_sync.verify import checksums, compare, digesting
+from verl.weight_sync.verify import WeightSyncError, checksums, compare, digesting
 
 ARCHS: dict[str, dict[str, Any]] = {"qwen3": {}, "qwen2": {"tied": True}, "qwen3_moe": {}, "mixtral": {}}
 
@@ -106,9 +105,7 @@ def test_verification_sees_a_stale_packed_copy(tmp_path: Path, dtype: str) -> No
     assert sync.push(2, verify=True).verified
 
 
-def test_verification_sees_a_push_that_forgets_the_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verification_sees_a_push_that_forgets_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = FSDPEngine(module=load(tmp_path, "qwen3"))
     sampler = engine(trainer.module)
     response(sampler)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from verl.algorithms.agreement import first_step_bound, first_step_disagreement
-from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.sender import StreamedSync
-from verl.weight_sync.verify import checksums, compare, digest
+from verl.weight_sync.verify import FULL, SAMPLED, WeightSyncError, checksums, compare, digest
 
 
 class Receiver(WeightReceiver):

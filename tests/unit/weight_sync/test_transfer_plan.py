@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason="Ray is not installed")
 
 from tests.weight_sync_processes import channel_name
 from verl.platform.cpu import CpuPlatform
-from verl.weight_sync.shared_memory import attempt, offer
+from verl.weight_sync.channel import attempt, offer
 from verl.workers.ray import remote_weight_sync
 from verl.workers.ray.remote_weight_sync import by_device, by_node
 from verl.workers.ray.replicas import Replica

@@ -28,8 +28,6 @@ def pool(per_node: int, *nodes: str) -> Any:
 )
 def test_threads(pools: list[Any], threads: list[int]) -> None:
     """8 cores on node a, 2 on b: a pool's processes have as many threads as its poorest node allows."""
-    cluster = SimpleNamespace(
-        nodes=lambda: [SimpleNamespace(id="a", cpus=8.0), SimpleNamespace(id="b", cpus=2.0)]
-    )
+    cluster = SimpleNamespace(nodes=lambda: [SimpleNamespace(id="a", cpus=8.0), SimpleNamespace(id="b", cpus=2.0)])
     share_cores(cluster, pools)
     assert [one.threads for one in pools] == threads

@@ -14,7 +14,7 @@ import pytest
 from tests.tiny import tiny_model
 from verl.config import load
 from verl.errors import UserError
-from verl.platform import host
+from verl.platform import host_resources
 
 pytest.importorskip("ray", reason="Ray is not installed")
 from verl.workers import compare_nodes
@@ -91,12 +91,14 @@ def test_open_files_are_raised_before_anything_is_refused(monkeypatch) -> None:
     now = [256, 2048]
     monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(now))
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: now.__setitem__(slice(2), pair))
-    assert host.raise_open_files(1280) == 1280 and now == [1280, 2048]
-    assert host.raise_open_files(4096) == 2048 and host.raise_open_files(100) == 2048, "never lowered"
+    assert host_resources.raise_open_files(1280) == 1280 and now == [1280, 2048]
+    assert host_resources.raise_open_files(4096) == 2048 and host_resources.raise_open_files(100) == 2048, (
+        "never lowered"
+    )
     now[:] = [256, resource.RLIM_INFINITY]
-    assert host.raise_open_files(5000) == 5000
+    assert host_resources.raise_open_files(5000) == 5000
     now[:] = [resource.RLIM_INFINITY] * 2
-    assert host.raise_open_files(5000) == math.inf
+    assert host_resources.raise_open_files(5000) == math.inf
 
 
 def test_room_for_a_transfer_of_weights(tmp_path, monkeypatch) -> None:

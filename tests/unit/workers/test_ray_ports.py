@@ -42,9 +42,7 @@ def test_all_ports_of_a_run_of_two_ranks_are_on_the_loopback(tmp_path: Path, for
     assert run.status == 0, (run.stdout + run.stderr)[-3000:]
     assert any("Worker" in name for name, _ in seen) and any("RolloutWorker" in name for name, _ in seen)
     assert len(seen) >= 4 and not outside(sorted(seen))
-    (started,) = [
-        e for e in map(json.loads, (tmp_path / "out/events.jsonl").open()) if e["event"] == "workers"
-    ]
+    (started,) = [e for e in map(json.loads, (tmp_path / "out/events.jsonl").open()) if e["event"] == "workers"]
     assert {worker["node"] for worker in started["workers"]} == {"127.0.0.1"}
 
 

@@ -12,11 +12,11 @@ from tests.tiny import SPECIAL, tiny_tokenizer
 from tests.weight_sync_processes import channel_name, check_clean, weights
 from verl.data.rows import text_of
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
-from verl.rollout.requests import ResumableGeneration
-from verl.weight_sync.base import WeightSyncError
+from verl.rollout.resumable import ResumableGeneration
+from verl.weight_sync.channel import BucketSender
 from verl.weight_sync.receiver import WeightReceiver
-from verl.weight_sync.shared_memory import BucketSender
-from verl.workers import codec
+from verl.weight_sync.verify import WeightSyncError
+from verl.workers import payloads
 from verl.workers.rollout_worker import RolloutWorker
 
 
@@ -52,9 +52,9 @@ class Pool(Given):
         self.host = host
 
     async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
-        ask = codec.GenerateRequest(request_id, np.asarray(prompt_ids), sampling, group)
-        await self.host.submit(codec.encode_requests([ask]))
-        (response,) = codec.decode_results(await self.host.results(5.0))
+        ask = payloads.GenerateRequest(request_id, np.asarray(prompt_ids), sampling, group)
+        await self.host.submit(payloads.encode_requests([ask]))
+        (response,) = payloads.decode_results(await self.host.results(5.0))
         assert response.completion is not None, response.error
         return response.completion
 
@@ -165,9 +165,7 @@ def test_a_response_that_began_elsewhere_has_no_text(byte_tokenizer: Any) -> Non
     async def go() -> tuple[Completion, Completion]:
         pool = Pool(_host(byte_tokenizer, Given({"a": np.array([74])})))
         given = await pool.generate(np.array([71, 72, 73]), sampling, request_id="a")
-        return given, await ResumableGeneration(pool).generate(
-            np.array([71, 72, 73]), sampling, request_id="a"
-        )
+        return given, await ResumableGeneration(pool).generate(np.array([71, 72, 73]), sampling, request_id="a")
 
     given, kept = asyncio.run(go())
     assert given.text == byte_tokenizer.decode([72, 73, 74]) and kept.text is None
@@ -201,15 +199,12 @@ def test_a_dead_engine_gives_what_it_has_and_then_its_reason(byte_tokenizer: Any
 
     async def go() -> None:
         asks = [
-            codec.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4))
-            for name in ("first", "b", "c")
+            payloads.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ("first", "b", "c")
         ]
         await host.alive()
-        await host.submit(codec.encode_requests(asks))
-        (response,) = codec.decode_results(await host.results(5.0))
-        assert (response.id, response.error) == ("first", None), (
-            "no request has the engine's death for a response"
-        )
+        await host.submit(payloads.encode_requests(asks))
+        (response,) = payloads.decode_results(await host.results(5.0))
+        assert (response.id, response.error) == ("first", None), "no request has the engine's death for a response"
         for call in (host.results(5.0), host.results(5.0), host.alive()):
             with pytest.raises(EngineDead, match=r"its engine died \(RuntimeError: core stopped\)"):
                 await call
@@ -225,7 +220,7 @@ def test_a_death_while_responses_are_waited_for_ends_the_wait(byte_tokenizer: An
         waiting = asyncio.create_task(host.results(30.0))
         await asyncio.sleep(0.05)
         await host.submit(
-            codec.encode_requests([codec.GenerateRequest("b", np.arange(2), SamplingParams(max_tokens=4))])
+            payloads.encode_requests([payloads.GenerateRequest("b", np.arange(2), SamplingParams(max_tokens=4))])
         )
         with pytest.raises(EngineDead, match="core stopped"):
             await asyncio.wait_for(waiting, 5)
@@ -299,11 +294,11 @@ def test_responses_are_gathered_where_many_are_under_way(byte_tokenizer: Any) ->
     host = _host(byte_tokenizer, Slow(ids))
 
     async def go() -> list[int]:
-        asks = [codec.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ids]
-        await host.submit(codec.encode_requests(asks))
+        asks = [payloads.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ids]
+        await host.submit(payloads.encode_requests(asks))
         sizes: list[int] = []
         while sum(sizes) < 400:
-            sizes.append(len(codec.decode_results(await host.results(5.0))))
+            sizes.append(len(payloads.decode_results(await host.results(5.0))))
         return sizes
 
     sizes = asyncio.run(go())

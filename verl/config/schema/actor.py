@@ -10,6 +10,7 @@ from verl.config.schema.training import (
     LogProbConfig,
     MegatronConfig,
     OptimConfig,
+    RefFSDPConfig,
     RefMegatronConfig,
 )
 
@@ -37,9 +38,7 @@ class PolicyLossConfig(Group):
         tau_neg: sapo: temperature for negative advantages.
     """
 
-    loss_mode: str = choice(
-        "vanilla", *POLICY_LOSSES, registry="verl.trainer.ppo.core_algos.register_policy_loss"
-    )
+    loss_mode: str = choice("vanilla", *POLICY_LOSSES, registry="verl.trainer.ppo.core_algos.register_policy_loss")
     clip_cov_ratio: float = key(2e-4, low=0)
     clip_cov_lb: float = key(1.0)
     clip_cov_ub: float = key(5.0, inf=True)
@@ -148,7 +147,7 @@ class RefConfig(LogProbConfig):
 
     strategy: str = same_as(_ACTOR + "strategy", options=STRATEGIES)
     model: RefModelConfig = sub(RefModelConfig)
-    fsdp_config: FSDPConfig = sub(FSDPConfig)
+    fsdp_config: RefFSDPConfig = sub(RefFSDPConfig)
     megatron: RefMegatronConfig = sub(RefMegatronConfig)
     ulysses_sequence_parallel_size: int = same_as(_ACTOR + "ulysses_sequence_parallel_size", low=1)
     use_torch_compile: bool = same_as(_ACTOR + "use_torch_compile")

@@ -3,10 +3,9 @@
 from typing import ClassVar
 
 from verl.config.schema.actor import STRATEGIES, ActorConfig, CriticConfig, RefConfig
-from verl.config.schema.algorithm import AlgorithmConfig
+from verl.config.schema.algorithm import AlgorithmConfig, DistillationConfig
 from verl.config.schema.base import FilePath, Group, Map, Root, choice, items, key, open_map, sub
 from verl.config.schema.data import DataConfig, SFTDataConfig
-from verl.config.schema.distillation import DistillationConfig
 from verl.config.schema.misc import GlobalProfilerConfig, RayConfig, RoleProfilerConfig, SkipConfig
 from verl.config.schema.model import ModelConfig
 from verl.config.schema.reward import (
@@ -174,3 +173,10 @@ class GenerationConfig(Root):
 
 ROOTS: dict[str, type[Root]] = {cls.entry: cls for cls in (Config, SFTConfig, EvalConfig, GenerationConfig)}
 """The whole configuration by entry point."""
+PROGRAMS = {
+    "ppo": "verl.trainer.main_ppo",
+    "sft": "verl.trainer.sft_trainer",
+    "eval": "verl.trainer.main_eval",
+    "generation": "verl.trainer.main_generation",
+}
+"""What `python3 -m` runs by entry point."""

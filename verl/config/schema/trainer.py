@@ -60,9 +60,7 @@ class TrainerConfig(Group):
     total_training_steps: int | None = key(None, low=1)
     project_name: str = "verl_examples"
     experiment_name: str = "gsm8k"
-    default_local_dir: FilePath = key(
-        None, shown="checkpoints/${project_name}/${experiment_name}", nullable=True
-    )
+    default_local_dir: FilePath = key(None, shown="checkpoints/${project_name}/${experiment_name}", nullable=True)
     default_hdfs_dir: str | None = None
     logger: list[str] = items("console", options=LOGGERS, ours=True)
     wandb_proxy: str | None = None

@@ -69,6 +69,16 @@ class FSDPConfig(PlacementConfig):
     full_determinism: bool = False
 
 
+class RefFSDPConfig(FSDPConfig):
+    """As the actor's.
+
+    Attributes:
+        dtype: Precision of computation; null = the actor's.
+    """
+
+    dtype: str | None = same_as("actor_rollout_ref.actor.fsdp_config.dtype", ours=True)
+
+
 class MegatronConfig(PlacementConfig):
     """Parallel layout, offload and overrides of megatron-core.
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
 from verl.errors import UserError
 
 NAMES = {
@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:
     """One script by name, with errors as one line; `argv` None means the command line's."""
-    script = importlib.import_module(f"verl.data.prepare.{name}")
+    module, function = ("gsm8k", "main_sft") if name == "gsm8k_multiturn_sft" else (name, "main")
+    script = getattr(importlib.import_module(f"verl.data.prepare.{module}"), function)
     try:
-        status: int = script.main(argv)
+        status: int = script(argv)
         sys.stdout.flush()
         return status
     except BrokenPipeError:

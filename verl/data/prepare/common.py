@@ -134,9 +134,7 @@ def finish(splits: Mapping[str, Sequence[dict[str, Any]]], args: argparse.Namesp
         path = args.directory / f"{name}.parquet"
         write_parquet(limited, path)
         longest = max(prompt_characters(row) for row in limited)
-        print(
-            f"{path}: {len(limited)} rows; columns {', '.join(limited[0])}; longest prompt {longest} characters"
-        )
+        print(f"{path}: {len(limited)} rows; columns {', '.join(limited[0])}; longest prompt {longest} characters")
         if args.hdfs_dir:
             _copy(path, f"{args.hdfs_dir.rstrip('/')}/{path.name}")
     first = next(iter(splits.values()))[0]
@@ -152,7 +150,11 @@ def _shown(value: Any) -> str:
 def two_splits(name: str, about: str, rows: Rows, argv: Sequence[str] | None, folder: str = "") -> int:
     """The script of a data set with the splits train and test; `rows(local raw directory or None, split)` makes one."""
     args = parsed(parser(name, about, folder=folder), argv)
-    return finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, args)
+    splits = {split: rows(args.local_dataset_path, split) for split in ("train", "test")}
+    if not splits["test"]:
+        print(f"{args.local_dataset_path}: no row of split 'test', so no test.parquet", file=sys.stderr)
+        del splits["test"]
+    return finish(splits, args)
 
 
 def prompt_characters(row: dict[str, Any]) -> int:

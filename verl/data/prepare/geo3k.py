@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +73,6 @@ def _image(cell: Any, folder: Path, where: str) -> dict[str, Any]:
     return {"bytes": image["bytes"], "path": image.get("path")}
 
 
-def _splits(local: str | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    for split in ("train", "test"):
-        split_rows = rows(local, split)
-        if split_rows or split == "train":
-            yield split, split_rows
-        else:
-            print(f"{local}: no problem of split {split!r}, so no {split}.parquet", file=sys.stderr)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The script."""
-    flags = common.parser("geo3k", "Geometry3K with its diagrams: train.parquet, test.parquet")
-    args = common.parsed(flags, argv)
-    return common.finish(dict(_splits(args.local_dataset_path)), args)
+    return common.two_splits("geo3k", "Geometry3K with its diagrams: train.parquet, test.parquet", rows, argv)

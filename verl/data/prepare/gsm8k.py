@@ -1,4 +1,4 @@
-"""GSM8K: grade-school problems whose answers end in `#### number`."""
+"""GSM8K: grade-school problems whose answers end in `#### number`; as dialogues, too, for supervised training."""
 
 from __future__ import annotations
 
@@ -37,3 +37,18 @@ def rows(local: str | None, split: str) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The script. Raises DataError for raw data that cannot be used."""
     return common.two_splits("gsm8k", "GSM8K in the chat format: train.parquet, test.parquet", rows, argv)
+
+
+def dialogues(local: str | None, split: str) -> list[dict[str, Any]]:
+    """All rows of a split: `messages` of a user and an assistant turn, extra_info as in `rows`."""
+    out = []
+    for prompt in rows(local, split):
+        reply = {"role": "assistant", "content": prompt["extra_info"]["answer"]}
+        out.append({"messages": [*prompt["prompt"], reply], "extra_info": prompt["extra_info"]})
+    return out
+
+
+def main_sft(argv: Sequence[str] | None = None) -> int:
+    """The script for dialogues."""
+    about = "GSM8K as dialogues for sft_trainer"
+    return common.two_splits("gsm8k_multiturn_sft", about, dialogues, argv, "gsm8k_sft")

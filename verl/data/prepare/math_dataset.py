@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verl.data.boxed import last_boxed
 from verl.data.files import DataError
 from verl.data.prepare import common
-from verl.reward.rules.math import last_boxed
 
 REPO = "DigitalLearningGmbH/MATH-lighteval"
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."

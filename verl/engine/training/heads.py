@@ -16,9 +16,10 @@ import torch
 from verl.engine.training.log_prob import OUTPUTS, LogitLayer, outputs_of_logits, token_outputs
 from verl.engine.training.packing import Pack
 from verl.models import adapters, attention
+from verl.models.attention import TokenSpan
 from verl.models.inputs import model_inputs, special_token_ids
-from verl.models.load import NotPacked, value_layer
-from verl.models.packed_attention import PackedPlan, TokenSpan
+from verl.models.packed_attention import PackedPlan
+from verl.models.pretrained import NotPacked, value_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -91,9 +91,7 @@ def outputs_of_logits(
     return _named((picked, entropy, squares, *logp.detach().topk(topk, 1)), outputs)
 
 
-def _columns(
-    targets: Tensor, outputs: Collection[str], candidates: Tensor | None, topk: int
-) -> tuple[Tensor, int]:
+def _columns(targets: Tensor, outputs: Collection[str], candidates: Tensor | None, topk: int) -> tuple[Tensor, int]:
     """The tokens whose log-probs are asked for, [R, 1 + k], and how many most likely ones."""
     if candidates is None or not {*outputs}.intersection(CANDIDATE_OUTPUTS):
         return targets[:, None], topk

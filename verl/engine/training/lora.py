@@ -26,7 +26,7 @@ from verl.engine.training.process_group import on_all_ranks, take_share, this_ra
 from verl.engine.training.weight_files import FileSource, WeightSource, reading, untied
 from verl.errors import UserError
 from verl.models import adapters
-from verl.models.load import value_layer
+from verl.models.pretrained import value_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.models.attention import TokenSpan
 from verl.models.inputs import ImageFeatures, VisionInputs, model_inputs, text_axes
-from verl.models.packed_attention import PackedPlan, TokenSpan
+from verl.models.packed_attention import PackedPlan
 from verl.trajectory import UNKNOWN_EXPERT, Media, Segment
 
 

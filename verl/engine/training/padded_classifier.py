@@ -11,32 +11,34 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from verl.config.schema.base import setting
+from verl.engine.registry import Placement
 from verl.engine.training.process_group import this_rank
 from verl.engine.training.settings import compute_dtype
-from verl.models.load import load_model
+from verl.models.pretrained import load_model
 from verl.platform import Platform
 from verl.trajectory import Segment
 
 
 class PaddedClassifier:
-    """What `TrainingEngine` is to a role that only scores. role_cfg: `ppo_max_token_len_per_gpu` limits the tokens of a
-    batch, padding included; `fsdp_config` names `dtype` and `param_offload`. UserError if the model cannot be loaded.
+    """What `TrainingEngine` is to a role that only scores, in batches of at most `tokens`, padding included. UserError if
+    the model cannot be loaded.
     """
 
     holds_outputs = True
 
-    def __init__(self, model_path: str | Path, *, model_cfg: Any, role_cfg: Any, device: Platform) -> None:
+    def __init__(
+        self, model_path: str | Path, *, model_cfg: Any, tokens: int, placement: Placement, device: Platform
+    ) -> None:
         device.prepare()
         self.platform, self.device = device, device.device()
         self.dp_rank = this_rank()
-        dtype = compute_dtype(role_cfg, device)
+        dtype = compute_dtype(placement, device)
         self._module: Any = load_model(model_path, model_cfg, dtype, head="score", packed=False)
         self._module.requires_grad_(False)
         self.onload()
-        self._tokens = int(role_cfg["ppo_max_token_len_per_gpu"])
+        self._tokens = tokens
         self._padding = self._module.config.get_text_config().pad_token_id
-        self._leaves = bool(setting(role_cfg, "fsdp_config.param_offload", False))
+        self._leaves = placement.param_offload
 
     @torch.no_grad()
     def forward(

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from verl.config.rollout_engines import FLOATS, float_name
 from verl.config.schema.base import setting
+from verl.engine.registry import FLOATS, Placement, float_name
 from verl.engine.training.packing import MicroBatching
 from verl.errors import UserError
 from verl.platform import Platform
@@ -36,14 +36,11 @@ def preferred_tokens(platform: Platform, bytes_per_token: int) -> int | None:
     return max(least, min(most, platform.preferred_activations // max(1, bytes_per_token)))
 
 
-def compute_dtype(group: Any, platform: Platform) -> torch.dtype:
-    """Data type of the matrix products: `fsdp_config.mixed_precision.param_dtype`, else `fsdp_config.dtype`,
-    else the platform's own choice. UserError for a name that is no floating type."""
-    for key in ("fsdp_config.mixed_precision.param_dtype", "fsdp_config.dtype"):
-        name = setting(group, key)
-        if name is not None:
-            return named_dtype(name, key)
-    return platform.default_dtype
+def compute_dtype(placement: Placement, platform: Platform) -> torch.dtype:
+    """Data type of the matrix products; UserError for a name that is no floating type."""
+    if placement.dtype is None:
+        return platform.default_dtype
+    return named_dtype(placement.dtype, placement.keys.get("dtype", "dtype"))
 
 
 def named_dtype(name: str, key: str) -> torch.dtype:

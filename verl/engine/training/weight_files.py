@@ -29,7 +29,7 @@ from verl.engine.training import process_group
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank, whole
 from verl.errors import UserError
 from verl.models.adapters import PlainView
-from verl.models.names import checkpoint_parts
+from verl.models.checkpoint_names import checkpoint_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -189,9 +189,7 @@ def refuse_non_finite(module: PreTrainedModel) -> None:
         for name, parameter in module.named_parameters():
             norm = float(torch.linalg.vector_norm(process_group.local(parameter), dtype=torch.float32))
             if not math.isfinite(norm):
-                raise UserError(
-                    f"the norm of the weight {name} is {norm}: training blew it up (lower optim.lr)"
-                )
+                raise UserError(f"the norm of the weight {name} is {norm}: training blew it up (lower optim.lr)")
 
     on_all_ranks(look)
 

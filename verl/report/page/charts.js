@@ -239,7 +239,7 @@
   };
 
   R.setUpCharts = () => {
-    const list = R.chartList(), box = R.byId("charts"), slider = R.byId("smooth"), out = R.byId("smooth-out");
+    const list = R.data.charts, box = R.byId("charts"), slider = R.byId("smooth"), out = R.byId("smooth-out");
     if (!list.length) {
       box.append(R.empty("No step is finished yet", "Curves appear here with the first record in metrics.jsonl."));
       R.byId("curve-tools").hidden = true;

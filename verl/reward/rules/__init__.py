@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from verl.reward.outcome import RewardLoadError, UnknownSource
+from verl.reward.outcome import INVALID, RewardLoadError, UnknownSource
 
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 _SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
@@ -31,6 +31,29 @@ _TABLE: dict[str, str] = {
     **dict.fromkeys(_VQA, "vqa"),
     **dict.fromkeys(_VISUAL, "visual_qa"),
 }
+
+
+class _Rule(NamedTuple):
+    """Where a rule is: the module here, its functions for the score and for `check_truth`, and the one that reads the
+    answer that the rule compares, for majority votes."""
+
+    module: str
+    score: str = "compute_score"
+    unmatched: str = "unmatched"
+    answer: str = ""
+
+
+_RULES = {
+    "gsm8k": _Rule("gsm8k", answer="extract"),
+    "math": _Rule("boxed", answer="math_answer"),
+    "numina": _Rule("boxed", "numina_score", answer="numina_normalised"),
+    "geo3k": _Rule("boxed", "geo3k_score", answer="math_answer"),
+    "math_dapo": _Rule("math_dapo"),
+    "search_qa": _Rule("search_qa", answer="final_answer"),
+    "code": _Rule("code"),
+    "vqa": _Rule("visual_qa", "vqa_score", "vqa_unmatched"),
+    "visual_qa": _Rule("visual_qa"),
+}
 _SANDBOX = ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb", "max_concurrent")
 
 
@@ -40,7 +63,7 @@ def known_sources() -> list[str]:
 
 
 def rule_or_none(data_source: str) -> str | None:
-    """Name of the rule's module (`gsm8k`, `math`, …), None if the source has no rule."""
+    """Name of the rule (`gsm8k`, `math`, …), None if the source has no rule."""
     source = str(data_source)
     if source in _TABLE:
         return _TABLE[source]
@@ -79,7 +102,7 @@ def check_truth(data_source: str, ground_truth: Any, *, any_source: bool = False
         detail = f"no built-in reward function for {data_source!r:.80}; set custom_reward_function.path"
         raise BadRow("data_source without a function", detail)
     try:
-        reason = _rule(rule, "unmatched")(ground_truth)
+        reason = _function(rule, "unmatched")(ground_truth)
     except Exception as error:  # the rule would raise it of every response
         reason = str(error)
     if reason:
@@ -87,15 +110,36 @@ def check_truth(data_source: str, ground_truth: Any, *, any_source: bool = False
         raise BadRow("ground truth without a match", detail)
 
 
-def _rule(name: str, function: str = "compute_score") -> Callable[..., Any]:
-    rule: Callable[..., Any] = getattr(importlib.import_module(f"verl.reward.rules.{name}"), function)
-    return rule
+def has_answers(data_source: str) -> bool:
+    """True if the built-in rule of this source compares one answer. UnknownSource for a source without a rule."""
+    return bool(_RULES[rule_for(data_source)].answer)
+
+
+def final_answer(data_source: str, text: str, options: Mapping[str, Any]) -> str | None:
+    """The answer that the built-in rule reads, under `options` of the rule; None if there is none in the text."""
+    rule = rule_for(data_source)
+    chosen = {name: options[name] for name in _options(rule, "answer") if name in options}
+    return _function(rule, "answer")(text, **chosen) or None
+
+
+def predicted(score_parts: Mapping[str, Any]) -> str | None:
+    """`pred` of what a reward function returned, None if there is none or it says that there was no answer."""
+    answer = score_parts.get("pred")
+    return None if answer is None or str(answer) in ("", INVALID) else str(answer)
+
+
+def _function(rule: str, role: str = "score") -> Callable[..., Any]:
+    """The function of a rule for a role: a field of `_Rule`."""
+    module = importlib.import_module(f"verl.reward.rules.{_RULES[rule].module}")
+    function: Callable[..., Any] = getattr(module, getattr(_RULES[rule], role))
+    return function
 
 
 @functools.cache
-def _options(rule: str) -> list[str]:
-    """Keywords a rule takes besides the response and the truth."""
-    return [p for p in inspect.signature(_rule(rule)).parameters if p not in ("solution_str", "ground_truth")]
+def _options(rule: str, role: str = "score") -> list[str]:
+    """Keywords that the function of a role takes besides the response and the truth."""
+    names = inspect.signature(_function(rule, role)).parameters
+    return [name for name in names if name not in ("solution_str", "ground_truth", "text")]
 
 
 def check_kwargs(kwargs: Iterable[str]) -> None:
@@ -103,23 +147,13 @@ def check_kwargs(kwargs: Iterable[str]) -> None:
     options = [name for name in kwargs if name not in _SANDBOX]
     if not options:
         return
-    valid = dict.fromkeys(option for rule in dict.fromkeys(_TABLE.values()) for option in _options(rule))
+    valid = dict.fromkeys(option for rule in _RULES for option in _options(rule))
     for name in options:
         if name not in valid:
             raise RewardLoadError(
                 f"custom_reward_function.reward_kwargs.{name}: no built-in reward takes it (they take: "
                 f"{', '.join(valid)}); for a function of your own set custom_reward_function.path"
             )
-
-
-def options_of(config: Any) -> dict[str, Any]:
-    """Keyword arguments of `default_compute_score` that the checked configuration of a run sets."""
-    model = config.reward_model
-    options = {"memory_limit_mb": model.sandbox_fusion.memory_limit_mb}
-    if model.sandbox_fusion.url:
-        share = model.sandbox_fusion.max_concurrent // model.num_workers
-        options |= {"sandbox_fusion_url": model.sandbox_fusion.url, "max_concurrent": max(1, share)}
-    return options | dict(config.custom_reward_function.reward_kwargs)
 
 
 def default_compute_score(
@@ -143,4 +177,4 @@ def default_compute_score(
     sandbox = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
     options = {**kwargs, **dict(zip(_SANDBOX, sandbox, strict=False))}
     chosen = {name: options[name] for name in _options(rule) if name in options}
-    return _rule(rule)(solution_str=solution_str, ground_truth=ground_truth, **chosen)
+    return _function(rule)(solution_str=solution_str, ground_truth=ground_truth, **chosen)

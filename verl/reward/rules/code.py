@@ -267,36 +267,6 @@ def results(
         return list(threads.map(passed, cases))
 
 
-def prime_score(
-    completion: str, test_cases: Any, continuous: bool = False
-) -> tuple[float, list[dict[str, Any]]]:
-    """The public `prime_code.compute_score`: (passed cases over cases run if `continuous`, else whether all pass;
-    a dict a case). A completion without a fenced block is the program."""
-    passed = results(_fenced(completion), test_cases)
-    score = sum(passed) / len(passed) if continuous else all(passed)
-    return score, [{"passed": right} for right in passed]
-
-
-def sandbox_score(
-    sandbox_fusion_url: str,
-    concurrent_semaphore: Any,
-    memory_limit_mb: int,
-    completion: str,
-    test_cases: Any,
-    continuous: bool = False,
-    timeout: float = SECONDS,
-) -> tuple[float, list[dict[str, Any]]]:
-    """The public `sandbox_fusion.compute_score`: (passed cases over cases run, a dict a case), each case within
-    `timeout` seconds. A completion without a fenced block is the program; `continuous` has no effect."""
-    where = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
-    passed = results(_fenced(completion), test_cases, *where, seconds=timeout)
-    return sum(passed) / len(passed), [{"passed": right} for right in passed]
-
-
-def _fenced(completion: str) -> str:
-    return completion if "```" in completion else f"```python\n{completion}\n```"
-
-
 def unmatched(ground_truth: Any) -> str:
     """ "": no program can be made from tests to try them. Raises for tests that `cases_of` cannot read."""
     cases_of(ground_truth)

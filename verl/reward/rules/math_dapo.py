@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.reward.rules.math import last_boxed
-from verl.reward.rules.math import last_boxed_only_string as last_boxed_only_string
-from verl.reward.rules.math import normalise as normalise_math
-from verl.reward.rules.math import remove_boxed as remove_boxed
+from verl.reward.outcome import INVALID
+from verl.reward.rules.boxed import last_boxed
+from verl.reward.rules.boxed import last_boxed_only_string as last_boxed_only_string
+from verl.reward.rules.boxed import normalise as normalise_math
+from verl.reward.rules.boxed import remove_boxed as remove_boxed
 
 TAIL = 300
 BOX_TAIL = 100
-INVALID = "[INVALID]"
 
 ANSWER = r"(?i)Answer\s*:\s*([^\n]+)"
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|overline)\{([^{}]*)\}")
@@ -51,9 +51,7 @@ def is_correct_minerva(
     return pred == normalise((last_boxed(gt) or "") if gt_need_extract else gt), pred
 
 
-def is_correct_strict_box(
-    pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None
-) -> tuple[int, str]:
+def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None) -> tuple[int, str]:
     """(1 or -1: whether the box in the last 100 characters holds exactly `gt`, its content). The last of four positions
     of pause tokens stands for the end."""
     end = 0 if pause_tokens_index is None else pause_tokens_index[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_TAGS = 10
@@ -23,6 +23,11 @@ def last_answer(solution_str: str) -> str | None:
     end = solution_str.rfind("</answer>")
     start = solution_str.rfind("<answer>", 0, end) if end >= 0 else -1
     return solution_str[start + len("<answer>") : end].strip() if start >= 0 else None
+
+
+def final_answer(text: str) -> str:
+    """`last_answer`, normalised; "" without one."""
+    return normalise(last_answer(text) or "")
 
 
 normalize_answer, extract_solution = normalise, last_answer  # by the public names
@@ -83,6 +88,6 @@ def compute_score_subem(
     return score if subem_check(answer, accepted) else format_score
 
 
-def unmatched(ground_truth: Any) -> str:
-    """Why no response can match this ground truth; "" where one can."""
-    return "" if any(text.strip() for text in targets(ground_truth)) else "every accepted answer is empty"
+def unmatched(ground_truth: Any, read: Callable[[Any], Sequence[str]] = targets) -> str:
+    """Why no response can match this ground truth; "" where one can. `read`: its accepted answers."""
+    return "" if any(text.strip() for text in read(ground_truth)) else "every accepted answer is empty"

@@ -17,9 +17,7 @@ import operator
 import os
 import sys
 
-_BY_ITEMS = {
-    kind.__name__: kind for kind in (tuple, set, frozenset, collections.deque, bytes, bytearray, dict)
-}
+_BY_ITEMS = {kind.__name__: kind for kind in (tuple, set, frozenset, collections.deque, bytes, bytearray, dict)}
 _BY_PARTS = {complex: ("real", "imag"), range: ("start", "stop", "step"), slice: ("start", "stop", "step")}
 _CHANGEABLE = (list, collections.deque, bytearray, dict, set)
 _shared: list = []  # objects of this process that the other one has a Remote of
@@ -148,26 +146,9 @@ def _method(operation):
 OPERATIONS = {"getattr": getattr, "call": lambda function, *args, **kwargs: function(*args, **kwargs)}
 """What the other process may do with an object of this one."""
 _BUILT_IN = ("iter", "next", "len", "bool", "str", "repr", "hash")
-_BINARY = (
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-)
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_BINARY = (*_COMPARISONS, "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")
 OPERATIONS.update({name: getattr(builtins, name) for name in _BUILT_IN})
-OPERATIONS.update(
-    {name: getattr(operator, f"__{name}__") for name in (*_BINARY, "getitem", "setitem", "delitem")}
-)
+OPERATIONS.update({name: getattr(operator, f"__{name}__") for name in (*_BINARY, "getitem", "setitem", "delitem")})
 for _operation in set(OPERATIONS) - {"getattr"}:
     setattr(Remote, f"__{_operation}__", _method(_operation))

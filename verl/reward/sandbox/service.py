@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from verl.reward.http import post_json
+from verl.reward.json_service import post_json
 from verl.reward.outcome import ServiceFailed
 from verl.reward.sandbox.local import ProgramResult
 
@@ -15,9 +15,7 @@ TURNS = 32
 """Messages that a test and a program may exchange; each one costs two runs."""
 
 
-def run(
-    url: str, program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int = 1024
-) -> ProgramResult:
+def run(url: str, program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int = 1024) -> ProgramResult:
     """As `local.run`, by the service at `url` (its address, or that of its `run_code`). ServiceFailed if it fails."""
     if not urlsplit(url).path.strip("/"):
         url = url.rstrip("/") + "/run_code"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from verl.rollout.event_loop import users_code
-from verl.rollout.loops import EnvironmentFailed
-from verl.rollout.tools.base import ToolError
+from verl.rollout.event_loop import within
+from verl.rollout.record import EnvironmentFailed
+from verl.rollout.tools.tool import ToolError
 from verl.rollout.tools.toolbox import load_yaml, made, told, warn_once
 
 
@@ -66,8 +65,7 @@ class Partner:
         """What the user says to the model's last turn; None where the dialogue is over. EnvironmentFailed for what goes
         wrong: the policy is not to blame."""
         try:
-            async with asyncio.timeout(self._timeout):
-                over, text, reward, _ = await users_code(self._ask(messages))
+            over, text, reward, _ = await within(self._timeout, self._ask(messages))
             if not over and not isinstance(text, str):
                 raise TypeError(f"what generate_response gives second is no text: {text!r:.100}")
             self.rewards.append(float(reward or 0.0))
@@ -85,8 +83,7 @@ class Partner:
         if self._id is None:
             return
         try:
-            async with asyncio.timeout(self._timeout):
-                await users_code(self._interaction.finalize_interaction(self._id, **self._kwargs))
+            await within(self._timeout, self._interaction.finalize_interaction(self._id, **self._kwargs))
         except Exception as error:
             problem = f"finalize_interaction: {told(error)}"
             warn_once(str(self._kwargs.get("name")), type(error).__name__, problem, of="interaction")

@@ -14,15 +14,16 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-from verl.rollout.loops import EnvironmentFailed
-from verl.rollout.program_output import Output, piped
-from verl.rollout.tools.base import BaseTool, OpenAIFunctionToolSchema, ToolError, ToolResponse, check_schema
+from verl.rollout.programs import Output, piped
+from verl.rollout.record import EnvironmentFailed
+from verl.rollout.tools.tool import BaseTool, OpenAIFunctionToolSchema, ToolError, ToolResponse, check_schema
 
 START_SECONDS = 60.0
 """A server must have said within this time what tools it has."""
@@ -44,8 +45,7 @@ class McpTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Call it: text and no reward. RuntimeError with what the server says is wrong, EnvironmentFailed if it is
         gone."""
-        call = asyncio.run_coroutine_threadsafe(self.server.call(self.name, parameters), _loop())
-        result = await asyncio.wrap_future(call)
+        result = await asyncio.wrap_future(_on_thread(self.server.call(self.name, parameters)))
         text, metrics = self._parse_tool_result(result.content)
         if result.is_error:
             raise RuntimeError(text)
@@ -101,9 +101,7 @@ class McpServer:
         except Exception as error:
             if await self._answers():
                 raise
-            gone = (
-                f"MCP server {self.name!r} ({self.target}) is gone: {reason(error)}{await self.last_lines()}"
-            )
+            gone = f"MCP server {self.name!r} ({self.target}) is gone: {reason(error)}{await self.last_lines()}"
             raise EnvironmentFailed(gone) from error
 
     @property
@@ -156,9 +154,7 @@ class McpServer:
             self._connection = None
 
 
-async def _hold(
-    spec: Mapping[str, Any], errlog: TextIO, ready: asyncio.Future[Any], end: asyncio.Event
-) -> None:
+async def _hold(spec: Mapping[str, Any], errlog: TextIO, ready: asyncio.Future[Any], end: asyncio.Event) -> None:
     """Keep a connection open until `end`: what opens it has to close it, in the same task."""
     try:
         async with AsyncExitStack() as stack:
@@ -239,19 +235,15 @@ def load_tools(entry: Mapping[str, Any], where: str, tool_class: Any = McpTool) 
         server = _server(name, spec, place)
         for offered in server.offered or ():
             if chosen is None or offered.name in chosen:
-                tool = tool_class(config=config, tool_schema=_schema(offered, place))
+                parameters = {"description": offered.description or "", "parameters": offered.input_schema}
+                schema = {"type": "function", "function": {"name": offered.name, **parameters}}
+                check_schema(schema, place)
+                tool = tool_class(config=config, tool_schema=OpenAIFunctionToolSchema.model_validate(schema))
                 tool.server = server
                 tools.append((place, tool))
     if missing := [name for name in chosen or () if name not in {tool.name for _, tool in tools}]:
         raise ToolError(f"{where}: tool_selected_list names {missing[0]!r}, which no server of the entry has")
     return tools
-
-
-def _schema(tool: Any, place: str) -> OpenAIFunctionToolSchema:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    schema = {"type": "function", "function": function}
-    check_schema(schema, place)
-    return OpenAIFunctionToolSchema.model_validate(schema)  # type: ignore[no-any-return]
 
 
 def _server_specs(path: Any, where: str) -> dict[str, dict[str, Any]]:
@@ -282,18 +274,19 @@ def _problem(spec: Mapping[str, Any]) -> str:
     return ""
 
 
+def _on_thread(code: Coroutine[Any, Any, Any]) -> Future[Any]:
+    return asyncio.run_coroutine_threadsafe(code, _loop())
+
+
 def _server(name: str, spec: Mapping[str, Any], place: str) -> McpServer:
     """A server that has said what tools it has; asked once in a process."""
     server = _SERVERS.setdefault(json.dumps([name, spec], sort_keys=True), McpServer(name, spec))
     if server.offered is None:
         try:
-            future = asyncio.run_coroutine_threadsafe(server.tools(), _loop())
-            server.offered = future.result(START_SECONDS + _ANSWER_SECONDS)
+            server.offered = _on_thread(server.tools()).result(START_SECONDS + _ANSWER_SECONDS)
         except Exception as error:
-            hint = "does it end, or speak no MCP, when started by hand?"
-            if "url" in spec:
-                hint = "does nobody listen there?"
-            last_lines = asyncio.run_coroutine_threadsafe(server.last_lines(), _loop()).result()
-            message = f"{place}: {server.target} gave no list of tools ({reason(error)}): {hint}{last_lines}"
-            raise ToolError(message) from error
+            by_hand = "does it end, or speak no MCP, when started by hand?"
+            hint = "does nobody listen there?" if "url" in spec else by_hand
+            problem = f"{server.target} gave no list of tools ({reason(error)}): {hint}"
+            raise ToolError(f"{place}: {problem}{_on_thread(server.last_lines()).result()}") from error
     return server

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,17 +43,14 @@ Read = Callable[[str, Types], tuple[str, list[ToolCall]]]
 ReadBody = Callable[[str, Types], list[ToolCall]]
 
 
-def parse(
-    tool_format: str, text: str, tools: Sequence[Mapping[str, Any]] | None = None
-) -> tuple[str, list[ToolCall]]:
+def parse(tool_format: str, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[ToolCall]]:
     """(text without the calls, the calls in order) of a turn of the model. Calls inside its thinking are none.
 
     tools: OpenAI schemas, from which formats without types take those of the arguments. KeyError for an unknown format.
     """
     thought, answer = _split_thinking(tool_format, text)
     types = {
-        tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
-        for tool in tools or ()
+        tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {}) for tool in tools or ()
     }
     content, calls = PARSERS[tool_format](answer, types)
     numbered = [replace(call, id=call.id or f"call_{number}") for number, call in enumerate(calls)]
@@ -83,10 +80,10 @@ def _json(text: str, types: Types) -> list[ToolCall]:
     return [_from_json(call) for call in (value if isinstance(value, list) else [value])]
 
 
-def _from_json(found: Any) -> ToolCall:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def _from_json(value: Any) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", error='the call must be a JSON object with "name" and "arguments"')
-    return with_arguments(found["name"], found.get("arguments", found.get("parameters", {})))
+    return with_arguments(value["name"], value.get("arguments", value.get("parameters", {})))
 
 
 def with_arguments(name: str, arguments: Any) -> ToolCall:
@@ -280,9 +277,9 @@ _WHOLE_CALLS = {
 _WHOLE_CALLS["llama3_json"] = re.compile(r"(?:\A|<\|python_tag\|>)\s*\{(?:(?!<\|python_tag\|>).)*\Z", re.S)
 """Format → one call that is there from mark to mark."""
 
-OWN_PARSERS: dict[str, type[Any]] = {}
-"""Name → the class that a module of the user's registered under it (`public_parsers.ToolParser`); of a name of ours it
-takes the place."""
+OWN_PARSERS: dict[str, Callable[[Any, list[int], Any], Awaitable[tuple[str, list[ToolCall]]]]] = {}
+"""Name → a reader that a module of the user's registered: (tokenizer, ids of a sampled turn, schemas) → (text, calls).
+It takes the place of a format of that name."""
 
 
 Stop = str | Sequence[str] | None

@@ -18,11 +18,18 @@ from typing import Any
 from verl.data.files import DataError
 from verl.data.load_object import load_extern_object
 from verl.data.rows import BadRow
-from verl.rollout.event_loop import thread_room, users_code
-from verl.rollout.loops import EnvironmentFailed
-from verl.rollout.tools.base import BaseTool, OpenAIFunctionToolSchema, Tool, ToolError, check_schema
-from verl.rollout.tools.function_tools import load_function_tools_from_path, normalize_function_tool_return
+from verl.rollout.event_loop import thread_room, users_code, within
+from verl.rollout.record import EnvironmentFailed
 from verl.rollout.tools.parsers import ToolCall
+from verl.rollout.tools.tool import (
+    BaseTool,
+    OpenAIFunctionToolSchema,
+    Tool,
+    ToolError,
+    check_schema,
+    load_function_tools_from_path,
+    normalize_function_tool_return,
+)
 
 LIFETIMES = ("call", "trajectory")
 Content = str | list[dict[str, Any]]
@@ -102,9 +109,7 @@ class Toolbox:
         tool_names = ", ".join(self.by_name) or "none"
         for name, value in kwargs.items():
             if value is not None and name not in self.by_name:
-                warn_once(
-                    name, "unknown", f"is in a row's tools_kwargs; the run has no such tool ({tool_names})"
-                )
+                warn_once(name, "unknown", f"is in a row's tools_kwargs; the run has no such tool ({tool_names})")
 
     @classmethod
     def load(cls, tool_config_path: str | None = None, function_tool_path: str | None = None) -> Toolbox:
@@ -188,9 +193,7 @@ class ToolRun:
 
     show_images: Any = None
 
-    def __init__(
-        self, tools: Mapping[str, Tool], kwargs: Any, *, timeout: float | None, longest: int, side: str
-    ):
+    def __init__(self, tools: Mapping[str, Tool], kwargs: Any, *, timeout: float | None, longest: int, side: str):
         self.names = set(tools)
         self._tools, self._kwargs = tools, kwargs or {}
         self._timeout, self._longest, self._side = timeout, longest, side
@@ -239,18 +242,19 @@ class ToolRun:
         text = self._cut(response.text or "")
         return [*images, {"type": "text", "text": text}] if images else text
 
-    async def _execute(self, tool: Tool, arguments: dict[str, Any], own: list[str]) -> Any:
-        """What a tool gives. own: takes the instance that was made for this call alone."""
-        if tool.config.get("lifetime") != "trajectory":
-            instance, _ = await tool.create(**self._of_row(tool, "create_kwargs"))
-            own.append(instance)
-            return await tool.execute(instance, arguments, **self._of_row(tool, "execute_kwargs"))
-        async with self._locks.setdefault(tool.name, asyncio.Lock()):
-            if tool.name not in self._instances:
-                self._instances[tool.name], _ = await tool.create(**self._of_row(tool, "create_kwargs"))
-            return await tool.execute(
-                self._instances[tool.name], arguments, **self._of_row(tool, "execute_kwargs")
-            )
+    async def _execute(self, tool: Tool, arguments: dict[str, Any], for_call: list[str]) -> Any:
+        """What a tool gives. for_call: takes the instance that was made for this call alone."""
+        shared = tool.config.get("lifetime") == "trajectory"
+        execute_kwargs = self._of_row(tool, "execute_kwargs")
+        async with self._locks.setdefault(tool.name, asyncio.Lock()) if shared else nullcontext():
+            instance = self._instances.get(tool.name)
+            if instance is None:
+                instance, _ = await tool.create(**self._of_row(tool, "create_kwargs"))
+                if shared:
+                    self._instances[tool.name] = instance
+                else:
+                    for_call.append(instance)
+            return await tool.execute(instance, arguments, **execute_kwargs)
 
     def _of_row(self, tool: Tool, kind: str) -> dict[str, Any]:
         arguments = (self._kwargs.get(tool.name) or {}).get(kind) or {}
@@ -272,9 +276,8 @@ class ToolRun:
         for name, instance in self._instances.items():
             tool = self._tools[name]
             try:
-                async with asyncio.timeout(self._deadline(tool)):
-                    pending = tool.calc_reward(instance, **self._of_row(tool, "calc_reward_kwargs"))
-                    reward = await users_code(pending)
+                pending = tool.calc_reward(instance, **self._of_row(tool, "calc_reward_kwargs"))
+                reward = await within(self._deadline(tool), pending)
                 self.rewards.append(float(reward or 0.0))
             except Exception as error:
                 self._failed(tool, "calc_reward", error)
@@ -285,8 +288,8 @@ class ToolRun:
         """Give up an instance, within a deadline of its own: that of the call may have passed. What goes wrong is
         counted and said."""
         try:
-            async with asyncio.timeout(self._deadline(tool)):
-                await users_code(tool.release(instance, **self._of_row(tool, "release_kwargs")))
+            pending = tool.release(instance, **self._of_row(tool, "release_kwargs"))
+            await within(self._deadline(tool), pending)
         except Exception as error:
             self._failed(tool, "release", error)
 

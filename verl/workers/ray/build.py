@@ -9,20 +9,19 @@ from functools import partial
 from typing import Any
 
 from verl.config import Config
-from verl.config.fields import for_elsewhere
 from verl.config.layout import own_pools, sampler_devices
-from verl.platform import platform_of, stacks
+from verl.config.schema.fields import for_elsewhere
+from verl.platform import platform_of, thread_stacks
 from verl.tracking.hooks import SILENT, RunHooks
 from verl.tracking.profiler import nsight_options, plan_of
 from verl.workers.build import judge_config
 from verl.workers.compare_nodes import needs_of
 from verl.workers.group import WorkerGroup
-from verl.workers.ray.actors import RolloutActor, WorkerActor
+from verl.workers.ray.actors import RolloutActor, WorkerActor, WorkerProfiler
 from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle, kill
 from verl.workers.ray.cluster import LOOPBACK, Cluster, address_of
 from verl.workers.ray.nodes import Agents
 from verl.workers.ray.placement import DevicePool, share_cores
-from verl.workers.ray.profiling import WorkerProfiler
 from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 from verl.workers.ray.replicas import Replica, ReplicaPool, end_workers
 from verl.workers.ray.watch import ClusterLost, Watch
@@ -82,9 +81,7 @@ class _Builder:
         self._say(f"starting {_some(trainer.devices, 'training worker')} on {_some(trainer.nodes, 'node')}")
         group, nodes, devices = self._ranks_of(trainer, "training worker")
         judge = self._judge(apart.pop("judge")) if "judge" in apart else None
-        groups = {
-            name: self._ranks_of(pool, f"{name.replace('_', ' ')} worker")[0] for name, pool in apart.items()
-        }
+        groups = {name: self._ranks_of(pool, f"{name.replace('_', ' ')} worker")[0] for name, pool in apart.items()}
         replicas = self.replicas = self._samplers(sampling, None if separate else devices)
         engines = self._group([replica.worker for replica in replicas])
         self._say(f"loading the model, starting {_some(len(replicas), 'sampler')}")
@@ -183,7 +180,7 @@ class _Builder:
         pairs = [(node, worker) for node, worker in self.ranks if worker in waited]
         pairs += [(r.node, r.worker) for r in self.replicas if r.requests or not waited or r.worker in waited]
         texts = {} if self.agents is None else self.agents.stacks(pairs)
-        lines = [f"{name} {stacks.summary(text)}" for name, text in texts.items()]
+        lines = [f"{name} {thread_stacks.summary(text)}" for name, text in texts.items()]
         whole = [f"--- {name}:\n{text}" for name, text in texts.items()]
         return "\n".join([*calling, *lines, *whole]).strip()
 
@@ -200,9 +197,7 @@ class _Builder:
         self.pools.append(pool)
         return pool
 
-    def _load(
-        self, group: RayCalls, engines: RayCalls, total_steps: int, apart: bool
-    ) -> list[dict[str, Any]]:
+    def _load(self, group: RayCalls, engines: RayCalls, total_steps: int, apart: bool) -> list[dict[str, Any]]:
         """Models into the trainers, engines into the samplers; what each training worker says of itself."""
         building = group.start("build", total_steps)
         self._note_processes(engines, "pid", "starting the samplers")
@@ -290,9 +285,7 @@ class _Builder:
             worker = create(node)
             group = RayCalls([worker])
             try:
-                return worker, group.wait(
-                    group.start("start"), "starting a sampler again", self.restart_limit
-                )[0]
+                return worker, group.wait(group.start("start"), "starting a sampler again", self.restart_limit)[0]
             except BaseException:
                 end_workers([worker])  # it may live, and the next one needs its memory
                 raise

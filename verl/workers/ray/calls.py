@@ -16,8 +16,8 @@ from ray import exceptions as faults
 from verl.engine.rollout.base import EngineDead
 from verl.errors import UserError
 from verl.trajectory import Media
-from verl.workers.codec import distinct_media
 from verl.workers.group import Each
+from verl.workers.payloads import distinct_media
 
 STORE_FULL = (faults.ObjectStoreFullError, faults.OutOfDiskError)
 _REACH_S = 25.0

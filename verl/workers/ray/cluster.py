@@ -14,18 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from verl import interrupt
+from verl.config import Config
 from verl.config.devices import ray_address
+from verl.engine.registry import ROLLOUT_ENGINES, records
 from verl.errors import UserError
 from verl.platform import KINDS, platform_of
-from verl.platform.host import DEFAULTS, usable
+from verl.platform.host_resources import DEFAULTS, usable
 from verl.platform.network import check_reachable
 from verl.platform.processes import sweep_at_exit
 from verl.versions import refuse_holes
+from verl.workers.cluster_needs import no_cluster
 from verl.workers.ray.calls import joined, within
-from verl.workers.resources import no_cluster
 
 LOOPBACK = "127.0.0.1"
 _TIMELINE_S = 60.0
@@ -36,15 +39,13 @@ _TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _WORKER_ENV = {
     **DEFAULTS,
     "NCCL_DEBUG": "WARN",
-    "VLLM_LOGGING_LEVEL": "WARN",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_CUMEM_ENABLE": "0",
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
 }
 _PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "TASK_QUEUE_ENABLE")
-_FAMILIES = ("HF_", "VERL_", "VLLM_", "NCCL_", "HCCL_", "GLOO_", "TORCH_", "PYTORCH_", "ASCEND_")
+_FAMILIES = ("HF_", "VERL_", "NCCL_", "HCCL_", "GLOO_", "TORCH_", "PYTORCH_", "ASCEND_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Node:
 class Cluster:
     """A connection to Ray. `own` is True where this run started Ray and stops it at the end."""
 
-    def __init__(self, config: Any, kind: str):
+    def __init__(self, config: Config, kind: str):
         self.kind = kind
         self.own = False
         self._auth_mode = os.environ.get(_AUTH_SWITCH)
@@ -185,7 +186,7 @@ class Cluster:
             AuthenticationTokenLoader.instance().reset_cache()
         if self._auth_mode is None:
             os.environ.pop(_AUTH_SWITCH, None)
-            Config.initialize("")
+            RayConfig.initialize("")
 
     def _private_folder(self) -> str:
         """A folder that only this user can enter, for the token and for Ray's logs and sockets, which Ray opens to
@@ -200,7 +201,7 @@ class Cluster:
         return folder
 
 
-def address_of(config: Any) -> str:
+def address_of(config: Config) -> str:
     """Where the cluster is that is to be joined; "" for a Ray of the run's own."""
     address = ray_address(config)
     return "" if address == "local" else address
@@ -236,9 +237,13 @@ def worker_environment(threads: int) -> dict[str, str]:
 
     Which devices a worker sees is never passed on: that is decided where it is placed.
     """
-    env = {name: os.environ.get(name, value) for name, value in _WORKER_ENV.items()}
+    defaults = dict(_WORKER_ENV)
+    families = _FAMILIES + tuple(f"{name.upper()}_" for name in ROLLOUT_ENGINES)
+    for engine in records():
+        defaults |= engine.environment
+    env = {name: os.environ.get(name, value) for name, value in defaults.items()}
     for name, value in os.environ.items():
-        if name in _PASSED_ON or (name.startswith(_FAMILIES) and not name.endswith("VISIBLE_DEVICES")):
+        if name in _PASSED_ON or (name.startswith(families) and not name.endswith("VISIBLE_DEVICES")):
             env[name] = value
     env.setdefault("OMP_NUM_THREADS", str(threads))
     return env

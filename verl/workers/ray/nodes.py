@@ -14,7 +14,7 @@ from ray import exceptions as faults
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.errors import UserError
-from verl.platform import host, stacks
+from verl.platform import host_resources, thread_stacks
 from verl.workers import node_facts
 from verl.workers.compare_nodes import BAD, NOTE, Finding, NodeNeeds, bad, compare
 from verl.workers.node_facts import NodeProbe
@@ -81,7 +81,7 @@ class Agents:
         """UserError that lists what does not fit the run; returns what could not be compared."""
         if not self._probes:  # nothing to compare, but this machine may be too small
             needs = NodeNeeds(files=needs.files, room=needs.room)
-        host.raise_open_files(needs.files)
+        host_resources.raise_open_files(needs.files)
         mine = node_facts.collect(needs.models)
         nodes = [mine | {"name": "this machine (driver)"}] if self._works_here else []
         probes = {self._nodes[id].address: probe for id, probe in self._probes.items()}
@@ -107,7 +107,7 @@ class Agents:
             if not worker.pid:
                 out[str(worker)] = "its process is not there yet"
             elif node == self._own:
-                out[str(worker)] = stacks.ask(worker.pid)
+                out[str(worker)] = thread_stacks.ask(worker.pid)
             else:
                 if node not in self._probes:  # a sampler that was started again on a node that came later
                     self._probes[node] = start_probe(node, max_restarts=-1)

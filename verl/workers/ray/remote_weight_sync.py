@@ -23,9 +23,8 @@ import ray
 from ray import exceptions as faults
 
 from verl.platform.processes import Identity
-from verl.weight_sync.base import SAMPLED, SyncResult, WeightSyncError
-from verl.weight_sync.sender import WeightSync
-from verl.weight_sync.verify import compare
+from verl.weight_sync.sender import SyncResult, WeightSync
+from verl.weight_sync.verify import SAMPLED, WeightSyncError, compare
 from verl.workers.group import WorkerGroup
 from verl.workers.ray.calls import RayCalls, WorkerFailed, reason
 from verl.workers.ray.replicas import Replica, ReplicaPool, Troubles, troubles_of
@@ -157,9 +156,7 @@ class RemoteWeightSync(WeightSync):
         arguments = [(*(write or (None, [])), *common) for write in plan.writes]
         relays = self._relays(plan, replicas, arguments)
         receiving = {
-            replica: replica.worker.handle.receive_weights.remote(
-                plan.places[replica], version, _TIMEOUT_S, verify
-            )
+            replica: replica.worker.handle.receive_weights.remote(plan.places[replica], version, _TIMEOUT_S, verify)
             for replica in replicas
         }
         try:
@@ -198,8 +195,7 @@ class RemoteWeightSync(WeightSync):
         """Do handles of device memory work between these processes? Says so in the run's events."""
         handles = {replica: replica.worker.handle for replica in plan.places}
         calls = {
-            replica: handles[replica].try_channel.remote(places, _TRIAL_S)
-            for replica, places in plan.places.items()
+            replica: handles[replica].try_channel.remote(places, _TRIAL_S) for replica, places in plan.places.items()
         }
         arguments = [(*(write or (None, [])), plan.on_device, _TRIAL_S) for write in plan.writes]
         problems = list(self._training.call("try_channel", each=arguments, doing="update_weights"))
@@ -212,9 +208,7 @@ class RemoteWeightSync(WeightSync):
         self._pool.event("weights_by_device", works=not failed, reason=failed[0] if failed else "")
         return not failed
 
-    def _relays(
-        self, plan: TransferPlan, replicas: Sequence[Replica], arguments: list[tuple[Any, ...]]
-    ) -> list[Any]:
+    def _relays(self, plan: TransferPlan, replicas: Sequence[Replica], arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Nodes without a training rank get weights by broadcast: worker 0 sends, the first replica of each relays."""
         if not plan.relayed:
             return []

@@ -24,8 +24,8 @@ from ray import exceptions as faults
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.platform.processes import Identity
 from verl.trajectory import Media
-from verl.workers import codec
-from verl.workers.codec import GenerateRequest, GenerateResult
+from verl.workers import payloads
+from verl.workers.payloads import GenerateRequest, GenerateResult
 from verl.workers.ray import calls
 from verl.workers.ray.calls import WorkerHandle, is_dead, reason
 
@@ -207,7 +207,7 @@ class ReplicaPool(RolloutEngine):
             queue, replica.queue = replica.queue, []
             ended, replica.ended = replica.ended, []
             try:
-                payload = codec.encode_requests(queue)
+                payload = payloads.encode_requests(queue)
                 inputs = calls.share_media(request.media for request in queue)
                 replica.submitted.append(replica.worker.handle.submit.remote(payload, ended, *inputs))
             except calls.STORE_FULL as error:
@@ -224,7 +224,7 @@ class ReplicaPool(RolloutEngine):
             try:
                 while replica.submitted:
                     await replica.submitted.pop()
-                results = codec.decode_results(await replica.worker.handle.results.remote(_POLL_S))
+                results = payloads.decode_results(await replica.worker.handle.results.remote(_POLL_S))
             except Exception as error:
                 if not is_dead(error):
                     replica.fail(SamplingError(f"{replica.worker}: {reason(error)}"))

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import NativeEngine
 from verl.engine.rollout.native.architecture import bytes_per_token
 from verl.engine.rollout.native.cache import AttentionCalls
+from verl.engine.rollout.native.engine import NativeEngine
 from verl.errors import UserError
-from verl.models import load as models
+from verl.models import pretrained
 from verl.models.layers import attention_sizes
 
 MLA = {
@@ -111,10 +111,11 @@ def worst(alone: Any, prompts: list[list[int]], responses: list[Completion]) -> 
     "arch", [pytest.param(a, marks=[pytest.mark.long] * (a in SLOW)) for a in sorted(ARCHITECTURES)]
 )
 def test_log_probs_are_the_models_own(arch: str) -> None:
-    """Prompts longer than a block and a pass, responses that cross blocks and windows, a queue, and a cache too small."""
+    """Prompts longer than a block and a pass, responses that cross blocks and windows, a queue, and a cache too
+    small."""
     alone = built(arch)
     model = copy.deepcopy(alone)
-    models.check_supported(model, arch)
+    pretrained.check_supported(model, arch)
     prompts = [torch.randint(0, 250, (n,)).tolist() for n in (5, 45, 1)]
     tight = {"max_num_batched_tokens": 33, "cache_tokens": 144}
     for size, temperature, versions in ((tight, 1.0, (1, 2)), ({}, 0.0, (3,))):
@@ -131,9 +132,7 @@ def test_log_probs_are_the_models_own(arch: str) -> None:
         assert (preempted > 0) == bool(size)
     layout = engine._pool.layout
     stored = (layout.blocks + 1) * layout.rows * layout.cols  # one block is spare
-    assert sum(tensor.nbytes for tensor in engine._pool.tensors()) == stored * bytes_per_token(
-        model, torch.float32
-    )
+    assert sum(tensor.nbytes for tensor in engine._pool.tensors()) == stored * bytes_per_token(model, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +190,7 @@ def test_passes_that_attend_in_another_order_are_an_error() -> None:
         calls.start()
         for module in others:
             calls.number(module)
-        with pytest.raises(
-            RuntimeError, match=f"of {len(others)} attention calls differs .*rollout.name=vllm"
-        ):
+        with pytest.raises(RuntimeError, match=f"of {len(others)} attention calls differs .*rollout.name=vllm"):
             calls.finish()
 
 

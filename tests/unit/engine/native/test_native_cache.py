@@ -30,9 +30,7 @@ def read(pool: KVBlockPool, table: KVSlotTable, slot: int, length: int) -> np.nd
     return pool.stored(0)[0].view(-1, pool.layout.cols, 2)[rows, cols, 0].numpy()
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["new", "grow", "end", "repack"]), st.integers(0, 30)), max_size=60)
-)
+@given(st.lists(st.tuples(st.sampled_from(["new", "grow", "end", "repack"]), st.integers(0, 30)), max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_sequences_keep_their_tokens(actions: list[tuple[str, int]]) -> None:
     pool, table = make()

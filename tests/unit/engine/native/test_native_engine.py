@@ -14,7 +14,7 @@ import torch
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import NativeEngine
+from verl.engine.rollout.native.engine import NativeEngine
 from verl.errors import UserError
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -34,9 +34,7 @@ def model(model_path: Path) -> Iterator[Any]:
 
 
 def engine_of(model: Any, **overrides: Any) -> NativeEngine:
-    return NativeEngine(
-        model, **({"eos_token_ids": [258], "max_model_len": 128, "max_num_seqs": 16} | overrides)
-    )
+    return NativeEngine(model, **({"eos_token_ids": [258], "max_model_len": 128, "max_num_seqs": 16} | overrides))
 
 
 def prompt(number: int, length: int = 12) -> list[int]:
@@ -113,9 +111,7 @@ def dialogue(engine: NativeEngine, number: int, *, session: bool, how: SamplingP
 def test_later_turns_prefill_only_what_is_new(model: Any, more: dict[str, Any]) -> None:
     """Whatever the cache has room for, the responses are those of an engine that computes every turn anew."""
     cut, stops = more.pop("cut", 0), more.pop("how", "") == "end"
-    how = SamplingParams(
-        max_tokens=12, ignore_eos=True, repetition_penalty=1.2, stop=("e", "a") if stops else ()
-    )
+    how = SamplingParams(max_tokens=12, ignore_eos=True, repetition_penalty=1.2, stop=("e", "a") if stops else ())
 
     def play(session: bool, **options: Any) -> tuple[list[list[Completion]], NativeEngine]:
         engine = engine_of(model, **({"tokenizer": tiny_tokenizer()} | options))
@@ -133,9 +129,7 @@ def test_later_turns_prefill_only_what_is_new(model: Any, more: dict[str, Any]) 
             assert np.allclose(one.log_probs, other.log_probs, atol=1e-5)
     assert engine._scheduler.idle == {} and not engine._scheduler.responses.taken.any()
     if not more:
-        new = [
-            [1 + 3 + i] * 3 for i in range(5)
-        ]  # the last token of the turn before, and what was said after it
+        new = [[1 + 3 + i] * 3 for i in range(5)]  # the last token of the turn before, and what was said after it
         if cut:
             new = [[n[0], n[1] - 1, n[2]] for n in new]
         assert [[done.prefilled for done in turns[1:]] for turns in found] == new
@@ -164,8 +158,7 @@ def test_new_weights_end_what_sessions_share(model: Any) -> None:
 
 def test_a_small_cache_gives_the_same_responses(model: Any) -> None:
     work = [
-        (prompt(i // 3, 20), replace(GREEDY if i % 2 else DRAWN, seed=i, max_tokens=60), f"{i // 3}")
-        for i in range(9)
+        (prompt(i // 3, 20), replace(GREEDY if i % 2 else DRAWN, seed=i, max_tokens=60), f"{i // 3}") for i in range(9)
     ]
     roomy = run(engine_of(model), work)
     engine = engine_of(model, cache_tokens=350)
@@ -177,16 +170,15 @@ def test_a_small_cache_gives_the_same_responses(model: Any) -> None:
 
 
 def test_one_that_begins_beside_one_that_is_computed_again(model: Any) -> None:
-    """Prompt, response so far and new sibling in one pass: the sibling's row, the prompt's last, lies before the other's."""
+    """Prompt, response so far and new sibling in one pass: the sibling's row, the prompt's last, lies before the
+    other's."""
     work = [(prompt(0), replace(DRAWN, seed=seed), "g") for seed in range(4)]
     expected = run(engine_of(model), work)
 
     async def go() -> list[Completion]:
         engine, calls = engine_of(model), []
         for number, (ids, sampling, group) in enumerate(work):
-            calls.append(
-                asyncio.create_task(engine.generate(ids, sampling, request_id=f"r{number}", group=group))
-            )
+            calls.append(asyncio.create_task(engine.generate(ids, sampling, request_id=f"r{number}", group=group)))
             while len(engine._requests) <= number:
                 await asyncio.sleep(0)
             engine.weights_updated(0)  # the same values: what runs is prefilled again, with who has just come
@@ -204,18 +196,14 @@ def test_the_cache_is_empty_afterwards(model: Any) -> None:
     engine = engine_of(model, max_num_seqs=4)
     run(engine, [(prompt(i), replace(DRAWN, seed=i, max_tokens=1 + 5 * i), f"{i}") for i in range(12)])
     engine.weights_updated(1)
-    assert (
-        engine._pool.free_blocks == engine._pool.layout.blocks and not engine._scheduler.responses.taken.any()
-    )
+    assert engine._pool.free_blocks == engine._pool.layout.blocks and not engine._scheduler.responses.taken.any()
 
 
 def test_slots_are_reused_as_responses_finish(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty steps for the long one; the others pass through the second slot meanwhile."""
     engine, steps, step = engine_of(model, max_num_seqs=2), [], NativeEngine.step
     monkeypatch.setattr(engine, "step", lambda: steps.append(step(engine)))
-    work = [(prompt(0), GREEDY, None)] + [
-        (prompt(i), replace(GREEDY, max_tokens=5), None) for i in range(1, 6)
-    ]
+    work = [(prompt(0), GREEDY, None)] + [(prompt(i), replace(GREEDY, max_tokens=5), None) for i in range(1, 6)]
     assert sum(map(len, tokens(run(engine, work)))) == 40 + 25
     assert len(steps) <= 40 + 6
 
@@ -265,9 +253,7 @@ def test_abort_keeps_what_there_is(model: Any) -> None:
 
     async def go() -> list[Completion]:
         tasks = [
-            asyncio.ensure_future(
-                engine.generate(prompt(i), replace(GREEDY, max_tokens=100), request_id=f"r{i}")
-            )
+            asyncio.ensure_future(engine.generate(prompt(i), replace(GREEDY, max_tokens=100), request_id=f"r{i}"))
             for i in range(4)
         ]
         while sum(request.written for request in engine._requests.values()) < 20:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import NativeEngine
+from verl.engine.rollout.native.engine import NativeEngine
 
 
 class StandIn:
@@ -60,9 +60,7 @@ def test_replayed_steps_give_the_same_responses(
     tmp_path: Path, arch: str, config: dict[str, Any], lengths: list[int], slots: int
 ) -> None:
     model = made(tmp_path, arch, **config).eval()
-    prompts = [
-        torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 40, 3)
-    ]
+    prompts = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 40, 3)]
 
     def responses(graphs: bool) -> tuple[list[Completion], NativeEngine]:
         engine = NativeEngine(model, eos_token_ids=[], max_model_len=120, max_num_seqs=slots)
@@ -128,8 +126,7 @@ def short_responses(model: Any, graphs: bool) -> AnswersAndEngine:
 
     async def go() -> list[Completion]:
         calls = [
-            engine.generate([1, 2, 3, i], SamplingParams(max_tokens=12, seed=i), request_id=str(i))
-            for i in range(4)
+            engine.generate([1, 2, 3, i], SamplingParams(max_tokens=12, seed=i), request_id=str(i)) for i in range(4)
         ]
         return await asyncio.gather(*calls)
 
@@ -146,9 +143,7 @@ def made(path: Path, arch: str, **config: Any) -> Any:
     ("arch", "config"),
     [("qwen3", {}), ("qwen2", {}), ("gemma2", {"sliding_window": 16}), ("llama", DYNAMIC), ("gpt2", {})],
 )
-def test_a_captured_step_does_not_wait_for_the_device(
-    tmp_path: Path, arch: str, config: dict[str, Any]
-) -> None:
+def test_a_captured_step_does_not_wait_for_the_device(tmp_path: Path, arch: str, config: dict[str, Any]) -> None:
     engine = short_responses(made(tmp_path, arch, **config), True)[1]
     assert engine._runner._graphs is not None and engine._runner._graphs.replays > 5
 
@@ -210,9 +205,7 @@ class Cuda:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "default_generators", (self.random,))
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_pool, raising=False)
-        patch.setattr(
-            torch._C, "_cuda_releasePool", lambda place, pool: self.said.append("release"), raising=False
-        )
+        patch.setattr(torch._C, "_cuda_releasePool", lambda place, pool: self.said.append("release"), raising=False)
 
     def drawn(self, state: str) -> None:
         self.said.append(f"random {state}")
@@ -254,7 +247,7 @@ class Cuda:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_failed_capture_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    from verl.platform.cuda import GraphRecorder
+    from verl.platform.cuda_graphs import GraphRecorder
 
     cuda, record = Cuda(monkeypatch, ends), GraphRecorder()
 

@@ -110,9 +110,7 @@ def test_truncation_is_that_of_sorting(
             for d in (-1e-6, 1e-6)
             for e in (-1e-6, 1e-6)
         ]
-        assert any(
-            (np.abs(log_probs - np.log(np.maximum(r[tokens], 1e-300))) < 1e-4).all() for r in relaxed
-        ), order[:5]
+        assert any((np.abs(log_probs - np.log(np.maximum(r[tokens], 1e-300))) < 1e-4).all() for r in relaxed), order[:5]
 
 
 def test_greedy_rows_among_others() -> None:
@@ -131,9 +129,7 @@ def test_greedy_rows_among_others() -> None:
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
-    params = [
-        SamplingParams(1, seed=i, top_p=0.9 if i % 2 else 1.0, temperature=0.5 + i / 4) for i in range(6)
-    ]
+    params = [SamplingParams(1, seed=i, top_p=0.9 if i % 2 else 1.0, temperature=0.5 + i / 4) for i in range(6)]
     together, _ = sample(logits.clone(), Rows.of(params, range(6)))
     for i in range(6):
         alone, _ = sample(logits[i : i + 1].clone(), Rows.of(params[i : i + 1], [i]))

@@ -32,9 +32,7 @@ def rows_of(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0, vocab: i
     return rows
 
 
-def reference(
-    module: Any, rows: Sequence[Trajectory], temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(module: Any, rows: Sequence[Trajectory], temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies [ΣL] of the plain way: one padded batch, prompt repeated, all logits."""
     width = max(len(r.prompt.ids) + r.length for r in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -55,7 +53,8 @@ def reference(
 
 
 def simple_loss(total: int, entropy_coeff: float = 0.0) -> Any:
-    """−Σ A·logp·(1 + ½ logp)/T − c·ΣH/T − Σ of candidates' logp/T, if there are any: the gradient depends on the log-probs too."""
+    """−Σ A·logp·(1 + ½ logp)/T − c·ΣH/T − Σ of candidates' logp/T, if there are any: the gradient depends on the
+    log-probs too."""
 
     def loss(batch: Any) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
         parts = [r.advantages for r in batch.rows]

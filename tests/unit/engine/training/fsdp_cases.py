@@ -60,9 +60,7 @@ def drive(engine: Any, rows: Sequence[Trajectory], total: int, steps: int = 1) -
         "refused": [r.refused for r in results],
         "tokens": [r.tokens for r in results],
         "norm": [r.grad_norm for r in results],
-        "gradients": {
-            n: whole(p.grad).clone() for n, p in engine.module.named_parameters() if p.grad is not None
-        },
+        "gradients": {n: whole(p.grad).clone() for n, p in engine.module.named_parameters() if p.grad is not None},
         "weights": {n: t.clone() for n, t in engine.named_weights()},
     }
 
@@ -79,11 +77,9 @@ def total() -> int:
     return sum(row.length for row in rows())
 
 
-def on_ranks(
-    path: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]], steps: int = 1
-) -> dict[str, Any]:
+def on_ranks(path: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]], steps: int = 1) -> dict[str, Any]:
     """On one rank: name → (role, model_cfg, kind of shares) → what `drive` saw of this rank's rows."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     out = {}
     for name, (role_cfg, model_cfg, kind) in cases.items():
@@ -99,11 +95,9 @@ def on_ranks(
     return out
 
 
-def locally(
-    path: str, role_cfg: dict[str, Any], model_cfg: dict[str, Any] | None = None, steps: int = 1
-) -> Any:
+def locally(path: str, role_cfg: dict[str, Any], model_cfg: dict[str, Any] | None = None, steps: int = 1) -> Any:
     """The same on `FSDPEngine` with all rows."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     engine = FSDPEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu", topk=4)
     return drive(engine, rows(), total(), steps)

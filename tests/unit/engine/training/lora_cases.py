@@ -23,7 +23,7 @@ def trained(**changes: Any) -> dict[str, Any]:
 
 def engine(path: str, role_cfg: dict[str, Any] | None = None, **more: Any) -> Any:
     """One on this process, with LoRA."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     return FSDPEngine(path, role_cfg=role_cfg or trained(), model_cfg=lora(**more), device="cpu")
 
@@ -41,7 +41,7 @@ def disturb(one: Any, size: float = 0.05) -> None:
 
 def on_ranks(path: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]], steps: int = 1) -> Any:
     """As `fsdp_cases.on_ranks`, with adapters that do something."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     out = {}
     for name, (role_cfg, model_cfg, kind) in cases.items():
@@ -57,7 +57,7 @@ def on_ranks(path: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any], s
 
 def locally(path: str, role_cfg: dict[str, Any], model_cfg: dict[str, Any], steps: int = 1) -> Any:
     """The same on one device."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     one = FSDPEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu")
     disturb(one)

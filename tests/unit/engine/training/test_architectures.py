@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine.training.engine_cases import rows_of
-from verl.engine.training.fsdp_engine import FSDPEngine
-from verl.engine.training.tensor_parallel import TensorParallel
+from verl.engine.training.fsdp.engine import FSDPEngine
+from verl.engine.training.fsdp.tensor_parallel import TensorParallel
 from verl.errors import UserError
-from verl.models.load import build_model, fill_buffers
+from verl.models.pretrained import build_model, fill_buffers
 
 FP32 = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 0.0, "weight_decay": 0.0}, "grad_clip": 0.0}
 ROWS = [(9, [12, 7]), (3, [15])]
@@ -106,9 +106,7 @@ def test_what_an_architecture_keeps_out_of_training_stays_out(tmp_path: Path) ->
     before = engine.module.lm_head.weight.detach().clone()
     engine.step(rows_of(ROWS), lambda batch: (batch.log_probs.sum(), {}), temperature=1.0)
     assert not torch.equal(engine.module.lm_head.weight, before)
-    assert torch.equal(
-        engine.module.get_parameter(name), torch.full_like(engine.module.get_parameter(name), 0.5)
-    )
+    assert torch.equal(engine.module.get_parameter(name), torch.full_like(engine.module.get_parameter(name), 0.5))
 
 
 STRETCHED = {
@@ -133,9 +131,7 @@ STRETCHED = {
 
 @pytest.mark.parametrize("arch", sorted(STRETCHED))
 @pytest.mark.parametrize("longest", [16, 48])
-def test_log_probs_do_not_depend_on_how_long_the_neighbours_are(
-    tmp_path: Path, arch: str, longest: int
-) -> None:
+def test_log_probs_do_not_depend_on_how_long_the_neighbours_are(tmp_path: Path, arch: str, longest: int) -> None:
     """transformers would choose other frequencies for a pack with a long sequence in it."""
     path = tiny_model(tmp_path / "m", arch, scale=4.0, **STRETCHED[arch])
     engine = FSDPEngine(path, role_cfg=FP32, device="cpu", longest=longest)
@@ -163,9 +159,7 @@ def test_log_probs_do_not_depend_on_how_long_the_neighbours_are(
         ("phimoe", {"sliding_window": 6, "num_local_experts": 4}, "window of 6"),
     ],
 )
-def test_what_attention_would_silently_leave_out_is_refused(
-    arch: str, more: dict[str, Any], why: str
-) -> None:
+def test_what_attention_would_silently_leave_out_is_refused(arch: str, more: dict[str, Any], why: str) -> None:
     module = AutoModelForCausalLM.from_config(tiny_config(arch, **more), dtype=torch.float32)
     with pytest.raises(UserError, match=why):
         FSDPEngine(module=module, device="cpu")

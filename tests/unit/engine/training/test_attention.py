@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.models import flash_attention, packed_attention
-from verl.models.attention import AttentionOptions
-from verl.models.packed_attention import PackedPlan, TokenSpan
+from verl.models.attention import AttentionOptions, TokenSpan
+from verl.models.packed_attention import PackedPlan
 
 
 def layout(groups):
@@ -72,9 +72,7 @@ def compare(groups, window=None, softcap=None, sinks=False, **shape):
     return plan
 
 
-shapes = st.lists(
-    st.tuples(st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4)), min_size=1, max_size=4
-)
+shapes = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4)), min_size=1, max_size=4)
 
 
 @given(
@@ -97,9 +95,7 @@ def test_any_layout(groups, window, softcap, sinks, limits):
 def test_long_segments_are_cut_and_short_ones_merged():
     plan = compare([(300, [700, 2, 3, 4])])
     rows = [t.rows for t in plan.tiles]
-    assert (
-        len(rows) > 3 and max(t.rows * t.keys * 4 for t in plan.tiles) <= packed_attention.TILE_SCORES * 1.6
-    )
+    assert len(rows) > 3 and max(t.rows * t.keys * 4 for t in plan.tiles) <= packed_attention.TILE_SCORES * 1.6
     many = compare([(5, [3] * 20), (4, [2] * 10)])
     assert len(many.tiles) < 8
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from verl.engine.training.optimizer_state import StateReader, load_state, save_state
+from verl.engine.training.fsdp.optimizer_state import StateReader, load_state, save_state
 from verl.errors import UserError
 
 

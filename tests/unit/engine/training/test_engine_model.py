@@ -15,7 +15,7 @@ from tests.unit.engine.training.engine_cases import (
     rows_of,
     simple_loss,
 )
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
 
 GROUPS = [(7, [5, 9, 1, 0, 3]), (1, [4]), (12, [6, 6]), (3, [0, 0]), (5, [2, 11, 40])]
@@ -48,9 +48,7 @@ def build(tmp_path, arch="qwen3", role=FP32, model=None, **options):
 def test_same_numbers_as_a_padded_forward(tmp_path, arch):
     path, engine = build(tmp_path, arch)
     rows = rows_of(GROUPS)
-    plain = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     logp, entropy = reference(plain, rows, temperature=0.7)
     total = len(logp)
 
@@ -88,9 +86,7 @@ def test_a_head_that_is_more_than_a_product_is_found_out(tmp_path):
     torch.testing.assert_close(torch.from_numpy(stats["log_probs"]), logp.detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kind", ["no directory", "a file", "no config", "no weights", "other weights", "override"]
-)
+@pytest.mark.parametrize("kind", ["no directory", "a file", "no config", "no weights", "other weights", "override"])
 def test_directories_that_cannot_work(tmp_path, kind):
     path, model = tiny_model(tmp_path / "m"), None
     if kind == "no directory":

@@ -14,7 +14,7 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import rows_of, simple_loss
 from tests.unit.engine.training.fsdp_cases import role
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.engine.training.weight_files import plan_files
 from verl.errors import UserError
 
@@ -55,11 +55,9 @@ def sharded(
     path: str, load: str | None, steps: int, save_to: str | None, more: int = 0, fsdp: Any = None
 ) -> tuple[Any, Any]:
     """One rank: build, load, train, save, train more → (state at saving, state at the end)."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
-    engine = FSDPEngine(
-        path, role_cfg=ROLE | {"fsdp_config": ROLE["fsdp_config"] | (fsdp or {})}, device="cpu"
-    )
+    engine = FSDPEngine(path, role_cfg=ROLE | {"fsdp_config": ROLE["fsdp_config"] | (fsdp or {})}, device="cpu")
     engine.schedule(8)
     if load:
         # Where the weights were before must not matter.
@@ -128,7 +126,7 @@ def full_disk(path: str, directory: str, error: Exception) -> str:
     import torch.distributed as dist
 
     from verl.engine.training import weight_files
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
     if dist.get_rank() == 1:

@@ -21,7 +21,7 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import simple_loss
 from tests.unit.engine.training.fsdp_cases import role, rows, total
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 
 LAYERS = 4
 ROWS = 4
@@ -65,7 +65,7 @@ def traffic(events: list[Any]) -> Iterator[None]:
 
 
 def build(path: str, fsdp: dict[str, Any], **more: Any) -> Any:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     changes = {"ppo_micro_batch_size_per_gpu": ROWS, **more}
     model_cfg = {"enable_gradient_checkpointing": False}
@@ -94,9 +94,7 @@ def step(one: Any) -> dict[str, Any]:
         return simple_loss(total())(batch)
 
     first = one._layers[0].mlp
-    hook = first.register_forward_pre_hook(
-        lambda module, _: weights.append(module.up_proj.weight.untyped_storage())
-    )
+    hook = first.register_forward_pre_hook(lambda module, _: weights.append(module.up_proj.weight.untyped_storage()))
     with traffic(sent):
         seen["norm"] = one.step(rows()[:ROWS], loss, temperature=1.0).grad_norm
     hook.remove()

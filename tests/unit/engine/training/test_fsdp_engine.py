@@ -13,7 +13,7 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import rows_of, simple_loss
 from tests.unit.engine.training.fsdp_cases import assert_same, locally, on_ranks, role
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -28,7 +28,7 @@ TRAINED = role(optim={"lr": 1e-2})
 
 
 def engine(path: str, role_cfg: dict[str, Any] = TRAINED, **options: Any) -> Any:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     return FSDPEngine(path, role_cfg=role_cfg, device="cpu", **options)
 

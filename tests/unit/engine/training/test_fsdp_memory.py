@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine.training.fsdp_cases import role
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.engine.training.weight_files import FileSource, RankZeroSource, WeightSource
 from verl.platform import detect
 
@@ -79,7 +79,7 @@ class Counted(WeightSource):
 
 def building(path: str, fsdp: dict[str, Any], model_cfg: dict[str, Any]) -> dict[str, Any]:
     """Bytes: at most while the engine was built, at the end; and where the weights came from."""
-    from verl.engine.training import model
+    from verl.engine.training.fsdp import model
 
     detect("cpu").prepare()  # looks at the processor once, with matrices of its own
     held, used = Held(), []
@@ -153,8 +153,8 @@ BUCKET = 200_000
 
 def gathering(path: str, channel: str) -> dict[str, Any]:
     """Most bytes beside the shards: while nobody takes the tensors, and while a slow reader does (rank 0)."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
-    from verl.weight_sync.shared_memory import BucketSender, receive
+    from verl.engine.training.fsdp.engine import FSDPEngine
+    from verl.weight_sync.channel import BucketSender, receive
 
     engine = FSDPEngine(path, role_cfg=role(), device="cpu")
     out: dict[str, Any] = {"alive": 0}

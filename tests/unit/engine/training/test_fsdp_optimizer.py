@@ -140,7 +140,7 @@ def test_those_that_cannot_are_refused_before_the_first_step(model: Path, kind: 
 
 def resumed(path: str, folder: str, kind: str) -> bool:
     """State as it was saved, whether the optimizer has any or not."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     one = FSDPEngine(path, role_cfg=stepping(kind), device="cpu")
     go(one, 1)

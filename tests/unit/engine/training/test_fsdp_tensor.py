@@ -13,7 +13,7 @@ from tests.tiny import tiny_model
 from tests.unit.engine.training.fsdp_cases import assert_same, locally, on_ranks, role
 from tests.unit.engine.training.test_fsdp_checkpoint import ROLE, same, save, sharded, state
 from tests.unit.engine.training.test_fsdp_engine import complaint
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 
 Cases = dict[str, tuple[dict[str, Any], dict[str, Any], str]]
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 def test_the_configuration_checks_layouts() -> None:
     from verl.config import load
-    from verl.config.check import check as check_config
+    from verl.preflight.check import check as check_config
 
     def problems(*argv: str) -> str:
         base = ("trainer.n_gpus_per_node=4", "trainer.device=cpu", "data.train_files=x.parquet")

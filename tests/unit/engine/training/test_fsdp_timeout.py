@@ -16,8 +16,9 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import simple_loss
 from tests.unit.engine.training.fsdp_cases import role, rows
+from verl.engine.registry import Placement
 from verl.engine.training import process_group
-from verl.engine.training.sharding import Layout, layout
+from verl.engine.training.fsdp.sharding import Layout, layout
 from verl.platform import detect
 
 LIMIT = 1.5
@@ -57,12 +58,16 @@ def as_torch_does(cut: int, sequence: int, tensor: int) -> dict[str, list[int]]:
     return out
 
 
+def placed(shard: int, sequence: int, tensor: int = 1) -> Layout:
+    return layout("cpu", Placement(shard=shard, sequence=sequence, tensor=tensor))
+
+
 def made(port: int) -> list[str]:
     """What is wrong with the groups of each layout."""
     meet_again(port, NEVER)
     wrong, expected = [], []
     for sizes in SIZES:
-        here = groups_of(layout("cpu", *sizes))
+        here = groups_of(placed(*sizes))
         expected.append((sizes, {name: dist.get_process_group_ranks(group) for name, group in here.items()}))
     for group in dist.distributed_c10d._world.pg_map:
         limit = group._get_backend(torch.device("cpu")).options._timeout
@@ -81,7 +86,7 @@ def test_groups_have_the_ranks_of_torchs_meshes_and_the_limit() -> None:
 def alone(port: int, flag: str) -> dict[str, tuple[float, str]]:
     """Rank 0 enters a collective of each of its groups, which the others never do: seconds, message."""
     meet_again(port, LIMIT)
-    found = groups_of(layout("cpu", 2, 1, 2)) | groups_of(layout("cpu", 2, 2))
+    found = groups_of(placed(2, 1, 2)) | groups_of(placed(2, 2))
     out: dict[str, tuple[float, str]] = {}
     for name, group in found.items() if dist.get_rank() == 0 else ():
         started = time.monotonic()
@@ -114,7 +119,7 @@ def test_a_sub_group_gives_up_in_time(tmp_path: Path) -> None:
 
 def stuck(path: str, port: int, flag: str, where: str) -> tuple[float, str]:
     """Rank 1 never comes to a step, or only to its beginning."""
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     meet_again(port, ENGINE_LIMIT)
     engine = FSDPEngine(path, role_cfg=role(ulysses_sequence_parallel_size=2), device="cpu")

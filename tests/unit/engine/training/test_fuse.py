@@ -10,7 +10,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.tiny import tiny_config
-from verl.engine.training.fuse import FusedForwards
+from verl.engine.training.fsdp.fuse import FusedForwards
 
 
 @pytest.mark.parametrize("kind", [Qwen3RMSNorm, Gemma2RMSNorm])

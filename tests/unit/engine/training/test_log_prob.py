@@ -54,13 +54,9 @@ def test_values_and_gradients(rows, vocab, block, temperature, softcap, bias, en
     hidden, weight, offset, targets = make(rows, 8, vocab, bias, seed=seed)
     leaves64 = [x.requires_grad_() for x in (hidden, weight, offset) if x is not None]
     expected = oracle(hidden, weight, offset, targets, 0.7, softcap, temperature)
-    mix = [
-        torch.randn(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)
-    ]
+    mix = [torch.randn(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     wanted = [True, entropy, squares]
-    sum(
-        (m * e).sum() for m, e, w in zip(mix, expected, wanted, strict=True) if w
-    ).backward() if rows else None
+    sum((m * e).sum() for m, e, w in zip(mix, expected, wanted, strict=True) if w).backward() if rows else None
 
     leaves = [x.detach().float().requires_grad_() for x in leaves64]
     head = LogitLayer(leaves[1], leaves[2] if bias else None, 0.7, softcap)
@@ -119,9 +115,7 @@ def test_a_candidate_that_the_vocabulary_has_not_is_minus_infinity():
     hidden, weight, _, targets = make(dtype=torch.float32)
     candidates = torch.tensor([[36, 37]]).expand(13, 2)
     asked = (*log_prob.CANDIDATE_OUTPUTS, "log_probs")
-    chunked = token_outputs(
-        hidden, targets, LogitLayer(weight), asked, temperature=1.0, candidates=candidates
-    )
+    chunked = token_outputs(hidden, targets, LogitLayer(weight), asked, temperature=1.0, candidates=candidates)
     plain = log_prob.outputs_of_logits(hidden @ weight.t(), targets, asked, candidates)
     for name in asked:
         torch.testing.assert_close(chunked[name], plain[name], rtol=1e-5, atol=2e-5)

@@ -14,7 +14,7 @@ import torch
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import BOTH, reference, rows_of, simple_loss
 from tests.unit.engine.training.lora_cases import RANK, disturb, engine, lora, trained
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
 
 pytest.importorskip("peft")
@@ -73,14 +73,8 @@ def test_only_adapters_are_trained(models: dict[str, str], arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_adapters_reach_every_linear_layer_and_experts_where_peft_can(
-    models: dict[str, str], arch: str
-) -> None:
-    names = {
-        n.rpartition(".lora_A.")[0]
-        for n, p in engine(models[arch]).module.named_parameters()
-        if p.requires_grad
-    }
+def test_adapters_reach_every_linear_layer_and_experts_where_peft_can(models: dict[str, str], arch: str) -> None:
+    names = {n.rpartition(".lora_A.")[0] for n, p in engine(models[arch]).module.named_parameters() if p.requires_grad}
     attention = {f"model.layers.{i}.self_attn.{x}_proj" for i in (0, 1) for x in "qkvo"}
     assert attention <= names and "lm_head" not in names
     rest = {n.removeprefix("model.layers.0.") for n in names - attention if ".0." in n and n}
@@ -159,9 +153,7 @@ def test_start_values_depend_on_seed_and_name_alone(models: dict[str, str]) -> N
     assert 0.9 / 32**0.5 < float(tensor.abs().max()) <= 1 / 32**0.5 and abs(float(tensor.mean())) < 0.05
     assert all(not t.any() for name, t in a.items() if ".lora_B." in name)
     seeded = FSDPEngine(models["qwen3"], role_cfg=trained(), model_cfg=lora(), device="cpu", seed=1)
-    assert not torch.equal(
-        dict(seeded.adapter_weights())["model.layers.0.self_attn.q_proj.lora_A.weight"], tensor
-    )
+    assert not torch.equal(dict(seeded.adapter_weights())["model.layers.0.self_attn.q_proj.lora_A.weight"], tensor)
 
 
 # -- going on ----------------------------------------------------------------------------------------------
@@ -193,9 +185,7 @@ def test_a_checkpoint_of_another_base_or_kind_is_refused(models: dict[str, str],
     moved = tiny_model(tmp_path / "moved", "qwen3", scale=4.0, seed=5)
     with pytest.raises(UserError, match="is not the model that the checkpoint was trained on"):
         engine(str(moved)).load_weights(tmp_path / "lora")
-    with pytest.raises(
-        UserError, match=rf"set actor_rollout_ref.model.lora_rank={RANK} .* to go on, or start anew"
-    ):
+    with pytest.raises(UserError, match=rf"set actor_rollout_ref.model.lora_rank={RANK} .* to go on, or start anew"):
         full(models["qwen3"]).load_weights(tmp_path / "lora")
     with pytest.raises(UserError, match="another rank or model"):
         engine(models["qwen3"], lora_rank=RANK * 2).load_weights(tmp_path / "lora")
@@ -245,9 +235,7 @@ def test_an_adapter_of_peft_is_gone_on_with(models: dict[str, str], tmp_path: Pa
         ({"r": 8}, "set model.lora_rank=8"),
     ],
 )
-def test_adapters_of_other_kinds_are_refused(
-    models: dict[str, str], tmp_path: Path, change: Any, said: str
-) -> None:
+def test_adapters_of_other_kinds_are_refused(models: dict[str, str], tmp_path: Path, change: Any, said: str) -> None:
     engine(models["qwen3"]).save_weights(tmp_path / "actor")
     file = tmp_path / "actor/lora_adapter/adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -304,9 +292,7 @@ def test_the_output_layer(models: dict[str, str], tmp_path: Path) -> None:
     np.testing.assert_allclose(log_probs(full(tmp_path / "actor")), log_probs(one), atol=1e-5)
 
 
-def test_without_peft_the_message_says_what_to_install(
-    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_peft_the_message_says_what_to_install(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "peft", None)
@@ -329,9 +315,7 @@ def test_large_models_are_written_in_parts(models: dict[str, str], tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3_moe"])
-def test_the_single_operation_computes_what_pefts_layer_does(
-    models: dict[str, str], arch: str, dtype: str
-) -> None:
+def test_the_single_operation_computes_what_pefts_layer_does(models: dict[str, str], arch: str, dtype: str) -> None:
     role, tolerance = trained(fsdp={"dtype": dtype}), 1e-5 if dtype == "float32" else 4e-2
     ours, theirs = engine(models[arch], role), engine(models[arch], role)
     assert len(ours._model.fused.forwards) > 8

@@ -90,7 +90,7 @@ def read(path: str, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, tor
 
 
 def sharded(path: str, **more: Any) -> Any:
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     return FSDPEngine(path, role_cfg=trained(), model_cfg=lora(**more), device="cpu")
 

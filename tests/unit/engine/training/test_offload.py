@@ -15,12 +15,12 @@ import torch
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.engine.training.engine_cases import rows_of, simple_loss
 from verl.config import load
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.rollout.vllm import VLLM
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.trainer.colocation import Colocation
 from verl.trajectory import Batch, Trajectory
-from verl.workers import build
+from verl.workers.launch import start_here
 from verl.workers.roles import WorkerSet
-from verl.workers.start import start_here
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 BOTH = [f"{ACTOR}.param_offload=True", f"{ACTOR}.optimizer_offload=True"]
@@ -48,9 +48,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Places:
 
         def wrapped(self: Any, *, optimizer: bool = away) -> None:
             named = {"weights"} if self._weights_leave else set()
-            named |= (
-                {"optimizer"} if self._state_leaves and optimizer and self._optimizer is not None else set()
-            )
+            named |= {"optimizer"} if self._state_leaves and optimizer and self._optimizer is not None else set()
             seen.here[id(self)] = seen.at(self) - named if away else seen.at(self) | named
             method(self) if away else method(self, optimizer=optimizer)
 
@@ -128,7 +126,7 @@ def engine_of(workers: WorkerSet, role: str = "actor") -> Any:
 @pytest.fixture
 def separate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A sampler with weights of its own, in place of vLLM."""
-    monkeypatch.setitem(build._OWN_SAMPLERS, "vllm", lambda *_: object())
+    monkeypatch.setattr(VLLM, "build", lambda *_: object())
     yield
 
 
@@ -188,9 +186,7 @@ def test_the_base_of_an_adapter_is_there_for_the_references_pass(
     tmp_path: Path, places: Places, separate: None
 ) -> None:
     config = with_vllm(
-        configured(
-            tmp_path, *BOTH, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=2"
-        )
+        configured(tmp_path, *BOTH, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=2")
     )
     workers = start_here(config, tiny_tokenizer(), total_steps=1)
     train_step(config, workers, tmp_path / "saved")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from verl.config.schema.training import OptimConfig
+from verl.engine.training.fsdp.optimizer_state import load_state, save_state
 from verl.engine.training.optimizer import Schedule, build_optimizer, optim_config
-from verl.engine.training.optimizer_state import load_state, save_state
 from verl.errors import UserError
 
 

@@ -11,9 +11,7 @@ from tests.unit.engine.training.engine_cases import rows_of
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.trajectory import Prompt, Trajectory
 
-groups_of = st.lists(
-    st.tuples(st.integers(1, 20), st.lists(st.integers(0, 24), min_size=1, max_size=6)), max_size=5
-)
+groups_of = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 24), min_size=1, max_size=6)), max_size=5)
 
 
 @given(

@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from verl.engine.training.fsdp import ENGINE
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
 from verl.errors import UserError
 from verl.platform import cpu, detect
 
 ROOT = Path(__file__).parents[4]
+
+
+def dtype_of(role, platform):
+    return compute_dtype(ENGINE.placement(role), platform)
 
 
 def test_bfloat16_only_where_the_processor_has_it(monkeypatch):
@@ -25,16 +30,13 @@ def test_bfloat16_only_where_the_processor_has_it(monkeypatch):
     assert platform.default_dtype == torch.float32
     monkeypatch.setattr(cpu, "has_packed_products", lambda dtype: True)
     assert platform.default_dtype == torch.bfloat16
-    assert compute_dtype({}, platform) == torch.bfloat16
-    assert compute_dtype({"fsdp_config": {"dtype": "float32"}}, platform) == torch.float32
+    assert dtype_of({}, platform) == torch.bfloat16
+    assert dtype_of({"fsdp_config": {"dtype": "float32"}}, platform) == torch.float32
     monkeypatch.setattr(cpu, "processor", lambda: ("", frozenset({"avx2"})))
     assert platform.default_dtype == torch.float32
-    assert (
-        compute_dtype({"fsdp_config": {"mixed_precision": {"param_dtype": "bf16"}}}, platform)
-        == torch.bfloat16
-    )
+    assert dtype_of({"fsdp_config": {"mixed_precision": {"param_dtype": "bf16"}}}, platform) == torch.bfloat16
     with pytest.raises(UserError, match=r"fsdp_config\.dtype='int8'"):
-        compute_dtype({"fsdp_config": {"dtype": "int8"}}, platform)
+        dtype_of({"fsdp_config": {"dtype": "int8"}}, platform)
 
 
 _AS_WITHOUT_AVX512 = """
@@ -106,7 +108,7 @@ def test_a_processor_that_would_round_is_left_alone(monkeypatch):
 _FAULTS = """
 import resource, sys, torch
 from verl.platform.cpu import PLATFORM
-from verl.platform.host import tune_allocator
+from verl.platform.host_resources import tune_allocator
 torch.set_num_threads(1)
 took = tune_allocator() if sys.argv[1] == "tuned" else False
 def touch():
@@ -141,7 +143,7 @@ def usual_kernels():
 def test_full_determinism_is_asked_for_and_a_step_goes_through(tmp_path, usual_kernels):
     from tests.tiny import tiny_model
     from tests.unit.engine.training.engine_cases import rows_of, simple_loss
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.fsdp.engine import FSDPEngine
 
     rows = rows_of([(7, [5, 9, 1]), (3, [4])])
     kept = []

@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import rows_of
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
 
 FP32 = {"fsdp_config": {"dtype": "float32"}}
@@ -99,9 +99,7 @@ def test_rope_scaling_keeps_theta_and_lasts(tmp_path) -> None:
     powers = torch.arange(0, 16, 2, dtype=torch.float64) / 16
     scaling = {"type": "linear", "factor": 4.0}
     torch.testing.assert_close(_rotations(path, rope_scaling=scaling), 20_000.0**-powers / 4)
-    engine = FSDPEngine(
-        path, model_cfg={"override_config": {"rope_scaling": scaling}}, role_cfg=FP32, device="cpu"
-    )
+    engine = FSDPEngine(path, model_cfg={"override_config": {"rope_scaling": scaling}}, role_cfg=FP32, device="cpu")
     engine.save_weights(tmp_path / "saved")
     torch.testing.assert_close(_rotations(tmp_path / "saved"), 20_000.0**-powers / 4)
 
@@ -139,7 +137,7 @@ def test_parts_of_a_configuration_are_checked_as_the_whole(tmp_path) -> None:
 
 
 def test_layers_of_two_kinds_are_set_by_kind(tmp_path) -> None:
-    from verl.models.load import load_config
+    from verl.models.pretrained import load_config
 
     path = tiny_model(tmp_path / "g", "gemma3_text", sliding_window=8)
     plain = load_config(path).rope_parameters

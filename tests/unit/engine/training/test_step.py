@@ -8,7 +8,7 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import rows_of, simple_loss
-from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.fsdp.engine import FSDPEngine
 
 GROUPS = [(7, [5, 9, 1, 0, 3]), (4, [6, 2])]
 ROLE = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 1e-2}, "ppo_micro_batch_size_per_gpu": 2}
@@ -48,7 +48,8 @@ def test_a_reference_may_share_the_actors_model(tmp_path):
 
 @pytest.mark.parametrize("size", [1e6, 1e-3])
 def test_float16_keeps_the_gradients_of_a_loss_over_many_tokens(tmp_path, size):
-    """Unscaled, a loss over a million tokens has gradients that float16 rounds to zero; a large one overflows scaled."""
+    """Unscaled, a loss over a million tokens has gradients that float16 rounds to zero; a large one overflows
+    scaled."""
     path = tiny_model(tmp_path / "m", scale=4.0)
     rows = rows_of([(7, [5, 9]), (12, [6])])
     found = {}

@@ -14,11 +14,11 @@ from tests import ranks
 from tests.algorithm_references import share_of
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine.training.engine_cases import assert_close, rows_of
-from verl.algorithms.objective import count_denominators, trajectory_tokens
+from verl.algorithms.flat_tokens import count_denominators, trajectory_tokens
 from verl.algorithms.value_loss import ValueObjective
 from verl.config import Map
-from verl.engine.training.fsdp_engine import FSDPEngine
-from verl.models.load import load_model
+from verl.engine.training.fsdp.engine import FSDPEngine
+from verl.models.pretrained import load_model
 from verl.trajectory import segments_of
 
 GROUPS = [(5, [3, 9, 6]), (7, [2, 8]), (1, [1, 0, 4])]
@@ -51,7 +51,8 @@ def with_a_head(path: Path, seed: int = 3) -> Path:
 
 
 def plain_values(path: Path, batch: list[Any]) -> torch.Tensor:
-    """One row at a time through transformers' own token classifier: the value at the token before each response token."""
+    """One row at a time through transformers' own token classifier: the value at the token before each response
+    token."""
     module = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32).eval()
     found = []
     for row in batch:
@@ -92,9 +93,7 @@ def stepped(path: Any, batch: list[Any], mine: list[Any], mode: str, **options: 
     critic = engine(path, **options)
     counts = trajectory_tokens(batch)
     tokens_of = None if counts is None else dict(zip(map(id, batch), counts, strict=True))
-    objective = ValueObjective(
-        Map(CRITIC | {"loss_agg_mode": mode}), count_denominators(batch, 12.0), tokens_of
-    )
+    objective = ValueObjective(Map(CRITIC | {"loss_agg_mode": mode}), count_denominators(batch, 12.0), tokens_of)
     result = critic.step(mine, objective, ("values",), temperature=1.0)
     return result.metrics, {name: tensor.clone() for name, tensor in critic.named_weights()}
 
@@ -133,9 +132,7 @@ def ranked(path: str) -> Any:
     critic = engine(path)
     mine = [batch[:3], batch[3:]][critic.dp_rank]
     values = critic.forward(mine, ("values",), temperature=1.0)["values"]
-    result = critic.step(
-        mine, ValueObjective(CRITIC, count_denominators(batch, 12.0)), ("values",), temperature=1.0
-    )
+    result = critic.step(mine, ValueObjective(CRITIC, count_denominators(batch, 12.0)), ("values",), temperature=1.0)
     metrics, weights = result.metrics, {n: t.clone() for n, t in critic.named_weights()}
     return values, metrics, weights
 

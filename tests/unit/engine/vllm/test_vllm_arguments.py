@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from verl.config import engine_packages
-from verl.config.engine_kwargs import OURS, translate
-from verl.config.engine_packages import EnginePackageError, arguments_in, check_vllm
+from verl.engine import registry
+from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.base import SamplingParams, check_request
-from verl.engine.rollout.vllm import launch
+from verl.engine.rollout.vllm import ENGINE, launch
 from verl.engine.rollout.vllm.arguments import (
     EngineSettings,
     cache_bytes,
@@ -20,6 +19,7 @@ from verl.engine.rollout.vllm.arguments import (
     request_seed,
 )
 from verl.engine.rollout.vllm.batch import BatchSampling, batch_sampling
+from verl.engine.rollout.vllm.kwargs import OURS, arguments_in, translate
 from verl.errors import UserError
 
 NAMES = """
@@ -89,13 +89,13 @@ def test_argument_names_are_read_from_source() -> None:
 
 @pytest.mark.parametrize("version", [None, "0.31.9", "0.34.0", "1.0", "0.32.0", "0.33.1.post2"])
 def test_two_minors_are_taken_and_others_refused_with_their_names(monkeypatch, version) -> None:
-    monkeypatch.setattr(engine_packages, "vllm_version", lambda: version)
-    monkeypatch.setattr(engine_packages.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(registry, "version", lambda package: version)
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: object())
     if str(version).startswith(("0.32.", "0.33.")):
-        assert check_vllm() == version
+        assert ENGINE.installed() == version
     else:
-        with pytest.raises(EnginePackageError, match=r"supported are 0\.32 and 0\.33: pip install"):
-            check_vllm()
+        with pytest.raises(EnginePackageError, match=r"supported are >=0\.32,<0\.34: pip install"):
+            ENGINE.installed()
 
 
 def settings(**more: Any) -> EngineSettings:
@@ -104,9 +104,7 @@ def settings(**more: Any) -> EngineSettings:
 
 def test_engine_arguments_on_a_cpu_and_elsewhere() -> None:
     cpu = engine_arguments(settings(free_cache_engine=True), KNOWN, cpu=True, sleeps=False)
-    assert (
-        cpu["enforce_eager"] and cpu["block_size"] == 32 and "uniproc" in cpu["distributed_executor_backend"]
-    )
+    assert cpu["enforce_eager"] and cpu["block_size"] == 32 and "uniproc" in cpu["distributed_executor_backend"]
     assert not cpu["enable_sleep_mode"]
     assert not cpu["enable_chunked_prefill"] and cpu["max_num_batched_tokens"] == 8192
     device = engine_arguments(settings(free_cache_engine=True), KNOWN, cpu=False, sleeps=True)
@@ -239,7 +237,5 @@ def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch
         if taken:
             launch.check_cpu_model(config)
         else:
-            with pytest.raises(
-                UserError, match=r"latent attention only with .* in .576. .*rollout\.name=native"
-            ):
+            with pytest.raises(UserError, match=r"latent attention only with .* in .576. .*rollout\.name=native"):
                 launch.check_cpu_model(config)

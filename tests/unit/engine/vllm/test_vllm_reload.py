@@ -61,9 +61,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Decoder:
 
 def test_weights_that_a_model_copies_past_the_reload_are_an_error(model: Decoder) -> None:
     old = model.own.weight.detach().clone()
-    with pytest.raises(
-        ValueError, match=r"Decoder copies 1 weights by itself.*'own\.weight'.*rollout\.name=native"
-    ):
+    with pytest.raises(ValueError, match=r"Decoder copies 1 weights by itself.*'own\.weight'.*rollout\.name=native"):
         reloaded(model, ("seen.weight", "own.weight"))
     assert torch.equal(model.own.weight, old), "it was not loaded, although the model says so"
 

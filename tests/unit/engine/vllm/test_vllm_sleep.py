@@ -18,14 +18,14 @@ from verl.engine.rollout.vllm.engine import VLLMEngine
 from verl.engine.rollout.vllm.launch import LoopThread
 from verl.engine.rollout.vllm.requests import BusyTime
 from verl.engine.rollout.vllm.weights import WorkerChannel
-from verl.weight_sync.shared_memory import BucketSender, receive
+from verl.weight_sync.channel import BucketSender, receive
 
 BOTH = {"weights", "kv_cache"}
 
 
 class Sleeper:
-    """vLLM's asynchronous engine: which memory it has, and whether the weights in it are good. Level 1 keeps the weights
-    in host memory, level 2 forgets them."""
+    """vLLM's asynchronous engine: which memory it has, and whether the weights in it are good. Level 1 keeps the
+    weights in host memory, level 2 forgets them."""
 
     errored = False
     model_config = SimpleNamespace(dtype=torch.float32)
@@ -50,9 +50,7 @@ class Sleeper:
         assert method == "verl_load_weights" and "weights" in self.awake, "there is no memory to load into"
         self.calls.append(f"load beside {'a cache' if 'kv_cache' in self.awake else 'the trainer'}")
         (place,), version, timeout, _ = args
-        names = await asyncio.to_thread(
-            lambda: [n for n, _ in receive(*place, timeout=timeout, version=version)]
-        )
+        names = await asyncio.to_thread(lambda: [n for n, _ in receive(*place, timeout=timeout, version=version)])
         self.arrived, self.good = names, True
         return [{}]
 
@@ -68,11 +66,7 @@ class Sleeper:
         assert self.awake == BOTH and self.good
         self.calls.append("generate")
         yield SimpleNamespace(
-            outputs=[
-                SimpleNamespace(
-                    token_ids=[5], logprobs=SimpleNamespace(logprobs=[-0.5]), finish_reason="stop"
-                )
-            ],
+            outputs=[SimpleNamespace(token_ids=[5], logprobs=SimpleNamespace(logprobs=[-0.5]), finish_reason="stop")],
             num_cached_tokens=0,
         )
 

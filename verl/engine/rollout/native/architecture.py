@@ -45,9 +45,7 @@ class _Measure:
     keys = 0
     values = 0
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         self.keys += key.shape[1] * key.shape[3]
         self.values += value.shape[1] * value.shape[3]
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from verl.errors import UserError
 from verl.platform import platform_of
-from verl.platform.host import total_memory
+from verl.platform.host_resources import total_memory
 
 _NARROWEST = 16  # columns of the smallest block
 
@@ -130,9 +130,7 @@ class KVBlockPool:
     Keys may be kept in a wider data type than `compute`, in which values are kept and attention's inputs come.
     """
 
-    def __init__(
-        self, layout: KVCacheLayout, device: torch.device, key_dtype: torch.dtype, compute: torch.dtype
-    ):
+    def __init__(self, layout: KVCacheLayout, device: torch.device, key_dtype: torch.dtype, compute: torch.dtype):
         self.layout = layout
         self.device = device
         self.key_dtype = key_dtype
@@ -284,9 +282,7 @@ class KVSlotTable:
             count = int((need > column).sum())
             block_rows = -(-count // g.rows)
             at, to = old[:count], np.arange(count)
-            self._move(
-                source[at // g.rows] * g.rows + at % g.rows, present[to // g.rows] * g.rows + to % g.rows
-            )
+            self._move(source[at // g.rows] * g.rows + at % g.rows, present[to // g.rows] * g.rows + to % g.rows)
             for block_row in range(block_rows):
                 blocks[block_row].append(int(present[block_row]))
             for block in present[block_rows:]:

@@ -295,9 +295,7 @@ class DecodePlan:
     def _response_mask(self, number: int, window: int | None) -> np.ndarray:
         return self._responses.mask(number, self._responses.lengths[:, None] - 1, window)
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan`."""
         layer, window = self._pool.calls.number(module), self._window(options.sliding_window)
         heads, rows = key.shape[1], query.shape[2]

@@ -28,12 +28,12 @@ from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler, St
 from verl.engine.rollout.native.vision import ImageEncoder
 from verl.models import positions
 from verl.models.adapters import PlainView, exported, is_adapted
+from verl.models.checkpoint_names import CheckpointViews
 from verl.models.inputs import VisionInputs, special_token_ids
-from verl.models.names import CheckpointViews
 from verl.platform import platform_of
 from verl.trajectory import Media
-from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
+from verl.weight_sync.verify import FULL, SAMPLED, WeightSyncError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -285,9 +285,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """See `WeightReceiver.readers`."""
         return [self._platform.memory_id(self._runner.device)]
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
-    ) -> dict[str, str]:
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = "") -> dict[str, str]:
         """See `WeightReceiver.load_weights`: copies into this engine's model, one tensor at a time.
 
         Names are those of a Hugging Face checkpoint, or of the model's own tensors; tied weights may be left out. For a

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from verl.engine.rollout.native.decode_plan import DecodePlan, Name
 
 if TYPE_CHECKING:
-    from verl.platform.cuda import GraphRecorder
+    from verl.platform.cuda_graphs import GraphRecorder
 
 _MOST = 64  # graphs kept
 

@@ -57,15 +57,12 @@ class PrefillPlan:
     def __init__(self, pool: KVBlockPool, spans: Sequence[PrefillSpan]):
         self._pool, self._spans = pool, spans
         self._slots = [
-            s.table.token_rows(np.full(len(s.ids), s.slot), np.arange(s.start, s.start + len(s.ids)))
-            for s in spans
+            s.table.token_rows(np.full(len(s.ids), s.slot), np.arange(s.start, s.start + len(s.ids))) for s in spans
         ]
         self._index: dict[int, Tensor] = {}
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan`."""
         layer = self._pool.calls.number(module)
         self._pool.write(layer, key, value, self._places(key.shape[1]))
@@ -117,9 +114,7 @@ class PrefillPlan:
         return F.scaled_dot_product_attention(query, key, value, mask, **arguments)
 
     @staticmethod
-    def _by_scores(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
         """Attention with a softcap or sinks, which torch's kernels do not know."""
         heads = key.shape[1]
         q = query.float().unflatten(1, (heads, -1))

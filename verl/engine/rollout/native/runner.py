@@ -36,12 +36,12 @@ from verl.models.adapters import adapted_layers, is_adapted, merged_weight
 from verl.models.inputs import model_inputs
 from verl.models.routing import Routing
 from verl.platform import platform_of
-from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.verify import WeightSyncError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from verl.platform.cuda import GraphRecorder
+    from verl.platform.cuda_graphs import GraphRecorder
 
 
 def _linears(model: nn.Module) -> list[Any]:

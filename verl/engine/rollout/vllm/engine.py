@@ -23,23 +23,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config.engine_packages import check_vllm_images, vllm_arguments
+from verl.config import Config
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams, check_request
+from verl.engine.rollout.settings import moving_adapter, trainer_dtype
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
     EngineSettings,
     cache_bytes,
     engine_arguments,
+    engine_settings,
     request_arguments,
 )
 from verl.engine.rollout.vllm.batch import BatchCall
 from verl.engine.rollout.vllm.images import ImageInputs
+from verl.engine.rollout.vllm.kwargs import check_images, vllm_arguments
 from verl.engine.rollout.vllm.launch import LoopThread
 from verl.engine.rollout.vllm.requests import BusyTime, Live, ended_at_seam
 from verl.engine.rollout.vllm.weights import RPC_TIMEOUT, AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
 from verl.models.inputs import sees_images
-from verl.platform.host import available_memory
+from verl.models.pretrained import load_config
+from verl.platform import Platform
+from verl.platform.host_resources import available_memory
 from verl.platform.processes import process_start_time
 from verl.trajectory import Media
 from verl.weight_sync.receiver import WeightReceiver
@@ -86,7 +91,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         options: dict[str, Any] = {"cpu": cpu, "sleeps": sleeps, "vision": sees_images(model_config)}
         arguments = engine_arguments(s, vllm_arguments(), **options, notice=notice)
         if options["vision"]:
-            check_vllm_images()
+            check_images()
         if s.override_config:
             arguments["hf_config_path"] = self._folder.name
         if cpu:
@@ -114,9 +119,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             sees = options["vision"]
             self._images = ImageInputs(model_config, self._engine.input_processor) if sees else None
             # Without a name of its own here: what this frame names would outlive `close`.
-            self._channel = WorkerChannel(
-                self._host, self._engine.collective_rpc, devices, bucket_bytes, notice
-            )
+            self._channel = WorkerChannel(self._host, self._engine.collective_rpc, devices, bucket_bytes, notice)
             self._max_model_len = int(s.max_model_len or self._engine.model_config.max_model_len)
             if eos_token_ids is None:
                 tokenizer = None if s.skip_tokenizer_init else self.tokenizer
@@ -185,9 +188,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             return completion
         return ended_at_seam(completion, prompt[-sampling.start :], sampling.stop, self._text)
 
-    def _check(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, media: Media | None
-    ) -> None:
+    def _check(self, request_id: str, prompt: list[int], sampling: SamplingParams, media: Media | None) -> None:
         if self._asleep:
             raise RuntimeError("the sampler is asleep: call wake() before generate()")
         if self._broken:
@@ -257,9 +258,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
 
     # ---- weights
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
-    ) -> dict[str, str]:
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = "") -> dict[str, str]:
         """See `WeightReceiver.load_weights`. Requests under way go on with the new weights, their cache computed anew.
 
         Checksums are of what every worker received: vLLM packs and fuses its weights, so their bytes do not compare.
@@ -376,9 +375,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         from verl.data.tokenizer import load_tokenizer
 
         s = self._settings
-        return load_tokenizer(
-            s.model_path, tokenizer_path=s.tokenizer_path, trust_remote_code=s.trust_remote_code
-        )
+        return load_tokenizer(s.model_path, tokenizer_path=s.tokenizer_path, trust_remote_code=s.trust_remote_code)
 
     def _text(self, ids: list[int]) -> str:
         """Special tokens included: a stop string may be one."""
@@ -405,6 +402,18 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._folder.cleanup()
         if self._adapter is not None:
             self._adapter.remove()
+
+
+def build(config: Config, tokenizer: Any, platform: Platform) -> VLLMEngine:
+    """The engine of a run, to be filled by a weight transfer. UserError where it cannot be used so."""
+    model = config.actor_rollout_ref.model
+    settings = engine_settings(config, trainer_dtype(config, platform))
+    settings["eos_token_ids"] = launch.end_token_ids(load_config(model.path, model), model.path, tokenizer)
+    if lora := moving_adapter(config):
+        # The base comes from the model's files: a transfer brings the adapter alone.
+        dummy = settings["load_format"] == "dummy"
+        settings |= {"lora": lora.described(), "load_format": "auto" if dummy else settings["load_format"]}
+    return VLLMEngine(**settings)
 
 
 async def _in_loop(function: Callable[..., Any], *arguments: Any) -> Any:

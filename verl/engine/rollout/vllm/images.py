@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config.rollout_engines import CAPABILITIES
+from verl.engine.rollout.vllm import ENGINE
 from verl.errors import UserError
 from verl.models.inputs import special_token_ids
 from verl.trajectory import VIDEO_SECONDS, Media
@@ -30,7 +30,7 @@ class ImageInputs:
     """
 
     def __init__(self, config: Any, processor: Any):
-        if config.model_type not in CAPABILITIES["vllm"].images:
+        if config.model_type not in ENGINE.capabilities.images:
             raise UserError(f"vllm is not shown images of {config.model_type} here; set rollout.name=native")
         self.forbidden = special_token_ids(config)
         self._token, self._patches = config.image_token_id, config.vision_config.spatial_merge_size**2

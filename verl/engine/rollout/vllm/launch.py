@@ -16,11 +16,12 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl.config.engine_packages import EnginePackageError, check_vllm
+from verl.engine.registry import EnginePackageError
+from verl.engine.rollout.vllm import ENGINE
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 from verl.models.layers import layer_configs
-from verl.platform.host import thread_limit
+from verl.platform.host_resources import thread_limit
 from verl.platform.processes import alive, started_by
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ def platform() -> tuple[bool, bool]:
 
     EnginePackageError if it is absent, of another version than those supported, or cannot be imported.
     """
-    version = check_vllm()
+    version = ENGINE.installed()
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -106,7 +107,7 @@ def check_main_script() -> None:
 def model_config(settings: EngineSettings, folder: str) -> Any:
     """The model's configuration as the trainer sees it. With overrides vLLM gets it as a file in `folder`. UserError
     for a configuration that cannot be read or overridden so."""
-    from verl.models.load import load_config
+    from verl.models.pretrained import load_config
 
     names = ("override_config", "hf_config_path", "trust_remote_code")
     config = load_config(settings.model_path, {name: getattr(settings, name) for name in names})
@@ -119,7 +120,7 @@ def end_token_ids(model_config: Any, path: str, tokenizer: Any) -> list[int]:
     """Every id that ends a response: the generation config's, the model's and the tokenizer's."""
     from transformers import GenerationConfig
 
-    from verl.models.load import end_token_ids as end_tokens_of
+    from verl.models.pretrained import end_token_ids as end_tokens_of
 
     generation: Any = None
     with contextlib.suppress(OSError):  # a model without one

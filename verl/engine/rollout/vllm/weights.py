@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from verl.platform import platform_of
 from verl.platform.processes import namespace
-from verl.weight_sync.base import WeightSyncError
-from verl.weight_sync.shared_memory import BucketSender, called_off, offer
-from verl.weight_sync.verify import checksums
+from verl.weight_sync.channel import BucketSender, called_off, offer
+from verl.weight_sync.verify import WeightSyncError, checksums
 
 if TYPE_CHECKING:
     from verl.engine.rollout.vllm.launch import LoopThread
@@ -85,9 +84,7 @@ class WorkerChannel:
             raise
         return _loaded(loading, RPC_TIMEOUT)
 
-    def _begin(
-        self, places: Places, version: int, timeout: float, verify: str
-    ) -> concurrent.futures.Future[list[Any]]:
+    def _begin(self, places: Places, version: int, timeout: float, verify: str) -> concurrent.futures.Future[list[Any]]:
         arguments = list(places), version, timeout, verify
         return self._host.submit(self._rpc("verl_load_weights", args=arguments))
 

@@ -28,7 +28,7 @@ import torch
 
 from verl.platform import platform_of
 from verl.platform.processes import alive, process_start_time
-from verl.weight_sync.shared_memory import attempt, receive
+from verl.weight_sync.channel import attempt, receive
 from verl.weight_sync.verify import digesting
 
 _HEAD = "lm_head.weight"
@@ -165,9 +165,7 @@ def _has_head(model: Any) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return any(isinstance(m, ParallelLMHead) for m in model.modules()) or any(
-        name.endswith(_HEAD) for name in names
-    )
+    return any(isinstance(m, ParallelLMHead) for m in model.modules()) or any(name.endswith(_HEAD) for name in names)
 
 
 def _tied(model: Any) -> bool:

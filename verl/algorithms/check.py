@@ -1,0 +1,223 @@
+"""Estimators, losses, KL, corrections, distillation: what does not go together, and what is worth a notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from verl.algorithms.correction import parse_rules, parse_weighting
+from verl.config.defaults import reader_of_values
+from verl.config.layout import own_pools, policy_placement
+from verl.config.matching import nearest
+from verl.config.model_facts import ModelFacts
+from verl.config.report import ACTOR, ROLLOUT, Report
+from verl.config.schema.algorithm import GROUP_ESTIMATORS, TEACHER_KEYS
+from verl.config.schema.base import Root
+
+_CORRECTION = "algorithm.rollout_correction"
+_LOSS, _TEACHERS = "distillation.distillation_loss", "distillation.teacher_models"
+
+
+def check(config: Root, report: Report) -> None:
+    """Check `algorithm.*`, the losses of the actor, and `distillation.*` of a reinforcement-learning run."""
+    if report.ppo:
+        for rules in (_kl, _estimator, _loss, _correction):
+            rules(report)
+        if report.config.distillation.enabled:
+            _distillation(report)
+
+
+def _kl(report: Report) -> None:
+    algorithm, actor = report.config.algorithm, report.config.actor_rollout_ref.actor
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        both = f"algorithm.use_kl_in_reward=True, {ACTOR}.use_kl_loss=True"
+        report.refuse(both, "KL would be charged twice, in the reward and in the loss; keep one (GRPO: the loss)")
+    if algorithm.use_kl_in_reward or actor.use_kl_loss:
+        _same_tokens(report, "actor_rollout_ref.ref.model.path")
+    if report.was_set("algorithm.kl_ctrl") and not algorithm.use_kl_in_reward:
+        report.notice("algorithm.kl_ctrl.* is set, and without algorithm.use_kl_in_reward=True nothing uses it")
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        report.notice(f"{report.at(f'{ACTOR}.kl_loss_type')}: its expected gradient is 0; low_var_kl is usual")
+
+
+def _estimator(report: Report) -> None:
+    algorithm, n = report.config.algorithm, report.rollout.n
+    name = algorithm.adv_estimator
+    if not report.config.critic.enable and (reader := reader_of_values(report.config)):
+        report.refuse("critic.enable", f"{reader} needs values; enable the critic or use grpo")
+    if report.config.critic.enable:
+        _same_tokens(report, "critic.model.path")
+        if report.facts is not None and report.facts.vision:
+            report.refuse("critic.enable", "no critic sees images in this release; take grpo, which has none")
+    if algorithm.use_pf_ppo and name != "gae":
+        keys = report.at("algorithm.use_pf_ppo", "algorithm.adv_estimator")
+        report.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")
+    groups = algorithm.filter_groups
+    if n < 2 and (name == "grpo_passk" or groups.enable):
+        feature = "grpo_passk" if name == "grpo_passk" else "filter_groups"
+        report.refuse(f"{ROLLOUT}.n", f"{feature} compares responses to one prompt; set {ROLLOUT}.n=2 or more")
+    elif n == 1 and name in GROUP_ESTIMATORS:
+        report.notice(f"{ROLLOUT}.n=1 with {name}: a group of one has no baseline, the score is the advantage")
+    if groups.enable and algorithm.use_kl_in_reward and groups.metric == "seq_final_reward":
+        message = "the KL penalty is not known while groups are sampled; use metric=reward"
+        report.refuse("algorithm.filter_groups.metric=seq_final_reward", message)
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if name == "gdpo" and not keys:
+        report.refuse("algorithm.gdpo_reward_keys", "gdpo needs the keys the reward function returns, [a,b]")
+    if keys and weights and len(keys) != len(weights):
+        report.refuse("algorithm.gdpo_reward_weights", f"{len(weights)} weights for {len(keys)} keys")
+    if name == "gdpo" and algorithm.use_kl_in_reward:
+        report.notice("algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys alone")
+
+
+def _same_tokens(report: Report, key: str) -> None:
+    """A model of its own has the policy's tokens."""
+    path = report.config.select(key)
+    facts = report.look(key, path) if path and path != report.model.path else None
+    if facts is None or report.facts is None:
+        return
+    vocabulary, policy_vocabulary = (model.text.get("vocab_size") for model in (facts, report.facts))
+    if vocabulary and policy_vocabulary and vocabulary != policy_vocabulary:
+        sizes = f"its vocabulary has {vocabulary} tokens, the policy's {policy_vocabulary}"
+        report.refuse(key, f"{sizes}; use one of the same family")
+
+
+def _loss(report: Report) -> None:
+    actor = report.config.actor_rollout_ref.actor
+    mode, beta = actor.policy_loss.loss_mode, actor.policy_loss.dro_beta
+    if mode == "dro" and not (beta and beta > 0):
+        report.refuse(f"{ACTOR}.policy_loss.dro_beta={beta}", "dro needs a value above 0")
+    if mode == "gspo" and max(actor.clip_ratio_low, actor.clip_ratio_high) > 0.01:
+        report.notice("gspo: its paper has clip_ratio_low=3e-4, clip_ratio_high=4e-4, far below these")
+    unset = not (report.was_set(f"{ACTOR}.clip_ratio_low") and report.was_set(f"{ACTOR}.clip_ratio_high"))
+    if mode.startswith("dppo_") and unset:
+        report.notice(f"{mode}: clip_ratio_low and clip_ratio_high bound a divergence; set both (paper: 0.05)")
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and report.config.algorithm.norm_adv_by_std_in_grpo:
+        report.notice("seq-mean-token-sum-norm with norm_adv_by_std_in_grpo=True: Dr. GRPO sets it to False")
+
+
+def _correction(report: Report) -> None:
+    """What importance weights, rejection and bypass mode need, and what excludes them."""
+    correction, key = report.config.algorithm.rollout_correction, _CORRECTION
+    weights, reinforce = correction.rollout_is, correction.loss_type == "reinforce"
+    if (weights or correction.bypass_mode) and not report.rollout.calculate_log_probs:
+        report.refuse(f"{ROLLOUT}.calculate_log_probs=False", f"{key} needs the sampler's log-probs; set True")
+    if reinforce and not correction.bypass_mode:
+        report.refuse(f"{key}.loss_type=reinforce", f"goes with {key}.bypass_mode=True")
+    if weights or correction.rollout_rs:
+        _thresholds(report, correction)
+    if not correction.rollout_rs_in_baseline and correction.bypass_mode:
+        why = "with bypass_mode responses are rejected before each update, after the statistics are computed"
+        report.refuse(f"{key}.rollout_rs_in_baseline=False", f"{why}; leave it True")
+    elif not correction.rollout_rs_in_baseline and not correction.rollout_rs:
+        report.notice(f"no effect: {key}.rollout_rs_in_baseline=False: without rollout_rs nothing is rejected")
+    if reinforce and correction.bypass_mode and not weights:
+        report.notice(f"{key}.loss_type=reinforce without rollout_is: older responses are trained on uncorrected")
+    if correction.bypass_mode and not reinforce and weights:
+        why = "bypass_mode with loss_type=ppo_clip, whose ratio is to the sampler already"
+        report.notice(f"no effect: {key}.rollout_is={weights}: {why}")
+
+
+def _thresholds(report: Report, correction: Any) -> None:
+    """Weights and rejection rules have thresholds that parse."""
+
+    if correction.rollout_is in ("token", "sequence"):
+        _attempt(report, parse_weighting, correction.rollout_is, correction.rollout_is_threshold)
+    if correction.rollout_rs:
+        _attempt(report, parse_rules, correction.rollout_rs, correction.rollout_rs_threshold)
+
+
+def _attempt(report: Report, parse: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        parse(*arguments)
+    except ValueError as error:
+        name, _, message = str(error).partition(": ")
+        report.refuse(f"{_CORRECTION}.{name}".replace("'", ""), message)
+
+
+def _distillation(report: Report) -> None:
+    """Teachers that are complete and apart, terms that see the teacher, what has no effect."""
+    if not report.config.distillation.nnodes and report.was_set("distillation.n_gpus_per_node"):
+        report.notice("no effect: distillation.n_gpus_per_node: teachers run on the policy's devices")
+    _teachers(report)
+    _distillation_loss(report)
+
+
+def _teachers(report: Report) -> None:
+    keys, teachers = dict[str, str](), []
+    for name, teacher in report.config.distillation.teacher_models.items():
+        at = f"{_TEACHERS}.{name}"
+        if not isinstance(teacher, dict) or not isinstance(teacher.get("inference") or {}, dict):
+            report.refuse(at, f"a teacher is a mapping of {', '.join(TEACHER_KEYS)} (a mapping itself)")
+            continue
+        for unknown in teacher.keys() - {*TEACHER_KEYS}:
+            report.refuse(f"{at}.{unknown}", f"no such key of a teacher{nearest(unknown, TEACHER_KEYS)}")
+        key = str(teacher.get("key") or name)
+        if (other := keys.setdefault(key, name)) != name:
+            report.refuse(f"{at}.key={key}", f"picks {_TEACHERS}.{other}, too; one key for each teacher")
+        teachers.append(teacher)
+        _teacher_model(report, at, teacher)
+    parallel = {str((t.get("inference") or {}).get("tensor_model_parallel_size") or 1) for t in teachers}
+    if len(parallel) > 1 and own_pools(report.config):
+        sizes = f"tensor_model_parallel_size of the teachers: {', '.join(sorted(parallel))}"
+        report.refuse(_TEACHERS, f"{sizes}; they share devices, so make them equal")
+    if not report.config.distillation.teacher_models:
+        report.refuse(_TEACHERS, f"there is no teacher; set {_TEACHERS}.teacher_model.model_path")
+
+
+def _teacher_model(report: Report, at: str, teacher: Any) -> None:
+    """Its model exists; its parallel size fits the ranks: the policy's, whose rows it gets, or the teachers'."""
+    inference, arr = teacher.get("inference") or {}, report.config.actor_rollout_ref
+    size = inference.get("tensor_model_parallel_size") or 1
+    devices, split = policy_placement(report.config).ranks_per_row, arr.ref.ulysses_sequence_parallel_size
+    message = f"a teacher's rows are the policy's, which {devices} of its devices share; set 1"
+    if pool := own_pools(report.config).get("teacher"):
+        devices, split = pool.devices, 1
+        message = f"does not divide the teachers' {devices} devices ({pool})"
+    if not isinstance(size, int) or devices % (split * size):
+        report.refuse(f"{at}.inference.tensor_model_parallel_size={size}", message)
+    unread = [f"inference.{key}" for key in inference if key != "tensor_model_parallel_size"]
+    unread += ["num_replicas"] if teacher.get("num_replicas") else []
+    if unread:
+        report.notice(f"no effect: {at}: {', '.join(unread)}: the training engine serves every teacher")
+    if not teacher.get("model_path"):
+        report.refuse(f"{at}.model_path", "is required: a Hugging Face id or a directory")
+        return
+    where = f"{at}.model_path={teacher['model_path']}"
+    facts = report.look(where, teacher["model_path"])
+    if facts is None or report.facts is None:
+        return
+    if facts.vision != report.facts.vision:
+        report.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
+    elif _patches(facts) != _patches(report.facts):
+        report.refuse(where, "its images have other patches than the policy's; choose a teacher of the family")
+
+
+def _patches(facts: ModelFacts) -> list[Any]:
+    """How images are cut for a model; what the policy's processor makes of them goes to its teachers too."""
+    vision = facts.config.get("vision_config") or {}
+    return [vision.get(key) for key in ("patch_size", "temporal_patch_size", "spatial_merge_size")]
+
+
+def _distillation_loss(report: Report) -> None:
+    loss, actor = report.config.distillation.distillation_loss, report.config.actor_rollout_ref.actor
+    mode, gradient = report.at(f"{_LOSS}.loss_mode"), loss.use_policy_gradient
+    if loss.loss_mode in ("kl", "k1") and not gradient:
+        report.refuse(mode, "its gradient does not see the teacher; use k2, k3, or use_policy_gradient=True")
+    if loss.loss_mode == "forward_kl_topk":
+        vocabulary = report.facts.text.get("vocab_size") if report.facts is not None else None
+        if gradient:
+            report.notice(f"{mode} with use_policy_gradient=True: it says nothing of the token that was sampled")
+        if vocabulary and loss.topk > vocabulary:
+            report.refuse(report.at(f"{_LOSS}.topk"), f"the vocabulary has {vocabulary} tokens; lower it")
+    if gradient and loss.policy_loss_mode == "dro" and not (actor.policy_loss.dro_beta or 0) > 0:
+        report.refuse(f"{ACTOR}.policy_loss.dro_beta", "policy_loss_mode=dro needs a value above 0")
+    if loss.use_task_rewards:
+        return
+    alone = {
+        f"{ACTOR}.use_kl_loss": actor.use_kl_loss,
+        f"{ACTOR}.entropy_coeff": actor.entropy_coeff,
+        f"{_LOSS}.distillation_loss_coef": loss.distillation_loss_coef != 1,
+    }
+    if unused := [key for key, on in alone.items() if on]:
+        report.notice(f"no effect: {', '.join(unused)}: use_task_rewards=False minimises distillation alone")

@@ -1,1 +1,0 @@
-"""The rules a configuration is checked against, by subject."""

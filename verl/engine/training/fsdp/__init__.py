@@ -1,0 +1,47 @@
+"""Training in one process, or with torch's FSDP2 on many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.config.schema.base import setting
+from verl.engine.registry import Placement, TrainingEngineRecord
+
+_KEYS = {
+    "tensor": "tensor_parallel_size",
+    "shard": "fsdp_size",
+    "param_offload": "param_offload",
+    "optimizer_offload": "optimizer_offload",
+}
+
+
+def fsdp_settings(role: Any) -> tuple[Any, str]:
+    """The `fsdp_config` of a role's group, and its path from there: of a critic in its `model`, in supervised training
+    the group itself."""
+    for path in ("fsdp_config", "model.fsdp_config"):
+        if (group := setting(role, path)) is not None:
+            return group, f"{path}."
+    return role, ""
+
+
+class FSDP(TrainingEngineRecord):
+    """See `TrainingEngineRecord`."""
+
+    name = "fsdp"
+    builder = "verl.engine.training.fsdp.engine:FSDPEngine"
+
+    def placement(self, role: Mapping[str, Any], path: str = "") -> Placement:
+        """See `TrainingEngineRecord.placement`."""
+        group, inner = fsdp_settings(role)
+        precision = "mixed_precision.param_dtype"
+        dtype_key = "dtype" if setting(group, precision) is None else precision
+        values = {field: setting(group, key) for field, key in {**_KEYS, "dtype": dtype_key}.items()}
+        values["sequence"] = setting(role, "ulysses_sequence_parallel_size")
+        root = f"{path}." if path else ""
+        keys = {field: f"{root}{inner}{key}" for field, key in {**_KEYS, "dtype": dtype_key}.items()}
+        keys["sequence"] = f"{root}ulysses_sequence_parallel_size"
+        return Placement(keys=keys, **{field: value for field, value in values.items() if value is not None})
+
+
+ENGINE = FSDP()

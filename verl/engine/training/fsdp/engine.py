@@ -1,0 +1,571 @@
+"""The training engine: one process with the whole model, or torch's FSDP2 on many ranks, all running the same calls.
+
+    rows ── split_rows ──▶ micro-batches ── pack ──▶ model ──▶ head ──▶ outputs ──▶ loss ──▶ backward
+                             one after the other; gradients add up
+                             then all ranks: agree on metrics, norm, finiteness; clip; one optimizer step or none
+
+    rank 0   rows 0 ──▶ micro-batches ─┐ layer by layer: gather weights, compute, free
+    rank 1   rows 1 ──▶ micro-batches ─┤ backward: gather, compute, add gradients over ranks, keep own share
+    rank 2   (none) ──▶ dummies       ─┘
+
+Master weights, gradients and optimizer state are float32; matrix products run in the compute data type. In one process
+nothing is wrapped: `module` is the Hugging Face model itself. Its gradient buffers are cleared in place; on a processor
+they are allocated once (elsewhere the sampler has better use for their memory). On many ranks weights, gradients and
+state are sharded, and all ranks run the same number of passes, so that none waits in a collective that another never
+enters: a rank with fewer rows runs passes over a token that counts for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from verl.config.schema.base import setting
+from verl.engine.registry import Placement
+from verl.engine.training import lora, weight_files
+from verl.engine.training.base import (
+    LOG_PROBS,
+    ROUTES,
+    MicroBatch,
+    MicroLoss,
+    TrainingEngine,
+    TrainStepResult,
+)
+from verl.engine.training.fsdp import ENGINE, fsdp_settings
+from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
+from verl.engine.training.fsdp.sharding import layout, sharded_modules
+from verl.engine.training.optimizer import (
+    Schedule,
+    StepAccumulator,
+    build_optimizer,
+    clip_gradients,
+    global_norm,
+    move_state,
+    optim_config,
+    sum_of_squares,
+)
+from verl.engine.training.packing import MicroBatching, Pack, keep_routes, pack, split_rows
+from verl.engine.training.process_group import all_gather_json, local, on_all_ranks, waiting, whole
+from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
+from verl.errors import UserError
+from verl.models import adapters, attention, pretrained
+from verl.models.attention import TokenSpan
+from verl.models.inputs import VisionInputs
+from verl.models.layers import activation_bytes, is_recurrent, model_cost
+from verl.models.routing import Routing
+from verl.platform import Platform, detect
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from verl.models.layers import ModelCost
+    from verl.trajectory import Segment
+
+# Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
+_ACTIVATION_SHARE = 0.4
+
+# Factors of the loss before the backward pass of float16, whose smallest numbers are far above the parts of a loss over
+# 10⁵ tokens; the next one is tried where the gradients overflow. Powers of two change no other bit.
+_LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
+
+
+class FSDPEngine(TrainingEngine):
+    """See the module. Many ranks where a process group has been joined (`process_group.init_process_group`): then
+    every method is collective.
+
+    module        a model that is already built, used as it is instead of the one at `model_path` (one process only)
+    role_cfg      actor, reference or SFT group; absent keys take their defaults
+    log_prob_cfg  group with the `log_prob_*` micro-batch keys (the rollout group for an actor); None: role_cfg
+    device_index  which of the devices this process sees is its own
+    trainable     False builds no gradients and no optimizer
+    longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.models.positions`)
+    placement     None: that of role_cfg
+    idles         False: the role is never idle, `param_offload` keeps the weights in host memory during a step too
+    shared        a sampler of this process works on the same tensors: `fsdp_config.param_offload` leaves them alone
+    head          what the outputs are made with (`verl.engine.training.heads`)
+    topk          how many of the most likely tokens its outputs topk_log_probs and topk_ids hold
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path | None = None,
+        *,
+        module: PreTrainedModel | None = None,
+        model_cfg: Any = None,
+        role_cfg: Any = None,
+        placement: Placement | None = None,
+        log_prob_cfg: Any = None,
+        device: str | Platform = "auto",
+        device_index: int = 0,
+        trainable: bool = True,
+        seed: int = 0,
+        role: str = "actor",
+        longest: int | None = None,
+        idles: bool = True,
+        shared: bool = False,
+        head: str = "lm",
+        topk: int = 0,
+    ):
+        self.role, self.head, self.trainable = role, head, trainable
+        placement = placement or ENGINE.placement(role_cfg or {})
+        fsdp, _ = fsdp_settings(role_cfg)
+        self._place(device, device_index, placement, seed, bool(setting(fsdp, "full_determinism", False)))
+        streams = bool(setting(fsdp, "offload_policy", False)) or (placement.param_offload and not idles)
+        settings = ModelSettings(
+            model_path,
+            model_cfg,
+            fsdp,
+            head,
+            self.device,
+            self.compute_dtype,
+            trainable,
+            seed,
+            longest,
+            streams=streams,
+            freezes_vision=bool(setting(role_cfg, "freeze_vision_tower", False)),
+        )
+        alone = self.layout.mesh is None
+        self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
+        self.module, self._model.head.topk = self._model.head.module, topk
+        self._sharded = sharded_modules(self._model.head)
+        self._vision = VisionInputs.of(self.module)
+        self._images = {"encoded": 0, "distinct": 0}
+        self._serving_dtype = pretrained.serving_dtype(model_path, model_cfg)
+        self._read_settings(model_cfg, role_cfg, log_prob_cfg)
+        # With `offload_policy` the state of a sharded engine is in host memory at all times.
+        moves = not (self._sharded and streams)
+        self._weights_leave = moves and not shared and placement.param_offload
+        self._state_leaves = moves and placement.optimizer_offload
+        self._cost = model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
+        if setting(model_cfg, "use_fused_kernels") is not False:
+            self._find_layer()
+        if self._replays:  # a model that it does not fit is refused before anything is sampled
+            self._refuse_misfit()
+        self._names = {n: p for n, p in self.module.named_parameters() if trainable and p.requires_grad}
+        self._parameters = list(self._names.values())
+        self._optimizer: torch.optim.Optimizer | None = None
+        if trainable:
+            self._prepare_training(role_cfg)
+
+    def _place(self, device: str | Platform, index: int, placement: Placement, seed: int, deterministic: bool) -> None:
+        self.platform = detect(device) if isinstance(device, str) else device
+        self.platform.prepare()
+        if deterministic:
+            self.platform.be_deterministic()
+        self.device, self._index = self.platform.device(index), index
+        self.platform.select(index)
+        self.platform.seed(seed)
+        self.compute_dtype = compute_dtype(placement, self.platform)
+        self.layout = layout(self.device.type, placement)
+        together = self.layout.ranks_per_row
+        self.dp_rank, self.dp_size = self.layout.rank // together, self.layout.size // together
+
+    def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any) -> None:
+        """Everything the configuration says about passes and steps."""
+        self._token_bytes = activation_bytes(self.module.config)
+        self._replays = setting(role_cfg, "router_replay.mode", "disabled") != "disabled"
+        self._routing: Routing | None = None
+        self.update_batching = self._micro_batching(role_cfg, role_cfg, "ppo")
+        group = role_cfg if log_prob_cfg is None else log_prob_cfg
+        prefix = "ppo" if setting(group, "log_prob_max_token_len_per_gpu") is None else "log_prob"
+        self.forward_batching = self._micro_batching(role_cfg, group, prefix)
+        self._heads = int(self.module.config.get_text_config().num_attention_heads)
+        self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
+        self._adapter_only = bool(setting(role_cfg, "checkpoint.save_lora_only", False))
+        self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
+
+    def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
+        preferred = preferred_tokens(self.platform, self._token_bytes)
+        share = setting(role_cfg, "use_prefix_grouper")
+        batching = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
+        # A sequence lies on all devices that share it.
+        tokens, limit = (size * self.layout.placement.sequence for size in (batching.tokens, batching.limit))
+        return replace(batching, tokens=tokens, limit=limit, one_by_one=is_recurrent(self.module))
+
+    @torch.no_grad()
+    def _find_layer(self) -> None:
+        """Take the head as a formula if the model agrees with it; all ranks look, and all must find so."""
+        head = self._model.head
+        with self._autocast() if self._sharded else nullcontext():
+            layer = head(head.find_layer)
+        self._after_passes()
+        if all(all_gather_json(layer is not None)):
+            head.layer = layer
+        if self._sharded:
+            # What was whole while it loaded and for the probe is not needed again.
+            self.platform.empty_cache()
+
+    def _prepare_training(self, role_cfg: Any) -> None:
+        self._optim = optim_config(setting(role_cfg, "optim"))
+        self._optimizer = build_optimizer(self._parameters, self._optim)
+        self._layers = pretrained.checkpoint_layers(self.module)
+        if not self.module.supports_gradient_checkpointing:
+            if self._checkpointing:
+                raise UserError(
+                    f"model.enable_gradient_checkpointing=True: {type(self.module).__name__} cannot recompute its "
+                    "layers; set it to False"
+                )
+            self._checkpointing = False
+        if self._checkpointing is not False and self._layers:
+            options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._both_contexts}
+            self.module.gradient_checkpointing_enable(options)
+            pretrained.switch_off_dropout(self._layers)
+        self.schedule(1)
+
+    def cost(self) -> ModelCost | None:
+        """See `TrainingEngine.cost`."""
+        return self._cost
+
+    @torch.no_grad()
+    def _refuse_misfit(self) -> None:
+        """UserError for a model whose routes cannot be replayed: a pass over one token tells."""
+        self._outputs(pack([], self.forward_batching, self.device), (*LOG_PROBS, ROUTES), 1.0)
+        self._after_passes()
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(
+        self, rows: Sequence[Segment], outputs: Collection[str] = LOG_PROBS, *, temperature: float
+    ) -> dict[str, np.ndarray]:
+        """See `TrainingEngine.forward`."""
+        with self._model.fused.active():
+            packs = self._packs(rows, self.forward_batching)
+            results = [self._outputs(batch, outputs, temperature) for batch, _ in packs]
+        self._after_passes()
+        names, nothing = [name for name in outputs if name != ROUTES], torch.zeros(0)
+        return {name: torch.cat([f[name] for f in results] or [nothing]).cpu().numpy() for name in names}
+
+    def _packs(self, rows: Sequence[Segment], batching: MicroBatching) -> Iterator[tuple[Pack, bool]]:
+        """(pack, whether it is the last): as many on every rank, without rows where this one has fewer."""
+        adapter = self._model.adapter
+        # Without its adapter this is the reference, which is nobody else's routes.
+        batching = replace(batching, replay=self._replays and (adapter is None or adapter.is_on))
+        chunks = split_rows(rows, batching)
+        distinct = {row.media for row in rows if row.media is not None and row.length}
+        self._images["distinct"] += sum(media.images for media in distinct)
+        reports = all_gather_json([len(chunks), self.platform.room(self._index), bool(distinct)])
+        count = max(number for number, *_ in reports)
+        # The least of all ranks: with a split sequence, recomputing is collective too.
+        self._free = min(free for _, free, _ in reports)
+        # Where one rank's images go through the tower, the others gather its weights with it.
+        together = bool(self._sharded) and any(seeing for *_, seeing in reports)
+        for number in range(count):
+            chunk = chunks[number] if number < len(chunks) else []
+            batch = pack(chunk, batching, self.device, self._vision, tower=together)
+            self._images["encoded"] += batch.images
+            yield batch, number + 1 == count
+
+    def images(self) -> dict[str, int]:
+        """See `TrainingEngine.images`."""
+        counts, self._images = self._images, dict.fromkeys(self._images, 0)
+        return counts
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        lower = self.compute_dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=lower)
+
+    def _outputs(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        """Outputs of the pack's response tokens, float32 [R] or [R, k]."""
+        computes = bool(batch.targets.numel())
+        counted = batch.targets.numel() - batch.blank
+        with waiting("a forward pass"):
+            computed = self._computed(batch if computes else _dummy(batch), outputs, temperature)
+        # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
+        whole = computes and not batch.blank
+        return computed if whole else {name: column[:counted] for name, column in computed.items()}
+
+    def _computed(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        """Outputs of a pack, `ROUTES` put on its rows. Where routes are replayed also `Routing.changed` of the tokens
+        that the response's are predicted from."""
+        head, sequence, names = self._model.head, self._model.sequence, [n for n in outputs if n != ROUTES]
+        if sequence is None:
+            part, plan = batch, batch.plan(self._heads)
+        else:
+            part, mine, plan = sequence.share(batch)
+        records = ROUTES in outputs
+        routed = records or part.routes is not None
+        self._routing = Routing(self.module, None if records else part.routes) if routed else None
+        with self._autocast(), attention.use(plan), self._routing or nullcontext():
+            computed = head(head.compute, part, names, temperature)
+        if self._routing is not None:
+            used, changed = self._routing.recorded(), self._routing.changed
+            if records:
+                used = used if sequence is None else sequence.all_tokens(used)
+                keep_routes(batch, used.cpu().numpy().astype(np.int16))
+            if changed is not None:
+                computed["changed"] = changed[part.source]
+        return computed if sequence is None else sequence.whole(computed, mine, batch.targets.numel())
+
+    def _both_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Contexts of a checkpointed layer: the second runs in the backward pass, when plan and routes are gone."""
+        routing = None if self._routing is None else self._routing.again()
+        return nullcontext(), _recomputed_with(attention.current(), routing)
+
+    def _after_passes(self) -> None:
+        # A pass without a backward pass leaves the root's weights whole, and they would outlive the next update.
+        for part in self._sharded:
+            part.reshard()
+
+    # -- update ----------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        rows: Sequence[Segment],
+        loss: MicroLoss,
+        outputs: Collection[str] = LOG_PROBS,
+        *,
+        temperature: float,
+    ) -> TrainStepResult:
+        """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
+        optimizer = self._require_optimizer()
+        total, norm = self._scaled_gradients(rows, loss, outputs, temperature)
+        if not total.refused and not math.isfinite(norm):
+            total.refused = f"the gradient norm is {norm}"
+        metrics = {} if total.refused else total.metrics()
+        if not total.refused:
+            clip_gradients(self._gradients(), norm, self._grad_clip)
+            optimizer.step()
+        return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, total.refused, total.tokens)
+
+    def _scaled_gradients(
+        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float
+    ) -> tuple[StepAccumulator, float]:
+        """The step's gradients, this rank's share, and what `_conclude` says of them. In float16 the largest scale with
+        which nothing overflows is found anew in each step: what a run does then depends on nothing before it."""
+        for scale in _LOSS_SCALES if self.compute_dtype == torch.float16 else (1.0,):
+            self._clear_gradients()
+            total, norm = self._conclude(self._accumulate(rows, loss, outputs, temperature, scale))
+            if total.refused or math.isfinite(norm):
+                break
+        if scale != 1.0:
+            torch._foreach_mul_(self._gradients(), 1.0 / scale)
+        return total, norm / scale
+
+    def _accumulate(
+        self,
+        rows: Sequence[Segment],
+        loss: MicroLoss,
+        outputs: Collection[str],
+        temperature: float,
+        scale: float,
+    ) -> StepAccumulator:
+        """Forward and backward of all micro-batches. A loss that is not finite ends it, where no rank waits."""
+        total = StepAccumulator()
+        for number, (batch, last) in enumerate(self._packs(rows, self.update_batching)):
+            if self._sharded:
+                self._model.head.set_is_last_backward(last)  # type: ignore[operator]
+                self._model.head.set_requires_all_reduce(last or not self.layout.hybrid)  # type: ignore[operator]
+            total.tokens += batch.size
+            recomputing = self._recomputing(-(-batch.size // self.layout.placement.sequence))
+            with self._model.fused.active(), recomputing, waiting("the passes of a step"):
+                computed = self._outputs(batch, outputs, temperature)
+                changed = computed.pop("changed", None)
+                value, metrics = _backward(computed, batch.rows, loss, scale)
+            if not math.isfinite(value):
+                why = f"the loss of micro-batch {number} is {value} ({_name_rows(batch.rows)})"
+                total.refused = total.refused or why
+                if not self._sharded:
+                    break
+            total.add(metrics)
+            if changed is not None:
+                valid = changed[changed >= 0]
+                total.add({f"{self.role}/router_replay/changed_frac": (float(valid.sum()), len(valid))})
+        self._after_passes()
+        return total
+
+    @torch.no_grad()
+    def _conclude(self, total: StepAccumulator) -> tuple[StepAccumulator, float]:
+        """What all ranks' micro-batches came to, and the norm of all gradients (NaN for a refused step)."""
+        if not self._sharded:
+            return total, math.nan if total.refused else float(global_norm(self._gradients()))
+        tensor, speaks = self._model.tensor, self.layout.counts_rows
+        # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
+        self._fill_gradients()
+        if tensor is not None:
+            with waiting("adding up gradients"):
+                tensor.complete(self._names)
+        counted = [p for p in self._parameters if self.layout.counts and (tensor is None or tensor.own(p))]
+        squares = sum_of_squares([local(p.grad) for p in counted if p.grad is not None])
+        counted = [total.sums, total.tokens] if speaks else [{}, 0]
+        reports = all_gather_json([*counted, total.refused, squares])
+        merged = StepAccumulator(tokens=sum(tokens for _, tokens, *_ in reports))
+        for sums, *_ in reports:
+            merged.add(sums)
+        merged.refused = next((why for *_, why, _ in reports if why), "")
+        return merged, math.nan if merged.refused else math.sqrt(sum(square for *_, square in reports))
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """The gradients, this rank's share."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return [local(gradient) for gradient in gradients] if self._sharded else gradients
+
+    def _clear_gradients(self) -> None:
+        """Make all gradients zero: in place where products are added straight into them; FSDP makes its own."""
+        if self._sharded:
+            return self._drop_gradients()
+        if gradients := self._gradients():
+            torch._foreach_zero_(gradients)
+        self._fill_gradients()
+
+    def _fill_gradients(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @contextmanager
+    def _recomputing(self, tokens: int) -> Iterator[None]:
+        """Recompute layers in the backward pass of this block if asked for, or if memory asks for it.
+
+        transformers looks at each layer's own `training` flag. Nothing below it is told, so dropout stays off there;
+        a layer's own was switched off for good.
+        """
+        recompute = self._checkpointing
+        if recompute is None:
+            recompute = tokens * self._token_bytes > _ACTIVATION_SHARE * self._free
+        layers = self._layers if recompute else []
+        try:
+            for layer in layers:
+                layer.training = True
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
+
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            raise RuntimeError(f"the {self.role} engine was built with trainable=False")
+        return self._optimizer
+
+    def schedule(self, total_steps: int) -> None:
+        """See `TrainingEngine.schedule`."""
+        self._schedule = Schedule(self._require_optimizer(), self._optim, total_steps)
+
+    def advance(self) -> float:
+        """See `TrainingEngine.advance`."""
+        self._require_optimizer()
+        return self._schedule.advance()
+
+    # -- the device's memory -----------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """See `TrainingEngine.offload`; gradients are let go, not kept."""
+        if not (self._weights_leave or self._state_leaves):
+            return
+        self._drop_gradients()
+        self._move(torch.device("cpu"), optimizer=True)
+        self.platform.empty_cache()
+
+    def onload(self, *, optimizer: bool = False) -> None:
+        """See `TrainingEngine.onload`."""
+        self._move(self.device, optimizer=optimizer)
+
+    def _move(self, device: torch.device, *, optimizer: bool) -> None:
+        # Parameters stay the same objects, so that the optimizer and what names them hold on to them.
+        if self._weights_leave:
+            self._model.head.to(device)
+        if self._state_leaves and optimizer and self._optimizer is not None:
+            move_state(self._optimizer, device)
+
+    def release_cached_memory(self) -> None:
+        """See `TrainingEngine.release_cached_memory`: gradients are freed too. A processor's heap and gradients are
+        kept: new pages cost more than they are worth to others."""
+        if not self.platform.on_host:
+            self._drop_gradients()
+            self.platform.empty_cache()
+
+    # -- weights and state -----------------------------------------------------------------------------------
+
+    @property
+    def adapted(self) -> bool:
+        """See `TrainingEngine.adapted`."""
+        return self._model.adapter is not None
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """See `TrainingEngine.without_adapter`."""
+        return super().without_adapter() if self._model.adapter is None else self._model.adapter.off()
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainingEngine.named_weights`; float32, every rank gets every tensor."""
+        yield from adapters.exported(self.module, whole)
+
+    @torch.no_grad()
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainingEngine.adapter_weights`; float32, every rank gets every tensor."""
+        if self._model.adapter is not None:
+            yield from self._model.adapter.tensors()
+
+    def save_weights(self, directory: Path) -> None:
+        """See `TrainingEngine.save_weights`; float32, each rank writes its share of the safetensors files."""
+        directory, adapter = Path(directory), self._model.adapter
+        weight_files.refuse_non_finite(self.module)
+        if adapter is not None:
+            adapter.save(directory)
+        if adapter is None or not self._adapter_only:
+            weight_files.save_weights(self.module, directory, self._serving_dtype)
+
+    def load_weights(self, directory: Path) -> None:
+        """See `TrainingEngine.load_weights`; whatever the number of ranks that wrote it. In place: tensors that are
+        shared with a sampler stay shared."""
+        if self._model.adapter is not None:
+            self._model.adapter.load(Path(directory))
+        else:
+            on_all_ranks(lambda: lora.refuse_adapter_checkpoint(Path(directory)))
+            weight_files.load_weights(self.module, Path(directory))
+
+    def save_optimizer(self, directory: Path) -> None:
+        """See `TrainingEngine.save_optimizer`; each rank writes its share."""
+        from verl.engine.training.fsdp.optimizer_state import save_state
+
+        save_state(Path(directory), self._require_optimizer(), self._names, self._schedule.step)
+
+    def load_optimizer(self, directory: Path) -> None:
+        """See `TrainingEngine.load_optimizer`; whatever the number of ranks that wrote it."""
+        from verl.engine.training.fsdp.optimizer_state import load_state
+
+        self._schedule.restore(load_state(Path(directory), self._require_optimizer(), self._names))
+        if self._weights_leave or self._state_leaves:  # it was put where the parameters are for the moment
+            move_state(self._require_optimizer(), torch.device("cpu") if self._state_leaves else self.device)
+
+
+def _dummy(batch: Pack) -> Pack:
+    """One token, predicted from itself."""
+    zero = torch.zeros(1, dtype=torch.int64, device=batch.input_ids.device)
+    spans = [TokenSpan(0, 1)]
+    packed = {"input_ids": zero, "positions": zero, "segments": spans, "source": zero, "targets": zero}
+    return replace(batch, **packed, candidates=None)
+
+
+def _backward(
+    outputs: dict[str, torch.Tensor], rows: Sequence[Segment], loss: MicroLoss, scale: float
+) -> tuple[float, Mapping[str, Sequence[float]]]:
+    """The loss of these outputs and its metrics, gradients added to what is there. The backward pass runs in any case:
+    other ranks are in it."""
+    tied = next(iter(outputs.values())).sum() * 0.0
+    scalar, metrics = loss(MicroBatch(rows, **outputs)) if rows else (tied, {})  # type: ignore[arg-type]
+    root = scalar if scalar.requires_grad else tied
+    root.backward(torch.full_like(root, scale))
+    return float(scalar.detach()), metrics
+
+
+@contextmanager
+def _recomputed_with(plan: attention.AttentionPlan, routing: Routing | None) -> Iterator[None]:
+    with attention.use(plan), routing or nullcontext():
+        yield
+
+
+def _name_rows(rows: Sequence[Segment]) -> str:
+    uids = list(dict.fromkeys(r.uid for r in rows))
+    return f"prompts {', '.join(uids[:4])}{', …' if len(uids) > 4 else ''}"

@@ -1,0 +1,87 @@
+"""Which ranks hold which rows and which parts of the weights.
+
+    rank = ((replica × shards + shard) … ) with sequence- and tensor-parallel neighbours next to each other
+
+Tensor-parallel neighbours compute parts of the same products, sequence-parallel ones parts of the same packs: both
+get the same rows. Weights are cut over all ranks that are no tensor-parallel neighbours, whatever rows they have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from verl.config.layout import rank_problems
+from verl.engine.registry import Placement
+from verl.engine.training import process_group
+from verl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The ranks of one engine.
+
+    mesh      (shard) or (replicate, shard): weights are cut over the last dimension, whole over the first; None in one
+              process, where nothing is cut
+    tensor    mesh of the ranks that share products, None for one
+    sequence  group of the ranks that share packs, None for one
+    """
+
+    mesh: DeviceMesh | None = None
+    tensor: DeviceMesh | None = None
+    sequence: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    placement: Placement = field(default_factory=Placement)
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that have the same rows."""
+        return self.placement.ranks_per_row
+
+    @property
+    def counts_rows(self) -> bool:
+        """True on one of the ranks that have the same rows: what counts rows is counted once."""
+        return self.rank % self.ranks_per_row == 0
+
+    @property
+    def hybrid(self) -> bool:
+        """True where the weights are there more than once."""
+        return self.mesh is not None and self.mesh.ndim > 1
+
+    @property
+    def counts(self) -> bool:
+        """True on one of the ranks that hold the same shards: what is summed over weights is summed once."""
+        return self.mesh is None or not self.hybrid or self.mesh.get_local_rank(0) == 0
+
+
+def layout(device_type: str, placement: Placement) -> Layout:
+    """The layout of the default process group, or of one process. UserError for sizes that do not divide its ranks."""
+    if not dist.is_initialized():
+        return Layout()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for text, problem in rank_problems(placement, size):
+        raise UserError(f"{text}: {problem}")
+    sequence_size, tensor_size = placement.sequence, placement.tensor
+    cut = size // tensor_size
+    shard = placement.shard if 0 < placement.shard < cut else cut
+    sizes = {"replicate": cut // shard, "shard": shard, "tensor": tensor_size}
+    sizes = {name: count for name, count in sizes.items() if count > 1 or name == "shard"}
+    every = process_group.mesh(device_type, tuple(sizes.values()), tuple(sizes))
+    mesh = every[tuple(name for name in sizes if name != "tensor")]
+    tensor = every["tensor"] if tensor_size > 1 else None
+    sequence = None
+    if sequence_size > 1:
+        # Neighbours of one sequence are a tensor-parallel group apart.
+        places = torch.arange(size).view(-1, sequence_size, tensor_size).movedim(1, -1)
+        sequence = process_group.split(places.reshape(-1, sequence_size).tolist(), "sequence")
+    return Layout(mesh, tensor, sequence, rank, size, placement)
+
+
+def sharded_modules(module: torch.nn.Module) -> list[FSDPModule]:
+    """The roots of the units inside, itself included."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]

@@ -1,0 +1,135 @@
+"""Sequence parallelism after Ulysses (2309.14509): ranks share the tokens of a pack, and in attention its heads.
+
+    tokens [S/n] × all heads ── all-to-all ──▶ tokens [S] × heads [H/n] ── attention ── all-to-all ──▶ back
+
+Everything but attention works token by token, so each rank runs its share of the pack. Inside attention each rank
+sees the whole pack for its share of the heads: packing, shared prompts and windows stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from verl.engine.training.packing import Pack
+from verl.models.attention import AttentionOptions, AttentionPlan, TokenSpan, product_dtype
+from verl.models.packed_attention import PackedPlan
+from verl.trajectory import UNKNOWN_EXPERT
+
+
+class SequenceParallel:
+    """The ranks of `group`, whose number divides `heads`, share each pack. image_token: of a vision-language model,
+    else None; each rank runs its tower over all images of a pack and goes on with those of its own tokens."""
+
+    def __init__(self, group: dist.ProcessGroup, heads: int, image_token: int | None = None):
+        self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self._heads, self._image_token = heads, image_token
+
+    def share(self, batch: Pack) -> tuple[Pack, Tensor, AttentionPlan]:
+        """This rank's tokens [S/n] and those of the response tokens that are predicted from them, with their places
+        among all response tokens. A segment that nothing attends to pads the pack to a multiple of the ranks."""
+        width = -(-batch.size // self._size)
+        fill = width * self._size - batch.size
+        ids = torch.nn.functional.pad(batch.input_ids, (0, fill))
+        positions = torch.cat((batch.positions, torch.arange(fill, device=batch.positions.device)))
+        segments = [*batch.segments, TokenSpan(batch.size, batch.size + fill)]
+        start = self._rank * width
+        here = slice(start, start + width)
+        mine = ((batch.source >= start) & (batch.source < start + width)).nonzero()[:, 0]
+        source, targets = batch.source[mine] - start, batch.targets[mine]
+        candidates = None if batch.candidates is None else batch.candidates[mine]
+        routes = batch.routes
+        if routes is not None:
+            routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, fill), value=UNKNOWN_EXPERT)[here]
+        part = Pack(batch.rows, ids[here], positions[here], [], source, targets, candidates, routes)
+        if batch.media:
+            padding = torch.arange(fill, device=ids.device).expand(3, -1)
+            axes = batch.positions.expand(3, -1) if batch.axes is None else batch.axes
+            is_image = ids == self._image_token
+            first = int(is_image[:start].sum())
+            part.axes, part.media = torch.cat((axes, padding), 1)[:, here], batch.media
+            part.image_span = first, first + int(is_image[here].sum())
+        whole = PackedPlan(segments, positions, self._heads // self._size)
+        return part, mine, UlyssesPlan(whole, self._group, self._rank, self._size)
+
+    def all_tokens(self, own: Tensor) -> Tensor:
+        """What each rank knows of its tokens, [S/n, …], of all of them, those that fill up included."""
+        parts = [torch.empty_like(own) for _ in range(self._size)]
+        dist.all_gather(parts, own, group=self._group)
+        return torch.cat(parts)
+
+    def whole(self, outputs: dict[str, Tensor], mine: Tensor, count: int) -> dict[str, Tensor]:
+        """Outputs of all `count` response tokens on every rank; gradients go back to the rank they came from."""
+        columns = [output.unsqueeze(0) if output.ndim == 1 else output.t() for output in outputs.values()]
+        joined = _Join.apply(torch.cat(columns), mine, count, self._group)
+        parts = torch.split(joined, [len(column) for column in columns])
+        pairs = zip(outputs.items(), parts, strict=True)
+        return {name: part[0] if output.ndim == 1 else part.t() for (name, output), part in pairs}
+
+
+class UlyssesPlan:
+    """An `AttentionPlan` that exchanges tokens for heads around another one."""
+
+    def __init__(self, whole: AttentionPlan, group: dist.ProcessGroup, rank: int, size: int):
+        self._whole, self._group, self._rank, self._size = whole, group, rank, size
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See `AttentionPlan.attend`; tensors hold this rank's tokens and all heads."""
+        query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
+        # Key heads that the ranks do not divide are repeated just as often as it takes.
+        repeat = self._size // math.gcd(key.shape[1], self._size)
+        if repeat > 1:
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        query, key, value = (self._gather_tokens(x) for x in (query, key, value))
+        if options.sinks is not None:
+            options = replace(options, sinks=options.sinks.view(self._size, -1)[self._rank])
+        return self._gather_heads(self._whole.attend(module, query, key, value, options))
+
+    def _gather_tokens(self, x: Tensor) -> Tensor:
+        """[1, H, S/n, D] → [1, H/n, S, D]."""
+        n, (_, heads, tokens, width) = self._size, x.shape
+        swapped = _AllToAll.apply(x.reshape(n, heads // n, tokens, width), self._group)
+        return swapped.transpose(0, 1).reshape(1, heads // n, n * tokens, width)
+
+    def _gather_heads(self, x: Tensor) -> Tensor:
+        """[1, S, H/n, D] → [1, S/n, H, D]."""
+        n, (_, tokens, heads, width) = self._size, x.shape
+        swapped = _AllToAll.apply(x.reshape(n, tokens // n, heads, width), self._group)
+        return swapped.transpose(0, 1).reshape(1, tokens // n, n * heads, width)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Slice i of the first dimension goes to rank i; its own inverse, so also its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _AllToAll.apply(grads[0], ctx.group), None
+
+
+class _Join(torch.autograd.Function):
+    """Columns of [k, own] put in their places of [k, count] on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, mine: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(mine)
+        out = own.new_zeros(own.shape[0], count)
+        out[:, mine] = own
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (mine,) = ctx.saved_tensors
+        return grads[0][:, mine], None, None, None

@@ -1,0 +1,29 @@
+"""`check(config)`: every component's check, all problems in one report, without torch."""
+
+from __future__ import annotations
+
+from verl.algorithms import check as algorithms
+from verl.config.report import Report
+from verl.config.schema.base import Root
+from verl.data import check as data
+from verl.engine.training import check as training
+from verl.preflight import machine, rows, values
+from verl.reward import check as reward
+from verl.rollout import check as rollout
+from verl.tracking import check as tracking
+from verl.trainer import check as trainer
+
+_CHECKS = (values, algorithms, reward, training, trainer, machine, tracking, data, rows, rollout)
+
+
+def check(config: Root) -> Report:
+    """All problems and notices of a configuration, and its plan of batches.
+
+    Reads the model's config.json, the data files' schema, reward columns and first rows, /dev and the environment.
+    Loads no weights, fetches nothing.
+    """
+    report = Report(config)
+    for part in _CHECKS:
+        part.check(config, report)
+    report.plan = trainer.plan(report)
+    return report

@@ -1,0 +1,207 @@
+"""What the machine must have: devices, engines, trackers, the model's weights.
+
+What the machine lacks is reported as such; what this release lacks is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.config.devices import ray_address
+from verl.config.layout import OwnPool, own_pools, policy_placement
+from verl.config.model_facts import VISION_MODELS, ModelFacts, flat_overrides, look
+from verl.config.report import ACTOR, Report
+from verl.config.schema.base import Root
+from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES, capabilities
+from verl.models import overrides
+from verl.versions import satisfies, unsupported, version
+
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "moe_intermediate_size",
+    "depth",
+)
+"""Entries of config.json that the shapes of a model's weights follow from."""
+
+
+def check(config: Root, report: Report) -> None:
+    """Devices, engines, models, versions, trackers, resuming, and what this release does on one machine only."""
+    for package, advice in unsupported().items():
+        report.lacks(package, advice)
+    if report.trainer is not None and report.config.entry != "eval":
+        _devices(report)
+    _engines(report)
+    if report.model is not None:
+        _model(report)
+        _overrides(report, report.model_key, report.facts)
+    if report.ppo and (critic := report.config.critic).enable and critic.model.path and critic.model.override_config:
+        key, model = "critic.model", critic.model
+        facts = report.look(f"{key}.path", model.path, model.override_config, model.hf_config_path)
+        _overrides(report, key, facts)
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _devices(report: Report) -> None:
+    device, devices = report.trainer.device, report.devices
+    cluster = report.config.entry != "sft" and bool(ray_address(report.config))
+    kind = devices.best if device == "auto" else device
+    here, sizes = (
+        devices.count(kind),
+        f"{report.at('trainer.nnodes')}, {report.at('trainer.n_gpus_per_node')}",
+    )
+    if kind == "cuda" and here and not devices.cuda_build:
+        report.lacks("trainer.device=cuda", "torch is built without CUDA here; install a CUDA build, or set cpu")
+    elif device in ("cuda", "npu") and not here and not cluster:
+        report.lacks("trainer.device", f"no {device} device is found here; set trainer.device=cpu or auto")
+    if report.config.entry == "sft":
+        _processes(report, sizes, kind, here)
+        return
+    if not cluster:
+        _one_machine(report, sizes, kind, here)
+    if (report.several or cluster) and not _installed("ray"):
+        report.lacks(sizes, "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
+    if report.several:
+        _open_files(report, sizes)
+    folder = Path(report.trainer.default_local_dir).expanduser()
+    if not folder.is_absolute() and "working_dir_files" in Path.cwd().parts:
+        lost = "is inside Ray's temporary copy of the job's directory, lost with it: give an absolute path"
+        report.notice(f"trainer.default_local_dir={folder} {lost}")
+
+
+def _processes(report: Report, sizes: str, kind: str, here: int) -> None:
+    """Supervised training runs in the processes that torchrun started."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if kind != "cpu" and local > here > 0:
+        report.lacks("torchrun", f"started {local} processes on a machine with {here} {kind}; start {here}")
+    nodes, per_node = report.trainer.nnodes, report.trainer.n_gpus_per_node
+    if nodes * per_node != report.world and (
+        report.was_set("trainer.nnodes") or report.was_set("trainer.n_gpus_per_node")
+    ):
+        command = f"torchrun --nnodes={nodes} --nproc_per_node={per_node} starts as many"
+        report.notice(f"no effect: {sizes}: torchrun decides how many processes train, here {report.world}; {command}")
+
+
+def _one_machine(report: Report, sizes: str, kind: str, here: int) -> None:
+    """Without a cluster's address everything has to be on this machine."""
+    pools = [*own_pools(report.config).values()] if report.ppo else []
+    if report.rollout.nnodes:
+        pools.insert(0, OwnPool(report.rollout_key, report.rollout.nnodes, report.rollout.n_gpus_per_node))
+    sizes = ", ".join([sizes, *map(str, pools)])
+    needed = report.world + sum(pool.devices for pool in pools)
+    nodes = report.trainer.nnodes + sum(pool.nodes for pool in pools)
+    if nodes > 1 + len(pools):
+        report.lacks(
+            sizes,
+            f"{needed} devices on {nodes} nodes need a Ray cluster, and here is {here} {kind}: start Ray on each node "
+            "(examples/ray_start.sh) and set RAY_ADDRESS, or set trainer.nnodes=1",
+        )
+    elif needed > here > 0:
+        noun = "cores, a rank needs one" if kind == "cpu" else f"{kind} device{'s' * (here != 1)}"
+        report.lacks(
+            sizes,
+            f"{needed} devices asked for, found {here} {noun}; lower trainer.n_gpus_per_node (1 needs no Ray), or set "
+            "RAY_ADDRESS to a cluster that has them",
+        )
+
+
+def _open_files(report: Report, sizes: str) -> None:
+    """Every worker, and Ray's own processes, hold connections and files of the driver and of each other."""
+    needed = 1024 + 128 * report.world
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        message = f"a process may open {hard} files here (ulimit -n), {report.world} workers need {needed}"
+        report.lacks(sizes, f"{message}; raise it: ulimit -n 65536")
+
+
+def _engines(report: Report) -> None:
+    """The rules of the run's engines."""
+    strategies = [report.config.select(f"{key}.strategy") for key in (ACTOR, "engine")]
+    for strategy in filter(TRAINING_ENGINES.__contains__, strategies):
+        TRAINING_ENGINES[strategy].check(report)
+    if report.rollout is None:
+        return
+    name, key = report.rollout.name, f"{report.rollout_key}.name"
+    if name in ROLLOUT_ENGINES:
+        ROLLOUT_ENGINES[name].check(report)
+    elif name in report.keys[key].about["options"]:  # `values` refuses the others
+        report.refuse(f"{key}={name}", f"not in this release; set {key}={' or '.join(ROLLOUT_ENGINES)}")
+    arguments = report.rollout.engine_kwargs
+    others = [engine for engine in arguments if engine != name]
+    if any(arguments[engine] for engine in others):
+        report.notice(
+            f"no effect: {report.rollout_key}.engine_kwargs.* belong to {' and '.join(others)}, this is {name}"
+        )
+
+
+def _model(report: Report) -> None:
+    facts, at = report.facts, f"{report.model_key}.path"
+    if facts is None:
+        return
+    if trouble := facts.missing_weights():
+        report.refuse(at, trouble)
+    if facts.remote_code and not report.model.trust_remote_code:
+        why = f"the model ({facts.name}) is built by code shipped with it; set True to run its author's code"
+        report.refuse(f"{report.model_key}.trust_remote_code", why)
+    if facts.vision and (why := _no_vision(report, facts.name)):
+        report.refuse(at, f"vision models ({facts.name}) {why}")
+    elif facts.vision and report.rollout is not None:
+        ranges, have = capabilities(report.rollout.name).image_transformers, version("transformers")
+        if have and not satisfies(have, ranges):
+            message = f"transformers {have} is installed; images need one that is {ranges} with {report.rollout.name}"
+            report.lacks(at, f"{message}: pip install 'transformers{ranges}'")
+
+
+def _no_vision(report: Report, name: str) -> str:
+    """Why this run cannot have a model of that type, which sees images, "" if it can."""
+    if (split := policy_placement(report.config)).tensor > 1:
+        return f"are not split so in this release; set {split.keys['tensor']}=1"
+    if name not in VISION_MODELS:
+        supported = ", ".join(VISION_MODELS)
+        return f"are not in this release, where its images were not seen to be right; take one of {supported}"
+    if report.rollout is not None and name not in capabilities(report.rollout.name).images:
+        return f"are not sampled by {report.rollout.name} in this release; set {report.rollout_key}.name=native"
+    return ""
+
+
+def _overrides(report: Report, model_key: str, facts: ModelFacts | None) -> None:
+    """What transformers' configuration takes; a model with weights has the shape of its weights."""
+    model: Any = report.config.select(model_key)
+    key, changes = f"{model_key}.override_config", flat_overrides(model.override_config)
+    if facts is None or not changes:
+        return
+    unchanged = look(model.path, None, model.hf_config_path)
+    shapes = dict(_contradictions(changes, unchanged.config, unchanged.text)) if unchanged.weight_names() else {}
+    for name, size in shapes.items():
+        report.refuse(f"{key}.{name}", f"the weights of {model.path} have {name}={size}; remove it")
+    if not unchanged.remote_code:
+        for name, why in overrides.refused(unchanged.folder, changes).items():
+            if name not in shapes:
+                report.refuse(f"{key}.{name}", why)
+
+
+def _contradictions(
+    changes: Mapping[str, Any], config: Mapping[str, Any], text: Mapping[str, Any], within: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Overrides of shapes that differ from the configuration, in its parts too: (name, the configuration's value)."""
+    for name, value in changes.items():
+        part = config.get(name)
+        if isinstance(value, Mapping) and isinstance(part, Mapping):
+            yield from _contradictions(value, part, part, f"{within}{name}.")
+        elif name in _SHAPE and value != text.get(name):
+            yield within + name, text.get(name)
