@@ -23,7 +23,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 
 from verl.config.schema.base import setting
+from verl.engine.registry import Placement
 from verl.engine.training.base import LOG_PROBS, MicroBatch, MicroLoss, TrainingEngine, TrainStepResult
+from verl.engine.training.megatron import ENGINE
 from verl.engine.training.megatron import bridge as weights
 from verl.engine.training.megatron import model as models
 from verl.engine.training.megatron.micro_batches import ModelBatch, packed, padded
@@ -39,9 +41,9 @@ from verl.engine.training.megatron.parallel import ParallelSizes, join
 from verl.engine.training.optimizer import StepAccumulator, optim_config
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
-from verl.engine.training.settings import micro_batching
+from verl.engine.training.settings import compute_dtype, micro_batching
 from verl.errors import UserError
-from verl.models.load import serving_dtype
+from verl.models.pretrained import serving_dtype
 from verl.platform import Platform, detect
 from verl.trajectory import Segment
 
@@ -55,6 +57,7 @@ class MegatronEngine(TrainingEngine):
         *,
         model_cfg: Any = None,
         role_cfg: Any = None,
+        placement: Placement | None = None,
         log_prob_cfg: Any = None,
         device: str | Platform = "auto",
         device_index: int = 0,
@@ -62,6 +65,7 @@ class MegatronEngine(TrainingEngine):
         seed: int = 0,
         role: str = "actor",
         longest: int | None = None,
+        idles: bool = True,
         shared: bool = False,
         head: str = "lm",
         topk: int = 0,
@@ -72,16 +76,24 @@ class MegatronEngine(TrainingEngine):
         self.device = self.platform.device(device_index)
         self.platform.select(device_index)
         self.platform.seed(seed)
-        self.megatron = setting(role_cfg, "megatron")
-        self.sizes = ParallelSizes.of(self.megatron)
+        placement = placement or ENGINE.placement(role_cfg or {})
+        self.megatron = setting(role_cfg, "megatron") or role_cfg
+        self.sizes = ParallelSizes.of(placement, self.megatron)
         join(self.sizes)
         self.holds_outputs = weights.is_last_stage()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self._model = models.build(model_path, model_cfg, self.megatron, head, seed, self.device, trainable)
+        self._model = models.build(
+            model_path, model_cfg, self.megatron, head, seed, self.device, self._dtype(placement), trainable
+        )
         self.module = unwrap_model(self._model.chunks[0])
         self._serving_dtype = serving_dtype(model_path, model_cfg)
         self._read_settings(role_cfg, log_prob_cfg)
+        self._weights_leave, self._state_leaves = (
+            placement.param_offload and idles,
+            placement.optimizer_offload and idles,
+        )
+        self._gradients_leave = idles and (placement.param_offload or placement.grad_offload)
         self._optimizer = None
         if trainable:
             self._optim = optim_config(setting(role_cfg, "optim"))
@@ -94,15 +106,18 @@ class MegatronEngine(TrainingEngine):
         prefix = "ppo" if setting(group, "log_prob_max_token_len_per_gpu") is None else "log_prob"
         self.forward_batching = self._micro_batching(group, prefix)
         self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
-        leaves = {name: bool(setting(self.megatron, name, False)) for name in ("param_offload", "optimizer_offload")}
-        self._weights_leave, self._state_leaves = leaves["param_offload"], leaves["optimizer_offload"]
-        self._gradients_leave = self._weights_leave or bool(setting(self.megatron, "grad_offload", False))
         self._at_home = True
 
     def _micro_batching(self, group: Any, prefix: str) -> MicroBatching:
         batching = micro_batching(group, prefix, share_prompt=False)
         size = self.sizes.context
         return MicroBatching(batching.tokens * size, batching.rows, False, limit=batching.limit * size)
+
+    def _dtype(self, placement: Placement) -> torch.dtype:
+        dtype = compute_dtype(placement, self.platform)
+        if dtype == torch.float16:
+            raise UserError(f"{placement.at('dtype')} is not here: use bfloat16 or float32")
+        return dtype
 
     # -- passes ----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,16 +12,14 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
 from verl.config.schema.base import setting
 from verl.engine.training.megatron import bridge as bridges
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
-from verl.engine.training.settings import named_dtype
 from verl.engine.training.weight_files import FILE_BYTES, describe, write_file
 from verl.errors import UserError
-from verl.models.load import build_model, load_config
+from verl.models.pretrained import build_model, load_config
 
 
 @dataclass(slots=True)
@@ -39,13 +36,17 @@ class MegatronModel:
 
 
 def build(
-    path: str | Path, model_cfg: Any, megatron: Any, head: str, seed: int, device: torch.device, trainable: bool
+    path: str | Path,
+    model_cfg: Any,
+    megatron: Any,
+    head: str,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    trainable: bool,
 ) -> MegatronModel:
     """This rank's part of the model at `path`, its weights loaded. UserError for what is not supported."""
     hf_config = on_all_ranks(lambda: load_config(path, model_cfg))
-    dtype = named_dtype(setting(megatron, "dtype") or "bfloat16", "megatron.dtype")
-    if dtype == torch.float16:
-        raise UserError("megatron.dtype=float16 is not here: use bfloat16 or float32")
     model_parallel_cuda_manual_seed(seed)
     settings = _transformer_settings(model_cfg, megatron, hf_config)
     bridge = bridges.bridge_of(hf_config, dtype, settings, int(setting(megatron, "tensor_model_parallel_size", 1)))
@@ -106,7 +107,9 @@ def _wrapped(chunk: Any, megatron: Any, number: int) -> Any:
         **overrides,
     }
     config = get_model_config(chunk)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(**settings), chunk, disable_bucketing=number > 0)
+    return DistributedDataParallel(
+        config, DistributedDataParallelConfig(**settings), chunk, disable_bucketing=number > 0
+    )
 
 
 def load(model: MegatronModel, directory: Path, head: str) -> None:

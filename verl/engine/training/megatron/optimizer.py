@@ -19,6 +19,8 @@ from verl.engine.training.optimizer import Schedule
 from verl.engine.training.process_group import on_all_ranks, this_rank
 from verl.errors import UserError
 
+# The state in terms of whole parameters, which another layout reads too.
+_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 _OWN_KEYS = ("lr_decay_steps", "min_lr", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_steps")
 
 
@@ -124,7 +126,7 @@ def _sharded_state(optimizer: Any, chunks: Sequence[Any], *, is_loading: bool) -
     for number, chunk in enumerate(chunks):
         state = chunk.module.sharded_state_dict() if hasattr(chunk, "module") else chunk.sharded_state_dict()
         model_state |= {f"{number}.{name}": value for name, value in state.items()}
-    return {"optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading)}
+    return {"optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_RESHARDABLE)}
 
 
 def save_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule: MegatronSchedule) -> None:

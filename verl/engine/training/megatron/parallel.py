@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from verl.config.schema.base import setting
+from verl.engine.registry import Placement
 from verl.engine.training import process_group
 from verl.errors import UserError
 
@@ -40,17 +41,16 @@ class ParallelSizes:
     expert_tensor: int = 1
 
     @classmethod
-    def of(cls, megatron: Any) -> ParallelSizes:
-        """The sizes that a role's `megatron.*` keys name."""
-        tensor = int(setting(megatron, "tensor_model_parallel_size", 1))
+    def of(cls, placement: Placement, megatron: Any) -> ParallelSizes:
+        """The sizes of a placement, and those that a role's `megatron.*` keys name beside it."""
         virtual = setting(megatron, "virtual_pipeline_model_parallel_size")
         return cls(
-            tensor,
-            int(setting(megatron, "pipeline_model_parallel_size", 1)),
+            placement.tensor,
+            placement.pipeline,
             None if virtual in (None, 1) else int(virtual),
-            int(setting(megatron, "context_parallel_size", 1)),
-            int(setting(megatron, "expert_model_parallel_size", 1)),
-            int(setting(megatron, "expert_tensor_parallel_size") or tensor),
+            placement.sequence,
+            placement.expert,
+            int(setting(megatron, "expert_tensor_parallel_size") or placement.tensor),
         )
 
     @property
