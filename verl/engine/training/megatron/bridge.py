@@ -52,6 +52,9 @@ _PLAIN = {
 class _HostMixin:
     """What this package changes in a bridge of mbridge; goes before it in the order of resolution."""
 
+    #: "lm", or another head, whose layer from hidden states to one number is `score` in Hugging Face files.
+    head = "lm"
+
     def _adjust_mapping_for_shared_weights(self: Any) -> None:
         # mbridge writes into the table of the class, which outlives this model.
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)
@@ -88,6 +91,16 @@ class _HostMixin:
             first = self.config.num_moe_experts // self.mpu.ep_size * self.mpu.ep_rank
         return {local: _numbered(self._fused_name(name), first) for local, name in names.items()}
 
+    def _weight_name_mapping_mcore_to_hf(self: Any, name: str) -> list[str]:
+        if self.head != "lm" and name.startswith("output_layer."):
+            return [name.replace("output_layer.", "score.")]
+        return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc]
+
+    def _weight_to_hf_format(self: Any, name: str, weights: torch.Tensor) -> Any:
+        if self.head != "lm" and name.startswith("output_layer."):
+            return self._weight_name_mapping_mcore_to_hf(name), [weights]
+        return super()._weight_to_hf_format(name, weights)  # type: ignore[misc]
+
     def _fused_name(self: Any, name: str) -> str:
         """The name that TransformerEngine's layers have for a weight of megatron-core's own."""
         name = _EXPERT.sub(r".mlp.experts.\2.weight\1", name)
@@ -102,7 +115,7 @@ def _numbered(name: str, first: int) -> str:
     return _EXPERT_WEIGHT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
 
 
-def bridge_of(hf_config: Any, dtype: torch.dtype, settings: dict[str, Any], divisor: int) -> Any:
+def bridge_of(hf_config: Any, dtype: torch.dtype, settings: dict[str, Any], divisor: int, head: str) -> Any:
     """mbridge's bridge of a model family, for this process's parallel groups.
 
     settings: of megatron-core's transformer configuration. divisor: what the padded vocabulary is a multiple of.
@@ -114,6 +127,7 @@ def bridge_of(hf_config: Any, dtype: torch.dtype, settings: dict[str, Any], divi
         raise UserError(f"strategy=megatron: model type {family} is not here (mbridge has {families}); use fsdp2")
     kind = type(f"Host{_MODEL_REGISTRY[family].__name__}", (_HostMixin, _MODEL_REGISTRY[family]), {})
     bridge = kind(hf_config, dtype=dtype, make_vocab_size_divisible_by=divisor)
+    bridge.head = head
     try:
         bridge.set_extra_args(**settings)
     except (TypeError, ValueError, AssertionError) as error:
@@ -146,20 +160,18 @@ class WeightFiles:
 
 
 @torch.no_grad()
-def load(bridge: Any, chunks: Sequence[Any], files: WeightFiles, head: str) -> None:
-    """Give the model's chunks of layers this rank's share of the weights in `files`. Each rank reads for itself.
-
-    head: "value" starts at 0 where the files lack it.
-    """
+def load(bridge: Any, chunks: Sequence[Any], files: WeightFiles) -> None:
+    """Give the model's chunks of layers this rank's share of the weights in `files`. Each rank reads for itself. A
+    score that the files lack starts at 0."""
     for chunk in chunks:
         state = chunk.state_dict()
         for local, name in bridge._weight_name_mapping_mcore_local_to_global(chunk).items():
             parameter = state[local]
-            if head != "lm" and name.startswith("output_layer."):
-                hf_name = f"score.{name.rsplit('.', 1)[1]}"
-                parameter.copy_(files.read(hf_name) if hf_name in files else torch.zeros_like(parameter))
+            hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
+            if hf_names[0].startswith("score."):
+                parameter.copy_(files.read(hf_names[0]) if hf_names[0] in files else torch.zeros_like(parameter))
                 continue
-            tensors = [files.read(hf_name) for hf_name in bridge._weight_name_mapping_mcore_to_hf(name)]
+            tensors = [files.read(hf_name) for hf_name in hf_names]
             full = bridge._weight_to_mcore_format(name, tensors)
             size, rank = bridge.mpu.tp_size, bridge.mpu.tp_rank
             if ".mlp.experts.linear_fc" in name:
@@ -168,11 +180,9 @@ def load(bridge: Any, chunks: Sequence[Any], files: WeightFiles, head: str) -> N
             parameter.copy_(share)
 
 
-def export(bridge: Any, chunks: Sequence[Any], head: str) -> Iterator[tuple[str, torch.Tensor]]:
+def export(bridge: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors under Hugging Face names, one after the other, on every rank. Collective."""
     for name, tensor in bridge.export_weights(list(chunks)):
-        if head != "lm" and name.startswith("lm_head."):
-            name = name.replace("lm_head.", "score.")
         yield name, tensor.detach()
 
 

@@ -309,18 +309,18 @@ class MegatronEngine(TrainingEngine):
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainingEngine.named_weights`; every rank gets every tensor."""
-        for name, tensor in weights.export(self._model.bridge, self._model.chunks, self.head):
+        for name, tensor in weights.export(self._model.bridge, self._model.chunks):
             yield name, tensor
             if name == "model.embed_tokens.weight" and self._model.tied:
                 yield "lm_head.weight", tensor
 
     def save_weights(self, directory: Path) -> None:
         """See `TrainingEngine.save_weights`; ranks write files in turn."""
-        models.save(self._model, Path(directory), self._serving_dtype, self.head)
+        models.save(self._model, Path(directory), self._serving_dtype)
 
     def load_weights(self, directory: Path) -> None:
         """See `TrainingEngine.load_weights`; whatever the layout that wrote it."""
-        on_all_ranks(lambda: models.load(self._model, Path(directory), self.head))
+        on_all_ranks(lambda: models.load(self._model, Path(directory)))
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
 

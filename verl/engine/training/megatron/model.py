@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -49,9 +50,11 @@ def build(
     hf_config = on_all_ranks(lambda: load_config(path, model_cfg))
     model_parallel_cuda_manual_seed(seed)
     settings = _transformer_settings(model_cfg, megatron, hf_config)
-    bridge = bridges.bridge_of(hf_config, dtype, settings, int(setting(megatron, "tensor_model_parallel_size", 1)))
+    bridge = bridges.bridge_of(
+        hf_config, dtype, settings, int(setting(megatron, "tensor_model_parallel_size", 1)), head
+    )
     plain = bridge.get_model(
-        wrap_with_ddp=False, bf16=dtype == torch.bfloat16, post_model_creation_callbacks=[_prepare(head)]
+        wrap_with_ddp=False, bf16=dtype == torch.bfloat16, post_model_creation_callbacks=[_prepare(head, hf_config)]
     )
     for chunk in plain:
         chunk.to(device)
@@ -59,7 +62,7 @@ def build(
     tied = bool(getattr(hf_config, "tie_word_embeddings", False)) and head == "lm"
     outline = build_model(path, model_cfg, head=head)
     model = MegatronModel(bridge, chunks, outline, dtype, hf_config.get_text_config().vocab_size, tied)
-    on_all_ranks(lambda: load(model, Path(path), head))
+    on_all_ranks(lambda: load(model, Path(path)))
     return model
 
 
@@ -82,20 +85,40 @@ def _transformer_settings(model_cfg: Any, megatron: Any, hf_config: Any) -> dict
     return settings | overrides
 
 
-def _prepare(head: str) -> Any:
+def _prepare(head: str, hf_config: Any) -> Any:
     """Callback on each chunk that is built: the last one gives its hidden states, for outputs are made elsewhere."""
 
-    def prepare(model: Any, *, post_process: bool, config: Any, **_: Any) -> None:
+    padding = getattr(hf_config.get_text_config(), "pad_token_id", None)
+
+    def prepare(model: Any, *, pre_process: bool, post_process: bool, config: Any, **_: Any) -> None:
+        if pre_process and padding is not None:
+            _keep_padding(model.embedding.word_embeddings, padding, config.sequence_parallel)
+        if head != "lm":
+            model.share_embeddings_and_output_weights = False
         if not post_process:
             return
         if head != "lm":
-            layer = torch.nn.Linear(config.hidden_size, 1, bias=True, dtype=config.params_dtype)
-            model.output_layer, model.share_embeddings_and_output_weights = layer, False
+            model.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=True, dtype=config.params_dtype)
         gather = gather_from_sequence_parallel_region if config.sequence_parallel else None
         # Every rank has the whole gradient of what it gathers: the outputs add it up over their vocabulary.
         model.output_layer.forward = lambda hidden, **_: (gather(hidden, False) if gather else hidden, None)
 
     return prepare
+
+
+def _keep_padding(embedding: Any, padding: int, sequence_parallel: bool) -> None:
+    """As in transformers, the embedding of the padding token is not trained: where it is zero, as in a fresh model, the
+    first normalisation would multiply its gradient by a thousand."""
+    lookup = embedding.forward
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        states, is_padding = lookup(ids), ids == padding
+        if sequence_parallel:  # states are of this rank's part of the sequence, [S / ranks, B, H]
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+            is_padding = is_padding.t().chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        return torch.where(is_padding[..., None], states.detach(), states)
+
+    embedding.forward = forward
 
 
 def _wrapped(chunk: Any, megatron: Any, number: int) -> Any:
@@ -112,9 +135,9 @@ def _wrapped(chunk: Any, megatron: Any, number: int) -> Any:
     )
 
 
-def load(model: MegatronModel, directory: Path, head: str) -> None:
+def load(model: MegatronModel, directory: Path) -> None:
     """Read a Hugging Face directory, in place."""
-    bridges.load(model.bridge, [unwrap_model(c) for c in model.chunks], bridges.WeightFiles(directory), head)
+    bridges.load(model.bridge, [unwrap_model(c) for c in model.chunks], bridges.WeightFiles(directory))
 
 
 def move_weights(chunks: Sequence[Any], device: torch.device) -> None:
@@ -137,7 +160,7 @@ def move_weights(chunks: Sequence[Any], device: torch.device) -> None:
 
 
 @torch.no_grad()
-def save(model: MegatronModel, directory: Path, serving_dtype: str, head: str) -> None:
+def save(model: MegatronModel, directory: Path, serving_dtype: str) -> None:
     """Write a Hugging Face directory. Every rank sees every tensor; they write files in turn. Collective."""
     on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
     ranks, files, size = dist.get_world_size(), 0, 0
@@ -153,7 +176,7 @@ def save(model: MegatronModel, directory: Path, serving_dtype: str, head: str) -
         weight_map.update(dict.fromkeys(tensors, file))
         files, size = files + 1, 0
 
-    for name, tensor in bridges.export(model.bridge, chunks, head):
+    for name, tensor in bridges.export(model.bridge, chunks):
         if size and size + tensor.numel() * tensor.element_size() > FILE_BYTES:
             close()
         size += tensor.numel() * tensor.element_size()
