@@ -149,6 +149,14 @@ class MegatronEngine(TrainingEngine):
         """All micro-batches through all stages; on the last stage what `finish` returned for each, in order."""
         config = get_model_config(self._model.chunks[0])
         config.finalize_model_grads_func = _sum_gradients
+        if loss is not None and self._model.chunks[0].ddp_config.overlap_grad_reduce:
+            # Gradients travel while the last micro-batch computes; until then they only add up.
+            chunks = self._model.chunks
+            several = len(chunks) > 1
+            config.no_sync_func = [chunk.no_sync for chunk in chunks] if several else chunks[0].no_sync
+            config.grad_sync_func = (
+                [chunk.start_grad_sync for chunk in chunks] if several else chunks[0].start_grad_sync
+            )
 
         def forward(batch_iterator: Iterator[ModelBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
             batch = next(batch_iterator)
@@ -308,8 +316,9 @@ class MegatronEngine(TrainingEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainingEngine.named_weights`; every rank gets every tensor."""
-        for name, tensor in weights.export(self._model.bridge, self._model.chunks):
+        """See `TrainingEngine.named_weights`; float32, every rank gets every tensor."""
+        for name, exported in weights.export(self._model.bridge, self._model.chunks):
+            tensor = exported.float()
             yield name, tensor
             if name == "model.embed_tokens.weight" and self._model.tied:
                 yield "lm_head.weight", tensor

@@ -64,7 +64,7 @@ def vocabulary_outputs(
 def _block(
     hidden: Tensor, weight: Tensor, tokens: Tensor, absent: Tensor, first: int, temperature: float, topk: int
 ) -> tuple[Tensor, ...]:
-    z = (hidden @ weight.t()).float() / temperature
+    z = (hidden.to(weight.dtype) @ weight.t()).float() / temperature
     z = z.masked_fill(absent, _LOWEST)
     top = z.detach().amax(1, keepdim=True)
     group = parallel_state.get_tensor_model_parallel_group()
