@@ -80,13 +80,19 @@ class Megatron(TrainingEngineRecord):
         self._check_placement(check, role)
 
     def _check_placement(self, check: EngineCheck, role: Any) -> None:
-        placed, group = self.placement(role), setting(role, "megatron") or role
-        if placed.sequence > 1 and importlib.util.find_spec("transformer_engine") is None:
+        placed, group, facts = self.placement(role), setting(role, "megatron") or role, check.facts
+        if placed.sequence > 1 and not _has_transformer_engine():
             check.lacks(placed.at("sequence"), "context parallelism needs TransformerEngine, which is not installed")
+        if facts is not None and facts.experts and placed.tensor > 1 and not _has_transformer_engine():
+            check.lacks(placed.at("tensor"), "experts under tensor parallelism need TransformerEngine, not installed")
         if setting(group, "use_dist_checkpointing", False):
             check.refuse("megatron.use_dist_checkpointing", "not in this release: Hugging Face directories are read")
         if placed.dtype in ("float16", "fp16", "half"):
             check.refuse(placed.at("dtype"), "use bfloat16 or float32")
+
+
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def _mbridge() -> None:
