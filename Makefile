@@ -3,6 +3,7 @@
 # make test-long    repeats and variants of those tests
 # make test-packages the adapters' tests against the packages they are for, in environments of their own
 # make test-sglang  the SGLang engine's tests, in an environment of its own
+# make test-megatron the Megatron engine's tests, with megatron-core in an environment of its own
 # make test-versions quick tests with the oldest and the newest torch and transformers, in environments of their own
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +16,7 @@ NEWEST ?= "torch==2.14.*" "transformers==5.23.*"
 RUN ?= quickstart_run
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-vision quickstart-agent test test-long test-packages test-sglang test-versions lint docs clean
+.PHONY: quickstart quickstart-vision quickstart-agent test test-long test-packages test-sglang test-megatron test-versions lint docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +27,7 @@ help:
 	@echo "make test-long   - repeats and variants of those tests"
 	@echo "make test-packages - gymnasium, OpenEnv, openai and verifiers, each adapter against the package itself"
 	@echo "make test-sglang - the SGLang engine, in an environment of its own"
+	@echo "make test-megatron - strategy=megatron on the CPU, with megatron-core in an environment of its own"
 	@echo "make test-versions - quick tests with the oldest and the newest torch and transformers"
 	@echo "make docs        - write docs/config.md and docs/metrics.md again, build the site in site/"
 
@@ -67,6 +69,11 @@ $(VENV)/sglang/.installed: requirements/sglang-cpu-nodeps.txt requirements/torch
 	$(@D)/bin/python -m pip install -q --no-deps -r $<
 	cp requirements/torchvision_operators.py tests/sglang/sgl_kernel.py $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	echo "import torchvision_operators" > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision_operators.pth
+
+$(VENV)/megatron/.installed: $(VENV)/.installed-test
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(@D)/bin/python -m pip install -q --no-deps megatron-core==0.16.1 mbridge==0.15.1
 	touch $@
 
 $(VENV)/oldest/.installed $(VENV)/newest/.installed: $(VENV)/.installed-test
@@ -96,7 +103,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # Processes that tests start read what was compiled once, whatever the environment says.
-test test-long test-packages test-sglang test-versions: export PYTHONDONTWRITEBYTECODE =
+test test-long test-packages test-sglang test-megatron test-versions: export PYTHONDONTWRITEBYTECODE =
 
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
@@ -110,6 +117,9 @@ test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed
 test-sglang: $(VENV)/sglang/.installed
 	OMP_NUM_THREADS=1 $(VENV)/sglang/bin/python -m pytest -rs -k sglang tests/contract/test_rollout_engine_contract.py \
 	  tests/contract/test_weight_receiver_contract.py tests/unit/engine/sglang tests/integration/test_sglang.py
+
+test-megatron: $(VENV)/megatron/.installed
+	OMP_NUM_THREADS=1 $(VENV)/megatron/bin/python -m pytest -rs tests/megatron
 
 # A program in the sandbox finds packages in its own environment alone, which has no numpy.
 test-versions: $(VENV)/oldest/.installed $(VENV)/newest/.installed

@@ -25,8 +25,9 @@ from typing import Any
 DEVICE = os.environ.get("VERL_TEST_DEVICE", "cpu")
 """What engines of the contract suites work on: "npu" under `python -m tests.pretend_npu pytest …`."""
 
-# One server per test process imports this once; every rank is a copy of it and starts in milliseconds.
-_PRELOAD = [
+# One server per test process imports this once (tests of an engine add to it); every rank is a copy of it and starts
+# in milliseconds.
+PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -41,7 +42,7 @@ def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 90
     join=False: the ranks have not met, but the environment says how to, as torchrun would.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []

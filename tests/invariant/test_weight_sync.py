@@ -20,7 +20,7 @@ from verl.trajectory import Prompt, Trajectory
 pytestmark = pytest.mark.timeout(150)
 PROMPTS = ([3, 1, 4, 1, 5], [9], list(range(40, 80)))
 VERSION = 7
-context.set_forkserver_preload([*ranks._PRELOAD, "transformers.models.qwen3_moe.modeling_qwen3_moe"])
+context.set_forkserver_preload([*ranks.PRELOAD, "transformers.models.qwen3_moe.modeling_qwen3_moe"])
 
 
 @pytest.fixture

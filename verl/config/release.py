@@ -40,10 +40,9 @@ UNREAD: dict[str, dict[str, str]] = {
         "critic.checkpoint.{save_contents, load_contents, async_save}": (
             "the critic is saved as the policy is: actor_rollout_ref.actor.checkpoint"
         ),
-        "{*.megatron, *.use_torch_compile, *.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
+        "{*.use_torch_compile, *.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
         "*.rollout.quantization_config_file, reward_model.rollout.multi_stage_wake_up, "
-        "*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
-        "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, "
+        "*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, "
         "data.dataloader_num_workers, data.num_workers, data.image_patch_size, "
         "trainer.esi_redundant_time}": "not in this release, the run is as without",
         "engine.optimizer_offload": "the model is never idle; engine.param_offload keeps it in host memory",

@@ -196,12 +196,24 @@ class Placement:
 
 
 class TrainingEngineRecord(EngineRecord):
-    """A training engine."""
+    """A training engine.
+
+    shares_module  in one process a sampler may work on its tensors (`Capabilities.in_place_weights`)
+    unread         globs of keys that it does not read → why
+    """
+
+    shares_module: ClassVar[bool] = True
+    unread: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def placement(self, role: Mapping[str, Any], path: str = "") -> Placement:
         """The placement that a role's group asks for (actor, reference, critic, or `engine` of supervised training).
         path: of the group, for `Placement.keys`."""
+
+    def misfits(self, placement: Placement, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """(key=value, what is wrong) for sizes of a placement that do not suit a model. model: entries of its
+        config.json as far as they are known, and "experts", how many a layer has."""
+        return iter(())
 
     def build(
         self, model_path: str | None, *, role_cfg: Mapping[str, Any], placement: Placement, **options: Any
@@ -252,7 +264,12 @@ ROLLOUT_ENGINES: Registry[RolloutEngineRecord] = Registry(
 )
 """Rollout engines; `rollout.name=auto` is the first."""
 TRAINING_ENGINES: Registry[TrainingEngineRecord] = Registry(
-    "strategy", {"fsdp": "verl.engine.training.fsdp", "fsdp2": "verl.engine.training.fsdp"}
+    "strategy",
+    {
+        "fsdp": "verl.engine.training.fsdp",
+        "fsdp2": "verl.engine.training.fsdp",
+        "megatron": "verl.engine.training.megatron",
+    },
 )
 register_rollout_engine = ROLLOUT_ENGINES.register
 register_training_engine = TRAINING_ENGINES.register

@@ -101,6 +101,9 @@ def _unread(report: Report) -> None:
     if engine in ROLLOUT_ENGINES:
         for listed, why in ROLLOUT_ENGINES[engine].unread.items():
             unread |= dict.fromkeys((f"{report.rollout_key}.{key}" for key in listed.split()), why)
+    strategy = report.config.select(f"{ACTOR}.strategy") or report.config.select("engine.strategy")
+    if strategy in TRAINING_ENGINES:
+        unread |= TRAINING_ENGINES[strategy].unread
     unread_keys: dict[str, list[str]] = {}
     for path, field in report.keys.items():
         value = report.config.select(path)

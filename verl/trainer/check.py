@@ -9,7 +9,6 @@ from typing import Any
 from verl.config.devices import ray_address
 from verl.config.layout import (
     divisors,
-    model_problems,
     own_pools,
     policy_placement,
     rank_problems,
@@ -19,7 +18,7 @@ from verl.config.problems import counted
 from verl.config.report import ACTOR, ROLLOUT, Report
 from verl.config.schema.base import Root
 from verl.config.schema.trainer import EACH_EPOCH
-from verl.engine.registry import Placement, capabilities, placement
+from verl.engine.registry import TRAINING_ENGINES, Placement, capabilities, placement
 
 _REF = "actor_rollout_ref.ref"
 
@@ -35,7 +34,7 @@ def check(config: Root, report: Report) -> None:
         for rules in (_batches, _pools, _policy_layout, _staleness, _without_effect):
             rules(report)
     elif config.entry == "sft":
-        _ranks(report, policy_placement(report.config), own_model=True)
+        _ranks(report, policy_placement(report.config), report.config.engine.strategy, own_model=True)
         if report.config.data.use_dynamic_bsz and report.config.data.micro_batch_size_per_gpu:
             size = report.at("data.micro_batch_size_per_gpu")
             report.notice(f"no effect: {size}: data.use_dynamic_bsz=True packs by token budget")
@@ -134,7 +133,7 @@ def _policy_layout(report: Report) -> None:
     """
     actor, ref = report.config.actor_rollout_ref.actor, report.config.actor_rollout_ref.ref
     of_actor, of_ref = policy_placement(report.config), placement(ref, _REF)
-    _ranks(report, of_actor, own_model=True)
+    _ranks(report, of_actor, actor.strategy, own_model=True)
     rows, ref_rows = of_actor.ranks_per_row, of_ref.ranks_per_row
     if rows % ref_rows:
         report.refuse(
@@ -146,7 +145,7 @@ def _policy_layout(report: Report) -> None:
         report.config
     )
     if needs_reference and (ref.model.path or of_ref.sizes != of_actor.sizes):
-        _ranks(report, of_ref, own_model=not ref.model.path)
+        _ranks(report, of_ref, ref.strategy, own_model=not ref.model.path)
     if report.config.critic.enable:
         _critic_layout(report, rows)
 
@@ -164,7 +163,7 @@ def _critic_layout(report: Report, together: int) -> None:
         report.refuse(key, f"{message} (its ranks: {pool})")
 
 
-def _ranks(report: Report, role: Placement, *, own_model: bool) -> None:
+def _ranks(report: Report, role: Placement, strategy: str, *, own_model: bool) -> None:
     """Do they fit the ranks, and the run's model if it is the role's own?"""
     for key, message in rank_problems(role, report.world):
         report.refuse(key, message)
@@ -173,7 +172,7 @@ def _ranks(report: Report, role: Placement, *, own_model: bool) -> None:
             "num_attention_heads": report.facts.heads,
             "experts": report.facts.experts,
         }
-        for key, message in model_problems(role, model):
+        for key, message in TRAINING_ENGINES[strategy].misfits(role, model) if strategy in TRAINING_ENGINES else ():
             report.refuse(key, message)
 
 

@@ -178,9 +178,10 @@ class SFTTrainer:
                 rows = [as_trajectory(row, f"val{i}") for i, row in rows_by_number.items()]
                 mine = self.ranks.share(rows, self.engine)
                 learned = np.concatenate([np.zeros(0, bool), *(row.loss_mask for row in mine)])
-                log_probs = self.engine.forward(mine, temperature=1.0)["log_probs"]
-                total -= float(log_probs[learned].sum(dtype=np.float64))
-                tokens += int(learned.sum())
+                outputs = self.engine.forward(mine, temperature=1.0)
+                if self.engine.holds_outputs:
+                    total -= float(outputs["log_probs"][learned].sum(dtype=np.float64))
+                    tokens += int(learned.sum())
                 progress(len(rows))
                 self.phases.beat()
                 interrupt.check()
@@ -200,7 +201,8 @@ class SFTTrainer:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged."""
 
         def log_probs(row: Trajectory) -> np.ndarray:
-            return self.engine.forward(row.segments, temperature=1.0)["log_probs"]
+            values = self.engine.forward(row.segments, temperature=1.0).get("log_probs", np.zeros(0))
+            return values if all(self.ranks.gather(bool(np.isfinite(values).all()))) else np.full(1, np.nan)
 
         if self.storage.refuses(self.step, self.rows(self.step), log_probs, "optim.lr"):
             return

@@ -49,13 +49,14 @@ class Ranks:
         segments = [segment for row in rows for segment in row.segments]
         return [segments[i] for i in partition(segments, engine.dp_size)[engine.dp_rank]]
 
-    def _gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """The value of every rank, one that JSON holds."""
         return [value] if self.size == 1 else all_gather_json(value)
 
     def add(self, numbers: Sequence[float], engine: TrainingEngine) -> list[float]:
-        """Sums over ranks with different rows."""
-        by_share = dict(self._gather([engine.dp_rank, list(numbers)]))
+        """Sums over ranks with different rows, of those that hold outputs."""
+        parts = self.gather([engine.dp_rank, list(numbers)] if engine.holds_outputs else None)
+        by_share = dict(part for part in parts if part)
         return [sum(column) for column in zip(*(by_share[place] for place in sorted(by_share)), strict=True)]
 
     def first(self, work: Callable[[], _T]) -> _T:
@@ -90,7 +91,7 @@ class Ranks:
 
     def _anywhere(self, bad: dict[int, BadRow]) -> dict[int, BadRow]:
         """What failed on any rank, as on the first of them: an address may answer to some of them only."""
-        gathered = self._gather([[number, error.problem, error.detail] for number, error in bad.items()])
+        gathered = self.gather([[number, error.problem, error.detail] for number, error in bad.items()])
         failed = {number: BadRow(*why) for part in reversed(gathered) for number, *why in part}
         return dict(sorted(failed.items()))
 
@@ -102,15 +103,15 @@ class Ranks:
         if self.lead:
 
             def everywhere(name: str, directory: Path) -> None:
-                self._gather([name, str(directory)])
+                self.gather([name, str(directory)])
                 jobs[name](directory)
 
             try:
                 seal({name: partial(everywhere, name) for name in jobs})
             finally:
-                self._gather(None)
+                self.gather(None)
             return
-        while (job := self._gather(None)[0]) is not None:
+        while (job := self.gather(None)[0]) is not None:
             name, directory = job
             try:
                 jobs[name](Path(directory))

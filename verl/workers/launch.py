@@ -13,7 +13,7 @@ from typing import Any
 from verl.config import Config
 from verl.config.devices import ray_address
 from verl.config.layout import own_pools
-from verl.engine.registry import ROLLOUT_ENGINES
+from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES
 from verl.engine.rollout.settings import moving_adapter
 from verl.errors import UserError
 from verl.platform import detect
@@ -76,7 +76,8 @@ def _on_cluster(config: Config, hooks: RunHooks, total_steps: int | None = None)
 def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
     """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
     record = ROLLOUT_ENGINES.named(config.actor_rollout_ref.rollout.name)
-    shared = record.capabilities.in_place_weights
+    training = TRAINING_ENGINES.named(config.actor_rollout_ref.actor.strategy)
+    shared = record.capabilities.in_place_weights and training.shares_module
     worker = Worker(config)
     facts = worker.build(total_steps, shared)
     group = WorkerGroup(DirectCalls(worker), [facts], plan=update_plan(config))

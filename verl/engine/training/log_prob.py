@@ -71,7 +71,7 @@ def token_outputs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    columns, topk = _columns(targets, outputs, candidates, topk)
+    columns, topk = requested_columns(targets, outputs, candidates, topk)
     requested = ("entropy" in outputs, "sum_pi_squared" in outputs, topk)
     settings = _BlockSettings(layer.scale, layer.softcap, temperature, product_dtype(hidden), *requested)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -83,7 +83,7 @@ def outputs_of_logits(
     z: Tensor, targets: Tensor, outputs: Collection[str], candidates: Tensor | None = None, topk: int = 0
 ) -> dict[str, Tensor]:
     """`token_outputs` the plain way: z float32 [R, V] are the logits divided by the temperature."""
-    logp, (columns, topk) = torch.log_softmax(z, -1), _columns(targets, outputs, candidates, topk)
+    logp, (columns, topk) = torch.log_softmax(z, -1), requested_columns(targets, outputs, candidates, topk)
     picked = logp.gather(1, columns.clamp(max=z.shape[1] - 1))
     picked = picked.masked_fill(columns >= z.shape[1], float("-inf"))
     entropy = -(logp.exp() * logp).sum(-1) if "entropy" in outputs else None
@@ -91,7 +91,9 @@ def outputs_of_logits(
     return _named((picked, entropy, squares, *logp.detach().topk(topk, 1)), outputs)
 
 
-def _columns(targets: Tensor, outputs: Collection[str], candidates: Tensor | None, topk: int) -> tuple[Tensor, int]:
+def requested_columns(
+    targets: Tensor, outputs: Collection[str], candidates: Tensor | None, topk: int
+) -> tuple[Tensor, int]:
     """The tokens whose log-probs are asked for, [R, 1 + k], and how many most likely ones."""
     if candidates is None or not {*outputs}.intersection(CANDIDATE_OUTPUTS):
         return targets[:, None], topk

@@ -76,6 +76,11 @@ def init_from_environment(platform: Platform, timeout: float = DEFAULT_TIMEOUT) 
     _limit, _limit_key = limit, ""
 
 
+def collective_limit() -> timedelta:
+    """How long a collective of the joined ranks may take."""
+    return _limit
+
+
 def split(parts: Sequence[Sequence[int]], what: str) -> dist.ProcessGroup:
     """The group of this rank among `parts`: lists of ranks, each rank in one of them. Collective.
 

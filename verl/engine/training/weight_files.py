@@ -214,10 +214,10 @@ def save_weights(module: PreTrainedModel, directory: Path, serving: str) -> None
                 if number == rank:
                     mine |= _stored(module, name, full)
         file = file_name(start + rank, len(files))
-        on_all_ranks(lambda mine=mine, file=file: _write_file(mine, directory / file))  # type: ignore[misc]
+        on_all_ranks(lambda mine=mine, file=file: write_file(mine, directory / file))  # type: ignore[misc]
         weight_map |= dict.fromkeys(mine, file)
     index = all_gather_json(weight_map)
-    on_all_ranks(lambda: _describe(module, directory, serving, index, len(files)) if rank == 0 else None)
+    on_all_ranks(lambda: describe(module, directory, serving, index, len(files)) if rank == 0 else None)
 
 
 def plan_files(sizes: Sequence[tuple[str, int]], ranks: int, limit: int = FILE_BYTES) -> list[list[str]]:
@@ -251,12 +251,12 @@ def file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
+def write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
     if tensors:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _describe(
+def describe(
     module: PreTrainedModel, directory: Path, serving_dtype: str, index: Sequence[dict[str, str]], files: int
 ) -> None:
     """The small files beside the weights."""

@@ -130,7 +130,7 @@ def full_disk(path: str, directory: str, error: Exception) -> str:
 
     engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
     if dist.get_rank() == 1:
-        weight_files._write_file = _raising(error)  # type: ignore[assignment]
+        weight_files.write_file = _raising(error)  # type: ignore[assignment]
     try:
         engine.save_weights(Path(directory))
     except Exception as raised:

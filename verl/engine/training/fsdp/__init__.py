@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verl.config.layout import model_problems
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement, TrainingEngineRecord
 
@@ -29,6 +30,10 @@ class FSDP(TrainingEngineRecord):
     """See `TrainingEngineRecord`."""
 
     name = "fsdp"
+    unread = {  # noqa: RUF012
+        "{*.megatron, *.optim.lr_decay_steps, *.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, "
+        "*.optim.weight_decay_incr_style}": "strategy=megatron alone reads it"
+    }
     builder = "verl.engine.training.fsdp.engine:FSDPEngine"
 
     def placement(self, role: Mapping[str, Any], path: str = "") -> Placement:
@@ -42,6 +47,10 @@ class FSDP(TrainingEngineRecord):
         keys = {field: f"{root}{inner}{key}" for field, key in {**_KEYS, "dtype": dtype_key}.items()}
         keys["sequence"] = f"{root}ulysses_sequence_parallel_size"
         return Placement(keys=keys, **{field: value for field, value in values.items() if value is not None})
+
+    def misfits(self, placement: Placement, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """See `TrainingEngineRecord.misfits`."""
+        return model_problems(placement, model)
 
 
 ENGINE = FSDP()

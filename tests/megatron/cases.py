@@ -1,0 +1,137 @@
+"""What a rank of the Megatron engine's tests does: outputs, steps, files, offload, all in one process that starts once."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.unit.engine.training.engine_cases import BOTH, simple_loss
+from tests.unit.engine.training.fsdp_cases import TOPK, rows, shares, total
+from verl.engine.training.log_prob import CANDIDATE_OUTPUTS
+
+INSTALLED = None not in (importlib.util.find_spec("megatron"), importlib.util.find_spec("mbridge"))
+NEEDS_MEGATRON = pytest.mark.skipif(
+    not INSTALLED, reason="megatron-core or mbridge is not installed: make test-megatron"
+)
+if INSTALLED:
+    ranks.PRELOAD += ["tests.megatron_on_cpu", "verl.engine.training.megatron.engine"]
+STEPS = 3
+ROLE = {
+    "fsdp_config": {"dtype": "float32"},
+    "grad_clip": 1.0,
+    "ppo_max_token_len_per_gpu": 40,
+}
+OPTIM = {"lr": 1e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "lr_warmup_steps": 1}
+EPS = 1e-5  # far above the rounding of gradients, which Adam would turn into steps of the size of the learning rate
+OFFLOAD = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+
+
+def mine(engine: Any) -> tuple[list[int], list[Any]]:
+    """Numbers of this rank's rows, and the rows."""
+    numbers = shares("even", engine.dp_size)[engine.dp_rank]
+    return numbers, [rows()[number] for number in numbers]
+
+
+def learn(engine: Any, loss: Any = None) -> Any:
+    result = engine.step(
+        mine(engine)[1], loss or simple_loss(total(), 0.1), (*BOTH, *CANDIDATE_OUTPUTS), temperature=0.8
+    )
+    if not result.refused:
+        engine.advance()
+    return result
+
+
+def outputs(engine: Any) -> dict[str, Any]:
+    return engine.forward(mine(engine)[1], (*BOTH, "sum_pi_squared", *TOPK), temperature=0.8)
+
+
+def copied(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_weights()}
+
+
+def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _build(path: Path, sizes: dict[str, Any], **more: Any) -> Any:
+    import tests.megatron_on_cpu  # noqa: F401 — before megatron-core
+    from verl.engine.training.megatron.engine import MegatronEngine
+
+    multiprocessing.current_process()._config["daemon"] = False  # megatron-core's checkpoints are written by children
+    optim = OPTIM | {"override_optimizer_config": {"adam_eps": EPS}}
+    role = ROLE | {"optim": optim, "megatron": {"dtype": "float32", **sizes, **more}}
+    engine = MegatronEngine(path, role_cfg=role, device="cpu", topk=4)
+    engine.schedule(STEPS)
+    return engine
+
+
+def _spoiled(engine: Any) -> Any:
+    """A loss that is not finite on the last data-parallel rank alone."""
+    good = simple_loss(total(), 0.1)
+
+    def bad(batch: Any) -> Any:
+        value, metrics = good(batch)
+        return value * (float("nan") if engine.dp_rank == engine.dp_size - 1 else 1.0), metrics
+
+    return bad
+
+
+def drive(path: Path, sizes: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """All that is compared of one layout. The state before the last step is left in `folder`."""
+    engine = _build(path, sizes)
+    numbers, _ = mine(engine)
+    seen: dict[str, Any] = {"start": copied(engine), "rows": numbers, "holds": engine.holds_outputs}
+    seen["outputs"] = outputs(engine)
+    engine.save_weights(folder / "start")
+    results = [learn(engine) for _ in range(STEPS - 1)]
+    before = copied(engine)
+    seen["refused"] = learn(engine, _spoiled(engine)).refused, identical(before, copied(engine))
+    engine.save_weights(folder / "weights")
+    engine.save_optimizer(folder / "optimizer")
+    results.append(learn(engine))
+    seen["metrics"], seen["norms"] = [r.metrics for r in results], [r.grad_norm for r in results]
+    seen["tokens"] = [r.tokens for r in results]
+    seen["weights"] = copied(engine)
+    seen["resumed"] = identical(seen["weights"], resume(path, sizes, folder))
+    return seen | {"offloaded": identical(seen["weights"], _offloaded(path, sizes))}
+
+
+def resume(path: Path, sizes: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """The weights after the last step, from what `drive` left."""
+    engine = _build(path, sizes)
+    engine.load_weights(folder / "weights")
+    engine.load_optimizer(folder / "optimizer")
+    learn(engine)
+    return copied(engine)
+
+
+def _offloaded(path: Path, sizes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights after all steps, where the state leaves the device between them."""
+    engine = _build(path, sizes, **OFFLOAD)
+    for _ in range(STEPS):
+        engine.offload()
+        engine.onload()
+        outputs(engine)
+        engine.offload()
+        engine.onload(optimizer=True)
+        learn(engine)
+    return copied(engine)
+
+
+def with_fsdp(path: Path) -> dict[str, Any]:
+    """The FSDP engine's outputs and steps, on one rank without stand-ins."""
+    from verl.engine.training.fsdp.engine import FSDPEngine
+
+    optim = OPTIM | {"override_optimizer_config": {"eps": EPS}}
+    engine = FSDPEngine(path, role_cfg=ROLE | {"optim": optim}, device="cpu", topk=4)
+    engine.schedule(STEPS)
+    seen = {"start": copied(engine), "outputs": outputs(engine)}
+    results = [learn(engine) for _ in range(STEPS)]
+    seen["metrics"], seen["norms"] = [r.metrics for r in results], [r.grad_norm for r in results]
+    return seen | {"weights": copied(engine)}

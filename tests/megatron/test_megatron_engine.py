@@ -1,0 +1,117 @@
+"""The Megatron engine against the FSDP engine, on one rank and two, in every layout that two ranks have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests import ranks
+from tests.megatron import cases
+from tests.tiny import tiny_model
+from tests.unit.engine.training.fsdp_cases import columns
+
+pytestmark = [cases.NEEDS_MEGATRON, pytest.mark.timeout(240)]
+
+_TP, _PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+_EP = {"expert_model_parallel_size": 2}
+# name → family, tied embeddings, ranks, parallel sizes
+LAYOUTS: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
+    "alone": ("qwen3", False, 1, {}),
+    "TP2": ("qwen3", False, 2, _TP),
+    "TP2 tied": ("qwen2", True, 2, _TP),
+    "PP2": ("llama", False, 2, _PP),
+    "PP2 tied": ("qwen3", True, 2, _PP),
+    "virtual PP2": ("qwen3", False, 2, _PP | {"virtual_pipeline_model_parallel_size": 2}),
+    "DP2": ("qwen2", False, 2, {"use_distributed_optimizer": False}),
+    "DP2, distributed optimizer": ("qwen3", False, 2, {}),
+    "experts": ("qwen3_moe", False, 1, {}),
+    "EP2": ("qwen3_moe", False, 2, _EP),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """models(family, tied) → a model's directory, and what the FSDP engine makes of it."""
+    made: dict[tuple[str, bool], tuple[Path, dict[str, Any]]] = {}
+
+    def of(family: str, tied: bool) -> tuple[Path, dict[str, Any]]:
+        if (family, tied) not in made:
+            path = tiny_model(
+                tmp_path_factory.mktemp("models") / "m", family, tied=tied, scale=4.0, num_hidden_layers=4
+            )
+            made[family, tied] = path, cases.with_fsdp(path)
+        return made[family, tied]
+
+    return of
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(
+    request: pytest.FixtureRequest, models: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], dict[str, Any], Path]:
+    """What all ranks saw, what the FSDP engine saw, the folder of saved states."""
+    family, tied, size, sizes = LAYOUTS[request.param]
+    path, local = models(family, tied)
+    folder = tmp_path_factory.mktemp("state")
+    return ranks.run(cases.drive, size, path, sizes, folder, timeout=120.0), local, folder
+
+
+def test_it_computes_what_the_fsdp_engine_computes(layout: Any) -> None:
+    seen, local, _ = layout
+    found = [rank["outputs"] | {"rows": rank["rows"]} for rank in seen if rank["holds"]]
+    for name, expected in local["outputs"].items():
+        np.testing.assert_allclose(columns(found, name), expected, rtol=1e-5, atol=1e-5)
+    for rank in seen:
+        assert rank["holds"] or rank["outputs"] == {}
+        assert rank["tokens"] == seen[0]["tokens"] and rank["metrics"] == seen[0]["metrics"]
+        assert rank["norms"] == pytest.approx(local["norms"], rel=1e-5)
+        for ours, theirs in zip(rank["metrics"], local["metrics"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+        assert rank["weights"].keys() == local["weights"].keys()
+        for name, expected in local["weights"].items():
+            torch.testing.assert_close(rank["weights"][name], expected, rtol=0, atol=1e-5, msg=name)
+
+
+def test_weights_go_in_and_out_bit_for_bit(layout: Any) -> None:
+    seen, local, folder = layout
+    assert all(cases.identical(rank["start"], local["start"]) for rank in seen)
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder / "start", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    state = loaded.state_dict()
+    tensors = {name: tensor for name, tensor in local["start"].items() if ".experts." not in name}
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
+
+
+def test_it_goes_on_exactly_and_refuses_what_is_not_finite(layout: Any) -> None:
+    for rank in layout[0]:
+        refused, unmoved = rank["refused"]
+        assert "loss" in refused and "0:" in refused and unmoved and refused == layout[0][0]["refused"][0]
+        assert rank["resumed"], "resumed at the same layout"
+        assert rank["offloaded"], "with offload of weights, gradients and optimizer"
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("TP2", "virtual PP2"), ("TP2", "alone"), ("DP2, distributed optimizer", "TP2")],
+)
+def test_another_layout_goes_on_to_rounding(models: Any, tmp_path: Path, writer: str, reader: str) -> None:
+    family, tied, size, sizes = LAYOUTS[writer]
+    path, local = models(family, tied)
+    ranks.run(cases.drive, size, path, sizes, tmp_path, timeout=120.0)
+    _, _, size, sizes = LAYOUTS[reader]
+    for weights in ranks.run(cases.resume, size, path, sizes, tmp_path, timeout=120.0):
+        for name, expected in local["weights"].items():
+            torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-5, msg=name)
+
+
+def test_state_that_this_layout_cannot_read_is_refused(models: Any, tmp_path: Path) -> None:
+    """Experts that are split have an optimizer of their own in megatron-core."""
+    path, _ = models("qwen3_moe", False)
+    ranks.run(cases.drive, 1, path, {}, tmp_path, timeout=120.0)
+    with pytest.raises(RuntimeError, match=r"UserError.*expert parallel size"):
+        ranks.run(cases.resume, 2, path, _EP, tmp_path, timeout=120.0)

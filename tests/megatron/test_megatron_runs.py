@@ -1,0 +1,81 @@
+"""strategy=megatron from the command line: ranks behind Ray, checkpoints and resume, a critic, supervised training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+from tests.megatron.cases import NEEDS_MEGATRON
+from tests.runs import TinyRun, main_ppo, records
+from tests.tiny import tiny_model
+from tests.unit.trainer import test_sft_trainer as sft
+
+pytestmark = [NEEDS_MEGATRON, pytest.mark.slow, pytest.mark.timeout(400)]
+ROOT = str(Path(__file__).parents[2])
+ACTOR = "actor_rollout_ref.actor.megatron"
+WORDS = (
+    "actor_rollout_ref.model.external_lib=tests.megatron_on_cpu",
+    f"{ACTOR}.dtype=float32",
+    "trainer.n_gpus_per_node=2",
+    "trainer.test_freq=0",
+    "trainer.save_freq=2",
+    "trainer.total_training_steps=2",
+)
+
+
+def train(tiny: TinyRun, out: Path, *words: str) -> dict[int, dict]:
+    run = main_ppo(
+        ["--config-name=ppo_megatron_trainer", *tiny.overrides(out, *WORDS, *words)], timeout=300, PYTHONPATH=ROOT
+    )
+    assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
+    return records(out)
+
+
+def test_a_run_goes_on_at_another_layout(tiny: TinyRun, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    loss = ("actor_rollout_ref.actor.use_kl_loss=True", f"{ACTOR}.param_offload=True")
+    seen = train(tiny, out, *loss, f"{ACTOR}.tensor_model_parallel_size=2")
+    seen |= train(tiny, out, *loss, f"{ACTOR}.pipeline_model_parallel_size=2", "trainer.total_training_steps=3")
+    assert sorted(seen) == [1, 2, 3]
+    assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in seen)
+    assert all(seen[step]["actor/grad_norm"] > 0 for step in seen) and seen[3]["actor/kl_loss"] > 0
+
+
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    seen = train(TinyRun(tmp_path / "moe", "qwen3_moe"), tmp_path / "out", f"{ACTOR}.expert_model_parallel_size=2")
+    assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+
+
+def test_a_critic_on_two_stages(tiny: TinyRun, tmp_path: Path) -> None:
+    words = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-2", "critic.megatron.dtype=float32")
+    words += ("critic.model.external_lib=tests.megatron_on_cpu", f"{ACTOR}.pipeline_model_parallel_size=2")
+    seen = train(tiny, tmp_path / "out", *words, "critic.megatron.pipeline_model_parallel_size=2")
+    assert seen[2]["critic/vf_loss"] > 0 and seen[2]["critic/grad_norm"] > 0
+
+
+def supervised(argv: list[str]) -> int:
+    import multiprocessing
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    from verl.trainer.sft_trainer import main
+
+    return main(argv)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pipeline": 2}], ids=str)
+def test_supervised_training(tmp_path: Path, sizes: dict[str, int]) -> None:
+    model, data = tiny_model(tmp_path / "m", seed=3), tmp_path / "train.jsonl"
+    data.write_text("\n".join(sft.json.dumps(row) for row in sft.ROWS))
+    words = ["model.external_lib=tests.megatron_on_cpu", "engine.strategy=megatron"]
+    words += ["trainer.total_training_steps=4", "trainer.save_freq=4"]
+    words += [f"engine.{name}_model_parallel_size={size}" for name, size in sizes.items()]
+    size = 2 if sizes else 1
+    argv = sft.arguments(model, data, tmp_path / "run", *words, f"trainer.n_gpus_per_node={size}")
+    assert ranks.run(supervised, size, argv, join=False, timeout=150.0) == [0] * size
+    plain = sft.arguments(model, data, tmp_path / "plain", "trainer.total_training_steps=4")
+    assert sft.main(plain) == 0
+    for ours, theirs in zip(sft.records(tmp_path / "run"), sft.records(tmp_path / "plain"), strict=True):
+        for name in {"train/loss", "val/loss", "train/grad_norm"} & theirs.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name

@@ -1,0 +1,103 @@
+"""Training with megatron-core: tensor, pipeline, context and expert parallelism; torch is imported when it builds."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.config.schema.base import setting
+from verl.engine.registry import EngineCheck, EnginePackageError, Placement, TrainingEngineRecord
+
+FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mixtral", "deepseek_v3", "glm4_moe", "mimo")
+"""Types of models that mbridge converts."""
+
+_KEYS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "sequence": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "dtype": "dtype",
+    "param_offload": "param_offload",
+    "grad_offload": "grad_offload",
+    "optimizer_offload": "optimizer_offload",
+}
+_ELSEWHERE = "use strategy=fsdp2"
+
+
+class Megatron(TrainingEngineRecord):
+    """See `TrainingEngineRecord`."""
+
+    name = "megatron"
+    builder = "verl.engine.training.megatron.engine:MegatronEngine"
+    packages = ("megatron-core",)
+    versions = ">=0.16,<0.17"
+    install = "pip install 'verl[megatron]'"
+    shares_module = False
+    unread = {  # noqa: RUF012
+        "*.fsdp_config": "strategy=megatron reads megatron.*",
+        "*.{ulysses_sequence_parallel_size, use_prefix_grouper, entropy_checkpointing}": "strategy=megatron has none",
+    }
+
+    def placement(self, role: Mapping[str, Any], path: str = "") -> Placement:
+        """See `TrainingEngineRecord.placement`; `sequence` are the context-parallel ranks."""
+        group, inner = (role["megatron"], "megatron.") if setting(role, "megatron") is not None else (role, "")
+        root = f"{path}." if path else ""
+        values = {field: setting(group, key) for field, key in _KEYS.items()}
+        keys = {field: f"{root}{inner}{key}" for field, key in _KEYS.items()}
+        return Placement(keys=keys, **{field: value for field, value in values.items() if value is not None})
+
+    def misfits(self, placement: Placement, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """See `TrainingEngineRecord.misfits`."""
+        heads, layers, experts = (model.get(n) for n in ("num_attention_heads", "num_hidden_layers", "experts"))
+        for name, count, noun in (("tensor", heads, "attention heads"), ("pipeline", layers, "layers")):
+            size = getattr(placement, name)
+            if isinstance(count, int) and count % size:
+                yield placement.at(name), f"does not divide the model's {count} {noun}"
+        if placement.expert > 1 and (experts or 0) % placement.expert:
+            yield placement.at("expert"), f"does not divide the model's {experts or 0} experts"
+
+    def check(self, check: EngineCheck) -> None:
+        """See `EngineRecord.check`."""
+        config: Any = check.config
+        for package, probe in (("megatron-core", self.installed), ("mbridge", _mbridge)):
+            try:
+                probe()
+            except EnginePackageError as error:
+                check.lacks(f"strategy=megatron ({package})", str(error))
+        facts, role = check.facts, config.select("actor_rollout_ref.actor") or config.select("engine")
+        if facts is not None and (facts.vision or facts.name not in FAMILIES):
+            check.refuse("strategy=megatron", f"models of type {facts.name} are not converted here; {_ELSEWHERE}")
+        for prefix in ("actor_rollout_ref.model", "model", "critic.model"):
+            if (config.select(f"{prefix}.lora_rank") or 0) > 0:
+                check.refuse(
+                    f"{prefix}.lora_rank", f"strategy=megatron trains no adapters in this release; {_ELSEWHERE}"
+                )
+        if setting(role, "router_replay.mode", "disabled") != "disabled":
+            check.refuse(
+                "router_replay.mode", f"strategy=megatron does not replay routes in this release; {_ELSEWHERE}"
+            )
+        self._check_placement(check, role)
+
+    def _check_placement(self, check: EngineCheck, role: Any) -> None:
+        placed, group, facts = self.placement(role), setting(role, "megatron") or role, check.facts
+        if placed.sequence > 1 and not _has_transformer_engine():
+            check.lacks(placed.at("sequence"), "context parallelism needs TransformerEngine, which is not installed")
+        if facts is not None and facts.experts and placed.tensor > 1 and not _has_transformer_engine():
+            check.lacks(placed.at("tensor"), "experts under tensor parallelism need TransformerEngine, not installed")
+        if setting(group, "use_dist_checkpointing", False):
+            check.refuse("megatron.use_dist_checkpointing", "not in this release: Hugging Face directories are read")
+        if placed.dtype in ("float16", "fp16", "half"):
+            check.refuse(placed.at("dtype"), "use bfloat16 or float32")
+
+
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _mbridge() -> None:
+    if importlib.util.find_spec("mbridge") is None:
+        raise EnginePackageError("mbridge, which converts the weights, is not installed: pip install 'verl[megatron]'")
+
+
+ENGINE = Megatron()

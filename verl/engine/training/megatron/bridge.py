@@ -1,0 +1,191 @@
+"""Hugging Face weights to and from megatron-core models, by mbridge's tables of names.
+
+A bridge of mbridge knows a family's configuration and names for layers of TransformerEngine. What is added here: layers
+of megatron-core's own where TransformerEngine is not installed, whose norms and experts have other names; settings of
+transformers 5; files that every rank reads for itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from mbridge.core.bridge import _MODEL_REGISTRY
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe import moe_utils
+from safetensors import safe_open
+
+from verl.engine.training.weight_files import reading
+from verl.errors import UserError
+
+FUSED_KERNELS = importlib.util.find_spec("transformer_engine") is not None
+"""TransformerEngine is installed: its layers, fused operations and packed sequences are used."""
+
+if not FUSED_KERNELS and not hasattr(moe_utils, "te_general_gemm"):
+    # megatron-core 0.16 asks whether it is None, and defines it only with TransformerEngine.
+    moe_utils.te_general_gemm = None
+
+_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+_EXPERT_WEIGHT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
+
+# Without TransformerEngine these kernels are not there.
+_PLAIN = {
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "sequence_parallel": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_shared_expert_overlap": False,
+}
+
+
+class _HostMixin:
+    """What this package changes in a bridge of mbridge; goes before it in the order of resolution."""
+
+    #: "lm", or another head, whose layer from hidden states to one number is `score` in Hugging Face files.
+    head = "lm"
+
+    def _adjust_mapping_for_shared_weights(self: Any) -> None:
+        # mbridge writes into the table of the class, which outlives this model.
+        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)
+        super()._adjust_mapping_for_shared_weights()  # type: ignore[misc]
+
+    def _build_base_config(self: Any, *args: Any, **settings: Any) -> Any:
+        if not FUSED_KERNELS:
+            settings |= _PLAIN
+        if "moe_router_pre_softmax" in settings and hasattr(self.hf_config, "norm_topk_prob"):
+            # Weights of the chosen experts that sum to 1 are a softmax over these alone.
+            settings["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
+        return super()._build_base_config(*args, **settings)  # type: ignore[misc]
+
+    def _get_transformer_layer_spec(self: Any, vp_stage: int | None = None) -> Any:
+        self.has_vp_stage = True
+        return get_gpt_decoder_block_spec(self.config, use_transformer_engine=FUSED_KERNELS, vp_stage=vp_stage)
+
+    def _get_gptmodel_args(self: Any) -> dict[str, Any]:
+        text = self.hf_config.get_text_config()
+        rope = dict(getattr(text, "rope_parameters", None) or {})
+        self.hf_config.rope_theta = rope.get("rope_theta", 10000.0)
+        arguments = super()._get_gptmodel_args()  # type: ignore[misc]
+        kind = rope.get("rope_type", "default")
+        if kind == "llama3":
+            arguments |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        elif kind not in ("default", "linear"):
+            raise UserError(f"strategy=megatron: rotary positions of type {kind} are not here; use strategy=fsdp2")
+        return arguments
+
+    def _weight_name_mapping_mcore_local_to_global(self: Any, model: Any, consider_ep: bool = True) -> dict[str, str]:
+        names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)  # type: ignore[misc]
+        first = 0
+        if consider_ep and self.mpu.ep_size > 1:
+            first = self.config.num_moe_experts // self.mpu.ep_size * self.mpu.ep_rank
+        return {local: _numbered(self._fused_name(name), first) for local, name in names.items()}
+
+    def _weight_name_mapping_mcore_to_hf(self: Any, name: str) -> list[str]:
+        if self.head != "lm" and name.startswith("output_layer."):
+            return [name.replace("output_layer.", "score.")]
+        return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc]
+
+    def _weight_to_hf_format(self: Any, name: str, weights: torch.Tensor) -> Any:
+        if self.head != "lm" and name.startswith("output_layer."):
+            return self._weight_name_mapping_mcore_to_hf(name), [weights]
+        return super()._weight_to_hf_format(name, weights)  # type: ignore[misc]
+
+    def _fused_name(self: Any, name: str) -> str:
+        """The name that TransformerEngine's layers have for a weight of megatron-core's own."""
+        name = _EXPERT.sub(r".mlp.experts.\2.weight\1", name)
+        name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        if name.endswith(".pre_mlp_layernorm.weight") and "pre_mlp_layernorm" not in self._MLP_MAPPING:
+            name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+        return name
+
+
+def _numbered(name: str, first: int) -> str:
+    """The name of a weight, its local expert's number turned into that among all experts."""
+    return _EXPERT_WEIGHT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
+
+
+def bridge_of(hf_config: Any, dtype: torch.dtype, settings: dict[str, Any], divisor: int, head: str) -> Any:
+    """mbridge's bridge of a model family, for this process's parallel groups.
+
+    settings: of megatron-core's transformer configuration. divisor: what the padded vocabulary is a multiple of.
+    UserError for a family that mbridge does not know, and for settings that megatron-core refuses.
+    """
+    family = hf_config.model_type
+    if family not in _MODEL_REGISTRY:
+        families = ", ".join(sorted(_MODEL_REGISTRY))
+        raise UserError(f"strategy=megatron: model type {family} is not here (mbridge has {families}); use fsdp2")
+    kind = type(f"Host{_MODEL_REGISTRY[family].__name__}", (_HostMixin, _MODEL_REGISTRY[family]), {})
+    bridge = kind(hf_config, dtype=dtype, make_vocab_size_divisible_by=divisor)
+    bridge.head = head
+    try:
+        bridge.set_extra_args(**settings)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"megatron.override_transformer_config: megatron-core refuses it: {error}") from error
+    return bridge
+
+
+class WeightFiles:
+    """The safetensors files of a Hugging Face directory, read one tensor at a time. UserError if there are none."""
+
+    def __init__(self, directory: Path):
+        index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+        if index.is_file():
+            with reading(index):
+                self._files = {n: directory / f for n, f in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+        elif single.is_file():
+            with reading(single), safe_open(single, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), single)
+        else:
+            raise UserError(f"{directory}: strategy=megatron reads safetensors files, and there are none")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise UserError(f"{next(iter(self._files.values())).parent}: weights are missing, for example {name}")
+        with reading(self._files[name]), safe_open(self._files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+
+@torch.no_grad()
+def load(bridge: Any, chunks: Sequence[Any], files: WeightFiles) -> None:
+    """Give the model's chunks of layers this rank's share of the weights in `files`. Each rank reads for itself. A
+    score that the files lack starts at 0."""
+    for chunk in chunks:
+        state = chunk.state_dict()
+        for local, name in bridge._weight_name_mapping_mcore_local_to_global(chunk).items():
+            parameter = state[local]
+            hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
+            if hf_names[0].startswith("score."):
+                parameter.copy_(files.read(hf_names[0]) if hf_names[0] in files else torch.zeros_like(parameter))
+                continue
+            tensors = [files.read(hf_name) for hf_name in hf_names]
+            full = bridge._weight_to_mcore_format(name, tensors)
+            size, rank = bridge.mpu.tp_size, bridge.mpu.tp_rank
+            if ".mlp.experts.linear_fc" in name:
+                size, rank = bridge.mpu.etp_size, bridge.mpu.etp_rank
+            share = bridge._weight_split_across_tp(name, full, parameter, size)[rank]
+            parameter.copy_(share)
+
+
+def export(bridge: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full tensors under Hugging Face names, one after the other, on every rank. Collective."""
+    for name, tensor in bridge.export_weights(list(chunks)):
+        yield name, tensor.detach()
+
+
+def is_last_stage() -> bool:
+    """This rank has the last layers and computes outputs."""
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))

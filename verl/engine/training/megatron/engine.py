@@ -1,0 +1,358 @@
+"""The Megatron training engine: megatron-core's model, data parallelism, optimizer and pipeline schedules.
+
+    rows ── split_rows ──▶ micro-batches ──▶ stage 0 ──▶ … ──▶ last stage: hidden ──▶ outputs ──▶ loss ──▶ backward
+                                             tensor, context and expert parallel inside of each stage
+    all ranks: gradients added over data-parallel ranks; norm, finiteness; clip; one optimizer step or none
+
+The loss arrives divided by counts of the whole mini-batch, so gradients are summed over ranks and micro-batches.
+The number of micro-batches is the same on all ranks, so that none waits in a collective that another never enters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config, unwrap_model
+
+from verl.config.schema.base import setting
+from verl.engine.registry import Placement
+from verl.engine.training.base import LOG_PROBS, MicroBatch, MicroLoss, TrainingEngine, TrainStepResult
+from verl.engine.training.megatron import ENGINE
+from verl.engine.training.megatron import bridge as weights
+from verl.engine.training.megatron import model as models
+from verl.engine.training.megatron.micro_batches import ModelBatch, packed, padded
+from verl.engine.training.megatron.optimizer import (
+    MegatronSchedule,
+    build_optimizer,
+    clip_gradients,
+    load_state,
+    save_state,
+)
+from verl.engine.training.megatron.outputs import vocabulary_outputs
+from verl.engine.training.megatron.parallel import ParallelSizes, join
+from verl.engine.training.optimizer import StepAccumulator, optim_config
+from verl.engine.training.packing import MicroBatching, pack, split_rows
+from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
+from verl.engine.training.settings import compute_dtype, micro_batching
+from verl.errors import UserError
+from verl.models.pretrained import serving_dtype
+from verl.platform import Platform, detect
+from verl.trajectory import Segment
+
+
+class MegatronEngine(TrainingEngine):
+    """See the module; parameters as of `FSDPEngine`. All roles of a process have one parallel layout."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        model_cfg: Any = None,
+        role_cfg: Any = None,
+        placement: Placement | None = None,
+        log_prob_cfg: Any = None,
+        device: str | Platform = "auto",
+        device_index: int = 0,
+        trainable: bool = True,
+        seed: int = 0,
+        role: str = "actor",
+        longest: int | None = None,
+        idles: bool = True,
+        shared: bool = False,
+        head: str = "lm",
+        topk: int = 0,
+    ):
+        self.role, self.head, self.trainable, self.topk = role, head, trainable, topk
+        self.platform = detect(device) if isinstance(device, str) else device
+        self.platform.prepare()
+        self.device = self.platform.device(device_index)
+        self.platform.select(device_index)
+        self.platform.seed(seed)
+        placement = placement or ENGINE.placement(role_cfg or {})
+        self.megatron = setting(role_cfg, "megatron") or role_cfg
+        self.sizes = ParallelSizes.of(placement, self.megatron)
+        join(self.sizes)
+        self.holds_outputs = weights.is_last_stage()
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.dp_size = parallel_state.get_data_parallel_world_size()
+        self._model = models.build(
+            model_path, model_cfg, self.megatron, head, seed, self.device, self._dtype(placement), trainable
+        )
+        self.module = unwrap_model(self._model.chunks[0])
+        self._serving_dtype = serving_dtype(model_path, model_cfg)
+        self._read_settings(role_cfg, log_prob_cfg)
+        self._weights_leave, self._state_leaves = (
+            placement.param_offload and idles,
+            placement.optimizer_offload and idles,
+        )
+        self._gradients_leave = idles and (placement.param_offload or placement.grad_offload)
+        self._optimizer = None
+        if trainable:
+            self._optim = optim_config(setting(role_cfg, "optim"))
+            self._optimizer = build_optimizer(self._model.chunks, self._optim, self.megatron, self._model.dtype)
+            self.schedule(1)
+
+    def _read_settings(self, role_cfg: Any, log_prob_cfg: Any) -> None:
+        self.update_batching = self._micro_batching(role_cfg, "ppo")
+        group = role_cfg if log_prob_cfg is None else log_prob_cfg
+        prefix = "ppo" if setting(group, "log_prob_max_token_len_per_gpu") is None else "log_prob"
+        self.forward_batching = self._micro_batching(group, prefix)
+        self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
+        self._at_home = True
+
+    def _micro_batching(self, group: Any, prefix: str) -> MicroBatching:
+        batching = micro_batching(group, prefix, share_prompt=False)
+        size = self.sizes.context
+        return MicroBatching(batching.tokens * size, batching.rows, False, limit=batching.limit * size)
+
+    def _dtype(self, placement: Placement) -> torch.dtype:
+        dtype = compute_dtype(placement, self.platform)
+        if dtype == torch.float16:
+            raise UserError(f"{placement.at('dtype')} is not here: use bfloat16 or float32")
+        return dtype
+
+    # -- passes ----------------------------------------------------------------------------------------------
+
+    def _batches(self, rows: Sequence[Segment], batching: MicroBatching) -> list[ModelBatch]:
+        """As many on every rank, without rows where this one has fewer."""
+        chunks = split_rows(rows, batching)
+        count = max(all_gather_json(len(chunks)))
+        stages = self.sizes.pipeline if self.sizes.virtual else 1
+        count = -(-count // stages) * stages  # the interleaved schedule takes micro-batches in rounds of all stages
+        chunks += [[] for _ in range(count - len(chunks))]
+        return [self._batch(chunk, batching) for chunk in chunks]
+
+    def _batch(self, rows: Sequence[Segment], batching: MicroBatching) -> ModelBatch:
+        laid = pack(rows, batching, self.device)
+        multiple = self.sizes.tensor if self.sizes.tensor > 1 else 1
+        if not weights.FUSED_KERNELS:
+            return padded(laid, multiple)
+        if self.sizes.context > 1:
+            multiple *= 2 * self.sizes.context
+        return packed(laid, multiple, self.sizes.context, parallel_state.get_context_parallel_rank())
+
+    def _run(
+        self,
+        batches: list[ModelBatch],
+        outputs: Collection[str],
+        temperature: float,
+        loss: MicroLoss | None,
+    ) -> list[Any]:
+        """All micro-batches through all stages; on the last stage what `finish` returned for each, in order."""
+        config = get_model_config(self._model.chunks[0])
+        config.finalize_model_grads_func = _sum_gradients
+        if loss is not None and self._model.chunks[0].ddp_config.overlap_grad_reduce:
+            # Gradients travel while the last micro-batch computes; until then they only add up.
+            chunks = self._model.chunks
+            several = len(chunks) > 1
+            config.no_sync_func = [chunk.no_sync for chunk in chunks] if several else chunks[0].no_sync
+            config.grad_sync_func = (
+                [chunk.start_grad_sync for chunk in chunks] if several else chunks[0].start_grad_sync
+            )
+
+        def forward(batch_iterator: Iterator[ModelBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
+            batch = next(batch_iterator)
+            hidden = chunk(batch.input_ids, batch.positions, None, packed_seq_params=batch.packed)
+
+            def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+                computed = self._outputs(batch, hidden, unwrap_model(chunk), outputs, temperature)
+                if loss is None:
+                    return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), computed
+                return _loss(batch, hidden, computed, loss)
+
+            return hidden, finish
+
+        iterators = [iter(batches) for _ in self._model.chunks]
+        width = max(batch.input_ids.shape[1] for batch in batches)
+        with waiting("the passes of a step"):
+            return get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self._model.chunks if len(iterators) > 1 else self._model.chunks[0],
+                num_microbatches=len(batches),
+                seq_length=width,
+                micro_batch_size=batches[0].input_ids.shape[0],
+                forward_only=loss is None,
+            )
+
+    def _outputs(
+        self, batch: ModelBatch, hidden: torch.Tensor, module: Any, outputs: Collection[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
+        """Outputs of the response tokens, float32 [R] or [R, k]; hidden [B, S, H] of the last layer."""
+        states = batch.predicting(hidden, parallel_state.get_context_parallel_group())
+        if self.head != "lm":
+            weight, bias = module.output_layer.weight.float(), module.output_layer.bias
+            values = (states.float() * weight).sum(-1)
+            return {"values" if self.head == "value" else "scores": values if bias is None else values + bias.float()}
+        shared = module.share_embeddings_and_output_weights
+        weight = module.shared_embedding_or_output_weight() if shared else module.output_layer.weight
+        return vocabulary_outputs(
+            states,
+            weight,
+            batch.pack.targets,
+            outputs,
+            temperature=temperature,
+            vocabulary=self._model.vocabulary,
+            barred=torch.zeros(0, dtype=torch.int64, device=states.device),
+            candidates=batch.pack.candidates,
+            topk=self.topk,
+        )
+
+    @torch.no_grad()
+    def forward(
+        self, rows: Sequence[Segment], outputs: Collection[str] = LOG_PROBS, *, temperature: float
+    ) -> dict[str, np.ndarray]:
+        """See `TrainingEngine.forward`. Empty on ranks without the last stage."""
+        for chunk in self._model.chunks:
+            chunk.eval()
+        results = self._run(self._batches(rows, self.forward_batching), outputs, temperature, None)
+        if not self.holds_outputs:
+            return {}
+        return {name: torch.cat([result[name] for result in results]).cpu().numpy() for name in outputs}
+
+    # -- update ----------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        rows: Sequence[Segment],
+        loss: MicroLoss,
+        outputs: Collection[str] = LOG_PROBS,
+        *,
+        temperature: float,
+    ) -> TrainStepResult:
+        """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
+        optimizer = self._require_optimizer()
+        for chunk in self._model.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        batches = self._batches(rows, self.update_batching)
+        results = self._run(batches, outputs, temperature, loss)
+        total = self._conclude(batches, results)
+        optimizer.prepare_grads()
+        norm = math.nan if total.refused else float(optimizer.get_grad_norm())
+        if not total.refused and not math.isfinite(norm):
+            total.refused = f"the gradient norm is {norm}"
+        if not total.refused:
+            clip_gradients(optimizer, norm, self._grad_clip)
+            optimizer.step_with_ready_grads()
+        metrics = {} if total.refused else total.metrics()
+        return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, total.refused, total.tokens)
+
+    def _conclude(self, batches: Sequence[ModelBatch], results: Sequence[Any]) -> StepAccumulator:
+        """What all ranks' micro-batches came to."""
+        mine, counts = StepAccumulator(), self.holds_outputs and self._speaks()
+        for number, (value, metrics, names) in enumerate(results if counts else []):
+            if not math.isfinite(value):
+                mine.refused = mine.refused or f"the loss of micro-batch {number} is {value} ({names})"
+            else:
+                mine.add(metrics)
+        mine.tokens = sum(batch.pack.size for batch in batches) if counts else 0
+        merged = StepAccumulator()
+        for sums, tokens, refused in all_gather_json([mine.sums, mine.tokens, mine.refused]):
+            merged.add(sums)
+            merged.tokens += tokens
+            merged.refused = merged.refused or refused
+        return merged
+
+    def _speaks(self) -> bool:
+        """One rank of those that have the same rows and outputs."""
+        alone = parallel_state.get_tensor_model_parallel_rank() == 0
+        return alone and parallel_state.get_context_parallel_rank() == 0
+
+    def _require_optimizer(self) -> Any:
+        if self._optimizer is None:
+            raise RuntimeError(f"the {self.role} engine was built with trainable=False")
+        return self._optimizer
+
+    def schedule(self, total_steps: int) -> None:
+        """See `TrainingEngine.schedule`."""
+        self._schedule = MegatronSchedule(self._require_optimizer(), self._optim, total_steps)
+
+    def advance(self) -> float:
+        """See `TrainingEngine.advance`."""
+        self._require_optimizer()
+        return self._schedule.advance()
+
+    # -- the device's memory -----------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """See `TrainingEngine.offload`; gradients are let go, not kept."""
+        if self._gradients_leave and self.trainable:
+            for chunk in self._model.chunks:
+                chunk.offload_grad_buffers()
+        if self._state_leaves and self._optimizer is not None:
+            self._optimizer.offload_to_cpu()
+        if self._weights_leave and self._at_home:
+            models.move_weights(self._model.chunks, torch.device("cpu"))
+            self._at_home = False
+        self.platform.empty_cache()
+
+    def onload(self, *, optimizer: bool = False) -> None:
+        """See `TrainingEngine.onload`."""
+        if self._weights_leave and not self._at_home:
+            models.move_weights(self._model.chunks, self.device)
+            self._at_home = True
+        if optimizer and self.trainable:
+            if self._gradients_leave:
+                for chunk in self._model.chunks:
+                    chunk.restore_grad_buffers()
+            if self._state_leaves:
+                self._require_optimizer().restore_from_cpu()
+
+    def release_cached_memory(self) -> None:
+        """See `TrainingEngine.release_cached_memory`."""
+        self.platform.empty_cache()
+
+    # -- weights and state -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainingEngine.named_weights`; float32, every rank gets every tensor."""
+        for name, exported in weights.export(self._model.bridge, self._model.chunks):
+            tensor = exported.float()
+            yield name, tensor
+            if name == "model.embed_tokens.weight" and self._model.tied:
+                yield "lm_head.weight", tensor
+
+    def save_weights(self, directory: Path) -> None:
+        """See `TrainingEngine.save_weights`; ranks write files in turn."""
+        models.save(self._model, Path(directory), self._serving_dtype)
+
+    def load_weights(self, directory: Path) -> None:
+        """See `TrainingEngine.load_weights`; whatever the layout that wrote it."""
+        on_all_ranks(lambda: models.load(self._model, Path(directory)))
+        if self._optimizer is not None:
+            self._optimizer.reload_model_params()
+
+    def save_optimizer(self, directory: Path) -> None:
+        """See `TrainingEngine.save_optimizer`; megatron-core's distributed checkpoint."""
+        save_state(Path(directory), self._require_optimizer(), self._model.chunks, self._schedule)
+
+    def load_optimizer(self, directory: Path) -> None:
+        """See `TrainingEngine.load_optimizer`."""
+        load_state(Path(directory), self._require_optimizer(), self._model.chunks, self._schedule)
+
+
+def _sum_gradients(chunks: list[DistributedDataParallel], _tokens: Any = None, **options: Any) -> None:
+    """Add gradients over ranks; they are divided by nothing, for the loss has its counts already."""
+    finalize_model_grads(chunks, None, **options)
+
+
+def _loss(
+    batch: ModelBatch, hidden: torch.Tensor, computed: dict[str, torch.Tensor], loss: MicroLoss
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The scalar to differentiate, no count to divide by, and (value, metrics, whose rows)."""
+    tied = hidden.sum() * 0.0 + sum(column.sum() * 0.0 for column in computed.values())
+    scalar, metrics = loss(MicroBatch(batch.rows, **computed)) if batch.rows else (tied, {})  # type: ignore[arg-type]
+    root = scalar + tied if torch.isfinite(scalar) else tied
+    uids = ", ".join(dict.fromkeys(row.uid for row in batch.rows[:4]))
+    return root, torch.zeros((), dtype=torch.int), (float(scalar.detach()), metrics, f"prompts {uids}")
