@@ -109,6 +109,8 @@ def test_end_tokens_stop_tokens_and_stop_strings_end_a_response_and_stay_in_it(s
 
 
 def test_the_prompt_of_a_group_is_computed_once(sampler: Sampler) -> None:
+    if sampler.kind == "sglang":
+        pytest.skip("SGLang computes the prompts of one batch each")
     fresh = [(7 * i) % 250 for i in range(100)]
     sampler.engine.stats()
     prefilled = sum(done.prefilled for done in sample(sampler.engine, [fresh], 8))

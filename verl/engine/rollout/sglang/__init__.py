@@ -19,7 +19,7 @@ class SGLang(RolloutEngineRecord):
     unread = {  # noqa: RUF012
         "multi_stage_wake_up disable_log_stats calculate_log_probs": "the sglang engine always does what is best here",
         "logprobs_mode": "log-probs are of the distribution that is sampled from",
-        "max_num_batched_tokens": "with chunked prefill it is the length of a part; else SGLang decides",
+        "cudagraph_capture_sizes scheduling_policy skip_tokenizer_init": "the sglang engine decides it by itself",
     }
 
     def check(self, check: EngineCheck) -> None:

@@ -83,8 +83,6 @@ def engine_arguments(s: EngineSettings, *, vocabulary: int, cpu: bool) -> dict[s
         "disable_radix_cache": not s.enable_prefix_caching,
         "disable_cuda_graph": s.enforce_eager,
         "enable_memory_saver": s.free_cache_engine and not cpu,
-        # Requests that came together wait for the first with their prompt, and find its cache.
-        "schedule_policy": "lpm",
         "random_seed": s.seed & 0x7FFFFFFF,
         "sampling_mask_max_tokens": vocabulary,
         "log_level": "error",

@@ -155,7 +155,7 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
         if sampling.ignore_eos and sampling.stop_token_ids:
             raise ValueError("SGLang takes no stop_token_ids with ignore_eos: set one of them")
         if sampling.stop and self._settings.skip_tokenizer_init:
-            raise ValueError("stop strings need SGLang's tokenizer: set rollout.skip_tokenizer_init=False")
+            raise ValueError("stop strings need SGLang's tokenizer: build the engine with skip_tokenizer_init=False")
 
     def _refuse_broken(self) -> None:
         if self._broken:

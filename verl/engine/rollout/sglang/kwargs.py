@@ -18,7 +18,7 @@ FIXED: dict[str, str] = {
     "tokenizer_path": "data.tokenizer names it",
     "trust_remote_code": "actor_rollout_ref.model.trust_remote_code sets it",
     "json_model_override_args": "actor_rollout_ref.model.override_config sets it",
-    "skip_tokenizer_init": "rollout.skip_tokenizer_init sets it",
+    "skip_tokenizer_init": "a tokenizer is loaded for stop strings (rollout.stop)",
     "tp_size": "rollout.tensor_model_parallel_size sets it",
     "dp_size": "rollout.data_parallel_size sets it",
     "pp_size": "rollout.pipeline_model_parallel_size sets it",
