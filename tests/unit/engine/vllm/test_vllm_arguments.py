@@ -10,7 +10,7 @@ import pytest
 from verl.engine import registry
 from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.base import SamplingParams, check_request
-from verl.engine.rollout.vllm import ENGINE, launch
+from verl.engine.rollout.vllm import ENGINE, arguments, launch
 from verl.engine.rollout.vllm.arguments import (
     EngineSettings,
     cache_bytes,
@@ -239,3 +239,11 @@ def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch
         else:
             with pytest.raises(UserError, match=r"latent attention only with .* in .576. .*rollout\.name=native"):
                 launch.check_cpu_model(config)
+
+
+@pytest.mark.parametrize("ascend", [None, "0.24.0"])
+def test_on_ascend_weights_may_change(ascend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "version", {"vllm-ascend": ascend}.get)
+    out = engine_arguments(EngineSettings("m"), KNOWN | {"additional_config"}, cpu=False, sleeps=True)
+    assert out.get("additional_config") == ({"rl_config": {"enabled": True}} if ascend else None)
+    assert ENGINE.environment["VLLM_ASCEND_ENABLE_NZ"] == "0"
