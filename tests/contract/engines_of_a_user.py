@@ -31,7 +31,7 @@ class Trainer(FSDP):
     builder = f"{__name__}:build_trainer"
 
     def check(self, check: EngineCheck) -> None:
-        if check.cfg.select("actor_rollout_ref.actor.users_trainer.depth", 1) > 3:
+        if check.config.select("actor_rollout_ref.actor.users_trainer.depth", 1) > 3:
             check.refuse("actor_rollout_ref.actor.users_trainer.depth", "must be at most 3")
 
 

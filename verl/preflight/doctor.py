@@ -44,7 +44,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("rollout.name=sglang", ("sglang",), "", "pip install sglang", later=True),
     Feature("several devices", ("ray",), ">=2.54,<3", "pip install 'verl[ray]'"),
     Feature("LoRA", ("peft",), ">=0.21", "pip install 'verl[lora]'"),
-    Feature("strategy=megatron", ("megatron-core",), "", "pip install megatron-core", later=True),
     Feature("tracker swanlab", ("swanlab",), "", "pip install swanlab", later=True),
     Feature("tracker mlflow", ("mlflow",), "", "pip install mlflow", later=True),
 )
