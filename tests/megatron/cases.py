@@ -135,3 +135,9 @@ def with_fsdp(path: Path) -> dict[str, Any]:
     results = [learn(engine) for _ in range(STEPS)]
     seen["metrics"], seen["norms"] = [r.metrics for r in results], [r.grad_norm for r in results]
     return seen | {"weights": copied(engine)}
+
+
+def in_bfloat16(path: Path) -> tuple[dict[str, Any], float]:
+    """Outputs and the gradient norm of a step with weights in bfloat16."""
+    engine = _build(path, {}, dtype="bfloat16")
+    return outputs(engine), learn(engine).grad_norm

@@ -115,3 +115,10 @@ def test_state_that_this_layout_cannot_read_is_refused(models: Any, tmp_path: Pa
     ranks.run(cases.drive, 1, path, {}, tmp_path, timeout=120.0)
     with pytest.raises(RuntimeError, match=r"UserError.*expert parallel size"):
         ranks.run(cases.resume, 2, path, _EP, tmp_path, timeout=120.0)
+
+
+def test_bfloat16_is_near_float32(models: Any) -> None:
+    path, local = models("qwen3", False)
+    ((outputs, norm),) = ranks.run(cases.in_bfloat16, 1, path, timeout=120.0)
+    np.testing.assert_allclose(outputs["log_probs"], local["outputs"]["log_probs"], atol=0.1)
+    assert norm == pytest.approx(local["norms"][0], rel=0.05)

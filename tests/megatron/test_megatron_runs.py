@@ -36,6 +36,7 @@ def train(tiny: TinyRun, out: Path, *words: str) -> dict[int, dict]:
 def test_a_run_goes_on_at_another_layout(tiny: TinyRun, tmp_path: Path) -> None:
     out = tmp_path / "out"
     loss = ("actor_rollout_ref.actor.use_kl_loss=True", f"{ACTOR}.param_offload=True")
+    loss += ("actor_rollout_ref.ref.megatron.dtype=float32",)
     seen = train(tiny, out, *loss, f"{ACTOR}.tensor_model_parallel_size=2")
     seen |= train(tiny, out, *loss, f"{ACTOR}.pipeline_model_parallel_size=2", "trainer.total_training_steps=3")
     assert sorted(seen) == [1, 2, 3]

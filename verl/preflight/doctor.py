@@ -43,7 +43,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("data on s3://", ("s3fs",), "", "pip install s3fs"),
     Feature("several devices", ("ray",), ">=2.54,<3", "pip install 'verl[ray]'"),
     Feature("LoRA", ("peft",), ">=0.21", "pip install 'verl[lora]'"),
-    Feature("strategy=megatron", ("megatron-core",), "", "pip install megatron-core", later=True),
     Feature("tracker swanlab", ("swanlab",), "", "pip install swanlab", later=True),
     Feature("tracker mlflow", ("mlflow",), "", "pip install mlflow", later=True),
 )

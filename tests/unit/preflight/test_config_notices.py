@@ -30,7 +30,6 @@ NOTICES = [
     ),
     ([f"+{REWARD}.penalty=3"], "reward_kwargs.penalty: no manager of ours takes it"),
     (["trainer.critic_warmup=3"], "no critic to warm up"),
-    (["critic.strategy=megatron"], "critic.strategy=megatron: there is no critic"),
     (["critic.strategy=mindspeed", "critic.optim.optimizer=Nope"], "critic.strategy=mindspeed: there is no"),
     ([f"{ARR}.rollout.enable_rollout_routing_replay=True"], "only actor_rollout_ref.actor.router_replay"),
     ([f"{ARR}.actor.ppo_mini_batch_size=16"], "one update on the batch"),
@@ -63,7 +62,7 @@ NOTICES = [
     ([f"{RC}.bypass_mode=True", f"{RC}.rollout_is=token"], "whose ratio is to the sampler already"),
     (["global_profiler.tool=torch"], "no step is named"),
     ([f"{ARR}.actor.use_torch_compile=False"], "actor.use_torch_compile=False: not in this release"),
-    ([f"{ARR}.actor.megatron.grad_offload=True"], "megatron.grad_offload=True: not in this release"),
+    ([f"{ARR}.actor.megatron.grad_offload=True"], "megatron.grad_offload=True: strategy=megatron alone"),
     ([f"{ARR}.model.use_shm=True"], "model.use_shm=True: not in this release"),
     ([f"{ARR}.actor.optim.total_training_steps=9"], "a schedule has the run's length"),
     ([f"{ARR}.actor.fsdp_config.seed=9"], "every role has trainer.seed"),
@@ -168,7 +167,6 @@ def test_supervised(tmp_path):
     pairs = f"data.train_files={write_rows(tmp_path / 'pairs.parquet', **columns)}"
     only(problems(*argv, pairs, entry="sft"), "configuration", "no column 'messages'", "data.prompt_key")
     assert problems(*argv, pairs, "data.prompt_key=question", "data.response_key=answer", entry="sft") == []
-    only(problems(*argv, chat, "engine.strategy=megatron", entry="sft"), "configuration", "=fsdp or fsdp2")
     only(problems(*argv, chat, "data.train_batch_size=17", entry="sft"), "configuration", "16 rows")
     only(problems(*argv, chat, "model.external_lib=no_such", entry="sft"), "configuration", "no module no_such")
     report = check(load([*argv, chat, "data.micro_batch_size=2", "trainer.total_training_steps=3"], entry="sft"))

@@ -230,7 +230,6 @@ REFUSED = [
     (["reward_model.weights={model: 1}"], ["model needs reward_model.enable=True"]),
     (["reward_model.weights={function: high}"], ["function: a weight is a number"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
-    ([*CRITIC, "critic.strategy=megatron"], ["=fsdp or fsdp2"]),
     (["skip.rollout.enable=True"], ["replay"]),
     ([TORCH, "global_profiler.steps=[0,1]"], ["counted from 1"]),
     (

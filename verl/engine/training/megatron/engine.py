@@ -195,7 +195,7 @@ class MegatronEngine(TrainingEngine):
         shared = module.share_embeddings_and_output_weights
         weight = module.shared_embedding_or_output_weight() if shared else module.output_layer.weight
         return vocabulary_outputs(
-            states,
+            states.to(weight.dtype),  # megatron-core turns the last stage's bfloat16 into float32
             weight,
             batch.pack.targets,
             outputs,
