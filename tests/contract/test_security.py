@@ -27,6 +27,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("process-pickle", "verl/data/dataset.py"): (
         "a process pool of the standard library: children of this process, on pipes that nobody else can open"
     ),
+    ("process-pickle", "verl/engine/rollout/hosted.py"): "starts the resource tracker early; nothing is sent",
     ("process-pickle", "verl/engine/rollout/vllm/launch.py"): (
         "starts the resource tracker early, and asks whether this process is being spawned; nothing is sent"
     ),
