@@ -30,8 +30,8 @@ from verl.engine.training.megatron import bridge as weights
 from verl.engine.training.megatron import model as models
 from verl.engine.training.megatron.micro_batches import ModelBatch, packed, padded
 from verl.engine.training.megatron.optimizer import (
-    MegatronSchedule,
     build_optimizer,
+    build_schedule,
     clip_gradients,
     load_state,
     save_state,
@@ -201,7 +201,6 @@ class MegatronEngine(TrainingEngine):
             outputs,
             temperature=temperature,
             vocabulary=self._model.vocabulary,
-            barred=torch.zeros(0, dtype=torch.int64, device=states.device),
             candidates=batch.pack.candidates,
             topk=self.topk,
         )
@@ -275,7 +274,7 @@ class MegatronEngine(TrainingEngine):
 
     def schedule(self, total_steps: int) -> None:
         """See `TrainingEngine.schedule`."""
-        self._schedule = MegatronSchedule(self._require_optimizer(), self._optim, total_steps)
+        self._schedule = build_schedule(self._require_optimizer(), self._optim, total_steps)
 
     def advance(self) -> float:
         """See `TrainingEngine.advance`."""

@@ -69,25 +69,13 @@ def clip_gradients(optimizer: Any, norm: float, limit: float | None) -> None:
             clip_grads.clip_grad_by_total_norm_fp32(parameters, limit, norm, decoupled)
 
 
-class MegatronSchedule:
-    """The learning rate of a training step: ours, or megatron-core's where a key of its own is set."""
-
-    def __init__(self, optimizer: Any, optim: OptimConfig, total: int):
-        own = any(getattr(optim, key) is not None for key in _OWN_KEYS)
-        self._schedule = _Scheduler(optimizer, optim, total) if own else Schedule(optimizer, optim, total)
-
-    @property
-    def step(self) -> int:
-        return self._schedule.step
-
-    def restore(self, step: int) -> None:
-        self._schedule.restore(step)
-
-    def advance(self) -> float:
-        return self._schedule.advance()
+def build_schedule(optimizer: Any, optim: OptimConfig, total: int) -> Schedule | CoreSchedule:
+    """The learning rate of each training step: ours, or megatron-core's where a key of its own is set."""
+    own = any(getattr(optim, key) is not None for key in _OWN_KEYS)
+    return (CoreSchedule if own else Schedule)(optimizer, optim, total)
 
 
-class _Scheduler:
+class CoreSchedule:
     """megatron-core's `OptimizerParamScheduler`, one of its steps for a training step."""
 
     def __init__(self, optimizer: Any, optim: OptimConfig, total: int):
@@ -167,7 +155,7 @@ def _sharded_state(optimizer: Any, chunks: Sequence[Any], *, is_loading: bool) -
     return {"optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_RESHARDABLE)}
 
 
-def save_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule: MegatronSchedule) -> None:
+def save_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule: Schedule | CoreSchedule) -> None:
     """Write the optimizer's state and the schedule's step. Collective."""
     on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
     dist_checkpointing.save(_sharded_state(optimizer, chunks, is_loading=False), str(directory))
@@ -175,7 +163,7 @@ def save_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule:
         (directory / "schedule.json").write_text(json.dumps({"step": schedule.step}), "utf-8")
 
 
-def load_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule: MegatronSchedule) -> None:
+def load_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule: Schedule | CoreSchedule) -> None:
     """Inverse of `save_state`, at this or another layout. Collective. UserError for state that cannot be read."""
     if not (directory / "schedule.json").is_file():
         raise UserError(f"{directory}: no optimizer state")

@@ -29,19 +29,18 @@ def vocabulary_outputs(
     *,
     temperature: float,
     vocabulary: int,
-    barred: Tensor,
     candidates: Tensor | None = None,
     topk: int = 0,
 ) -> dict[str, Tensor]:
     """The outputs of `verl.engine.training.log_prob.token_outputs`, float32 [R] or [R, k].
 
     hidden [R, H], the same on all ranks that share the vocabulary; weight [V/ranks, H], this rank's rows; targets
-    int64 [R]; vocabulary: tokens of the model, without padding; barred: ids that have no probability.
+    int64 [R]; vocabulary: tokens of the model, without padding.
     """
     hidden = copy_to_tensor_model_parallel_region(hidden)
     first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
     ids = torch.arange(first, first + weight.shape[0], device=weight.device)
-    absent = (ids >= vocabulary) | torch.isin(ids, barred)
+    absent = ids >= vocabulary
     columns, likely = requested_columns(targets, outputs, candidates, topk)
 
     def block(rows: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
