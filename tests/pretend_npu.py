@@ -56,6 +56,12 @@ class NpuTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.host.tolist()
 
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError("can't convert npu:0 device type tensor to numpy. Use Tensor.cpu() first")
 
@@ -159,6 +165,10 @@ class Backend:
     set_rng_state = staticmethod(lambda state, device=None: None)
     current_stream = default_stream = staticmethod(lambda device=None: Backend._stream)
     stream = device = staticmethod(lambda _: contextlib.nullcontext())
+
+
+def installed() -> bool:
+    return hasattr(install, "library")
 
 
 def install() -> None:

@@ -77,7 +77,7 @@ def state(one: Any) -> dict[str, torch.Tensor]:
 
 
 def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return a.keys() == b.keys() and all(torch.equal(a[name].cpu(), b[name].cpu()) for name in a)
 
 
 def told(work: Callable[[], Any]) -> str:
@@ -244,7 +244,7 @@ def saved(path: Path, folder: Path) -> Any:
     one = engine(path)
     learn(one)
     one.save_weights(folder)
-    return {name: tensor.clone() for name, tensor in one.named_weights()}
+    return {name: tensor.cpu().clone() for name, tensor in one.named_weights()}
 
 
 def test_what_is_saved_is_a_hugging_face_directory(on: Run, tmp_path: Path) -> None:

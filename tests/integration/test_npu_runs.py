@@ -10,6 +10,10 @@ import pytest
 
 from tests.chaos.fork_server import ENTRY, ForkServer
 from tests.runs import TinyRun, environment, records
+from tests.unit.trainer.test_sft_trainer import arguments as sft_arguments
+from tests.unit.trainer.test_sft_trainer import data, model  # noqa: F401
+from tests.unit.trainer.test_sft_trainer import records as sft_records
+from verl.trainer import sft_trainer
 
 ROOT = Path(__file__).parents[2]
 MODULE = "tests.pretend_npu"
@@ -35,10 +39,46 @@ def test_a_step_has_the_numbers_of_the_processor(fork_server: ForkServer, tiny: 
         assert found["npu"][step].get("training/rollout_logprob_abs_diff/max", 0) < 1e-4
 
 
+@pytest.mark.slow
+def test_two_ranks_over_ray_agree_with_their_samplers(
+    fork_server: ForkServer, tiny: TinyRun, ray_address: str, tmp_path: Path
+) -> None:
+    words = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.verify_weight_sync=True", "trainer.device=npu"]
+    words += ["actor_rollout_ref.model.external_lib=tests.pretend_npu_plugin", "trainer.total_training_steps=2"]
+    argv = tiny.overrides(tmp_path, "actor_rollout_ref.actor.use_kl_loss=True", *words)
+    run = fork_server.run(argv, timeout=240, RAY_ADDRESS=ray_address)
+    assert run.status == 0, run.stderr[-3000:]
+    assert all(records(tmp_path)[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+    assert '"perf/max_memory_allocated_gb": 2.0' in (tmp_path / "metrics.jsonl").read_text(), (
+        "the pretend device says so"
+    )
+
+
+def test_supervised_training_has_the_numbers_of_the_processor(
+    fork_server: ForkServer,
+    model: Path,  # noqa: F811
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    short = ("trainer.total_training_steps=2", "trainer.test_freq=2")
+    assert sft_trainer.main(sft_arguments(model, data, tmp_path / "cpu", *short)) == 0
+    argv = sft_arguments(model, data, tmp_path / "npu", *short, "trainer.device=npu")
+    run = fork_server.run(["verl.trainer.sft_trainer", *argv], module=MODULE)
+    assert run.status == 0, run.stderr[-3000:]
+    cpu, npu = sft_records(tmp_path / "cpu"), sft_records(tmp_path / "npu")
+    assert len(cpu) == len(npu) > 2
+    for ours, expected in zip(npu, cpu, strict=True):
+        assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
 SUITES = {
     "platform": ("test_platform_contract.py", "npu or auto"),
     "sampler": ("test_rollout_engine_contract.py", "native"),
-    "engine": ("test_training_engine_contract.py", "(one and process or two and ranks) and (gradient or outputs)"),
+    "engine": (
+        "test_training_engine_contract.py",
+        "(one and process or two and ranks) and (gradient or outputs or moving or hugging)",
+    ),
+    "receiver": ("test_weight_receiver_contract.py", "native and (whole or under_way)"),
 }
 
 
