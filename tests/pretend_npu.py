@@ -79,6 +79,11 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
+def on_device(func: Any) -> bool:
+    """Whether the platform has registered a kernel of its own."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func._schema.name, "PrivateUse1"))
+
+
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     wrapped = {id(x.host): x for x in tensors if isinstance(x, NpuTensor)}
@@ -93,6 +98,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs["device"] = torch.device("cpu")
     if func is aten._fused_sdp_choice.default:
         return 0
+    if func is aten._grouped_mm.default and on_device(func):
+        return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
     host_args = tree_map(_host, args)
     if func is aten.histc.default:  # the processor counts no integers
         host_args = (host_args[0].float(), *host_args[1:])

@@ -39,6 +39,27 @@ def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "ha
     return input * r1 + torch.cat((-second, first), -1) * r2
 
 
+def npu_grouped_matmul(
+    x: list[Tensor],
+    weight: list[Tensor],
+    *,
+    bias: list[Tensor] | None = None,
+    group_list: Tensor | None = None,
+    split_item: int = 0,
+    group_type: int = -1,
+    group_list_type: int = 0,
+) -> list[Tensor]:
+    """One tensor: rows of each group times its matrix (group type 0), or products over each group's rows (2)."""
+    calls["npu_grouped_matmul"] += 1
+    assert group_list is not None and group_list.dtype == torch.int64 and group_list_type == 0 and bias is None
+    assert split_item in (2, 3) and x[0].dtype == weight[0].dtype in (torch.bfloat16, torch.float16)
+    groups = _spans(group_list.tolist())
+    if group_type == 0:
+        return [torch.cat([x[0][g] @ w for g, w in zip(groups, weight[0], strict=True)])]
+    assert group_type == 2
+    return [torch.stack([x[0][:, g] @ weight[0][g] for g in groups])]
+
+
 def npu_fusion_attention(
     query: Tensor,
     key: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,14 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(npu.NpuPlatform, "device", lambda self, index=0: place)
         cuda._has_flash.cache_clear()
     return found
+
+
+@pytest.fixture
+def best_device() -> torch.device:
+    """The device of this machine."""
+    platform = detect("auto")
+    platform.prepare()
+    return platform.device()
 
 
 def test_it_says_what_it_is(platform: Platform) -> None:
@@ -111,6 +120,22 @@ def test_kernels_are_there_or_said_not_to_be(platform: Platform) -> None:
     recorder: Any = platform.graph_recorder()
     assert recorder is None or (callable(recorder) and callable(recorder.forget))
     assert (recorder is not None) == (platform.name == "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_groups_have_gradients(dtype: torch.dtype, best_device: torch.device) -> None:
+    """What layers of experts call."""
+    x, weight = torch.randn(10, 16, dtype=dtype), torch.randn(3, 8, 16, dtype=dtype)
+    ends = torch.tensor([2, 2, 10], dtype=torch.int32)
+    results = []
+    for device in (torch.device("cpu"), best_device):
+        a, b = (t.to(device).detach().requires_grad_() for t in (x, weight))
+        product = torch.nn.functional.grouped_mm(a, b.transpose(-2, -1), offs=ends.to(device))
+        product.square().sum().backward()
+        results.append([t.detach().cpu() for t in (product, a.grad, b.grad)])
+    torch.testing.assert_close(results[1], results[0])
+    if best_device.type == "npu" and dtype == torch.bfloat16:
+        assert importlib.import_module("torch_npu").calls["npu_grouped_matmul"] >= 3
 
 
 def test_memory_of_other_processes(platform: Platform) -> None:

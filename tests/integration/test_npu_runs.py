@@ -72,7 +72,7 @@ def test_supervised_training_has_the_numbers_of_the_processor(
 
 
 SUITES = {
-    "platform": ("test_platform_contract.py", "npu or auto"),
+    "platform": ("test_platform_contract.py", "npu or auto or groups"),
     "sampler": ("test_rollout_engine_contract.py", "native"),
     "engine": (
         "test_training_engine_contract.py",

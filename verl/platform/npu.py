@@ -33,6 +33,7 @@ class NpuPlatform(Accelerator):
         if importlib.util.find_spec("torch_npu") is None:
             return None
         importlib.import_module("torch_npu")
+        _register_grouped_product()
         return torch.npu  # type: ignore[attr-defined]
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -54,6 +55,37 @@ class NpuPlatform(Accelerator):
 
 
 PLATFORM = NpuPlatform()
+
+_GROUPED = torch.ops.aten._grouped_mm.default
+_ROWS, _OVER_ROWS, _ONE_OUTPUT = 0, 2, 3  # group types; the operator returns one tensor, not one per group
+
+
+@cache
+def _register_grouped_product() -> torch.library.Library | None:
+    """Compute `aten::_grouped_mm`, which layers of experts call, by `npu_grouped_matmul`, unless torch_npu has a kernel
+    for it. torch's own formula of its gradient calls it again."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1"):
+        return None
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    library.impl("_grouped_mm", _grouped_product)
+    return library
+
+
+def _grouped_product(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """x [T, K], weight [E, K, N] → [T, N]; x [K, T], weight [T, N] → [E, K, N]. offs [E]: where each group of T ends.
+
+    The operator takes bfloat16 and float16; other calls go to torch's loop over groups.
+    """
+    if offs is None or bias is not None or x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16):
+        return _GROUPED._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, x, weight, offs, bias, out_dtype)
+    groups = {"group_list": offs.long(), "group_list_type": 0}  # running totals
+    kind = _ROWS if weight.ndim == 3 else _OVER_ROWS
+    npu: Any = importlib.import_module("torch_npu")
+    product: Tensor = npu.npu_grouped_matmul([x], [weight], split_item=_ONE_OUTPUT, group_type=kind, **groups)[0]
+    return product if out_dtype is None else product.to(out_dtype)
+
 
 # Of a causal call: the kernel cuts its mask out of one of this size (sparse mode 3, from the lower right corner).
 _MASK_SIZE, _CAUSAL = 2048, 3
