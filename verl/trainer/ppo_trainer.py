@@ -29,6 +29,7 @@ from verl.config import Config
 from verl.rollout.schedule import evict_stale, open_schedule
 from verl.trainer.parts import Parts
 from verl.trainer.step_record import StepRecord
+from verl.trainer.sync_probe import SyncProbe
 from verl.trajectory import Batch
 from verl.weight_sync.verify import SyncResult
 
@@ -46,6 +47,7 @@ class PPOTrainer:
         self.passes = passes(config, parts.workers.policy.updates_per_step)
         self.colocation = parts.colocation
         self.record = StepRecord(config, parts, self.schedule)
+        self.probe = SyncProbe(config, parts)
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -70,9 +72,11 @@ class PPOTrainer:
         with record.timed(step):
             batch = self._sample(step)
             metrics = self._score(step, batch)
+            self.probe.begin(batch)
             self.colocation.to_training()
+            self.probe.before_update()
             metrics |= self._train(step, batch)
-            record.synced(self._push(step), self.versions.at(step) + 1)
+            record.synced(self._push(step, metrics), self.versions.at(step) + 1)
             metrics |= self._validate() if self._due(self.config.trainer.test_freq, step) else {}
             parts.tracking.dump_trajectories(step, batch)
             if self._due(self.config.trainer.save_freq, step):
@@ -83,6 +87,7 @@ class PPOTrainer:
         record.log(step, batch, metrics)
         parts.tracking.write_page(last=step == self.total_steps)
         record.check_limits(step, metrics)
+        self.probe.check()
 
     def _sample(self, step: int) -> Batch:
         """The step's groups, oldest draws first; those of the steps that may follow are begun with them."""
@@ -125,22 +130,25 @@ class PPOTrainer:
         parts.stream.update(batch)
         return metrics | drawn | self.record.of_updates(step, batch, updates)
 
-    def _push(self, step: int) -> SyncResult:
-        """Weights of this step to the sampler; responses in flight go on with them, and new ones begin."""
+    def _push(self, step: int, metrics: dict[str, Any]) -> SyncResult:
+        """Weights of this step to the sampler; responses in flight go on with them, and new ones begin. Adds the
+        proof's metrics."""
         parts, trainer = self.parts, self.config.trainer
         if not self.versions.pushed(step, self.total_steps):
             return SyncResult(0, 0.0)
         if not trainer.partial_rollout:
             with parts.phases("gen", waits_for="responses in flight, before new weights"):
                 parts.loop.run(parts.rollouts.drain())
+        self.probe.before_push()
         with parts.phases("update_weights"):
             parts.loop.run(parts.rollouts.requests.pause())
             # A sleeping sampler takes the weights asleep: its cache comes back after the trainer's part.
             sync = self.weight_sync.push(self.versions.at(step) + 1, verify=trainer.verify_weight_sync)
             self.colocation.to_sampling()
-            parts.loop.run(parts.rollouts.requests.resume())
-            if trainer.max_staleness:
-                parts.loop.run(parts.rollouts.begin(self.schedule.due(step + 1)))
+        metrics |= self.probe.after_push(self.versions.at(step) + 1)
+        parts.loop.run(parts.rollouts.requests.resume())
+        if trainer.max_staleness:
+            parts.loop.run(parts.rollouts.begin(self.schedule.due(step + 1)))
         return sync
 
     def _due(self, frequency: int, step: int) -> bool:

@@ -54,6 +54,8 @@ class TrainerConfig(Group):
         max_refused_steps: Non-finite updates in a row that stop the run.
         watchdog_timeout: Report who waits for what after this long without progress.
         verify_weight_sync: Checksums on both sides after each sync.
+        sync_proof: After each sync the sampler's log-probs of a few tokens must have moved as the trainer's did:
+            `error` ends the run if not, `warn` says so, `off` does not look.
     """
 
     total_epochs: int = key(30, low=1)
@@ -93,6 +95,7 @@ class TrainerConfig(Group):
     max_refused_steps: int = key(3, low=1, ours=True)
     watchdog_timeout: float = key(600.0, low=5, inf=True, ours=True)
     verify_weight_sync: bool = key(False, ours=True)
+    sync_proof: str = choice("error", "error", "warn", "off", ours=True)
 
 
 class SFTTrainerConfig(TrainerConfig):

@@ -1,0 +1,276 @@
+"""Proof at every push of weights that the sampler computes with them: its log-probs must move as the trainer's do.
+
+A few rows of the first step are kept: the start of a response, and the tokens that the sampler draws after it. Around
+each push both sides give the log-probs of these tokens:
+
+    sample (version v) ── trainer: before the first update of v
+                       └─ trainer: before each push of a later version w; sampler: after it
+    moves = log-probs under w − log-probs under v;  slope = Σ sampler's·trainer's moves / Σ trainer's moves²
+
+A sampler that follows has a slope of 1, one that never got the weights, reverts to old ones or does not apply an
+adapter has 0. What differs between the two sides by design (precision, kernels) cancels in the moves. A verdict waits
+until the trainer's moves are so much larger than the noise of the precision that the slope is certain. Checksums of a
+transfer (`verl.weight_sync.verify`) say what arrived; this says what is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verl.config import Config
+from verl.config.layout import reference_is_base
+from verl.engine.registry import float_name
+from verl.engine.rollout.base import Completion, SamplingParams
+from verl.trainer.parts import Parts
+from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
+from verl.weight_sync.verify import WeightSyncError
+
+ROWS, PREFIX, DRAWN = 8, 32, 2
+"""Rows of the probe, the most tokens of a response that a row begins with, and tokens drawn after them."""
+UNSURE = -0.7
+"""A row ends where the token that was drawn had about this log-prob: where every token is certain nothing moves."""
+SHARE = 0.01
+"""Of the run's time for the probe: a push that comes too soon after the last probe is left out."""
+NOISE = {"float32": (1e-5, 1e-4), "half": (3e-3, 3e-2)}
+"""Least and most difference of both sides under the same weights that is taken for rounding, in nats, by precision."""
+CERTAIN = 16
+"""The moves are judged when their norm is so many times the noise: the slope is then known to 0.1. Tokens may move
+apart by as many times the noise."""
+FOLLOWS = 0.3
+FEWEST = ROWS * DRAWN // 4
+"""Comparable tokens below which the probe starts anew, with rows of the next step."""
+
+Drawn = tuple[np.ndarray, np.ndarray]
+"""Tokens int64 [DRAWN] and their log-probs float32 [DRAWN], both shorter where the sampler gave fewer."""
+_NONE = np.zeros(0, np.int64)
+
+
+class SamplerDoesNotFollow(RuntimeError):
+    """The trainer's log-probs have moved and the sampler's have not moved with them."""
+
+    explained = True
+
+
+@dataclass(slots=True)
+class ProbeRow:
+    """A start of a response and what the sampler drew after it.
+
+    drawn int64 [DRAWN]; sampler, trainer: float32 [DRAWN], their log-probs under the first weights; None before
+    """
+
+    ids: np.ndarray
+    media: Media | None
+    seed: int
+    drawn: np.ndarray = field(default_factory=lambda: _NONE)
+    sampler: np.ndarray = field(default_factory=lambda: _NONE)
+    trainer: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Moves of the comparable tokens since the probe's first weights, float64 [N], and the noise of one of them.
+
+    A token whose experts change by rounding moves by any amount, on one side alone: moves count up to twice the median,
+    and of what remains between the sides the largest fifth does not count.
+    """
+
+    trainer: np.ndarray
+    sampler: np.ndarray
+    noise: float
+
+    def _limited(self) -> tuple[np.ndarray, np.ndarray]:
+        limit = 2 * float(np.median(np.abs(self.trainer))) if len(self.trainer) else 0.0
+        return np.clip(self.trainer, -limit, limit), np.clip(self.sampler, -limit, limit)
+
+    @property
+    def certain(self) -> bool:
+        """True when the trainer has moved enough for a verdict."""
+        return float(np.linalg.norm(self._limited()[0])) >= CERTAIN * self.noise
+
+    @property
+    def slope(self) -> float:
+        """How much of the trainer's moves the sampler made; nan where there is none."""
+        trainer, sampler = self._limited()
+        total = float(trainer @ trainer)
+        return float(trainer @ sampler) / total if total else float("nan")
+
+    @property
+    def follows(self) -> bool:
+        """False when it is certain that the sampler has not followed, or when a fifth of its tokens have moved apart."""
+        if len(self.trainer) < FEWEST:
+            return True
+        apart = float(np.quantile(np.abs(self.sampler - self.trainer), 0.8))
+        return (not self.certain or self.slope >= FOLLOWS) and apart < CERTAIN * self.noise
+
+    def metrics(self) -> dict[str, float]:
+        """training/sync_proof/*."""
+        moved = float(np.sqrt(np.mean(self.trainer**2))) if len(self.trainer) else 0.0
+        worst = float(np.abs(self.sampler - self.trainer).max(initial=0.0))
+        named = {"tokens": len(self.trainer), "moved": moved, "apart": worst}
+        if self.certain:
+            named["slope"] = self.slope
+        return {f"training/sync_proof/{name}": value for name, value in named.items()}
+
+
+class SyncProbe:
+    """Of one run. Calls come in the order begin, before_update, before_push, after_push of each step."""
+
+    def __init__(self, config: Config, parts: Parts):
+        rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+        self._parts, self._mode = parts, config.trainer.sync_proof
+        # Greedy tokens stay the same for longest; their log-probs are those at temperature 1.
+        self._temperature = 0.0 if rollout.temperature == 1 else float(rollout.temperature)
+        trainer = parts.workers.policy.compute_dtype
+        names = [float_name(rollout.dtype or trainer), float_name(trainer)]
+        self._bounds = NOISE["float32" if names == ["float32"] * 2 else "half"]
+        # Replayed routes come with the responses: a probe has none, and its experts may differ by rounding.
+        replays = actor.router_replay.mode != "disabled"
+        self._adapted = reference_is_base(config)
+        self._on = self._mode != "off" and rollout.temperature > 0 and not replays and not rollout.quantization
+        self._rows: list[ProbeRow] = []
+        self._level = True  # both sides have the same weights
+        self._now: list[np.ndarray] | None = None
+        self._problem = ""
+        self._seconds, self._ended = 0.0, -math.inf
+
+    def begin(self, batch: Batch) -> None:
+        """Take rows of the step's batch, unless there are some; the sampler is awake."""
+        if not self._on or self._rows or not self._level:
+            return
+        usable = (s for s in batch.segments if s.rollout_log_probs is not None and s.response_mask[:PREFIX].any())
+        shortest = sorted(usable, key=lambda s: len(s.context_ids))[: 4 * ROWS]
+        by_prompt = {id(s): s for s in [*{s.uid: s for s in shortest}.values(), *shortest]}  # first one of each prompt
+        distinct = list(by_prompt.values())[:ROWS]
+        rows = []
+        for number, segment in enumerate(distinct):
+            mask = np.asarray(segment.response_mask[:PREFIX], bool)
+            unsure = np.abs(segment.rollout_log_probs[:PREFIX] - UNSURE)
+            ids = np.concatenate(
+                [segment.context_ids, segment.response_ids[: np.argmin(np.where(mask, unsure, np.inf))]]
+            )
+            rows.append(
+                ProbeRow(ids.astype(np.int64), None if segment.media is None else _copied(segment.media), number)
+            )
+        with self._parts.phases("sync_proof"):
+            for row, (drawn, log_probs) in zip(rows, self._sample(rows), strict=True):
+                row.drawn, row.sampler = drawn, log_probs
+        self._rows = [row for row in rows if len(row.drawn)]
+
+    def before_update(self) -> None:
+        """The trainer's log-probs under the probe's first weights."""
+        if self._rows and self._level and self._rows[0].trainer is None:
+            for row, values in zip(self._rows, self._score(), strict=True):
+                row.trainer = values
+        self._level = False
+
+    def before_push(self) -> None:
+        """The trainer's log-probs under the weights that are about to be pushed."""
+        if self._rows and time.monotonic() - self._ended >= self._seconds / SHARE:
+            self._seconds = time.monotonic()
+            self._now = self._score()
+            self._seconds = time.monotonic() - self._seconds
+
+    def after_push(self, version: int) -> dict[str, float]:
+        """Compare; the sampler is awake and has no other request. Returns metrics; `check` raises later."""
+        self._level = True
+        now, self._now = self._now, None
+        if now is None:
+            return {}
+        begun = time.monotonic()
+        with self._parts.phases("sync_proof"):
+            moves = self._moves(now, self._sample(self._rows))
+        self._ended = time.monotonic()
+        self._seconds += self._ended - begun
+        if not moves.follows:
+            self._problem = self._report(version, moves)
+        if len(moves.trainer) < FEWEST:
+            self._rows = []
+        return moves.metrics()
+
+    def check(self) -> None:
+        """SamplerDoesNotFollow if the last push shows it; with trainer.sync_proof=warn an event and a notice."""
+        problem, self._problem = self._problem, ""
+        if problem and self._mode == "error":
+            raise SamplerDoesNotFollow(problem)
+        if problem:
+            self._parts.tracking.event("sampler_does_not_follow", message=problem)
+
+    def _moves(self, now: list[np.ndarray], sampled: list[Drawn]) -> Moves:
+        """Of the tokens that the sampler draws again, up to the first other one of each row."""
+        trainer, sampler, apart = [], [], []
+        for row, values, (drawn, log_probs) in zip(self._rows, now, sampled, strict=True):
+            assert row.trainer is not None
+            most = min(len(row.drawn), len(drawn))
+            same = int(np.cumprod(row.drawn[:most] == drawn[:most]).sum())
+            trainer.append(values[:same].astype(np.float64) - row.trainer[:same])
+            sampler.append(log_probs[:same].astype(np.float64) - row.sampler[:same])
+            apart.append(row.sampler[:same] - row.trainer[:same])
+        rounding = np.abs(np.concatenate(apart))
+        noise = 1.5 * float(np.median(rounding)) if len(rounding) else 0.0
+        return Moves(np.concatenate(trainer), np.concatenate(sampler), float(np.clip(noise, *self._bounds)))
+
+    def _report(self, version: int, moves: Moves) -> str:
+        """What is wrong, found by a second push of which every byte is compared."""
+        facts = f"the trainer's log-probs of {len(moves.trainer)} tokens have moved, and the sampler's by"
+        facts = f"weights of version {version}: {facts} {max(0.0, moves.slope):.0%} of that"
+        colocation = self._parts.colocation
+        colocation.to_training()
+        try:
+            assert self._parts.workers.weight_sync is not None
+            self._parts.workers.weight_sync.push(version, verify=True)
+            again = self._score()
+        except WeightSyncError as error:
+            return f"{facts}. Not all of them reached it: {error}"
+        finally:
+            colocation.to_sampling()
+        if self._moves(again, self._sample(self._rows)).follows:
+            return (
+                f"{facts}. A second push reached it, so the first was lost or undone when the sampler woke: report it"
+            )
+        adapter = "the adapter is not applied, or " if self._adapted else ""
+        return (
+            f"{facts}. All weights arrived and it does not compute with them ({adapter}a copy or a cache made from "
+            "earlier weights is in use): report it, and try rollout.name=native; trainer.sync_proof=warn goes on"
+        )
+
+    def _score(self) -> list[np.ndarray]:
+        """The trainer's log-probs of the drawn tokens, row by row."""
+        batch = Batch(
+            Trajectory(
+                Prompt(f"sync_proof:{number}", row.ids, None),
+                0,
+                segments=[Segment(row.ids, row.drawn, np.ones(len(row.drawn), bool), media=row.media)],
+            )
+            for number, row in enumerate(self._rows)
+        )
+        policy = self._parts.workers.policy
+        with self._parts.phases("sync_proof"), self._parts.colocation.computing(policy):
+            policy.forward(batch, "sync_proof", {"log_probs": "old_log_probs"})
+        return [np.array(trajectory.old_log_probs) for trajectory in batch]
+
+    def _sample(self, rows: list[ProbeRow]) -> list[Drawn]:
+        """What the sampler draws after each row, of the same random numbers every time; nothing where it fails."""
+        sampler = self._parts.workers.sampler
+
+        async def ask(row: ProbeRow) -> Completion:
+            sampling = SamplingParams(DRAWN, temperature=self._temperature, seed=row.seed, ignore_eos=True)
+            return await sampler.generate(
+                row.ids, sampling, request_id=f"sync_proof:{row.seed}", group=f"sync_proof:{row.seed}", media=row.media
+            )
+
+        async def together() -> list[Completion | BaseException]:
+            return await asyncio.gather(*(ask(row) for row in rows), return_exceptions=True)
+
+        results = self._parts.loop.run(together())
+        return [(r.token_ids, r.log_probs) if isinstance(r, Completion) else (_NONE, _NONE) for r in results]
+
+
+def _copied(media: Media) -> Media:
+    """The same images, kept when the step's are dropped."""
+    parts = tuple(_copied(part) for part in media.parts)
+    return Media(media.inputs, media.tokens, small=media.small, token=media.token, parts=parts)
