@@ -38,7 +38,7 @@ def run(server: ForkServer, tiny: TinyRun, folder: Path, fault: str, *words: str
     (folder / "probe_plugin.py").write_text(PROBED + fault)
     short = ("trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.test_freq=-1", "data.val_files=null")
     more = ("actor_rollout_ref.model.external_lib=probe_plugin", "actor_rollout_ref.actor.optim.lr=1e-4", *words)
-    done = server.run(tiny.overrides(folder / "out", *short, *more), PYTHONPATH=str(folder))
+    done = server.run(tiny.overrides(folder / "out", *short, *more), timeout=300, PYTHONPATH=str(folder))
     lines = map(json.loads, (folder / "out/metrics.jsonl").read_text().splitlines())
     prefix = "training/sync_proof/"
     steps = [{k.removeprefix(prefix): v for k, v in r.items() if k.startswith(prefix)} for r in lines if "step" in r]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import vllm_processes
+from tests.integration.test_sync_probe import run as probed
 from tests.integration.test_vllm_weights import PROMPTS, TEMPERATURE, difference, rows
 from tests.runs import TinyRun, records
 from tests.unit.engine.training.engine_cases import simple_loss
@@ -81,3 +82,22 @@ def test_two_steps_as_a_user_starts_them(fork_server, tmp_path: Path, arch: str)
     for step in (1, 2):
         assert found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4
         assert found[step]["actor/grad_norm"] > 0
+
+
+UNBOUND = """
+from verl.engine.rollout.vllm.engine import VLLMEngine
+
+VLLMEngine._adapter_request = property(lambda self: None, lambda self, value: None)
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long
+def test_an_adapter_that_is_not_applied_ends_the_run(fork_server, tmp_path: Path) -> None:
+    """The first batch agrees all the same, because a new adapter adds nothing; the first push shows it."""
+    tiny = TinyRun(tmp_path)
+    tiny.model = vllm_model(tmp_path / "heads", "qwen2", tied=True)
+    words = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.optim.lr=1e-3", "trainer.test_freq=-1")
+    status, stderr, steps = probed(fork_server, tiny, tmp_path, UNBOUND, "actor_rollout_ref.model.lora_rank=4", *words)
+    assert status == 1 and "the adapter is not applied" in stderr, stderr[-3000:]
+    assert len(steps) == 1 and abs(steps[0]["slope"]) < 0.01
