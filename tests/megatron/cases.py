@@ -59,11 +59,37 @@ def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def _build(path: Path, sizes: dict[str, Any], **more: Any) -> Any:
+def prepare() -> None:
+    """For a rank that builds an engine."""
     import tests.megatron_on_cpu  # noqa: F401 — before megatron-core
-    from verl.engine.training.megatron.engine import MegatronEngine
 
     multiprocessing.current_process()._config["daemon"] = False  # megatron-core's checkpoints are written by children
+
+
+def optimizer_state(engine: Any) -> dict[str, torch.Tensor]:
+    """Copies of this rank's share, by number."""
+    parts = getattr(engine._optimizer, "chained_optimizers", None) or [engine._optimizer]
+    groups = [(part.optimizer.state, group["params"]) for part in parts for group in part.optimizer.param_groups]
+    states = [state[parameter] for state, parameters in groups for parameter in parameters]
+    return {f"{n}/{k}": torch.as_tensor(v).clone() for n, state in enumerate(states) for k, v in state.items()}
+
+
+def gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Copies under Hugging Face names; not with the distributed optimizer on several data-parallel ranks."""
+    parameters = [p for chunk in engine._model.chunks for p in chunk.parameters()]
+    weights = [p.data for p in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad
+    exported = copied(engine)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data = weight
+    return exported
+
+
+def _build(path: Path, sizes: dict[str, Any], **more: Any) -> Any:
+    prepare()
+    from verl.engine.training.megatron.engine import MegatronEngine
+
     optim = OPTIM | {"override_optimizer_config": {"adam_eps": EPS}}
     role = ROLE | {"optim": optim, "megatron": {"dtype": "float32", **sizes, **more}}
     engine = MegatronEngine(path, role_cfg=role, device="cpu", topk=4)

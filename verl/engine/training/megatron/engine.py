@@ -124,7 +124,7 @@ class MegatronEngine(TrainingEngine):
     def _batches(self, rows: Sequence[Segment], batching: MicroBatching) -> list[ModelBatch]:
         """As many on every rank, without rows where this one has fewer."""
         chunks = split_rows(rows, batching)
-        count = max(all_gather_json(len(chunks)))
+        count = max(1, *all_gather_json(len(chunks)))
         stages = self.sizes.pipeline if self.sizes.virtual else 1
         count = -(-count // stages) * stages  # the interleaved schedule takes micro-batches in rounds of all stages
         chunks += [[] for _ in range(count - len(chunks))]

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from verl.config.schema.base import setting
 from verl.engine.training.megatron import bridge as bridges
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
-from verl.engine.training.weight_files import FILE_BYTES, describe, write_file
+from verl.engine.training.weight_files import FILE_BYTES, describe, refuse_non_finite, write_file
 from verl.errors import UserError
 from verl.models.pretrained import build_model, load_config
 
@@ -57,7 +57,7 @@ def build(
         wrap_with_ddp=False, bf16=dtype == torch.bfloat16, post_model_creation_callbacks=[_prepare(head, hf_config)]
     )
     for chunk in plain:
-        chunk.to(device)
+        chunk.to(device).requires_grad_(trainable)
     chunks = [_wrapped(chunk, megatron, number) for number, chunk in enumerate(plain)] if trainable else plain
     tied = bool(getattr(hf_config, "tie_word_embeddings", False)) and head == "lm"
     outline = build_model(path, model_cfg, head=head)
@@ -161,7 +161,10 @@ def move_weights(chunks: Sequence[Any], device: torch.device) -> None:
 
 @torch.no_grad()
 def save(model: MegatronModel, directory: Path, serving_dtype: str) -> None:
-    """Write a Hugging Face directory. Every rank sees every tensor; they write files in turn. Collective."""
+    """Write a Hugging Face directory. Every rank sees every tensor; they write files in turn. Collective. UserError for
+    weights that are not finite."""
+    for chunk in model.chunks:
+        refuse_non_finite(chunk)
     on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
     ranks, files, size = dist.get_world_size(), 0, 0
     mine: dict[str, torch.Tensor] = {}
