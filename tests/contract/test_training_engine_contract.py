@@ -311,7 +311,10 @@ def of_another_model(path: Path, smaller: Path, folder: Path) -> str:
 
 def test_optimizer_state_of_another_model_is_refused(on: Run, tmp_path: Path) -> None:
     paths = tiny_model(tmp_path / "m"), tiny_model(tmp_path / "s", num_hidden_layers=1)
-    assert all("does not have" in message or "cannot read" in message for message in on(of_another_model, *paths, tmp_path / "o"))
+    assert all(
+        "does not have" in message or "cannot read" in message
+        for message in on(of_another_model, *paths, tmp_path / "o")
+    )
 
 
 # -- which engine -------------------------------------------------------------------------------------------
