@@ -1,16 +1,24 @@
-"""strategy=megatron from the command line: ranks behind Ray, checkpoints and resume, a critic, supervised training."""
+"""strategy=megatron from the command line: ranks behind Ray, checkpoints and resume, a critic, supervised training, an
+asynchronous run, vLLM as the sampler, a rank that is killed."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests import ranks
+from tests.chaos.ray_runs import LIMIT_S, events, last_word, pid_of, steps_logged
 from tests.megatron.cases import NEEDS_MEGATRON
-from tests.runs import TinyRun, main_ppo, records
+from tests.runs import TinyRun, environment, main_ppo, records
 from tests.tiny import tiny_model
 from tests.unit.trainer import test_sft_trainer as sft
+from tests.vllm_cases import require_vllm, vllm_model
 
 pytestmark = [NEEDS_MEGATRON, pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = str(Path(__file__).parents[2])
@@ -54,6 +62,45 @@ def test_a_critic_on_two_stages(tiny: TinyRun, tmp_path: Path) -> None:
     words += ("critic.model.external_lib=tests.megatron_on_cpu", f"{ACTOR}.pipeline_model_parallel_size=2")
     seen = train(tiny, tmp_path / "out", *words, "critic.megatron.pipeline_model_parallel_size=2")
     assert seen[2]["critic/vf_loss"] > 0 and seen[2]["critic/grad_norm"] > 0
+
+
+def test_vllm_samples_with_the_weights_of_two_ranks(tmp_path: Path) -> None:
+    require_vllm()
+    tiny = TinyRun(tmp_path / "tiny")
+    tiny.model = vllm_model(tmp_path / "heads", tied=True)
+    words = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    words += [f"{ACTOR}.tensor_model_parallel_size=2", "trainer.verify_weight_sync=True", "trainer.save_freq=-1"]
+    seen = train(tiny, tmp_path / "out", *words)
+    assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+
+
+def test_an_asynchronous_run(tiny: TinyRun, tmp_path: Path) -> None:
+    """A rank trains, and a sampler on a device of its own is a step ahead; the learning rate is 0, so they agree."""
+    words = ["actor_rollout_ref.actor.optim.lr=0", "trainer.max_staleness=1", "trainer.n_gpus_per_node=1"]
+    words += ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+    seen = train(tiny, tmp_path / "out", *words, "trainer.verify_weight_sync=True")
+    assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+    assert seen[2]["training/off_policy/trajectory_staleness_worst/max"] == 1
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tiny: TinyRun, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = tiny.overrides(out, *WORDS, f"{ACTOR}.pipeline_model_parallel_size=2", "trainer.total_training_steps=99")
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-name=ppo_megatron_trainer", *words]
+    with (
+        (tmp_path / "run.log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment(PYTHONPATH=ROOT)) as run,
+    ):
+        try:
+            until = time.monotonic() + 240
+            while steps_logged(out) < 1 and run.poll() is None and time.monotonic() < until:
+                time.sleep(0.2)
+            os.kill(pid := pid_of(out, "training worker 1"), signal.SIGKILL)
+            assert run.wait(LIMIT_S) == 1
+        finally:
+            run.kill()
+    assert "training worker 1 " in last_word(out) and f"process {pid}) died in" in last_word(out)
+    assert "training worker 1 " in events(out, "worker_died")[-1]["error"]
 
 
 def supervised(argv: list[str]) -> int:
