@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import ranks
 from tests.unit.engine.training.engine_cases import BOTH, simple_loss
@@ -86,13 +87,13 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
     return exported
 
 
-def _build(path: Path, sizes: dict[str, Any], **more: Any) -> Any:
+def _build(path: Path, sizes: dict[str, Any], *, model_cfg: Any = None, **more: Any) -> Any:
     prepare()
     from verl.engine.training.megatron.engine import MegatronEngine
 
     optim = OPTIM | {"override_optimizer_config": {"adam_eps": EPS}}
     role = ROLE | {"optim": optim, "megatron": {"dtype": "float32", **sizes, **more}}
-    engine = MegatronEngine(path, role_cfg=role, device="cpu", topk=4)
+    engine = MegatronEngine(path, model_cfg=model_cfg, role_cfg=role, device="cpu", topk=4)
     engine.schedule(STEPS)
     return engine
 
@@ -150,13 +151,19 @@ def _offloaded(path: Path, sizes: dict[str, Any]) -> dict[str, torch.Tensor]:
     return copied(engine)
 
 
-def with_fsdp(path: Path) -> dict[str, Any]:
-    """The FSDP engine's outputs and steps, on one rank without stand-ins."""
+def _fsdp(path: Path, *, model_cfg: Any = None, **role: Any) -> Any:
+    """The FSDP engine with the same settings."""
     from verl.engine.training.fsdp.engine import FSDPEngine
 
     optim = OPTIM | {"override_optimizer_config": {"eps": EPS}}
-    engine = FSDPEngine(path, role_cfg=ROLE | {"optim": optim}, device="cpu", topk=4)
+    engine = FSDPEngine(path, model_cfg=model_cfg, role_cfg=ROLE | {"optim": optim} | role, device="cpu", topk=4)
     engine.schedule(STEPS)
+    return engine
+
+
+def with_fsdp(path: Path) -> dict[str, Any]:
+    """The FSDP engine's outputs and steps, on one rank without stand-ins."""
+    engine = _fsdp(path)
     seen = {"start": copied(engine), "outputs": outputs(engine)}
     results = [learn(engine) for _ in range(STEPS)]
     seen["metrics"], seen["norms"] = [r.metrics for r in results], [r.grad_norm for r in results]
@@ -167,3 +174,49 @@ def in_bfloat16(path: Path) -> tuple[dict[str, Any], float]:
     """Outputs and the gradient norm of a step with weights in bfloat16."""
     engine = _build(path, {}, dtype="bfloat16")
     return outputs(engine), learn(engine).grad_norm
+
+
+# -- adapters ------------------------------------------------------------------------------------------------
+
+
+def _disturb(engine: Any) -> None:
+    """Give B values, where an adapter does nothing, the same in all layouts and both engines."""
+    from verl.models.adapters import PlainView
+
+    parts: list[tuple[str, Any]] = list(PlainView(engine.module).adapter_state().items())
+    for chunk in getattr(engine._model, "chunks", []):
+        parts += chunk.module.adapters.named()
+    size = engine.sizes.tensor if hasattr(engine, "sizes") else 1
+    rank = dist.get_rank() if size > 1 else 0
+    for name, weight in parts:
+        if ".lora_B." in name:
+            rows = weight.shape[0] * (size if getattr(weight, "tensor_model_parallel", False) else 1)
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            full = torch.randn(rows, weight.shape[1], generator=generator) * 0.2
+            weight.data.copy_(full.chunk(size)[rank] if rows > len(weight) else full)
+
+
+def adapt(path: Path, strategy: str, sizes: dict[str, Any], lora: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What is compared of an engine with an adapter."""
+
+    def build() -> Any:
+        return _fsdp(path, model_cfg=lora) if strategy == "fsdp" else _build(path, sizes, model_cfg=lora)
+
+    engine = build()
+    seen: dict[str, Any] = {"adapter": {n: t.clone() for n, t in engine.adapter_weights()}}
+    _disturb(engine)
+    if strategy == "megatron":
+        engine._optimizer.reload_model_params()
+    seen |= {"rows": mine(engine)[0], "holds": engine.holds_outputs, "outputs": outputs(engine)}
+    with engine.without_adapter():
+        seen["base"] = outputs(engine)
+    results = [learn(engine) for _ in range(STEPS - 1)]
+    engine.save_weights(folder / "actor")
+    engine.save_optimizer(folder / "optimizer")
+    results.append(learn(engine))
+    other = build()
+    other.load_weights(folder / "actor")
+    other.load_optimizer(folder / "optimizer")
+    learn(other)
+    seen["resumed"] = identical(copied(engine), copied(other))
+    return seen | {"norms": [r.grad_norm for r in results], "weights": copied(engine)}

@@ -52,6 +52,21 @@ def test_a_run_goes_on_at_another_layout(tiny: TinyRun, tmp_path: Path) -> None:
     assert all(seen[step]["actor/grad_norm"] > 0 for step in seen) and seen[3]["actor/kl_loss"] > 0
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_adapters_and_the_base_as_reference(tiny: TinyRun, tmp_path: Path, size: int) -> None:
+    pytest.importorskip("peft")
+    words = [
+        "actor_rollout_ref.model.lora.rank=4",
+        "actor_rollout_ref.model.lora.target_modules=[linear_qkv,linear_fc2]",
+    ]
+    words += ["actor_rollout_ref.actor.use_kl_loss=True", "trainer.verify_weight_sync=True"]
+    words += [f"{ACTOR}.tensor_model_parallel_size={size}", f"trainer.n_gpus_per_node={size}"]
+    seen = train(tiny, tmp_path / "out", *words)
+    assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+    assert seen[2]["actor/kl_loss"] > 0
+    assert (tmp_path / "out/global_step_2/actor/lora_adapter/adapter_model.safetensors").is_file()
+
+
 def test_experts_on_two_ranks(tmp_path: Path) -> None:
     seen = train(TinyRun(tmp_path / "moe", "qwen3_moe"), tmp_path / "out", f"{ACTOR}.expert_model_parallel_size=2")
     assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))

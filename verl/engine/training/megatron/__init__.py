@@ -45,7 +45,8 @@ class Megatron(TrainingEngineRecord):
         root = f"{path}." if path else ""
         values = {field: setting(group, key) for field, key in _KEYS.items()}
         keys = {field: f"{root}{inner}{key}" for field, key in _KEYS.items()}
-        return Placement(keys=keys, **{field: value for field, value in values.items() if value is not None})
+        values = {field: value for field, value in values.items() if value is not None}
+        return Placement(keys=keys, cuts_adapters=True, **values)
 
     def misfits(self, placement: Placement, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """See `TrainingEngineRecord.misfits`."""
@@ -68,11 +69,8 @@ class Megatron(TrainingEngineRecord):
         facts, role = check.facts, config.select("actor_rollout_ref.actor") or config.select("engine")
         if facts is not None and (facts.vision or facts.name not in FAMILIES):
             check.refuse("strategy=megatron", f"models of type {facts.name} are not converted here; {_ELSEWHERE}")
-        for prefix in ("actor_rollout_ref.model", "model", "critic.model"):
-            if (config.select(f"{prefix}.lora_rank") or 0) > 0:
-                check.refuse(
-                    f"{prefix}.lora_rank", f"strategy=megatron trains no adapters in this release; {_ELSEWHERE}"
-                )
+        if (config.select("critic.model.lora_rank") or 0) > 0 and config.select("critic.strategy") == self.name:
+            check.refuse("critic.model.lora_rank", f"strategy=megatron trains no adapters of critics; {_ELSEWHERE}")
         if setting(role, "router_replay.mode", "disabled") != "disabled":
             check.refuse(
                 "router_replay.mode", f"strategy=megatron does not replay routes in this release; {_ELSEWHERE}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement
+from verl.engine.training import lora
 from verl.engine.training.base import LOG_PROBS, MicroBatch, MicroLoss, TrainingEngine, TrainStepResult
 from verl.engine.training.megatron import ENGINE
 from verl.engine.training.megatron import bridge as weights
@@ -42,6 +44,7 @@ from verl.engine.training.optimizer import StepAccumulator, optim_config
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
 from verl.engine.training.settings import compute_dtype, micro_batching
+from verl.engine.training.weight_files import refuse_non_finite
 from verl.errors import UserError
 from verl.models.pretrained import serving_dtype
 from verl.platform import Platform, detect
@@ -105,6 +108,7 @@ class MegatronEngine(TrainingEngine):
         group = role_cfg if log_prob_cfg is None else log_prob_cfg
         prefix = "ppo" if setting(group, "log_prob_max_token_len_per_gpu") is None else "log_prob"
         self.forward_batching = self._micro_batching(group, prefix)
+        self._adapter_only = bool(setting(role_cfg, "checkpoint.save_lora_only", False))
         self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
         self._at_home = True
 
@@ -313,10 +317,23 @@ class MegatronEngine(TrainingEngine):
 
     # -- weights and state -----------------------------------------------------------------------------------
 
+    @property
+    def adapted(self) -> bool:
+        """See `TrainingEngine.adapted`."""
+        return self._model.adapter is not None
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """See `TrainingEngine.without_adapter`."""
+        return super().without_adapter() if self._model.adapter is None else self._model.adapter.off()
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainingEngine.adapter_weights`; float32, every rank gets every tensor."""
+        return super().adapter_weights() if self._model.adapter is None else self._model.adapter.tensors()
+
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainingEngine.named_weights`; float32, every rank gets every tensor."""
-        for name, exported in weights.export(self._model.bridge, self._model.chunks):
+        for name, exported in self._model.exported():
             tensor = exported.float()
             yield name, tensor
             if name == "model.embed_tokens.weight" and self._model.tied:
@@ -324,11 +341,22 @@ class MegatronEngine(TrainingEngine):
 
     def save_weights(self, directory: Path) -> None:
         """See `TrainingEngine.save_weights`; ranks write files in turn."""
-        models.save(self._model, Path(directory), self._serving_dtype)
+        directory, adapter = Path(directory), self._model.adapter
+        for chunk in self._model.chunks:
+            refuse_non_finite(chunk)
+        if adapter is not None:
+            adapter.save(directory)
+        if adapter is None or not self._adapter_only:
+            models.save(self._model, directory, self._serving_dtype)
 
     def load_weights(self, directory: Path) -> None:
         """See `TrainingEngine.load_weights`; whatever the layout that wrote it."""
-        on_all_ranks(lambda: models.load(self._model, Path(directory)))
+        directory = Path(directory)
+        if self._model.adapter is not None:
+            self._model.adapter.load(directory)
+        else:
+            on_all_ranks(lambda: lora.refuse_adapter_checkpoint(directory))
+            on_all_ranks(lambda: models.load(self._model, directory))
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
 

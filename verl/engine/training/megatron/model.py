@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config, unwrap_model
 
 from verl.config.schema.base import setting
+from verl.engine.training.lora import LoraSettings
 from verl.engine.training.megatron import bridge as bridges
+from verl.engine.training.megatron.adapter import MegatronAdapter
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
-from verl.engine.training.weight_files import FILE_BYTES, describe, refuse_non_finite, write_file
+from verl.engine.training.weight_files import FILE_BYTES, describe, write_file
 from verl.errors import UserError
 from verl.models.pretrained import build_model, load_config
 
@@ -34,6 +36,13 @@ class MegatronModel:
     dtype: torch.dtype
     vocabulary: int
     tied: bool
+    adapter: MegatronAdapter | None = None
+
+    def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors under Hugging Face names on every rank, the adapter merged. Collective."""
+        if self.adapter is not None:
+            return self.adapter.merged()
+        return bridges.export(self.bridge, [unwrap_model(chunk) for chunk in self.chunks])
 
 
 def build(
@@ -58,11 +67,15 @@ def build(
     )
     for chunk in plain:
         chunk.to(device).requires_grad_(trainable)
-    chunks = [_wrapped(chunk, megatron, number) for number, chunk in enumerate(plain)] if trainable else plain
     tied = bool(getattr(hf_config, "tie_word_embeddings", False)) and head == "lm"
     outline = build_model(path, model_cfg, head=head)
-    model = MegatronModel(bridge, chunks, outline, dtype, hf_config.get_text_config().vocab_size, tied)
+    model = MegatronModel(bridge, plain, outline, dtype, hf_config.get_text_config().vocab_size, tied)
     on_all_ranks(lambda: load(model, Path(path)))
+    lora = LoraSettings.of(model_cfg, str(path)) if trainable else None
+    if lora is not None:
+        model.adapter = MegatronAdapter(outline, lora, seed, bridge, plain, dtype)
+    if trainable:
+        model.chunks = [_wrapped(chunk, megatron, number) for number, chunk in enumerate(plain)]
     return model
 
 
@@ -161,15 +174,11 @@ def move_weights(chunks: Sequence[Any], device: torch.device) -> None:
 
 @torch.no_grad()
 def save(model: MegatronModel, directory: Path, serving_dtype: str) -> None:
-    """Write a Hugging Face directory. Every rank sees every tensor; they write files in turn. Collective. UserError for
-    weights that are not finite."""
-    for chunk in model.chunks:
-        refuse_non_finite(chunk)
+    """Write a Hugging Face directory. Every rank sees every tensor; they write files in turn. Collective."""
     on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
     ranks, files, size = dist.get_world_size(), 0, 0
     mine: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
-    chunks = [unwrap_model(chunk) for chunk in model.chunks]
 
     def close() -> None:
         nonlocal files, size, mine
@@ -179,7 +188,7 @@ def save(model: MegatronModel, directory: Path, serving_dtype: str) -> None:
         weight_map.update(dict.fromkeys(tensors, file))
         files, size = files + 1, 0
 
-    for name, tensor in bridges.export(model.bridge, chunks):
+    for name, tensor in model.exported():
         if size and size + tensor.numel() * tensor.element_size() > FILE_BYTES:
             close()
         size += tensor.numel() * tensor.element_size()
