@@ -87,12 +87,12 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
     return exported
 
 
-def _build(path: Path, sizes: dict[str, Any], *, model_cfg: Any = None, **more: Any) -> Any:
+def _build(path: Path, sizes: dict[str, Any], *, model_cfg: Any = None, role: Any = None, **more: Any) -> Any:
     prepare()
     from verl.engine.training.megatron.engine import MegatronEngine
 
     optim = OPTIM | {"override_optimizer_config": {"adam_eps": EPS}}
-    role = ROLE | {"optim": optim, "megatron": {"dtype": "float32", **sizes, **more}}
+    role = ROLE | {"optim": optim, "megatron": {"dtype": "float32", **sizes, **more}} | (role or {})
     engine = MegatronEngine(path, model_cfg=model_cfg, role_cfg=role, device="cpu", topk=4)
     engine.schedule(STEPS)
     return engine
@@ -151,12 +151,13 @@ def _offloaded(path: Path, sizes: dict[str, Any]) -> dict[str, torch.Tensor]:
     return copied(engine)
 
 
-def _fsdp(path: Path, *, model_cfg: Any = None, **role: Any) -> Any:
+def _fsdp(path: Path, *, model_cfg: Any = None, role: Any = None) -> Any:
     """The FSDP engine with the same settings."""
     from verl.engine.training.fsdp.engine import FSDPEngine
 
     optim = OPTIM | {"override_optimizer_config": {"eps": EPS}}
-    engine = FSDPEngine(path, model_cfg=model_cfg, role_cfg=ROLE | {"optim": optim} | role, device="cpu", topk=4)
+    role = ROLE | {"optim": optim} | (role or {})
+    engine = FSDPEngine(path, model_cfg=model_cfg, role_cfg=role, device="cpu", topk=4)
     engine.schedule(STEPS)
     return engine
 
@@ -220,3 +221,24 @@ def adapt(path: Path, strategy: str, sizes: dict[str, Any], lora: dict[str, Any]
     learn(other)
     seen["resumed"] = identical(copied(engine), copied(other))
     return seen | {"norms": [r.grad_norm for r in results], "weights": copied(engine)}
+
+
+# -- router replay -------------------------------------------------------------------------------------------
+
+
+def replay(path: Path, strategy: str, sizes: dict[str, Any], recompute: bool) -> dict[str, Any]:
+    """A pass and steps that follow given experts, then the experts that a pass of the engine's own records."""
+    from tests.invariant.test_router_replay import routed_rows
+
+    role = {"router_replay": {"mode": "R3"}, "ppo_micro_batch_size_per_gpu": 2}
+    model_cfg = {"enable_gradient_checkpointing": recompute}
+    build = _fsdp if strategy == "fsdp" else _build
+    engine = build(path, **({} if strategy == "fsdp" else {"sizes": sizes}), model_cfg=model_cfg, role=role)
+    rows = routed_rows()[engine.dp_rank :: engine.dp_size]
+    seen: dict[str, Any] = {"holds": engine.holds_outputs, "outputs": engine.forward(rows, temperature=0.8)}
+    results = [engine.step(rows, simple_loss(34), temperature=0.8) for _ in range(2)]
+    assert not any(result.refused for result in results)
+    seen |= {"metrics": [r.metrics for r in results], "weights": copied(engine)}
+    recorded = engine.forward(rows, ("log_probs", "routed_experts"), temperature=0.8)
+    seen["recorded"] = recorded, [(row.routed_experts, row.context_columns["routed_experts"]) for row in rows]
+    return seen

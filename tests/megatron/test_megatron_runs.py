@@ -67,9 +67,17 @@ def test_adapters_and_the_base_as_reference(tiny: TinyRun, tmp_path: Path, size:
     assert (tmp_path / "out/global_step_2/actor/lora_adapter/adapter_model.safetensors").is_file()
 
 
-def test_experts_on_two_ranks(tmp_path: Path) -> None:
-    seen = train(TinyRun(tmp_path / "moe", "qwen3_moe"), tmp_path / "out", f"{ACTOR}.expert_model_parallel_size=2")
+@pytest.mark.parametrize("parallel", ["expert", "pipeline"])
+def test_experts_on_two_ranks_replay_their_routes(tmp_path: Path, parallel: str) -> None:
+    """Those of the sampler, and those of the pass before the update."""
+    words = [f"{ACTOR}.{parallel}_model_parallel_size=2", "actor_rollout_ref.actor.ppo_epochs=2"]
+    if parallel == "expert":
+        words += [f"{ACTOR}.router_replay.mode=R3", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"]
+    else:
+        words += [f"{ACTOR}.router_replay.mode=R2"]
+    seen = train(TinyRun(tmp_path / "moe", "qwen3_moe"), tmp_path / "out", *words)
     assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+    assert all(0 <= seen[step]["actor/router_replay/changed_frac"] <= 1 for step in (1, 2))
 
 
 def test_a_critic_on_two_stages(tiny: TinyRun, tmp_path: Path) -> None:

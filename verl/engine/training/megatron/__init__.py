@@ -71,10 +71,6 @@ class Megatron(TrainingEngineRecord):
             check.refuse("strategy=megatron", f"models of type {facts.name} are not converted here; {_ELSEWHERE}")
         if (config.select("critic.model.lora_rank") or 0) > 0 and config.select("critic.strategy") == self.name:
             check.refuse("critic.model.lora_rank", f"strategy=megatron trains no adapters of critics; {_ELSEWHERE}")
-        if setting(role, "router_replay.mode", "disabled") != "disabled":
-            check.refuse(
-                "router_replay.mode", f"strategy=megatron does not replay routes in this release; {_ELSEWHERE}"
-            )
         self._check_placement(check, role)
 
     def _check_placement(self, check: EngineCheck, role: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement
 from verl.engine.training import lora
-from verl.engine.training.base import LOG_PROBS, MicroBatch, MicroLoss, TrainingEngine, TrainStepResult
+from verl.engine.training.base import LOG_PROBS, ROUTES, MicroBatch, MicroLoss, TrainingEngine, TrainStepResult
 from verl.engine.training.megatron import ENGINE
 from verl.engine.training.megatron import bridge as weights
 from verl.engine.training.megatron import model as models
@@ -40,6 +41,7 @@ from verl.engine.training.megatron.optimizer import (
 )
 from verl.engine.training.megatron.outputs import vocabulary_outputs
 from verl.engine.training.megatron.parallel import ParallelSizes, join
+from verl.engine.training.megatron.routes import Routes
 from verl.engine.training.optimizer import StepAccumulator, optim_config
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
@@ -111,6 +113,8 @@ class MegatronEngine(TrainingEngine):
         self._adapter_only = bool(setting(role_cfg, "checkpoint.save_lora_only", False))
         self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
         self._at_home = True
+        self._replays = setting(role_cfg, "router_replay.mode", "disabled") != "disabled"
+        self._routes = Routes(self._model) if self._replays else None
 
     def _micro_batching(self, group: Any, prefix: str) -> MicroBatching:
         batching = micro_batching(group, prefix, share_prompt=False)
@@ -127,6 +131,9 @@ class MegatronEngine(TrainingEngine):
 
     def _batches(self, rows: Sequence[Segment], batching: MicroBatching) -> list[ModelBatch]:
         """As many on every rank, without rows where this one has fewer."""
+        adapter = self._model.adapter
+        # Without its adapter this is the reference, which is nobody else's routes.
+        batching = replace(batching, replay=self._replays and (adapter is None or adapter.is_on))
         chunks = split_rows(rows, batching)
         count = max(1, *all_gather_json(len(chunks)))
         stages = self.sizes.pipeline if self.sizes.virtual else 1
@@ -151,6 +158,11 @@ class MegatronEngine(TrainingEngine):
         loss: MicroLoss | None,
     ) -> list[Any]:
         """All micro-batches through all stages; on the last stage what `finish` returned for each, in order."""
+        if self._routes is None and ROUTES in outputs:
+            self._routes = Routes(self._model)
+        routes = self._routes
+        if routes is not None:
+            routes.begin(batches, trains=loss is not None, replays=ROUTES not in outputs)
         config = get_model_config(self._model.chunks[0])
         config.finalize_model_grads_func = _sum_gradients
         if loss is not None and self._model.chunks[0].ddp_config.overlap_grad_reduce:
@@ -164,6 +176,8 @@ class MegatronEngine(TrainingEngine):
 
         def forward(batch_iterator: Iterator[ModelBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
             batch = next(batch_iterator)
+            if routes is not None:
+                routes.batch = batch
             hidden = chunk(batch.input_ids, batch.positions, None, packed_seq_params=batch.packed)
 
             def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -191,6 +205,7 @@ class MegatronEngine(TrainingEngine):
         self, batch: ModelBatch, hidden: torch.Tensor, module: Any, outputs: Collection[str], temperature: float
     ) -> dict[str, torch.Tensor]:
         """Outputs of the response tokens, float32 [R] or [R, k]; hidden [B, S, H] of the last layer."""
+        outputs = [name for name in outputs if name != ROUTES]
         states = batch.predicting(hidden, parallel_state.get_context_parallel_group())
         if self.head != "lm":
             weight, bias = module.output_layer.weight.float(), module.output_layer.bias
@@ -216,10 +231,13 @@ class MegatronEngine(TrainingEngine):
         """See `TrainingEngine.forward`. Empty on ranks without the last stage."""
         for chunk in self._model.chunks:
             chunk.eval()
-        results = self._run(self._batches(rows, self.forward_batching), outputs, temperature, None)
+        batches, names = self._batches(rows, self.forward_batching), [name for name in outputs if name != ROUTES]
+        results = self._run(batches, outputs, temperature, None)
+        for batch in batches if ROUTES in outputs and self._routes is not None else ():
+            self._routes.keep(batch)
         if not self.holds_outputs:
             return {}
-        return {name: torch.cat([result[name] for result in results]).cpu().numpy() for name in outputs}
+        return {name: torch.cat([result[name] for result in results]).cpu().numpy() for name in names}
 
     # -- update ----------------------------------------------------------------------------------------------
 
@@ -258,6 +276,11 @@ class MegatronEngine(TrainingEngine):
                 mine.refused = mine.refused or f"the loss of micro-batch {number} is {value} ({names})"
             else:
                 mine.add(metrics)
+        for batch in batches if self._routes is not None else ():
+            changed = self._routes.changed(batch)
+            if counts and changed is not None:
+                valid = changed[changed >= 0]
+                mine.add({f"{self.role}/router_replay/changed_frac": (float(valid.sum()), len(valid))})
         mine.tokens = sum(batch.pack.size for batch in batches) if counts else 0
         merged = StepAccumulator()
         for sums, tokens, refused in all_gather_json([mine.sums, mine.tokens, mine.refused]):
