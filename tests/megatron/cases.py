@@ -177,6 +177,22 @@ def in_bfloat16(path: Path) -> tuple[dict[str, Any], float]:
     return outputs(engine), learn(engine).grad_norm
 
 
+def distributed(path: Path, sizes: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """The weights, which are left in `folder` as megatron-core's distributed checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    engine = _build(path, sizes)
+    folder.mkdir(exist_ok=True)
+    state = {str(n): chunk.module.sharded_state_dict() for n, chunk in enumerate(engine._model.chunks)}
+    dist_checkpointing.save(state, str(folder))
+    return copied(engine)
+
+
+def from_distributed(path: Path, sizes: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of an engine that starts with those in `folder`."""
+    return copied(_build(path, sizes, use_dist_checkpointing=True, dist_checkpointing_path=str(folder)))
+
+
 # -- adapters ------------------------------------------------------------------------------------------------
 
 

@@ -84,6 +84,8 @@ class MegatronEngine(TrainingEngine):
         placement = placement or ENGINE.placement(role_cfg or {})
         self.megatron = setting(role_cfg, "megatron") or role_cfg
         self.sizes = ParallelSizes.of(placement, self.megatron)
+        if self.sizes.context > 1 and not weights.FUSED_KERNELS:
+            raise UserError(f"{placement.at('sequence')} needs TransformerEngine, which is not installed")
         join(self.sizes)
         self.holds_outputs = weights.is_last_stage()
         self.dp_rank = parallel_state.get_data_parallel_rank()

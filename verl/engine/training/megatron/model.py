@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config, unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from verl.config.schema.base import setting
 from verl.engine.training.lora import LoraSettings
@@ -70,7 +72,10 @@ def build(
     tied = bool(getattr(hf_config, "tie_word_embeddings", False)) and head == "lm"
     outline = build_model(path, model_cfg, head=head)
     model = MegatronModel(bridge, plain, outline, dtype, hf_config.get_text_config().vocab_size, tied)
-    on_all_ranks(lambda: load(model, Path(path)))
+    if setting(megatron, "use_dist_checkpointing", False):
+        load_distributed(model, Path(str(setting(megatron, "dist_checkpointing_path"))))
+    else:
+        on_all_ranks(lambda: load(model, Path(path)))
     lora = LoraSettings.of(model_cfg, str(path)) if trainable else None
     if lora is not None:
         model.adapter = MegatronAdapter(outline, lora, seed, bridge, plain, dtype)
@@ -151,6 +156,25 @@ def _wrapped(chunk: Any, megatron: Any, number: int) -> Any:
 def load(model: MegatronModel, directory: Path) -> None:
     """Read a Hugging Face directory, in place."""
     bridges.load(model.bridge, [unwrap_model(c) for c in model.chunks], bridges.WeightFiles(directory))
+
+
+@torch.no_grad()
+def load_distributed(model: MegatronModel, directory: Path) -> None:
+    """Read the weights of megatron-core's distributed checkpoint, whatever the layout that wrote it; a score starts at 0.
+    Collective. UserError for a checkpoint of another model, or none."""
+    chunks, state = [unwrap_model(chunk) for chunk in model.chunks], {}
+    scores = model.bridge.head != "lm"
+    for number, chunk in enumerate(chunks):
+        entries = chunk.sharded_state_dict().items()
+        state[str(number)] = {n: e for n, e in entries if not (scores and n.startswith("output_layer."))}
+        if scores and chunk.post_process:
+            torch._foreach_zero_(list(chunk.output_layer.parameters()))
+    try:
+        loaded = dist_checkpointing.load(state, str(directory))
+    except (KeyError, CheckpointException, CheckpointingException) as error:
+        raise UserError(f"megatron.dist_checkpointing_path={directory}: {str(error)[:300]}") from error
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[str(number)], strict=False)  # what is missing was refused
 
 
 def move_weights(chunks: Sequence[Any], device: torch.device) -> None:
