@@ -27,7 +27,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement
 from verl.engine.training import lora
-from verl.engine.training.base import LOG_PROBS, ROUTES, MicroBatch, MicroLoss, TrainingEngine, TrainStepResult
+from verl.engine.training.base import LOG_PROBS, ROUTES, MicroBatch, MicroLoss, TrainStepResult
 from verl.engine.training.megatron import ENGINE
 from verl.engine.training.megatron import bridge as weights
 from verl.engine.training.megatron import model as models
@@ -45,6 +45,7 @@ from verl.engine.training.megatron.routes import Routes
 from verl.engine.training.optimizer import StepAccumulator, optim_config
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
+from verl.engine.training.scheduled import ScheduledEngine
 from verl.engine.training.settings import compute_dtype, micro_batching
 from verl.engine.training.weight_files import refuse_non_finite
 from verl.errors import UserError
@@ -53,8 +54,10 @@ from verl.platform import Platform, detect
 from verl.trajectory import Segment
 
 
-class MegatronEngine(TrainingEngine):
+class MegatronEngine(ScheduledEngine):
     """See the module; parameters as of `FSDPEngine`. All roles of a process have one parallel layout."""
+
+    _build_schedule = staticmethod(build_schedule)
 
     def __init__(
         self,
@@ -101,7 +104,6 @@ class MegatronEngine(TrainingEngine):
             placement.optimizer_offload and idles,
         )
         self._gradients_leave = idles and (placement.param_offload or placement.grad_offload)
-        self._optimizer = None
         if trainable:
             self._optim = optim_config(setting(role_cfg, "optim"))
             self._optimizer = build_optimizer(self._model.chunks, self._optim, self.megatron, self._model.dtype)
@@ -295,20 +297,6 @@ class MegatronEngine(TrainingEngine):
         """One rank of those that have the same rows and outputs."""
         alone = parallel_state.get_tensor_model_parallel_rank() == 0
         return alone and parallel_state.get_context_parallel_rank() == 0
-
-    def _require_optimizer(self) -> Any:
-        if self._optimizer is None:
-            raise RuntimeError(f"the {self.role} engine was built with trainable=False")
-        return self._optimizer
-
-    def schedule(self, total_steps: int) -> None:
-        """See `TrainingEngine.schedule`."""
-        self._schedule = build_schedule(self._require_optimizer(), self._optim, total_steps)
-
-    def advance(self) -> float:
-        """See `TrainingEngine.advance`."""
-        self._require_optimizer()
-        return self._schedule.advance()
 
     # -- the device's memory -----------------------------------------------------------------------------------
 
