@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import ranks
 from tests.unit.engine.training.engine_cases import BOTH, simple_loss
@@ -59,14 +60,40 @@ def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def _build(path: Path, sizes: dict[str, Any], **more: Any) -> Any:
+def prepare() -> None:
+    """For a rank that builds an engine."""
     import tests.megatron_on_cpu  # noqa: F401 — before megatron-core
-    from verl.engine.training.megatron.engine import MegatronEngine
 
     multiprocessing.current_process()._config["daemon"] = False  # megatron-core's checkpoints are written by children
+
+
+def optimizer_state(engine: Any) -> dict[str, torch.Tensor]:
+    """Copies of this rank's share, by number."""
+    parts = getattr(engine._optimizer, "chained_optimizers", None) or [engine._optimizer]
+    groups = [(part.optimizer.state, group["params"]) for part in parts for group in part.optimizer.param_groups]
+    states = [state[parameter] for state, parameters in groups for parameter in parameters]
+    return {f"{n}/{k}": torch.as_tensor(v).clone() for n, state in enumerate(states) for k, v in state.items()}
+
+
+def gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Copies under Hugging Face names; not with the distributed optimizer on several data-parallel ranks."""
+    parameters = [p for chunk in engine._model.chunks for p in chunk.parameters()]
+    weights = [p.data for p in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad
+    exported = copied(engine)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data = weight
+    return exported
+
+
+def _build(path: Path, sizes: dict[str, Any], *, model_cfg: Any = None, role: Any = None, **more: Any) -> Any:
+    prepare()
+    from verl.engine.training.megatron.engine import MegatronEngine
+
     optim = OPTIM | {"override_optimizer_config": {"adam_eps": EPS}}
-    role = ROLE | {"optim": optim, "megatron": {"dtype": "float32", **sizes, **more}}
-    engine = MegatronEngine(path, role_cfg=role, device="cpu", topk=4)
+    role = ROLE | {"optim": optim, "megatron": {"dtype": "float32", **sizes, **more}} | (role or {})
+    engine = MegatronEngine(path, model_cfg=model_cfg, role_cfg=role, device="cpu", topk=4)
     engine.schedule(STEPS)
     return engine
 
@@ -124,13 +151,20 @@ def _offloaded(path: Path, sizes: dict[str, Any]) -> dict[str, torch.Tensor]:
     return copied(engine)
 
 
-def with_fsdp(path: Path) -> dict[str, Any]:
-    """The FSDP engine's outputs and steps, on one rank without stand-ins."""
+def _fsdp(path: Path, *, model_cfg: Any = None, role: Any = None) -> Any:
+    """The FSDP engine with the same settings."""
     from verl.engine.training.fsdp.engine import FSDPEngine
 
     optim = OPTIM | {"override_optimizer_config": {"eps": EPS}}
-    engine = FSDPEngine(path, role_cfg=ROLE | {"optim": optim}, device="cpu", topk=4)
+    role = ROLE | {"optim": optim} | (role or {})
+    engine = FSDPEngine(path, model_cfg=model_cfg, role_cfg=role, device="cpu", topk=4)
     engine.schedule(STEPS)
+    return engine
+
+
+def with_fsdp(path: Path) -> dict[str, Any]:
+    """The FSDP engine's outputs and steps, on one rank without stand-ins."""
+    engine = _fsdp(path)
     seen = {"start": copied(engine), "outputs": outputs(engine)}
     results = [learn(engine) for _ in range(STEPS)]
     seen["metrics"], seen["norms"] = [r.metrics for r in results], [r.grad_norm for r in results]
@@ -141,3 +175,86 @@ def in_bfloat16(path: Path) -> tuple[dict[str, Any], float]:
     """Outputs and the gradient norm of a step with weights in bfloat16."""
     engine = _build(path, {}, dtype="bfloat16")
     return outputs(engine), learn(engine).grad_norm
+
+
+def distributed(path: Path, sizes: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """The weights, which are left in `folder` as megatron-core's distributed checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    engine = _build(path, sizes)
+    folder.mkdir(exist_ok=True)
+    state = {str(n): chunk.module.sharded_state_dict() for n, chunk in enumerate(engine._model.chunks)}
+    dist_checkpointing.save(state, str(folder))
+    return copied(engine)
+
+
+def from_distributed(path: Path, sizes: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of an engine that starts with those in `folder`."""
+    return copied(_build(path, sizes, use_dist_checkpointing=True, dist_checkpointing_path=str(folder)))
+
+
+# -- adapters ------------------------------------------------------------------------------------------------
+
+
+def _disturb(engine: Any) -> None:
+    """Give B values, where an adapter does nothing, the same in all layouts and both engines."""
+    from verl.models.adapters import PlainView
+
+    parts: list[tuple[str, Any]] = list(PlainView(engine.module).adapter_state().items())
+    for chunk in getattr(engine._model, "chunks", []):
+        parts += chunk.module.adapters.named()
+    size = engine.sizes.tensor if hasattr(engine, "sizes") else 1
+    rank = dist.get_rank() if size > 1 else 0
+    for name, weight in parts:
+        if ".lora_B." in name:
+            rows = weight.shape[0] * (size if getattr(weight, "tensor_model_parallel", False) else 1)
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            full = torch.randn(rows, weight.shape[1], generator=generator) * 0.2
+            weight.data.copy_(full.chunk(size)[rank] if rows > len(weight) else full)
+
+
+def adapt(path: Path, strategy: str, sizes: dict[str, Any], lora: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What is compared of an engine with an adapter."""
+
+    def build() -> Any:
+        return _fsdp(path, model_cfg=lora) if strategy == "fsdp" else _build(path, sizes, model_cfg=lora)
+
+    engine = build()
+    seen: dict[str, Any] = {"adapter": {n: t.clone() for n, t in engine.adapter_weights()}}
+    _disturb(engine)
+    if strategy == "megatron":
+        engine._optimizer.reload_model_params()
+    seen |= {"rows": mine(engine)[0], "holds": engine.holds_outputs, "outputs": outputs(engine)}
+    with engine.without_adapter():
+        seen["base"] = outputs(engine)
+    results = [learn(engine) for _ in range(STEPS - 1)]
+    engine.save_weights(folder / "actor")
+    engine.save_optimizer(folder / "optimizer")
+    results.append(learn(engine))
+    other = build()
+    other.load_weights(folder / "actor")
+    other.load_optimizer(folder / "optimizer")
+    learn(other)
+    seen["resumed"] = identical(copied(engine), copied(other))
+    return seen | {"norms": [r.grad_norm for r in results], "weights": copied(engine)}
+
+
+# -- router replay -------------------------------------------------------------------------------------------
+
+
+def replay(path: Path, strategy: str, sizes: dict[str, Any], recompute: bool) -> dict[str, Any]:
+    """A pass and steps that follow given experts, then the experts that a pass of the engine's own records."""
+    from tests.invariant.test_router_replay import routed_rows
+
+    role = {"router_replay": {"mode": "R3"}, "ppo_micro_batch_size_per_gpu": 2}
+    model_cfg = {"enable_gradient_checkpointing": recompute}
+    build = _fsdp if strategy == "fsdp" else _build
+    engine = build(path, **({} if strategy == "fsdp" else {"sizes": sizes}), model_cfg=model_cfg, role=role)
+    rows = routed_rows()[engine.dp_rank :: engine.dp_size]
+    seen: dict[str, Any] = {"holds": engine.holds_outputs, "outputs": engine.forward(rows, temperature=0.8)}
+    results = [engine.step(rows, simple_loss(34), temperature=0.8) for _ in range(2)]
+    assert not any(result.refused for result in results)
+    seen |= {"metrics": [r.metrics for r in results], "weights": copied(engine)}
+    recorded = engine.forward(rows, ("log_probs", "routed_experts"), temperature=0.8)
+    seen["recorded"] = recorded, [(row.routed_experts, row.context_columns["routed_experts"]) for row in rows]
+    return seen

@@ -117,6 +117,27 @@ def test_state_that_this_layout_cannot_read_is_refused(models: Any, tmp_path: Pa
         ranks.run(cases.resume, 2, path, _EP, tmp_path, timeout=120.0)
 
 
+@pytest.mark.parametrize(("writer", "reader"), [("TP2", "virtual PP2"), ("EP2", "experts")])
+def test_a_distributed_checkpoint_is_read_at_another_layout(
+    models: Any, tmp_path: Path, writer: str, reader: str
+) -> None:
+    family, tied, size, sizes = LAYOUTS[writer]
+    path, local = models(family, tied)
+    ranks.run(cases.distributed, size, path, sizes, tmp_path / "dist", timeout=120.0)
+    other = tiny_model(tmp_path / "other", family, tied=tied, scale=1.0, num_hidden_layers=4)
+    _, _, size, sizes = LAYOUTS[reader]
+    for weights in ranks.run(cases.from_distributed, size, other, sizes, tmp_path / "dist", timeout=120.0):
+        assert cases.identical(weights, local["start"])
+    with pytest.raises(RuntimeError, match=r"UserError.*dist_checkpointing_path"):
+        ranks.run(cases.from_distributed, size, other, sizes, tmp_path / "none", timeout=120.0)
+
+
+def test_context_parallel_without_transformer_engine_is_refused(tmp_path: Path) -> None:
+    path, key = tiny_model(tmp_path / "m"), "context_parallel_size"
+    with pytest.raises(RuntimeError, match=rf"UserError.*{key}=2.*TransformerEngine"):
+        ranks.run(cases.distributed, 2, path, {key: 2}, tmp_path, timeout=120.0)
+
+
 def test_bfloat16_is_near_float32(models: Any) -> None:
     path, local = models("qwen3", False)
     ((outputs, norm),) = ranks.run(cases.in_bfloat16, 1, path, timeout=120.0)

@@ -1,16 +1,24 @@
-"""strategy=megatron from the command line: ranks behind Ray, checkpoints and resume, a critic, supervised training."""
+"""strategy=megatron from the command line: ranks behind Ray, checkpoints and resume, a critic, supervised training, an
+asynchronous run, vLLM as the sampler, a rank that is killed."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests import ranks
+from tests.chaos.ray_runs import LIMIT_S, events, last_word, pid_of, steps_logged
 from tests.megatron.cases import NEEDS_MEGATRON
-from tests.runs import TinyRun, main_ppo, records
+from tests.runs import TinyRun, environment, main_ppo, records
 from tests.tiny import tiny_model
 from tests.unit.trainer import test_sft_trainer as sft
+from tests.vllm_cases import require_vllm, vllm_model
 
 pytestmark = [NEEDS_MEGATRON, pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = str(Path(__file__).parents[2])
@@ -44,9 +52,32 @@ def test_a_run_goes_on_at_another_layout(tiny: TinyRun, tmp_path: Path) -> None:
     assert all(seen[step]["actor/grad_norm"] > 0 for step in seen) and seen[3]["actor/kl_loss"] > 0
 
 
-def test_experts_on_two_ranks(tmp_path: Path) -> None:
-    seen = train(TinyRun(tmp_path / "moe", "qwen3_moe"), tmp_path / "out", f"{ACTOR}.expert_model_parallel_size=2")
+@pytest.mark.parametrize("size", [1, 2])
+def test_adapters_and_the_base_as_reference(tiny: TinyRun, tmp_path: Path, size: int) -> None:
+    pytest.importorskip("peft")
+    words = [
+        "actor_rollout_ref.model.lora.rank=4",
+        "actor_rollout_ref.model.lora.target_modules=[linear_qkv,linear_fc2]",
+    ]
+    words += ["actor_rollout_ref.actor.use_kl_loss=True", "trainer.verify_weight_sync=True"]
+    words += [f"{ACTOR}.tensor_model_parallel_size={size}", f"trainer.n_gpus_per_node={size}"]
+    seen = train(tiny, tmp_path / "out", *words)
     assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+    assert seen[2]["actor/kl_loss"] > 0
+    assert (tmp_path / "out/global_step_2/actor/lora_adapter/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("parallel", ["expert", "pipeline"])
+def test_experts_on_two_ranks_replay_their_routes(tmp_path: Path, parallel: str) -> None:
+    """Those of the sampler, and those of the pass before the update."""
+    words = [f"{ACTOR}.{parallel}_model_parallel_size=2", "actor_rollout_ref.actor.ppo_epochs=2"]
+    if parallel == "expert":
+        words += [f"{ACTOR}.router_replay.mode=R3", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"]
+    else:
+        words += [f"{ACTOR}.router_replay.mode=R2"]
+    seen = train(TinyRun(tmp_path / "moe", "qwen3_moe"), tmp_path / "out", *words)
+    assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+    assert all(0 <= seen[step]["actor/router_replay/changed_frac"] <= 1 for step in (1, 2))
 
 
 def test_a_critic_on_two_stages(tiny: TinyRun, tmp_path: Path) -> None:
@@ -54,6 +85,45 @@ def test_a_critic_on_two_stages(tiny: TinyRun, tmp_path: Path) -> None:
     words += ("critic.model.external_lib=tests.megatron_on_cpu", f"{ACTOR}.pipeline_model_parallel_size=2")
     seen = train(tiny, tmp_path / "out", *words, "critic.megatron.pipeline_model_parallel_size=2")
     assert seen[2]["critic/vf_loss"] > 0 and seen[2]["critic/grad_norm"] > 0
+
+
+def test_vllm_samples_with_the_weights_of_two_ranks(tmp_path: Path) -> None:
+    require_vllm()
+    tiny = TinyRun(tmp_path / "tiny")
+    tiny.model = vllm_model(tmp_path / "heads", tied=True)
+    words = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    words += [f"{ACTOR}.tensor_model_parallel_size=2", "trainer.verify_weight_sync=True", "trainer.save_freq=-1"]
+    seen = train(tiny, tmp_path / "out", *words)
+    assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+
+
+def test_an_asynchronous_run(tiny: TinyRun, tmp_path: Path) -> None:
+    """A rank trains, and a sampler on a device of its own is a step ahead; the learning rate is 0, so they agree."""
+    words = ["actor_rollout_ref.actor.optim.lr=0", "trainer.max_staleness=1", "trainer.n_gpus_per_node=1"]
+    words += ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+    seen = train(tiny, tmp_path / "out", *words, "trainer.verify_weight_sync=True")
+    assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+    assert seen[2]["training/off_policy/trajectory_staleness_worst/max"] == 1
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tiny: TinyRun, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = tiny.overrides(out, *WORDS, f"{ACTOR}.pipeline_model_parallel_size=2", "trainer.total_training_steps=99")
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-name=ppo_megatron_trainer", *words]
+    with (
+        (tmp_path / "run.log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment(PYTHONPATH=ROOT)) as run,
+    ):
+        try:
+            until = time.monotonic() + 240
+            while steps_logged(out) < 1 and run.poll() is None and time.monotonic() < until:
+                time.sleep(0.2)
+            os.kill(pid := pid_of(out, "training worker 1"), signal.SIGKILL)
+            assert run.wait(LIMIT_S) == 1
+        finally:
+            run.kill()
+    assert "training worker 1 " in last_word(out) and f"process {pid}) died in" in last_word(out)
+    assert "training worker 1 " in events(out, "worker_died")[-1]["error"]
 
 
 def supervised(argv: list[str]) -> int:

@@ -162,6 +162,7 @@ class Placement:
     dtype     data type of the matrix products, None for the platform's choice
     param_offload, grad_offload, optimizer_offload   what goes to host memory while the role is idle
     keys      field → its key in the configuration, for messages
+    cuts_adapters   LoRA adapters too are cut over the ranks that share products
     """
 
     sequence: int = 1
@@ -174,6 +175,7 @@ class Placement:
     grad_offload: bool = False
     optimizer_offload: bool = False
     keys: Mapping[str, str] = field(default_factory=dict, compare=False)
+    cuts_adapters: bool = False
 
     @property
     def ranks_per_row(self) -> int:

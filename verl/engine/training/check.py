@@ -52,7 +52,7 @@ def _rank(report: Report, key: str, facts: ModelFacts | None, role: Placement) -
         _patterns(report, key, model, facts)
         if model.lora_alpha < 1:
             report.refuse(f"{key}.lora_alpha", "is the adapter's scale, which has no effect at 0; set at least 1")
-    if role.tensor > 1:
+    if role.tensor > 1 and not role.cuts_adapters:
         report.refuse(role.at("tensor"), "adapters are not cut so; with LoRA set it to 1")
     return rank
 

@@ -255,20 +255,23 @@ class Adapter:
         must add up to the merged weights of the checkpoint, if there are any.
         """
         state = adapters.PlainView(self._module).adapter_state()
-        saved = on_all_ranks(lambda: _read_tensors(directory / model_facts.ADAPTER_FOLDER, state))
+        saved = on_all_ranks(lambda: read_tensors(directory / model_facts.ADAPTER_FOLDER, state))
         for name, tensor in state.items():
             take_share(tensor, saved[name])
         source, weights = FileSource(directory, self._module), untied(self._module)
         view = adapters.PlainView(self._module)
         for name, tensor in weights.items() if not source.missing(weights) else ():
             current = view.merged(name, tensor, whole).cpu()
-            original = source.read(name, current)
-            if current.numel() and not (current - original).abs().max() <= _TOLERANCE * original.abs().max():
-                raise UserError(
-                    f"{directory}: {name} is not the base of this run plus the saved adapter: model.path="
-                    f"{self._settings.base} is not the model that the checkpoint was trained on. Put that model "
-                    f"back, or start anew from the merged weights: model.path={directory}"
-                )
+            self.refuse_other_base(directory, name, current, source.read(name, current))
+
+    def refuse_other_base(self, directory: Path, name: str, current: torch.Tensor, saved: torch.Tensor) -> None:
+        """UserError where a merged weight is not the saved one."""
+        if current.numel() and not (current - saved).abs().max() <= _TOLERANCE * saved.abs().max():
+            raise UserError(
+                f"{directory}: {name} is not the base of this run plus the saved adapter: model.path="
+                f"{self._settings.base} is not the model that the checkpoint was trained on. Put that model "
+                f"back, or start anew from the merged weights: model.path={directory}"
+            )
 
 
 class AdapterSource(WeightSource):
@@ -278,7 +281,7 @@ class AdapterSource(WeightSource):
         self._base, self._seed = base, seed
         self._given: dict[str, torch.Tensor] | None = None
         if settings.adapter is not None:
-            self._given = _read_tensors(settings.adapter, adapters.PlainView(module).adapter_state())
+            self._given = read_tensors(settings.adapter, adapters.PlainView(module).adapter_state())
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """See `WeightSource.read`; names of the model with adapters."""
@@ -302,7 +305,7 @@ def _start_value(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
     return out.uniform_(-bound, bound, generator=generator)
 
 
-def _read_tensors(directory: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def read_tensors(directory: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """adapter_model.safetensors under names less peft's prefix. UserError if it is damaged or fits another model."""
     file = directory / model_facts.ADAPTER_WEIGHTS
     if not file.is_file():

@@ -90,18 +90,19 @@ class Schedule:
     """The learning rate of a training step, the same for all optimizer steps inside it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total: int):
-        self._groups, self._lr, self._factor = optimizer.param_groups, optim.lr, lr_factor(optim, total)
+        # Its list of groups is another one after it has loaded a state.
+        self._optimizer, self._lr, self._factor = optimizer, optim.lr, lr_factor(optim, total)
         self.restore(0)
 
     def restore(self, step: int) -> None:
         """Go to a training step."""
         self.step = step
-        for group in self._groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = self._lr * self._factor(step)
 
     def advance(self) -> float:
         """Move on one training step; returns the rate of the one that ended."""
-        used = float(self._groups[0]["lr"])
+        used = float(self._optimizer.param_groups[0]["lr"])
         self.restore(self.step + 1)
         return used
 

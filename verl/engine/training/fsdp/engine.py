@@ -35,14 +35,12 @@ from verl.engine.training.base import (
     ROUTES,
     MicroBatch,
     MicroLoss,
-    TrainingEngine,
     TrainStepResult,
 )
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
 from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.fsdp.sharding import layout, sharded_modules
 from verl.engine.training.optimizer import (
-    Schedule,
     StepAccumulator,
     build_optimizer,
     clip_gradients,
@@ -53,6 +51,7 @@ from verl.engine.training.optimizer import (
 )
 from verl.engine.training.packing import MicroBatching, Pack, keep_routes, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, local, on_all_ranks, waiting, whole
+from verl.engine.training.scheduled import ScheduledEngine
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
 from verl.errors import UserError
 from verl.models import adapters, attention, pretrained
@@ -76,7 +75,7 @@ _ACTIVATION_SHARE = 0.4
 _LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
-class FSDPEngine(TrainingEngine):
+class FSDPEngine(ScheduledEngine):
     """See the module. Many ranks where a process group has been joined (`process_group.init_process_group`): then
     every method is collective.
 
@@ -150,7 +149,6 @@ class FSDPEngine(TrainingEngine):
             self._refuse_misfit()
         self._names = {n: p for n, p in self.module.named_parameters() if trainable and p.requires_grad}
         self._parameters = list(self._names.values())
-        self._optimizer: torch.optim.Optimizer | None = None
         if trainable:
             self._prepare_training(role_cfg)
 
@@ -442,20 +440,6 @@ class FSDPEngine(TrainingEngine):
         finally:
             for layer in layers:
                 layer.training = False
-
-    def _require_optimizer(self) -> torch.optim.Optimizer:
-        if self._optimizer is None:
-            raise RuntimeError(f"the {self.role} engine was built with trainable=False")
-        return self._optimizer
-
-    def schedule(self, total_steps: int) -> None:
-        """See `TrainingEngine.schedule`."""
-        self._schedule = Schedule(self._require_optimizer(), self._optim, total_steps)
-
-    def advance(self) -> float:
-        """See `TrainingEngine.advance`."""
-        self._require_optimizer()
-        return self._schedule.advance()
 
     # -- the device's memory -----------------------------------------------------------------------------------
 

@@ -45,7 +45,8 @@ class Megatron(TrainingEngineRecord):
         root = f"{path}." if path else ""
         values = {field: setting(group, key) for field, key in _KEYS.items()}
         keys = {field: f"{root}{inner}{key}" for field, key in _KEYS.items()}
-        return Placement(keys=keys, **{field: value for field, value in values.items() if value is not None})
+        values = {field: value for field, value in values.items() if value is not None}
+        return Placement(keys=keys, cuts_adapters=True, **values)
 
     def misfits(self, placement: Placement, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """See `TrainingEngineRecord.misfits`."""
@@ -66,17 +67,15 @@ class Megatron(TrainingEngineRecord):
             except EnginePackageError as error:
                 check.lacks(f"strategy=megatron ({package})", str(error))
         facts, role = check.facts, config.select("actor_rollout_ref.actor") or config.select("engine")
-        if facts is not None and (facts.vision or facts.name not in FAMILIES):
-            check.refuse("strategy=megatron", f"models of type {facts.name} are not converted here; {_ELSEWHERE}")
-        for prefix in ("actor_rollout_ref.model", "model", "critic.model"):
-            if (config.select(f"{prefix}.lora_rank") or 0) > 0:
-                check.refuse(
-                    f"{prefix}.lora_rank", f"strategy=megatron trains no adapters in this release; {_ELSEWHERE}"
-                )
-        if setting(role, "router_replay.mode", "disabled") != "disabled":
-            check.refuse(
-                "router_replay.mode", f"strategy=megatron does not replay routes in this release; {_ELSEWHERE}"
+        if facts is not None and facts.vision:
+            message = (
+                "mbridge builds models that see images of TransformerEngine's layers alone, which nobody has tried here"
             )
+            check.refuse("strategy=megatron", f"{facts.name}: {message}; {_ELSEWHERE}")
+        elif facts is not None and facts.name not in FAMILIES:
+            check.refuse("strategy=megatron", f"models of type {facts.name} are not converted here; {_ELSEWHERE}")
+        if (config.select("critic.model.lora_rank") or 0) > 0 and config.select("critic.strategy") == self.name:
+            check.refuse("critic.model.lora_rank", f"strategy=megatron trains no adapters of critics; {_ELSEWHERE}")
         self._check_placement(check, role)
 
     def _check_placement(self, check: EngineCheck, role: Any) -> None:
@@ -85,8 +84,8 @@ class Megatron(TrainingEngineRecord):
             check.lacks(placed.at("sequence"), "context parallelism needs TransformerEngine, which is not installed")
         if facts is not None and facts.experts and placed.tensor > 1 and not _has_transformer_engine():
             check.lacks(placed.at("tensor"), "experts under tensor parallelism need TransformerEngine, not installed")
-        if setting(group, "use_dist_checkpointing", False):
-            check.refuse("megatron.use_dist_checkpointing", "not in this release: Hugging Face directories are read")
+        if setting(group, "use_dist_checkpointing", False) and not setting(group, "dist_checkpointing_path"):
+            check.refuse("megatron.use_dist_checkpointing=True", "set megatron.dist_checkpointing_path to a directory")
         if placed.dtype in ("float16", "fp16", "half"):
             check.refuse(placed.at("dtype"), "use bfloat16 or float32")
 

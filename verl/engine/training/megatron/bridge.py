@@ -11,6 +11,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,14 @@ def bridge_of(hf_config: Any, dtype: torch.dtype, settings: dict[str, Any], divi
     return bridge
 
 
+WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
+
+
 class WeightFiles:
     """The safetensors files of a Hugging Face directory, read one tensor at a time. UserError if there are none."""
 
     def __init__(self, directory: Path):
-        index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+        index, single = (directory / name for name in WEIGHT_FILES)
         if index.is_file():
             with reading(index):
                 self._files = {n: directory / f for n, f in json.loads(index.read_text("utf-8"))["weight_map"].items()}
@@ -182,8 +186,21 @@ def load(bridge: Any, chunks: Sequence[Any], files: WeightFiles) -> None:
 
 def export(bridge: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors under Hugging Face names, one after the other, on every rank. Collective."""
-    for name, tensor in bridge.export_weights(list(chunks)):
-        yield name, tensor.detach()
+    with _without_adapters(chunks):
+        for name, tensor in bridge.export_weights(list(chunks)):
+            yield name, tensor.detach()
+
+
+@contextmanager
+def _without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
+    """In this block the chunks have the tensors that mbridge knows alone."""
+    hidden = [(chunk, chunk._modules.pop("adapters", None)) for chunk in chunks]
+    try:
+        yield
+    finally:
+        for chunk, adapters in hidden:
+            if adapters is not None:
+                chunk.adapters = adapters
 
 
 def is_last_stage() -> bool:

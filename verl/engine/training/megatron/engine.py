@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement
-from verl.engine.training.base import LOG_PROBS, MicroBatch, MicroLoss, TrainingEngine, TrainStepResult
+from verl.engine.training import lora
+from verl.engine.training.base import LOG_PROBS, ROUTES, MicroBatch, MicroLoss, TrainStepResult
 from verl.engine.training.megatron import ENGINE
 from verl.engine.training.megatron import bridge as weights
 from verl.engine.training.megatron import model as models
@@ -38,18 +41,23 @@ from verl.engine.training.megatron.optimizer import (
 )
 from verl.engine.training.megatron.outputs import vocabulary_outputs
 from verl.engine.training.megatron.parallel import ParallelSizes, join
+from verl.engine.training.megatron.routes import Routes
 from verl.engine.training.optimizer import StepAccumulator, optim_config
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
+from verl.engine.training.scheduled import ScheduledEngine
 from verl.engine.training.settings import compute_dtype, micro_batching
+from verl.engine.training.weight_files import refuse_non_finite
 from verl.errors import UserError
 from verl.models.pretrained import serving_dtype
 from verl.platform import Platform, detect
 from verl.trajectory import Segment
 
 
-class MegatronEngine(TrainingEngine):
+class MegatronEngine(ScheduledEngine):
     """See the module; parameters as of `FSDPEngine`. All roles of a process have one parallel layout."""
+
+    _build_schedule = staticmethod(build_schedule)
 
     def __init__(
         self,
@@ -79,6 +87,8 @@ class MegatronEngine(TrainingEngine):
         placement = placement or ENGINE.placement(role_cfg or {})
         self.megatron = setting(role_cfg, "megatron") or role_cfg
         self.sizes = ParallelSizes.of(placement, self.megatron)
+        if self.sizes.context > 1 and not weights.FUSED_KERNELS:
+            raise UserError(f"{placement.at('sequence')} needs TransformerEngine, which is not installed")
         join(self.sizes)
         self.holds_outputs = weights.is_last_stage()
         self.dp_rank = parallel_state.get_data_parallel_rank()
@@ -94,7 +104,6 @@ class MegatronEngine(TrainingEngine):
             placement.optimizer_offload and idles,
         )
         self._gradients_leave = idles and (placement.param_offload or placement.grad_offload)
-        self._optimizer = None
         if trainable:
             self._optim = optim_config(setting(role_cfg, "optim"))
             self._optimizer = build_optimizer(self._model.chunks, self._optim, self.megatron, self._model.dtype)
@@ -105,8 +114,11 @@ class MegatronEngine(TrainingEngine):
         group = role_cfg if log_prob_cfg is None else log_prob_cfg
         prefix = "ppo" if setting(group, "log_prob_max_token_len_per_gpu") is None else "log_prob"
         self.forward_batching = self._micro_batching(group, prefix)
+        self._adapter_only = bool(setting(role_cfg, "checkpoint.save_lora_only", False))
         self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
         self._at_home = True
+        self._replays = setting(role_cfg, "router_replay.mode", "disabled") != "disabled"
+        self._routes = Routes(self._model) if self._replays else None
 
     def _micro_batching(self, group: Any, prefix: str) -> MicroBatching:
         batching = micro_batching(group, prefix, share_prompt=False)
@@ -123,8 +135,11 @@ class MegatronEngine(TrainingEngine):
 
     def _batches(self, rows: Sequence[Segment], batching: MicroBatching) -> list[ModelBatch]:
         """As many on every rank, without rows where this one has fewer."""
+        adapter = self._model.adapter
+        # Without its adapter this is the reference, which is nobody else's routes.
+        batching = replace(batching, replay=self._replays and (adapter is None or adapter.is_on))
         chunks = split_rows(rows, batching)
-        count = max(all_gather_json(len(chunks)))
+        count = max(1, *all_gather_json(len(chunks)))
         stages = self.sizes.pipeline if self.sizes.virtual else 1
         count = -(-count // stages) * stages  # the interleaved schedule takes micro-batches in rounds of all stages
         chunks += [[] for _ in range(count - len(chunks))]
@@ -147,6 +162,11 @@ class MegatronEngine(TrainingEngine):
         loss: MicroLoss | None,
     ) -> list[Any]:
         """All micro-batches through all stages; on the last stage what `finish` returned for each, in order."""
+        if self._routes is None and ROUTES in outputs:
+            self._routes = Routes(self._model)
+        routes = self._routes
+        if routes is not None:
+            routes.begin(batches, trains=loss is not None, replays=ROUTES not in outputs)
         config = get_model_config(self._model.chunks[0])
         config.finalize_model_grads_func = _sum_gradients
         if loss is not None and self._model.chunks[0].ddp_config.overlap_grad_reduce:
@@ -160,6 +180,8 @@ class MegatronEngine(TrainingEngine):
 
         def forward(batch_iterator: Iterator[ModelBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
             batch = next(batch_iterator)
+            if routes is not None:
+                routes.batch = batch
             hidden = chunk(batch.input_ids, batch.positions, None, packed_seq_params=batch.packed)
 
             def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -187,6 +209,7 @@ class MegatronEngine(TrainingEngine):
         self, batch: ModelBatch, hidden: torch.Tensor, module: Any, outputs: Collection[str], temperature: float
     ) -> dict[str, torch.Tensor]:
         """Outputs of the response tokens, float32 [R] or [R, k]; hidden [B, S, H] of the last layer."""
+        outputs = [name for name in outputs if name != ROUTES]
         states = batch.predicting(hidden, parallel_state.get_context_parallel_group())
         if self.head != "lm":
             weight, bias = module.output_layer.weight.float(), module.output_layer.bias
@@ -212,10 +235,13 @@ class MegatronEngine(TrainingEngine):
         """See `TrainingEngine.forward`. Empty on ranks without the last stage."""
         for chunk in self._model.chunks:
             chunk.eval()
-        results = self._run(self._batches(rows, self.forward_batching), outputs, temperature, None)
+        batches, names = self._batches(rows, self.forward_batching), [name for name in outputs if name != ROUTES]
+        results = self._run(batches, outputs, temperature, None)
+        for batch in batches if ROUTES in outputs and self._routes is not None else ():
+            self._routes.keep(batch)
         if not self.holds_outputs:
             return {}
-        return {name: torch.cat([result[name] for result in results]).cpu().numpy() for name in outputs}
+        return {name: torch.cat([result[name] for result in results]).cpu().numpy() for name in names}
 
     # -- update ----------------------------------------------------------------------------------------------
 
@@ -254,6 +280,11 @@ class MegatronEngine(TrainingEngine):
                 mine.refused = mine.refused or f"the loss of micro-batch {number} is {value} ({names})"
             else:
                 mine.add(metrics)
+        for batch in batches if self._routes is not None else ():
+            changed = self._routes.changed(batch)
+            if counts and changed is not None:
+                valid = changed[changed >= 0]
+                mine.add({f"{self.role}/router_replay/changed_frac": (float(valid.sum()), len(valid))})
         mine.tokens = sum(batch.pack.size for batch in batches) if counts else 0
         merged = StepAccumulator()
         for sums, tokens, refused in all_gather_json([mine.sums, mine.tokens, mine.refused]):
@@ -266,20 +297,6 @@ class MegatronEngine(TrainingEngine):
         """One rank of those that have the same rows and outputs."""
         alone = parallel_state.get_tensor_model_parallel_rank() == 0
         return alone and parallel_state.get_context_parallel_rank() == 0
-
-    def _require_optimizer(self) -> Any:
-        if self._optimizer is None:
-            raise RuntimeError(f"the {self.role} engine was built with trainable=False")
-        return self._optimizer
-
-    def schedule(self, total_steps: int) -> None:
-        """See `TrainingEngine.schedule`."""
-        self._schedule = build_schedule(self._require_optimizer(), self._optim, total_steps)
-
-    def advance(self) -> float:
-        """See `TrainingEngine.advance`."""
-        self._require_optimizer()
-        return self._schedule.advance()
 
     # -- the device's memory -----------------------------------------------------------------------------------
 
@@ -313,10 +330,23 @@ class MegatronEngine(TrainingEngine):
 
     # -- weights and state -----------------------------------------------------------------------------------
 
+    @property
+    def adapted(self) -> bool:
+        """See `TrainingEngine.adapted`."""
+        return self._model.adapter is not None
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """See `TrainingEngine.without_adapter`."""
+        return super().without_adapter() if self._model.adapter is None else self._model.adapter.off()
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainingEngine.adapter_weights`; float32, every rank gets every tensor."""
+        return super().adapter_weights() if self._model.adapter is None else self._model.adapter.tensors()
+
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainingEngine.named_weights`; float32, every rank gets every tensor."""
-        for name, exported in weights.export(self._model.bridge, self._model.chunks):
+        for name, exported in self._model.exported():
             tensor = exported.float()
             yield name, tensor
             if name == "model.embed_tokens.weight" and self._model.tied:
@@ -324,11 +354,22 @@ class MegatronEngine(TrainingEngine):
 
     def save_weights(self, directory: Path) -> None:
         """See `TrainingEngine.save_weights`; ranks write files in turn."""
-        models.save(self._model, Path(directory), self._serving_dtype)
+        directory, adapter = Path(directory), self._model.adapter
+        for chunk in self._model.chunks:
+            refuse_non_finite(chunk)
+        if adapter is not None:
+            adapter.save(directory)
+        if adapter is None or not self._adapter_only:
+            models.save(self._model, directory, self._serving_dtype)
 
     def load_weights(self, directory: Path) -> None:
         """See `TrainingEngine.load_weights`; whatever the layout that wrote it."""
-        on_all_ranks(lambda: models.load(self._model, Path(directory)))
+        directory = Path(directory)
+        if self._model.adapter is not None:
+            self._model.adapter.load(directory)
+        else:
+            on_all_ranks(lambda: lora.refuse_adapter_checkpoint(directory))
+            on_all_ranks(lambda: models.load(self._model, directory))
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
 

@@ -10,7 +10,7 @@ end, so that all have the same work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,20 +27,33 @@ class ModelBatch:
 
     input_ids, positions  int64 [B, S]  this rank's tokens
     source                int64 [R]  index into [B·S·context] of the hidden state that predicts a response token
+    place                 int64 [S]  index of each token of the pack in the whole layout, [B·S·context]
+    share                 int64  indices in the whole layout of this context-parallel rank's tokens, None: all
     packed                megatron-core's description of sequences in one row, None for padded rows
+    seen, given, used     of `verl.engine.training.megatron.routes`
     """
 
     pack: Pack
     input_ids: Tensor
     positions: Tensor
     source: Tensor
+    place: Tensor
     packed: Any = None
     context: int = 1
     order: Tensor | None = None
+    share: Tensor | None = None
+    seen: Tensor | None = None
+    given: Tensor | None = None
+    used: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def rows(self) -> Sequence[Segment]:
         return self.pack.rows
+
+    @property
+    def size(self) -> int:
+        """Tokens of the whole layout, padding too."""
+        return self.input_ids.numel() * self.context
 
     def predicting(self, hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """[R, H] hidden states that predict the response tokens, of the model's [B, S, H]. Collective in `group`, the
@@ -72,14 +85,10 @@ def padded(pack: Pack, multiple: int) -> ModelBatch:
     device, lengths = pack.input_ids.device, [span.end - span.start for span in pack.segments] or [1]
     width = -(-max(lengths) // multiple) * multiple
     ids = torch.zeros((len(lengths), width), dtype=torch.int64, device=device)
-    if pack.segments:
-        place = torch.cat([torch.arange(n, device=device) + row * width for row, n in enumerate(lengths)])
-        ids.view(-1)[place] = pack.input_ids
-        source = place[pack.source]
-    else:
-        source = pack.source
+    place = torch.cat([torch.arange(n, device=device) + row * width for row, n in enumerate(lengths)])[: pack.size]
+    ids.view(-1)[place] = pack.input_ids
     positions = torch.arange(width, device=device).expand(len(lengths), width)
-    return ModelBatch(pack, ids, positions, source)
+    return ModelBatch(pack, ids, positions, place[pack.source], place)
 
 
 def packed(pack: Pack, multiple: int, context: int, context_rank: int) -> ModelBatch:
@@ -93,8 +102,8 @@ def packed(pack: Pack, multiple: int, context: int, context_rank: int) -> ModelB
         starts.append(starts[-1] + size)
     ids = torch.zeros(starts[-1], dtype=torch.int64, device=device)
     place = torch.cat([torch.arange(n, device=device) + start for n, start in zip(lengths, starts[:-1], strict=True)])
-    if pack.segments:
-        ids[place] = pack.input_ids
+    place = place[: pack.size]
+    ids[place] = pack.input_ids
     positions = torch.cat([torch.arange(size, device=device) for size in sizes])
     bounds = torch.tensor(starts, dtype=torch.int32, device=device)
     params = PackedSeqParams(
@@ -106,14 +115,14 @@ def packed(pack: Pack, multiple: int, context: int, context_rank: int) -> ModelB
         max_seqlen_q=max(sizes),
         max_seqlen_kv=max(sizes),
     )
-    source = place[pack.source] if pack.segments else pack.source
+    source = place[pack.source]
     if context == 1:
-        return ModelBatch(pack, ids[None], positions[None], source, params)
+        return ModelBatch(pack, ids[None], positions[None], source, place, params)
     shares = [_share(sizes, starts, rank, context, device) for rank in range(context)]
     order = torch.empty(starts[-1], dtype=torch.int64, device=device)
     order[torch.cat(shares)] = torch.arange(starts[-1], device=device)
     mine = shares[context_rank]
-    return ModelBatch(pack, ids[mine][None], positions[mine][None], source, params, context, order)
+    return ModelBatch(pack, ids[mine][None], positions[mine][None], source, place, params, context, order, mine)
 
 
 def _share(sizes: Sequence[int], starts: Sequence[int], rank: int, context: int, device: torch.device) -> Tensor:

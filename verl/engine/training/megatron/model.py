@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config, unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from verl.config.schema.base import setting
+from verl.engine.training.lora import LoraSettings
 from verl.engine.training.megatron import bridge as bridges
+from verl.engine.training.megatron.adapter import MegatronAdapter
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
 from verl.engine.training.weight_files import FILE_BYTES, describe, write_file
 from verl.errors import UserError
@@ -34,6 +38,13 @@ class MegatronModel:
     dtype: torch.dtype
     vocabulary: int
     tied: bool
+    adapter: MegatronAdapter | None = None
+
+    def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors under Hugging Face names on every rank, the adapter merged. Collective."""
+        if self.adapter is not None:
+            return self.adapter.merged()
+        return bridges.export(self.bridge, [unwrap_model(chunk) for chunk in self.chunks])
 
 
 def build(
@@ -57,12 +68,19 @@ def build(
         wrap_with_ddp=False, bf16=dtype == torch.bfloat16, post_model_creation_callbacks=[_prepare(head, hf_config)]
     )
     for chunk in plain:
-        chunk.to(device)
-    chunks = [_wrapped(chunk, megatron, number) for number, chunk in enumerate(plain)] if trainable else plain
+        chunk.to(device).requires_grad_(trainable)
     tied = bool(getattr(hf_config, "tie_word_embeddings", False)) and head == "lm"
     outline = build_model(path, model_cfg, head=head)
-    model = MegatronModel(bridge, chunks, outline, dtype, hf_config.get_text_config().vocab_size, tied)
-    on_all_ranks(lambda: load(model, Path(path)))
+    model = MegatronModel(bridge, plain, outline, dtype, hf_config.get_text_config().vocab_size, tied)
+    if setting(megatron, "use_dist_checkpointing", False):
+        load_distributed(model, Path(str(setting(megatron, "dist_checkpointing_path"))))
+    else:
+        on_all_ranks(lambda: load(model, Path(path)))
+    lora = LoraSettings.of(model_cfg, str(path)) if trainable else None
+    if lora is not None:
+        model.adapter = MegatronAdapter(outline, lora, seed, bridge, plain, dtype)
+    if trainable:
+        model.chunks = [_wrapped(chunk, megatron, number) for number, chunk in enumerate(plain)]
     return model
 
 
@@ -140,6 +158,25 @@ def load(model: MegatronModel, directory: Path) -> None:
     bridges.load(model.bridge, [unwrap_model(c) for c in model.chunks], bridges.WeightFiles(directory))
 
 
+@torch.no_grad()
+def load_distributed(model: MegatronModel, directory: Path) -> None:
+    """Read the weights of megatron-core's distributed checkpoint, whatever the layout that wrote it; a score starts at 0.
+    Collective. UserError for a checkpoint of another model, or none."""
+    chunks, state = [unwrap_model(chunk) for chunk in model.chunks], {}
+    scores = model.bridge.head != "lm"
+    for number, chunk in enumerate(chunks):
+        entries = chunk.sharded_state_dict().items()
+        state[str(number)] = {n: e for n, e in entries if not (scores and n.startswith("output_layer."))}
+        if scores and chunk.post_process:
+            torch._foreach_zero_(list(chunk.output_layer.parameters()))
+    try:
+        loaded = dist_checkpointing.load(state, str(directory))
+    except (KeyError, CheckpointException, CheckpointingException) as error:
+        raise UserError(f"megatron.dist_checkpointing_path={directory}: {str(error)[:300]}") from error
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[str(number)], strict=False)  # what is missing was refused
+
+
 def move_weights(chunks: Sequence[Any], device: torch.device) -> None:
     """The weights to a memory. Parameters stay the same objects; buffers that they are views of move as a whole."""
     for chunk in chunks:
@@ -166,7 +203,6 @@ def save(model: MegatronModel, directory: Path, serving_dtype: str) -> None:
     ranks, files, size = dist.get_world_size(), 0, 0
     mine: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
-    chunks = [unwrap_model(chunk) for chunk in model.chunks]
 
     def close() -> None:
         nonlocal files, size, mine
@@ -176,7 +212,7 @@ def save(model: MegatronModel, directory: Path, serving_dtype: str) -> None:
         weight_map.update(dict.fromkeys(tensors, file))
         files, size = files + 1, 0
 
-    for name, tensor in bridges.export(model.bridge, chunks):
+    for name, tensor in model.exported():
         if size and size + tensor.numel() * tensor.element_size() > FILE_BYTES:
             close()
         size += tensor.numel() * tensor.element_size()

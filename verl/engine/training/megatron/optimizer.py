@@ -104,7 +104,7 @@ class CoreSchedule:
             )
         except AssertionError as error:
             raise UserError(f"optim: megatron-core refuses this schedule: {error}") from error
-        self._groups, self.step = optimizer.param_groups, 0
+        self._optimizer, self.step = optimizer, 0
 
     def restore(self, step: int) -> None:
         self._scheduler.num_steps = 0
@@ -112,7 +112,7 @@ class CoreSchedule:
         self.step = step
 
     def advance(self) -> float:
-        used = float(self._groups[0]["lr"])
+        used = float(self._optimizer.param_groups[0]["lr"])
         self._scheduler.step(1)
         self.step += 1
         return used
