@@ -84,8 +84,11 @@ def model_problems(placement: Placement, model: Mapping[str, Any]) -> Iterator[t
 
 
 def sampler_devices(rollout: Any) -> int:
-    """Devices of one sampler."""
-    return (rollout.tensor_model_parallel_size or 1) if capabilities(rollout.name).tensor_parallel else 1
+    """Devices of one sampler. Copies of a model that share no experts are samplers of their own."""
+    if not capabilities(rollout.name).tensor_parallel:
+        return 1
+    copies = rollout.data_parallel_size if rollout.expert_parallel_size > 1 else 1
+    return int((rollout.tensor_model_parallel_size or 1) * copies)
 
 
 def samplers_per_node(config: Any) -> int:

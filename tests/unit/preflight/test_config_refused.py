@@ -114,7 +114,6 @@ REFUSED = [
     ([f"{ARR}.rollout={{enable_chunked_prefill:False,max_num_batched_tokens:100}}"], ["raise it to 1024"]),
     # 9
     ([f"{ARR}.rollout.tensor_model_parallel_size=2"], ["1 devices of the node"]),
-    ([f"{ARR}.rollout.data_parallel_size=2"], ["does not divide the pool of 1", "use one of 1"]),
     # 10
     ([f"{ARR}.rollout.expert_parallel_size=2"], ["no experts"]),
     # 11
@@ -324,7 +323,14 @@ ALSO_REFUSED = [
     (["algorithm={adv_estimator:gdpo,gdpo_reward_keys:[a,b],gdpo_reward_weights:[1]}"], "1 weights for 2"),
     # 9
     ([f"{ARR}.rollout.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=3"], "use one of 1, 2, 4"),
-    ([f"{ARR}.rollout.data_parallel_size=2", "trainer.n_gpus_per_node=3"], "pool of 3"),
+    ([f"{ARR}.rollout.data_parallel_size=2", f"{ARR}.rollout.name=vllm", "trainer.n_gpus_per_node=3"], "pool of 3"),
+    (
+        [
+            f"{ARR}.rollout={{data_parallel_size:4,expert_parallel_size:4,name:vllm}}",
+            "trainer={nnodes:2,n_gpus_per_node:2}",
+        ],
+        "an engine of 4 devices does not divide the 2 of a node",
+    ),
     # 10
     ([f"{ARR}.rollout.pipeline_model_parallel_size=2", f"{ARR}.rollout.name=vllm"], "not run in pipeline"),
     # 11

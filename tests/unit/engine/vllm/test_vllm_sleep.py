@@ -82,6 +82,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         hosts.append(LoopThread("test-vllm"))
         values: dict[str, Any] = {
             "_settings": SimpleNamespace(
+                copies=1,
                 load_format=load_format,
                 skip_tokenizer_init=True,
             ),

@@ -31,6 +31,7 @@ class EngineSettings:
 
     model_path: str
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     gpu_memory_utilization: float = 0.5
     dtype: str = "auto"
     max_model_len: int | None = None
@@ -57,6 +58,16 @@ class EngineSettings:
     limit_images: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     engines: int = 1
+
+    @property
+    def copies(self) -> int:
+        """Copies of all but the experts, which they share. Copies that share nothing are engines of their own."""
+        return self.data_parallel_size if self.expert_parallel else 1
+
+    @property
+    def ranks(self) -> int:
+        """Devices of the engine."""
+        return self.tensor_parallel_size * self.copies
 
 
 # vLLM's arguments that are settings of the same name.
@@ -109,6 +120,7 @@ def engine_arguments(
     s = settings
     arguments: dict[str, Any] = {name: getattr(s, name) for name in _SHARED} | {
         "model": s.model_path,
+        "data_parallel_size": s.copies,
         "tokenizer": s.tokenizer_path or s.model_path,
         "trust_remote_code": s.trust_remote_code,
         "hf_config_path": s.hf_config_path,
@@ -135,7 +147,7 @@ def engine_arguments(
     if cpu:
         arguments |= _cpu_defaults(s)
     run_values = {OURS[name]: getattr(s, name) for name in (*_SHARED, "seed")}
-    run_values |= {"data_parallel_size": 1, "pipeline_model_parallel_size": 1, "disable_log_stats": True}
+    run_values |= {"pipeline_model_parallel_size": 1, "disable_log_stats": True}
     translated = translate(s.engine_kwargs, known, run_values, text_only=not vision)
     if translated.problems:
         raise UserError("; ".join(f"{key}: {message}" for key, message in translated.problems))
@@ -195,7 +207,7 @@ def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
     length = settings.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
     needed = per_token * item * blocks * _CPU_BLOCK * (settings.max_num_seqs + 1)
-    sharing = parts * settings.engines
+    sharing = settings.ranks * settings.engines
     return min(needed, int(available * settings.gpu_memory_utilization) // sharing)
 
 

@@ -159,5 +159,3 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
         c.refuse(where.replace("rollout.", f"{key}.", 1), message)
     for text in translated.notices:
         c.notice(text)
-    if c.rollout.data_parallel_size > 1:
-        c.refuse(f"{key}.data_parallel_size", "an engine is one copy; set 1: more devices make more engines")

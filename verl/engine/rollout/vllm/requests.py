@@ -13,13 +13,15 @@ from verl.trajectory import Media
 
 @dataclass(slots=True)
 class Live:
-    """One request: the weight versions it has lived under, its images, and whether it was aborted."""
+    """One request: the weight versions it has lived under, its images, whether it was aborted, and the number of the copy
+    of the model that samples it."""
 
     id: str
     prompt: list[int]
     versions: list[int]
     media: Media | None = None
     aborted: bool = False
+    copy: int = 0
 
     def completion(self, output: Any) -> Completion:
         """What vLLM's final output says. None: it was aborted before it began.
