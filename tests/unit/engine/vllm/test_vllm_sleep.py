@@ -86,6 +86,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                 load_format=load_format,
                 skip_tokenizer_init=True,
             ),
+            "_routed": [],
             "_sleeps": free,
             "_host": hosts[-1],
             "_engine": stand_in,

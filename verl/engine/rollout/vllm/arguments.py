@@ -42,6 +42,7 @@ class EngineSettings:
     enforce_eager: bool = False
     cudagraph_capture_sizes: list[int] | None = None
     expert_parallel: bool = False
+    record_routes: bool = False
     load_format: str = "auto"
     logprobs_mode: str = "processed_logprobs"
     free_cache_engine: bool = False
@@ -89,6 +90,7 @@ def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
         "dtype": sampler_dtype("vllm", rollout.dtype, trainer_dtype),
         "max_model_len": longest(config),
         "expert_parallel": rollout.expert_parallel_size > 1,
+        "record_routes": config.actor_rollout_ref.actor.router_replay.mode == "R3",
         "free_cache_engine": rollout.free_cache_engine,
         "tokenizer_path": config.data.tokenizer or model.tokenizer_path,
         "skip_tokenizer_init": rollout.skip_tokenizer_init and not (rollout.stop or rollout.val_kwargs.stop),
@@ -137,6 +139,8 @@ def engine_arguments(
         # What it sets room aside for is one of a list; a rank above the largest is refused with the configuration.
         rank, known_ranks = int(s.lora["r"]), ENGINE.capabilities.lora_ranks
         arguments["max_lora_rank"] = next((size for size in known_ranks if size >= rank), rank)
+    if s.record_routes:
+        arguments["enable_return_routed_experts"] = True
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"

@@ -110,6 +110,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._asleep = self._weights_gone = False
         self._processes: set[Process] = set()
         self._shared = ""
+        self._routed: list[int] = []  # layers whose routes are recorded
         self._broken = ""
         self._engine: Any = None
         self._host = LoopThread("vllm-engine")
@@ -137,6 +138,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         reports = await self._rpc("verl_begin", args=this)
         self._processes = {(pid, start) for row in reports for pid, start in row["processes"]}
         self._shared = str(reports[0]["shared"])
+        self._routed = reports[0]["routed"] if self._settings.record_routes else []
         return [str(row["device"]) for row in reports]
 
     async def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -199,7 +201,10 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         completion = await asyncio.wrap_future(self._host.submit(self._response(live, arguments)))
         if not (sampling.stop and sampling.start):
             return completion
-        return ended_at_seam(completion, prompt[-sampling.start :], sampling.stop, self._text)
+        done = ended_at_seam(completion, prompt[-sampling.start :], sampling.stop, self._text)
+        if done.routed_experts is not None:
+            done.routed_experts = done.routed_experts[: len(prompt) + len(done.token_ids) - 1]
+        return done
 
     def _check(self, request_id: str, prompt: list[int], sampling: SamplingParams, media: Media | None) -> None:
         if self._asleep:
@@ -224,7 +229,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         try:
             if not live.aborted:
                 output = await self._final_output(live, arguments)
-            completion = live.completion(output)
+            completion = live.completion(output, self._routed)
             completion.prefilled = len(live.prompt) - int(getattr(output, "num_cached_tokens", 0) or 0)
             return completion
         except Exception as error:

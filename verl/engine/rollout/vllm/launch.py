@@ -79,9 +79,12 @@ def check_cpu_model(config: Any) -> None:
 
 
 def check_cpu_experts(settings: EngineSettings) -> None:
-    """UserError for experts that are spread: vLLM 0.32 crashed, its kernel takes every expert for one of its own."""
+    """UserError for experts that are spread (vLLM 0.32 crashed, its kernel takes every expert for one of its own), and
+    for their routes, which its first model runner, the only one there, does not return."""
     if settings.expert_parallel:
         raise UserError("on a CPU vLLM does not spread experts: set rollout.expert_parallel_size=1")
+    if settings.record_routes:
+        raise UserError("on a CPU vLLM returns no routes: set actor.router_replay.mode=R2, or rollout.name=native")
 
 
 def _check_latent(text: Any, sizes: Sequence[int]) -> None:

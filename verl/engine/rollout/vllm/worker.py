@@ -42,8 +42,11 @@ class WorkerWeights:
     def verl_begin(self, driver: int, started: int, folder: str) -> dict[str, Any]:
         """End with the process `driver` (that started at `started`), however it ends, and remove its `folder` then.
         Returns "processes": this one and its parent, each as (pid, start time); "device": the id of this worker's;
-        "shared": see `remove_shared`."""
+        "shared": see `remove_shared`; "routed": the numbers of the layers with experts."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
         worker: Any = self
+        modules = worker.model_runner.get_model().modules()
         threading.Thread(
             target=_end_with, args=(driver, started, folder), name="verl-driver-watch", daemon=True
         ).start()
@@ -51,6 +54,7 @@ class WorkerWeights:
             "processes": [(pid, process_start_time(pid)) for pid in (os.getpid(), os.getppid())],
             "device": platform_of(worker.device).memory_id(worker.device),
             "shared": os.environ.get(_SHARED, ""),
+            "routed": sorted(module.layer_id for module in modules if isinstance(module, MoERunner)),
         }
 
     def verl_try_channel(self, places: list[tuple[str, int]], timeout: float) -> str:
