@@ -43,6 +43,12 @@ def rank_problems(placement: Placement, ranks: int) -> Iterator[tuple[str, str]]
         text = " × ".join(map(placement.at, shared))
         problems = [(text, f"= {placement.ranks_per_row} does not divide the {ranks} ranks; lower one of them")]
     yield from problems
+    whole = placement.shard if placement.shard > 0 else ranks
+    if whole % placement.expert:
+        yield (
+            placement.at("expert"),
+            f"does not divide the {whole} ranks of a copy of the model; use one of {divisors(whole)}",
+        )
     if placement.shard <= 0:
         return
     parts = max(1, ranks // placement.tensor)

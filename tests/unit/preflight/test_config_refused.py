@@ -334,6 +334,14 @@ ALSO_REFUSED = [
     # 10
     ([f"{ARR}.rollout.pipeline_model_parallel_size=2", f"{ARR}.rollout.name=vllm"], "not run in pipeline"),
     # 11
+    (
+        [f"{ARR}.actor.fsdp_config.expert_parallel_size=2", "trainer.n_gpus_per_node=4"],
+        "does not divide the model's 0 experts",
+    ),
+    (
+        [f"{ARR}.actor.fsdp_config.expert_parallel_size=3", "trainer.n_gpus_per_node=4"],
+        "3: does not divide the 4 ranks of a copy",
+    ),
     ([f"{ARR}.actor.ulysses_sequence_parallel_size=8", "trainer.n_gpus_per_node=8"], "4 attention heads"),
     # 14
     ([f"{ARR}.actor.policy_loss.loss_mode=dro"], "dro needs a value above 0"),
