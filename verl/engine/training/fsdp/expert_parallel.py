@@ -80,7 +80,9 @@ class ExpertParallel:
             computed = self._computed(holder, compute, arrived, numbers)
             returned = _Exchange.apply(computed, back, there, group)
             weighted = returned * weights.reshape(-1)[order, None]
-            return torch.zeros_like(rows).index_add(0, tokens, weighted.to(rows.dtype)).view_as(hidden)
+            out = torch.zeros_like(rows).index_add(0, tokens, weighted.to(rows.dtype))
+            # No view to autograd: some architectures add to it in place, which would lose FSDP's hook on it.
+            return torch.ops.aten._unsafe_view(out, hidden.shape)
 
         return forward
 
