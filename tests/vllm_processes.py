@@ -53,6 +53,42 @@ def _patch() -> None:
     from vllm.v1.executor import multiproc_executor
 
     utils.get_mp_context = multiproc_executor.get_mp_context = _Context
+    _spread_experts()
+
+
+@functools.cache
+def _spread_experts() -> None:
+    """What vLLM lacks on a CPU for experts that are spread over ranks: its kernel takes every expert for one of its own,
+    and its groups do not gather parts of different lengths."""
+    import torch
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply = CPUUnquantizedExperts.apply
+
+    def local(self: Any, *, topk_ids: Any, topk_weights: Any, expert_map: Any, **rest: Any) -> None:
+        if expert_map is not None:
+            topk_ids = expert_map[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(topk_ids < 0, 0.0)
+            topk_ids = topk_ids.clamp(min=0).int()
+        apply(self, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map, **rest)
+
+    def gather(self: Any, parts: Any, dim: int = 0, sizes: Any = None) -> Any:
+        if not isinstance(parts, list):
+            return gather(self, [parts], dim, sizes)[0]
+        whole = []
+        for part in parts:
+            padded = part.new_zeros(max(sizes), *part.shape[1:])
+            padded[: len(part)] = part
+            pieces = self.all_gather(padded, 0).split(max(sizes))
+            whole.append(torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)]))
+        return whole
+
+    def scatter(self: Any, whole: Any, dim: int = 0, sizes: Any = None) -> Any:
+        return self.all_reduce(whole.contiguous()).split(sizes)[self.rank_in_group].clone()
+
+    CPUUnquantizedExperts.apply = local
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather, scatter
 
 
 @functools.cache

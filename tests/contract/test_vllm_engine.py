@@ -101,8 +101,9 @@ def test_the_batch_call(engine: Any) -> None:
     [
         ({"engine_kwargs": {"max_num_seq": 3}}, "nearest: max_num_seqs"),
         ({"tensor_parallel_size": 3}, r"heads \(4\) must be divisible by tensor parallel size"),
+        ({"tensor_parallel_size": 2, "expert_parallel": True}, "on a CPU vLLM does not spread experts"),
     ],
-    ids=["unknown", "heads"],
+    ids=["unknown", "heads", "experts"],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_starts(
     sampler: Sampler, given: dict[str, Any], said: str

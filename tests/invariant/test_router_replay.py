@@ -219,8 +219,10 @@ def on_rank(path: str, roles: list[dict[str, Any]]) -> list[Any]:
 def test_ranks_give_the_same(tmp_path) -> None:
     path = str(tiny_model(tmp_path / "m", "qwen3_moe", scale=4.0, **ARCHITECTURES["qwen3_moe"]))
     (alone,) = on_rank(path, [{}])
-    for rank, found in enumerate(ranks.run(on_rank, 2, path, [{}, {"ulysses_sequence_parallel_size": 2}])):
-        for (metrics, routes), expected in zip(found, (alone[1][rank::2], alone[1]), strict=True):
+    spread = {"fsdp_config": BASE["fsdp_config"] | {"expert_parallel_size": 2}}
+    for rank, found in enumerate(ranks.run(on_rank, 2, path, [{}, spread, {"ulysses_sequence_parallel_size": 2}])):
+        mine = alone[1][rank::2]
+        for (metrics, routes), expected in zip(found, (mine, mine, alone[1]), strict=True):
             assert metrics == pytest.approx(alone[0], rel=1e-4)
             assert all(np.array_equal(own, theirs) for own, theirs in zip(routes, expected, strict=True))
 

@@ -43,6 +43,12 @@ def rank_problems(placement: Placement, ranks: int) -> Iterator[tuple[str, str]]
         text = " × ".join(map(placement.at, shared))
         problems = [(text, f"= {placement.ranks_per_row} does not divide the {ranks} ranks; lower one of them")]
     yield from problems
+    whole = placement.shard if placement.shard > 0 else ranks
+    if whole % placement.expert:
+        yield (
+            placement.at("expert"),
+            f"does not divide the {whole} ranks of a copy of the model; use one of {divisors(whole)}",
+        )
     if placement.shard <= 0:
         return
     parts = max(1, ranks // placement.tensor)
@@ -84,8 +90,11 @@ def model_problems(placement: Placement, model: Mapping[str, Any]) -> Iterator[t
 
 
 def sampler_devices(rollout: Any) -> int:
-    """Devices of one sampler."""
-    return (rollout.tensor_model_parallel_size or 1) if capabilities(rollout.name).tensor_parallel else 1
+    """Devices of one sampler. Copies of a model that share no experts are samplers of their own."""
+    if not capabilities(rollout.name).tensor_parallel:
+        return 1
+    copies = rollout.data_parallel_size if rollout.expert_parallel_size > 1 else 1
+    return int((rollout.tensor_model_parallel_size or 1) * copies)
 
 
 def samplers_per_node(config: Any) -> int:

@@ -13,6 +13,7 @@ from verl.config.layout import (
     policy_placement,
     rank_problems,
     reference_is_base,
+    sampler_devices,
 )
 from verl.config.problems import counted
 from verl.config.report import ACTOR, ROLLOUT, Report
@@ -70,7 +71,8 @@ def _engine_layout(report: Report) -> None:
     rollout, facts, key = report.rollout, report.facts, report.rollout_key
     engine = capabilities(rollout.name)
     tensor = rollout.tensor_model_parallel_size or 1
-    size = tensor * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
+    copies, one = rollout.data_parallel_size, sampler_devices(rollout)
+    size = tensor * rollout.pipeline_model_parallel_size * copies
     place = rollout if report.ppo and rollout.nnodes > 0 else report.trainer
     per_node, pool = place.n_gpus_per_node, place.nnodes * place.n_gpus_per_node
     at = f"{key}.tensor_model_parallel_size={tensor}"
@@ -81,12 +83,19 @@ def _engine_layout(report: Report) -> None:
         pool_key = "trainer" if place is report.trainer else key
         message = f"more than the {per_node} devices of the node ({pool_key}.n_gpus_per_node); lower it"
         report.refuse(at, message + ("" if place.nnodes == 1 else ": an engine stays on one node"))
-    elif not engine.tensor_parallel and tensor > 1 and report.ppo:
-        report.notice(f"{at}: a {rollout.name} engine runs on one device; there are more engines")
-    elif pool % size or per_node % size:
+    elif not engine.tensor_parallel:
+        if tensor > 1 and report.ppo:
+            report.notice(f"{at}: a {rollout.name} engine runs on one device; there are more engines")
+    elif pool % size:
         message = f"an engine of {size} devices does not divide the pool of {pool}"
         product = f"{key}: tensor × pipeline × data parallel = {size}"
         report.refuse(product, f"{message}; use one of {divisors(per_node)}")
+    elif per_node % one:
+        message = f"an engine of {one} devices does not divide the {per_node} of a node"
+        report.refuse(f"{key}: tensor × data parallel = {one}", f"{message}; use one of {divisors(per_node)}")
+    elif copies > 1 and one == tensor:
+        engines = f"each copy is an engine of its own, of which there are {pool // one}"
+        report.notice(f"{report.at(f'{key}.data_parallel_size')}: {engines}")
     expert, spread = rollout.expert_parallel_size, tensor * rollout.data_parallel_size
     if expert > 1 and facts is not None and not facts.experts:
         report.refuse(f"{key}.expert_parallel_size", "the model has no experts; set 1")

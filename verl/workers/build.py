@@ -233,6 +233,7 @@ def judge_config(config: Config) -> Any:
     model.external_lib = config.actor_rollout_ref.model.external_lib  # may register the engine
     rollout = run.actor_rollout_ref.rollout = run.reward_model.rollout
     run.data.tokenizer = None
+    run.actor_rollout_ref.actor.router_replay.mode = "disabled"
     if pool := own_pools(config).get("judge"):
         rollout.nnodes, rollout.n_gpus_per_node = pool.nodes, pool.per_node
     return run

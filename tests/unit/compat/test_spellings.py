@@ -69,6 +69,8 @@ ppo ARR.model.lora.exclude_modules=x → ARR.model.exclude_modules=[x]
 ppo ARR.model.lora.target_modules=[linear_qkv,linear_proj] → ARR.model.target_modules=[q_proj,k_proj,v_proj,o_proj]
 ppo ARR.actor.veomni.router_replay.mode=R3 → ARR.actor.router_replay.mode=R3
 ppo ARR.ref.veomni.ulysses_parallel_size=2 → ARR.ref.ulysses_sequence_parallel_size=2
+ppo ARR.actor.veomni.expert_parallel_size=2 → ARR.actor.fsdp_config.expert_parallel_size=2
+sft engine.ep_size=2 → engine.expert_parallel_size=2
 ppo critic.veomni.fsdp_size=4 → critic.model.fsdp_config.fsdp_size=4
 ppo critic.veomni.ulysses_parallel_size=2 → critic.ulysses_sequence_parallel_size=2
 ppo ARR.actor.torchtitan.activation_checkpoint=none → ARR.model.enable_gradient_checkpointing=False

@@ -64,9 +64,12 @@ def test_builds_of_torch(bare: Path, monkeypatch: pytest.MonkeyPatch, text: str,
     ("name", "ranks", "own", "expected"),
     [("vllm", None, 0, 8), ("vllm", 2, 0, 4), ("native", 2, 0, 8), ("vllm", 2, 1, 2), ("vllm", 16, 0, 1)],
 )
-def test_samplers_that_share_a_machine_are_counted(name, ranks, own, expected) -> None:
+@pytest.mark.parametrize(("copies", "expert", "share"), [(1, 1, 1), (2, 1, 1), (2, 4, 2)])
+def test_samplers_that_share_a_machine_are_counted(name, ranks, own, expected, copies, expert, share) -> None:
+    """Copies are samplers of their own, unless they share experts."""
     rollout = SimpleNamespace(name=name, tensor_model_parallel_size=ranks, nnodes=own, n_gpus_per_node=4)
+    rollout.data_parallel_size, rollout.expert_parallel_size = copies, expert
     config = SimpleNamespace(
         actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(n_gpus_per_node=8)
     )
-    assert samplers_per_node(config) == expected
+    assert samplers_per_node(config) == (expected if name == "native" else max(1, expected // share))

@@ -53,7 +53,6 @@ def test_without_vllm_the_machine_lacks_it(report) -> None:
     ("word", "said"),
     [
         (f"+{ROLLOUT}.engine_kwargs.vllm.blok_size=64", "nearest: block_size"),
-        (f"{ROLLOUT}.data_parallel_size=2", "more devices make more engines"),
         (f"{ROLLOUT}.pipeline_model_parallel_size=2", "not run in pipeline"),
         (f"{ROLLOUT}.tensor_model_parallel_size=3", "does not divide the model's 4 attention heads"),
     ],

@@ -92,6 +92,10 @@ def test_notices(base, tmp_path, overrides, part):
 
 
 NOTICES_BESIDE = [
+    (
+        [f"{ARR}.rollout={{data_parallel_size:2,name:vllm}}", "trainer.n_gpus_per_node=4"],
+        "data_parallel_size=2: each copy is an engine of its own, of which there are 4",
+    ),
     (["trainer.max_staleness=1", "trainer.n_gpus_per_node=2"], "sampler and trainer compete"),
     ([f"{ARR}.actor.policy_loss.loss_mode=gspo"], "its paper has clip_ratio_low=3e-4"),
     ([f"{ARR}.actor.policy_loss.loss_mode=dppo_kl"], "set both"),

@@ -114,7 +114,6 @@ REFUSED = [
     ([f"{ARR}.rollout={{enable_chunked_prefill:False,max_num_batched_tokens:100}}"], ["raise it to 1024"]),
     # 9
     ([f"{ARR}.rollout.tensor_model_parallel_size=2"], ["1 devices of the node"]),
-    ([f"{ARR}.rollout.data_parallel_size=2"], ["does not divide the pool of 1", "use one of 1"]),
     # 10
     ([f"{ARR}.rollout.expert_parallel_size=2"], ["no experts"]),
     # 11
@@ -324,10 +323,25 @@ ALSO_REFUSED = [
     (["algorithm={adv_estimator:gdpo,gdpo_reward_keys:[a,b],gdpo_reward_weights:[1]}"], "1 weights for 2"),
     # 9
     ([f"{ARR}.rollout.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=3"], "use one of 1, 2, 4"),
-    ([f"{ARR}.rollout.data_parallel_size=2", "trainer.n_gpus_per_node=3"], "pool of 3"),
+    ([f"{ARR}.rollout.data_parallel_size=2", f"{ARR}.rollout.name=vllm", "trainer.n_gpus_per_node=3"], "pool of 3"),
+    (
+        [
+            f"{ARR}.rollout={{data_parallel_size:4,expert_parallel_size:4,name:vllm}}",
+            "trainer={nnodes:2,n_gpus_per_node:2}",
+        ],
+        "an engine of 4 devices does not divide the 2 of a node",
+    ),
     # 10
     ([f"{ARR}.rollout.pipeline_model_parallel_size=2", f"{ARR}.rollout.name=vllm"], "not run in pipeline"),
     # 11
+    (
+        [f"{ARR}.actor.fsdp_config.expert_parallel_size=2", "trainer.n_gpus_per_node=4"],
+        "does not divide the model's 0 experts",
+    ),
+    (
+        [f"{ARR}.actor.fsdp_config.expert_parallel_size=3", "trainer.n_gpus_per_node=4"],
+        "3: does not divide the 4 ranks of a copy",
+    ),
     ([f"{ARR}.actor.ulysses_sequence_parallel_size=8", "trainer.n_gpus_per_node=8"], "4 attention heads"),
     # 14
     ([f"{ARR}.actor.policy_loss.loss_mode=dro"], "dro needs a value above 0"),
@@ -344,10 +358,17 @@ ALSO_REFUSED = [
     ([f"{ARR}.actor.router_replay.mode=R3"], "enable_rollout_routing_replay=True"),
     (
         [
-            *(f"{ARR}.rollout.name=vllm", f"{ARR}.rollout.enable_rollout_routing_replay=True"),
+            *(f"{ARR}.rollout.name=sglang", f"{ARR}.rollout.enable_rollout_routing_replay=True"),
             f"{ARR}.actor.router_replay.mode=R3",
         ],
-        "vllm does not return routes; use native, or R2",
+        "sglang does not return routes; use native, or R2",
+    ),
+    (
+        [
+            *(f"{ARR}.rollout.name=vllm", f"{ARR}.rollout.enable_rollout_routing_replay=True"),
+            *(f"{ARR}.actor.router_replay.mode=R3", f"{ARR}.rollout.enable_prefix_caching=False"),
+        ],
+        "set it to True",
     ),
     (
         ["algorithm.rollout_correction.bypass_mode=True", f"{ARR}.actor.router_replay.mode=R2"],

@@ -220,8 +220,10 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         response_length: A response never exceeds it.
         dtype: Precision of sampling; null = the trainer's.
         tensor_model_parallel_size: Devices per engine; null = the fewest the model fits in.
-        data_parallel_size: Copies of the model within an engine.
-        expert_parallel_size: Devices the experts are split over.
+        data_parallel_size: Copies of the model. Each is an engine of its own, unless `expert_parallel_size` > 1: then they
+            are one engine, and share the experts.
+        expert_parallel_size: Devices over which whole experts are spread: tensor × data parallel size, or 1 (each device
+            has a part of every expert).
         pipeline_model_parallel_size: Devices the layers are split over.
         gpu_memory_utilization: Share of the device's memory for weights and cache (vllm), static share (sglang);
             native: share of the memory that the trainer leaves, for the cache, on a CPU of half the machine's.

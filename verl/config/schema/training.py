@@ -49,6 +49,8 @@ class FSDPConfig(PlacementConfig):
         fsdp_size: Ranks per shard group; -1 = all; smaller = hybrid sharding.
         tensor_parallel_size: Devices that share the products inside layers, where transformers has a plan for the
             model.
+        expert_parallel_size: Devices that the experts of a layer are spread over; tokens travel to them. Its layers are
+            computed again in the backward pass unless `enable_gradient_checkpointing=False`.
         reshard_after_forward: Free gathered weights after the forward pass.
         forward_prefetch: Gather the next layer's weights during the forward pass of this one.
         model_dtype: Precision of the master weights; anything but float32 is announced and has no effect.
@@ -60,6 +62,7 @@ class FSDPConfig(PlacementConfig):
     offload_policy: bool = False
     fsdp_size: int = key(-1, low=1, also=-1)
     tensor_parallel_size: int = key(1, low=1, ours=True)
+    expert_parallel_size: int = key(1, low=1, ours=True)
     reshard_after_forward: bool = True
     forward_prefetch: bool = False
     model_dtype: str = "fp32"

@@ -71,6 +71,22 @@ def test_a_transfer_may_take_longer_than_a_call(host: LoopThread, monkeypatch: p
     weights.WorkerChannel(host, rpc, [""], 4096, print).receive([("c", 0)], 1, 10.0, "")
 
 
+@pytest.mark.parametrize("tokens", [3, 4, 5])
+def test_routes_are_those_of_layers_with_experts_and_of_every_token(tokens: int) -> None:
+    """As vLLM 0.32 gives them: small unsigned numbers of all tokens but the last, layers without experts too."""
+    routes = np.arange(tokens * 3 * 2, dtype=np.uint8).reshape(tokens, 3, 2)
+    rows = SimpleNamespace(logprobs=[-1.0, -2.0, -3.0])
+    response = SimpleNamespace(token_ids=[5, 9, 5], logprobs=rows, finish_reason="stop", routed_experts=routes)
+    live, output = Live("a", [1, 2], [0]), SimpleNamespace(outputs=[response])
+    assert live.completion(output).routed_experts is None
+    if tokens == 4:
+        recorded = live.completion(output, [0, 2]).routed_experts
+        assert recorded.dtype == np.int16 and recorded.tolist() == routes[:, [0, 2]].tolist()
+    else:
+        with pytest.raises(RuntimeError, match=r"vLLM returned routes \(., 3, 2\) of 2 \+ 3 tokens"):
+            live.completion(output, [0, 2])
+
+
 @pytest.mark.parametrize("log_probs", [None, [-1.0], [-1.0, -2.0, -3.0]])
 def test_log_probs_are_the_sampled_tokens_and_not_fewer(log_probs: list[float] | None) -> None:
     rows = SimpleNamespace(logprobs=log_probs or [])

@@ -82,9 +82,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         hosts.append(LoopThread("test-vllm"))
         values: dict[str, Any] = {
             "_settings": SimpleNamespace(
+                copies=1,
                 load_format=load_format,
                 skip_tokenizer_init=True,
             ),
+            "_routed": [],
             "_sleeps": free,
             "_host": hosts[-1],
             "_engine": stand_in,

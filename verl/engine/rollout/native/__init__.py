@@ -24,7 +24,7 @@ class Native(RolloutEngineRecord):
         routes=True,
     )
     unread = {  # noqa: RUF012
-        "data_parallel_size pipeline_model_parallel_size": "a native engine runs on one device",
+        "data_parallel_size expert_parallel_size pipeline_model_parallel_size": "a native engine runs on one device",
         "enable_chunked_prefill enable_prefix_caching cudagraph_capture_sizes load_format scheduling_policy "
         "disable_log_stats skip_tokenizer_init multi_stage_wake_up calculate_log_probs logprobs_mode": (
             "the native engine decides it by itself"

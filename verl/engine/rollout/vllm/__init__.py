@@ -25,6 +25,7 @@ class VLLM(RolloutEngineRecord):
         lora_experts=False,
         lora_head=False,
         images=QWEN_VISION,
+        routes=True,
     )
     unread = {  # noqa: RUF012
         "multi_stage_wake_up disable_log_stats calculate_log_probs": "the vllm engine always does what is best here"

@@ -31,6 +31,7 @@ class EngineSettings:
 
     model_path: str
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     gpu_memory_utilization: float = 0.5
     dtype: str = "auto"
     max_model_len: int | None = None
@@ -41,6 +42,7 @@ class EngineSettings:
     enforce_eager: bool = False
     cudagraph_capture_sizes: list[int] | None = None
     expert_parallel: bool = False
+    record_routes: bool = False
     load_format: str = "auto"
     logprobs_mode: str = "processed_logprobs"
     free_cache_engine: bool = False
@@ -57,6 +59,16 @@ class EngineSettings:
     limit_images: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     engines: int = 1
+
+    @property
+    def copies(self) -> int:
+        """Copies of all but the experts, which they share. Copies that share nothing are engines of their own."""
+        return self.data_parallel_size if self.expert_parallel else 1
+
+    @property
+    def ranks(self) -> int:
+        """Devices of the engine."""
+        return self.tensor_parallel_size * self.copies
 
 
 # vLLM's arguments that are settings of the same name.
@@ -78,6 +90,7 @@ def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
         "dtype": sampler_dtype("vllm", rollout.dtype, trainer_dtype),
         "max_model_len": longest(config),
         "expert_parallel": rollout.expert_parallel_size > 1,
+        "record_routes": config.actor_rollout_ref.actor.router_replay.mode == "R3",
         "free_cache_engine": rollout.free_cache_engine,
         "tokenizer_path": config.data.tokenizer or model.tokenizer_path,
         "skip_tokenizer_init": rollout.skip_tokenizer_init and not (rollout.stop or rollout.val_kwargs.stop),
@@ -109,6 +122,7 @@ def engine_arguments(
     s = settings
     arguments: dict[str, Any] = {name: getattr(s, name) for name in _SHARED} | {
         "model": s.model_path,
+        "data_parallel_size": s.copies,
         "tokenizer": s.tokenizer_path or s.model_path,
         "trust_remote_code": s.trust_remote_code,
         "hf_config_path": s.hf_config_path,
@@ -125,6 +139,8 @@ def engine_arguments(
         # What it sets room aside for is one of a list; a rank above the largest is refused with the configuration.
         rank, known_ranks = int(s.lora["r"]), ENGINE.capabilities.lora_ranks
         arguments["max_lora_rank"] = next((size for size in known_ranks if size >= rank), rank)
+    if s.record_routes:
+        arguments["enable_return_routed_experts"] = True
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"
@@ -135,7 +151,7 @@ def engine_arguments(
     if cpu:
         arguments |= _cpu_defaults(s)
     run_values = {OURS[name]: getattr(s, name) for name in (*_SHARED, "seed")}
-    run_values |= {"data_parallel_size": 1, "pipeline_model_parallel_size": 1, "disable_log_stats": True}
+    run_values |= {"pipeline_model_parallel_size": 1, "disable_log_stats": True}
     translated = translate(s.engine_kwargs, known, run_values, text_only=not vision)
     if translated.problems:
         raise UserError("; ".join(f"{key}: {message}" for key, message in translated.problems))
@@ -195,7 +211,7 @@ def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
     length = settings.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
     needed = per_token * item * blocks * _CPU_BLOCK * (settings.max_num_seqs + 1)
-    sharing = parts * settings.engines
+    sharing = settings.ranks * settings.engines
     return min(needed, int(available * settings.gpu_memory_utilization) // sharing)
 
 

@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import os
 import weakref
+import zlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from tempfile import TemporaryDirectory
@@ -96,6 +97,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             arguments["hf_config_path"] = self._folder.name
         if cpu:
             launch.check_cpu_model(model_config)
+            launch.check_cpu_experts(s)
             # vLLM would size its cache by the whole machine.
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
         self._sleeps = s.free_cache_engine and sleeps
@@ -108,18 +110,19 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._asleep = self._weights_gone = False
         self._processes: set[Process] = set()
         self._shared = ""
+        self._routed: list[int] = []  # layers whose routes are recorded
         self._broken = ""
         self._engine: Any = None
         self._host = LoopThread("vllm-engine")
         _OPEN.add(self)
         try:
-            with launch.environment(cpu, s.tensor_parallel_size, self._folder.name):
+            with launch.environment(cpu, s.ranks, self._folder.name):
                 self._engine = self._host.call(_in_loop(launch.start, arguments))
             devices = self._host.call(self._begin())
             sees = options["vision"]
             self._images = ImageInputs(model_config, self._engine.input_processor) if sees else None
             # Without a name of its own here: what this frame names would outlive `close`.
-            self._channel = WorkerChannel(self._host, self._engine.collective_rpc, devices, bucket_bytes, notice)
+            self._channel = WorkerChannel(self._host, self._rpc, devices, bucket_bytes, notice)
             self._max_model_len = int(s.max_model_len or self._engine.model_config.max_model_len)
             if eos_token_ids is None:
                 tokenizer = None if s.skip_tokenizer_init else self.tokenizer
@@ -132,10 +135,19 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     async def _begin(self) -> list[str]:
         """Tell the workers which process to end with; learn what must be cleaned up, and the device of each worker."""
         this = os.getpid(), process_start_time(os.getpid()), self._folder.name
-        reports = await self._engine.collective_rpc("verl_begin", args=this)
+        reports = await self._rpc("verl_begin", args=this)
         self._processes = {(pid, start) for row in reports for pid, start in row["processes"]}
         self._shared = str(reports[0]["shared"])
+        self._routed = reports[0]["routed"] if self._settings.record_routes else []
         return [str(row["device"]) for row in reports]
+
+    async def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """Call a method of every worker; vLLM's own call returns the results of the first copy alone."""
+        if self._settings.copies == 1:
+            return list(await self._engine.collective_rpc(method, args=args))
+        call = "collective_rpc", method, None, args, None
+        results: list[list[Any]] = await self._engine.engine_core.call_utility_all_async(*call)
+        return [result for workers in results for result in workers]
 
     # ---- requests
 
@@ -160,7 +172,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         if isinstance(sampling, SamplingParams):
             if request_id is None:
                 raise ValueError("generate: a request needs its request_id")
-            return self.sample(prompts, sampling, request_id=request_id, media=media)
+            return self.sample(prompts, sampling, request_id=request_id, group=group, media=media)
         parameters = sampling_params if sampling_params is not None else sampling
         return self._host.call(self._batch.run(self.sample, prompts, parameters))
 
@@ -174,19 +186,25 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         sampling: SamplingParams,
         *,
         request_id: str,
+        group: str | None = None,
         media: Media | None = None,
     ) -> Completion:
-        """See `RolloutEngine.generate`. There is no group: vLLM finds equal prompts by itself."""
+        """See `RolloutEngine.generate`. vLLM finds equal prompts by itself: within one copy of the model, so a group
+        stays on one."""
         prompt = [int(i) for i in prompt_ids]
         self._check(request_id, prompt, sampling, media)
         live = self._live[request_id] = Live(request_id, prompt, [self._version], media)
+        live.copy = zlib.crc32((group or request_id).encode()) % self._settings.copies
         room = self._max_model_len - len(prompt)
         forbidden = self._images.forbidden if self._images is not None else ()
         arguments = request_arguments(sampling, room=room, end_ids=self._eos, forbidden=forbidden)
         completion = await asyncio.wrap_future(self._host.submit(self._response(live, arguments)))
         if not (sampling.stop and sampling.start):
             return completion
-        return ended_at_seam(completion, prompt[-sampling.start :], sampling.stop, self._text)
+        done = ended_at_seam(completion, prompt[-sampling.start :], sampling.stop, self._text)
+        if done.routed_experts is not None:
+            done.routed_experts = done.routed_experts[: len(prompt) + len(done.token_ids) - 1]
+        return done
 
     def _check(self, request_id: str, prompt: list[int], sampling: SamplingParams, media: Media | None) -> None:
         if self._asleep:
@@ -211,7 +229,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         try:
             if not live.aborted:
                 output = await self._final_output(live, arguments)
-            completion = live.completion(output)
+            completion = live.completion(output, self._routed)
             completion.prefilled = len(live.prompt) - int(getattr(output, "num_cached_tokens", 0) or 0)
             return completion
         except Exception as error:
@@ -227,6 +245,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         output = None
         for _ in range(1 if live.media is None else 2):  # an image that vLLM has forgotten is sent again
             fields = {"request_id": live.id, "lora_request": self._adapter_request}
+            if self._settings.copies > 1:
+                fields["data_parallel_rank"] = live.copy
             stream = self._engine.generate(self._prompt(live), launch.request_parameters(arguments), **fields)
             async for final in stream:
                 output = final

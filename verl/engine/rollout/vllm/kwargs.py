@@ -40,6 +40,7 @@ FIXED: dict[str, str] = {
     "mm_processor_kwargs": "data.mm_processor_kwargs sets it",
     "enable_sleep_mode": "rollout.free_cache_engine sets it",
     "enable_expert_parallel": "rollout.expert_parallel_size sets it",
+    "enable_return_routed_experts": "actor_rollout_ref.actor.router_replay.mode=R3 sets it",
 }
 """Arguments that this engine sets for itself."""
 
@@ -159,5 +160,7 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
         c.refuse(where.replace("rollout.", f"{key}.", 1), message)
     for text in translated.notices:
         c.notice(text)
-    if c.rollout.data_parallel_size > 1:
-        c.refuse(f"{key}.data_parallel_size", "an engine is one copy; set 1: more devices make more engines")
+    if c.rollout.enable_rollout_routing_replay and not c.rollout.enable_prefix_caching:
+        c.refuse(
+            f"{key}.enable_prefix_caching", "vLLM keeps the routes of tokens by their cache blocks; set it to True"
+        )

@@ -78,6 +78,15 @@ def check_cpu_model(config: Any) -> None:
             raise UserError(f"the model's attention heads have {size} elements; {kernels}")
 
 
+def check_cpu_experts(settings: EngineSettings) -> None:
+    """UserError for experts that are spread (vLLM 0.32 crashed, its kernel takes every expert for one of its own), and
+    for their routes, which its first model runner, the only one there, does not return."""
+    if settings.expert_parallel:
+        raise UserError("on a CPU vLLM does not spread experts: set rollout.expert_parallel_size=1")
+    if settings.record_routes:
+        raise UserError("on a CPU vLLM returns no routes: set actor.router_replay.mode=R2, or rollout.name=native")
+
+
 def _check_latent(text: Any, sizes: Sequence[int]) -> None:
     """vLLM 0.32 samples from a distribution other than the model's in the refused cases (measured: off by up to 3)."""
     width = int(text.kv_lora_rank) + int(getattr(text, "qk_rope_head_dim", None) or 0)

@@ -42,8 +42,11 @@ class WorkerWeights:
     def verl_begin(self, driver: int, started: int, folder: str) -> dict[str, Any]:
         """End with the process `driver` (that started at `started`), however it ends, and remove its `folder` then.
         Returns "processes": this one and its parent, each as (pid, start time); "device": the id of this worker's;
-        "shared": see `remove_shared`."""
+        "shared": see `remove_shared`; "routed": the numbers of the layers with experts."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
         worker: Any = self
+        modules = worker.model_runner.get_model().modules()
         threading.Thread(
             target=_end_with, args=(driver, started, folder), name="verl-driver-watch", daemon=True
         ).start()
@@ -51,12 +54,13 @@ class WorkerWeights:
             "processes": [(pid, process_start_time(pid)) for pid in (os.getpid(), os.getppid())],
             "device": platform_of(worker.device).memory_id(worker.device),
             "shared": os.environ.get(_SHARED, ""),
+            "routed": sorted(module.layer_id for module in modules if isinstance(module, MoERunner)),
         }
 
     def verl_try_channel(self, places: list[tuple[str, int]], timeout: float) -> str:
         """See `WeightReceiver.try_channel`."""
         worker: Any = self
-        channel, number = places[worker.rank]
+        channel, number = places[_number(worker)]
         return attempt(channel, number, timeout)
 
     def verl_load_weights(
@@ -69,13 +73,19 @@ class WorkerWeights:
         """
         worker: Any = self
         sums: dict[str, str] = {}
-        stream: Any = receive(*places[worker.rank], timeout=timeout, version=version)
+        stream: Any = receive(*places[_number(worker)], timeout=timeout, version=version)
         with contextlib.closing(stream):  # left early, it tells the sender
             first = list(itertools.islice(stream, 1))  # from here on the sender knows of this reader
             owned = ((name, view.clone()) for name, view in itertools.chain(first, stream))
             weights = digesting(owned, sums, verify) if verify else owned
             _reload(worker, _without_tied_head(worker.model_runner.get_model(), weights))
         return sums
+
+
+def _number(worker: Any) -> int:
+    """Of a worker among all of the engine: its own rank counts within its copy of the model."""
+    parallel = worker.vllm_config.parallel_config
+    return int(parallel.data_parallel_rank * parallel.world_size + worker.rank)
 
 
 def _without_tied_head(model: Any, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

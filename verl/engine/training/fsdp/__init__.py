@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.config.layout import model_problems
+from verl.config.layout import divisors, model_problems
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement, TrainingEngineRecord
 
 _KEYS = {
     "tensor": "tensor_parallel_size",
+    "expert": "expert_parallel_size",
     "shard": "fsdp_size",
     "param_offload": "param_offload",
     "optimizer_offload": "optimizer_offload",
@@ -50,7 +51,11 @@ class FSDP(TrainingEngineRecord):
 
     def misfits(self, placement: Placement, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """See `TrainingEngineRecord.misfits`."""
-        return model_problems(placement, model)
+        yield from model_problems(placement, model)
+        experts = model.get("experts") or 0
+        if max(1, experts) % placement.expert:
+            sizes = divisors(max(1, experts))
+            yield placement.at("expert"), f"does not divide the model's {experts} experts; use one of {sizes}"
 
 
 ENGINE = FSDP()

@@ -431,7 +431,8 @@ class FSDPEngine(ScheduledEngine):
         """
         recompute = self._checkpointing
         if recompute is None:
-            recompute = tokens * self._token_bytes > _ACTIVATION_SHARE * self._free
+            # Where experts are spread, recomputing is collective, and ranks have packs of their own.
+            recompute = self.layout.expert is not None or tokens * self._token_bytes > _ACTIVATION_SHARE * self._free
         layers = self._layers if recompute else []
         try:
             for layer in layers:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from verl.config.layout import MODEL_KEYS, model_problems
 from verl.config.schema.base import setting
+from verl.engine.training.fsdp.expert_parallel import ExpertParallel
 from verl.engine.training.fsdp.fuse import FusedForwards
 from verl.engine.training.fsdp.sharding import Layout, sharded_modules
 from verl.engine.training.fsdp.tensor_parallel import TensorParallel
@@ -100,9 +101,13 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     path, lora = settings.path, settings.lora
     module = on_all_ranks(lambda: pretrained.build_model(path, settings.model_cfg, head=settings.head))
     tensor = None if layout.tensor is None else TensorParallel(module, layout.tensor)
+    expert = None
+    if layout.expert is not None:
+        expert = ExpertParallel(module, layout.expert, layout.placement.at("expert"))
     sequence = _sequence_parallel(module, layout)
-    if lora is not None and tensor is not None:
-        raise UserError("model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; unset one")
+    if lora is not None and (tensor or expert):
+        key = "tensor" if tensor else "expert"
+        raise UserError(f"model.lora_rank with fsdp_config.{key}_parallel_size > 1 is not here; unset one")
     source, adapter = _source(module, path, settings), None
     positions.settle(module, settings.longest)
     if lora is not None:
@@ -111,7 +116,7 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     if settings.freezes_vision:
         pretrained.freeze_vision_tower(module)
     model = EngineModel(HEADS[settings.head](module), FusedForwards(), adapter, tensor, sequence)
-    on_all_ranks(lambda: _shard(model, source, layout, settings))
+    on_all_ranks(lambda: _shard(model, source, layout, settings, expert))
     return model
 
 
@@ -151,7 +156,9 @@ def _source(module: PreTrainedModel, path: str | Path, settings: ModelSettings) 
     return source
 
 
-def _shard(model: EngineModel, source: WeightSource, layout: Layout, settings: ModelSettings) -> None:
+def _shard(
+    model: EngineModel, source: WeightSource, layout: Layout, settings: ModelSettings, expert: ExpertParallel | None
+) -> None:
     """Fill the meta parameters from `source`, unit by unit, and cut each over the ranks.
 
     While a unit's weights are whole, `model.fused` looks which of its modules it can stand in for.
@@ -160,6 +167,7 @@ def _shard(model: EngineModel, source: WeightSource, layout: Layout, settings: M
     names = {id(p): name for name, p in module.named_parameters()}
     places = {id(part): name for name, part in module.named_modules()}
     options = _unit_options(layout, settings)
+    free: dict[str, Any] = {"reshard_after_forward": bool(setting(cfg, "reshard_after_forward", True))}
     buffers = setting(cfg, "mixed_precision.buffer_dtype")
     buffer_dtype = buffers and named_dtype(buffers, "fsdp_config.mixed_precision.buffer_dtype")
 
@@ -177,7 +185,9 @@ def _shard(model: EngineModel, source: WeightSource, layout: Layout, settings: M
         fill(parts, gated=tensor is None)
         for layer in unit if tensor is not None else ():
             tensor.apply(places[id(layer)], layer)
-        fully_shard(unit, reshard_after_forward=bool(setting(cfg, "reshard_after_forward", True)), **options)
+        for holder in expert.cut(parts) if expert is not None else ():
+            fully_shard(holder, **free, **expert.options(options))
+        fully_shard(unit, **free, **options)
     fill([part for part in module.modules() if id(part) not in inside])
     # Not freed after the forward pass: the backward pass begins with it.
     fully_shard(model.head, reshard_after_forward=False, **options)

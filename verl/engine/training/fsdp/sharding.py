@@ -28,11 +28,14 @@ class Layout:
     mesh      (shard) or (replicate, shard): weights are cut over the last dimension, whole over the first; None in one
               process, where nothing is cut
     tensor    mesh of the ranks that share products, None for one
+    expert    (shard, expert) or (replicate, shard, expert): the same ranks as `mesh`, experts spread over the last
+              dimension; None where every rank works with all
     sequence  group of the ranks that share packs, None for one
     """
 
     mesh: DeviceMesh | None = None
     tensor: DeviceMesh | None = None
+    expert: DeviceMesh | None = None
     sequence: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
@@ -74,12 +77,16 @@ def layout(device_type: str, placement: Placement) -> Layout:
     every = process_group.mesh(device_type, tuple(sizes.values()), tuple(sizes))
     mesh = every[tuple(name for name in sizes if name != "tensor")]
     tensor = every["tensor"] if tensor_size > 1 else None
-    sequence = None
+    sequence = expert = None
+    if placement.expert > 1:
+        sizes = {"replicate": cut // shard, "shard": shard // placement.expert, "expert": placement.expert}
+        sizes = {name: count for name, count in sizes.items() if count > 1 or name != "replicate"}
+        expert = process_group.mesh(device_type, tuple(sizes.values()), tuple(sizes))
     if sequence_size > 1:
         # Neighbours of one sequence are a tensor-parallel group apart.
         places = torch.arange(size).view(-1, sequence_size, tensor_size).movedim(1, -1)
         sequence = process_group.split(places.reshape(-1, sequence_size).tolist(), "sequence")
-    return Layout(mesh, tensor, sequence, rank, size, placement)
+    return Layout(mesh, tensor, expert, sequence, rank, size, placement)
 
 
 def sharded_modules(module: torch.nn.Module) -> list[FSDPModule]:
