@@ -73,6 +73,7 @@ class Request:
     computed: int = 0  # of `tokens`: how many have their keys and values in the cache
     tokens: list[int] = field(default_factory=list)  # what follows `prompt`
     prior_tokens: int = 0  # the first of `tokens`: earlier turns of the session, and what came after them
+    in_flight: int = 0  # tokens that the device has drawn, or will have, and that are not known here yet
     prefilled: int = 0
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
