@@ -51,6 +51,7 @@ def fill_draws(step: np.ndarray, requests: Sequence[Request]) -> None:
         [r.sampling for r in requests], [r.sampling.start + r.written + r.in_flight for r in requests]
     )  # fmt: skip
     count = len(requests)
+    step[:TOKEN] = 0
     wide = step[UNIFORM : TOP_P + 2].reshape(2, -1).view(np.float64)
     wide[0, :count], wide[1, :count] = uniforms(rows.seed, rows.call, rows.position), rows.top_p
     narrow = step[TEMPERATURE : LOG_MIN_P + 1].view(np.float32)
@@ -68,7 +69,7 @@ def fill_places(
     step[TOKEN:TABLES] = 0
     places: dict[int, list[int]] = {}
     for row, request in enumerate(requests):
-        group, length = request.group, len(request.tokens) + request.in_flight
+        group, length = request.group, request.length
         assert group is not None
         token = -1 - drawing[request] if request.in_flight else request.tokens[-1]
         prompt = len(group.prompt)
