@@ -113,6 +113,7 @@ def test_kernels_are_there_or_said_not_to_be(platform: Platform) -> None:
         platform.has_packed_products(torch.float32),
         platform.has_grouped_attention(torch.bfloat16, True),
         platform.has_widening_product(),
+        platform.has_triton(),
     ):
         assert isinstance(answer, bool)
     kernel = platform.flash_kernel(device)

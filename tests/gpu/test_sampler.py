@@ -56,8 +56,8 @@ def test_graphs_change_nothing(platform: Any, model_path: str, dtype: str, recor
     captured.weights_updated(0)  # prompts are computed as they were the first time
     again = sample(captured)
     if platform.name == "cuda":
-        assert eager._runner._graphs is None and captured._runner._graphs.replays > 50
-        record_property("replays", captured._runner._graphs.replays)
+        assert eager._runner.device_decode.graphs is None and captured._runner.device_decode.graphs.replays > 50
+        record_property("replays", captured._runner.device_decode.graphs.replays)
     same = sum(a.token_ids.tolist() == b.token_ids.tolist() for a, b in zip(plain, replayed, strict=True))
     record_property("responses_that_are_the_same", f"{same} of {len(plain)}")
     assert [c.token_ids.tolist() for c in replayed] == [c.token_ids.tolist() for c in again]
@@ -78,7 +78,7 @@ def test_a_step_that_cannot_be_captured_costs_no_response(platform: Any, model_p
     engine = engine_of(model)
     with pytest.warns(RuntimeWarning, match="cannot be captured"):
         found = sample(engine)
-    assert engine._runner._graphs.replays == 0
+    assert engine._runner.device_decode.graphs.replays == 0
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     same = sum(a.token_ids.tolist() == b.token_ids.tolist() for a, b in zip(plain, found, strict=True))
     assert same >= len(plain) - 1
@@ -87,7 +87,7 @@ def test_a_step_that_cannot_be_captured_costs_no_response(platform: Any, model_p
     hook.remove()
     other = engine_of(model)
     sample(other)
-    assert other._runner._graphs.replays > 50
+    assert other._runner.device_decode.graphs.replays > 50
 
 
 def test_sampling_in_deterministic_mode(platform: Any, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -59,6 +60,18 @@ class CudaPlatform(Accelerator):
 
     def flash_kernel(self, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         return (_flash_forward, _flash_backward) if _has_flash(device) else None
+
+    def has_triton(self) -> bool:
+        return importlib.util.find_spec("triton") is not None
+
+    def pinned(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int32, pin_memory=True)
+
+    def marker(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record()
+        wait: Callable[[], None] = event.synchronize
+        return wait
 
     def graph_recorder(self) -> GraphRecorder:
         return GraphRecorder()

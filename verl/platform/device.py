@@ -214,6 +214,20 @@ class Platform(ABC):
         """The device's own operators for parts of a model, None where it has none (`verl.engine.training.fsdp.fuse`)."""
         return None
 
+    def has_triton(self) -> bool:
+        """Whether Triton compiles kernels for the device."""
+        return False
+
+    def pinned(self, count: int) -> torch.Tensor:
+        """int32 [count] of host memory that the device copies from and to while the host goes on."""
+        import torch
+
+        return torch.empty(count, dtype=torch.int32)
+
+    def marker(self) -> Callable[[], None]:
+        """What waits for all that the device has been asked for until now, and for no more."""
+        return self.synchronize
+
     def graph_recorder(self) -> GraphRecorder | None:
         """A new recorder of device graphs (see `verl.platform.cuda_graphs.GraphRecorder`), None where there are
         none."""

@@ -1,4 +1,4 @@
-"""Captured decode steps: the bookkeeping, with a capture that re-runs the step on the tensors it was captured with."""
+"""Decode steps on a device, by plain references of its kernels: replayed from graphs, settled while the next one runs."""
 
 from __future__ import annotations
 
@@ -13,83 +13,118 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import sampler_reference
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.native import ops
 from verl.engine.rollout.native.engine import NativeEngine
+from verl.engine.rollout.native.runner import FastLinears
+from verl.platform.cpu import CpuPlatform
 
 
 class StandIn:
-    """Captures by keeping the step and the tensors it read, and runs it again on these."""
+    """Captures by running the step once more, and replays by running it again."""
 
-    def __init__(self, engine: NativeEngine):
-        self._plan = engine._runner._decode
-        self.forgotten = 0
+    forgotten = 0
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        plan, captured = self._plan, self._plan.tensors
         step()
-
-        def replay() -> None:
-            now, plan.tensors = plan.tensors, captured
-            known = set(captured)
-            step()
-            assert set(captured) == known, "a replay needed a tensor that the capture did not have"
-            plan.tensors = now
-
-        return replay
+        return step
 
     def forget(self) -> None:
         self.forgotten += 1
 
 
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The processor as a device that Triton compiles for. Call it with a recorder of graphs."""
+    library = sampler_reference.install()
+
+    def use(recorder: Any = None) -> None:
+        monkeypatch.setattr(CpuPlatform, "has_triton", lambda self: True)
+        monkeypatch.setattr(CpuPlatform, "graph_recorder", lambda self: recorder)
+        monkeypatch.setattr(ops, "load", lambda kind: library)
+
+    return use
+
+
 VARIED = [60, 60, 50, 44, 60, 9, 60, 58, 60, 60]
 TURN = SamplingParams(max_tokens=8, seed=1)
 EMPTIED = [5] * 16 + [40] * 20
-"""Sixteen short responses fill a row of blocks and leave it empty below those that go on."""
+DRAWS = [{}, {"top_p": 0.6}, {"temperature": 0.0}, {"top_k": 7, "temperature": 0.8}, {"min_p": 0.1}]
+STOPS = {"eos_token_ids": range(0, 200, 9)}
 
 
 @pytest.mark.parametrize(
-    ("arch", "config", "lengths", "slots"),
+    ("arch", "config", "lengths", "options", "draws"),
     [
-        ("qwen3", {}, VARIED, 8),
-        ("gemma3_text", {"sliding_window": 16}, VARIED, 8),
-        ("qwen3", {}, EMPTIED, 40),
+        ("qwen3", {}, VARIED, {}, DRAWS[:1]),
+        ("qwen3", {}, VARIED, STOPS, DRAWS),
+        ("gemma3_text", {"sliding_window": 16}, VARIED, {}, DRAWS[:1]),
+        ("qwen3", {}, EMPTIED, {"max_num_seqs": 40}, DRAWS),
+        ("qwen3", {}, VARIED, {"cache_tokens": 416}, DRAWS[:2]),  # somebody loses its place
+        ("qwen3", {}, VARIED[:6], {}, [{"repetition_penalty": 1.3}, {}]),
     ],
 )
-def test_replayed_steps_give_the_same_responses(
-    tmp_path: Path, arch: str, config: dict[str, Any], lengths: list[int], slots: int
+def test_steps_on_a_device_give_the_same_responses(
+    tmp_path: Path, device: Any, arch: str, config: Any, lengths: list[int], options: Any, draws: list[Any]
 ) -> None:
     model = made(tmp_path, arch, **config).eval()
     prompts = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 40, 3)]
+    options = {"eos_token_ids": [], "max_model_len": 120, "max_num_seqs": 8} | options
 
-    def responses(graphs: bool) -> tuple[list[Completion], NativeEngine]:
-        engine = NativeEngine(model, eos_token_ids=[], max_model_len=120, max_num_seqs=slots)
-        assert slots == 8 or engine._pool.layout.rows == 16
-        if graphs:
-            engine._runner.capture_with(StandIn(engine))
+    def responses() -> tuple[list[Completion], NativeEngine]:
+        engine = NativeEngine(model, **options)
+
+        def generate(i: int, n: int) -> Any:
+            sampling = SamplingParams(max_tokens=n, seed=i, **draws[i % len(draws)])
+            return engine.generate(prompts[i % 3], sampling, request_id=str(i), group=str(i % 3))
 
         async def go() -> list[Completion]:
-            calls = [
-                engine.generate(
-                    prompts[i % 3], SamplingParams(max_tokens=n, seed=i), request_id=str(i), group=str(i % 3)
-                )
-                for i, n in enumerate(lengths)
-            ]
+            calls = [asyncio.create_task(generate(i, n)) for i, n in enumerate(lengths)]
             first = await engine.generate([7, 8, 9], TURN, request_id="turn 1", session="waits for a tool")
             done = await asyncio.gather(*calls)
             later = [7, 8, 9, *first.token_ids.tolist(), 5, 6]
             done.append(await engine.generate(later, TURN, request_id="turn 2", session="waits for a tool"))
-            assert done[-1].prefilled < 4, "the first turn's tokens are in the cache"
+            assert done[-1].prefilled < 4 or "cache_tokens" in options, "the first turn's tokens are in the cache"
             return done
 
         return asyncio.run(go()), engine
 
-    plain, _ = responses(False)
-    replayed, engine = responses(True)
-    assert engine._runner._graphs is not None and engine._runner._graphs.replays > 20
-    for a, b in zip(plain, replayed, strict=True):
-        assert a.token_ids.tolist() == b.token_ids.tolist()
+    plain, _ = responses()
+    device(StandIn())
+    found, engine = responses()
+    decode = engine._runner.device_decode
+    assert decode is not None and decode.graphs is not None
+    assert decode.graphs.replays > 20 or draws[0].get("repetition_penalty")
+    for a, b in zip(plain, found, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish_reason == b.finish_reason
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+    if "cache_tokens" in options:
+        assert any(c.num_preempted for c in found)
+
+
+def test_new_weights_and_aborts_find_all_tokens_settled(tmp_path: Path, device: Any) -> None:
+    device(StandIn())
+    engine = NativeEngine(made(tmp_path, "qwen3").eval(), eos_token_ids=[], max_model_len=120, max_num_seqs=8)
+
+    async def go() -> list[Completion]:
+        calls = [
+            asyncio.create_task(engine.generate([1, 2, i], SamplingParams(max_tokens=30, seed=i), request_id=str(i)))
+            for i in range(4)
+        ]
+        for version in (0, 0, 0, 0, 0, 1):
+            await asyncio.sleep(0)
+            if version:
+                engine.weights_updated(version)
+                engine.abort(["0"])
+        return await asyncio.gather(*calls)
+
+    first, *others = asyncio.run(go())
+    assert first.finish_reason == "abort" and 0 < len(first.token_ids) == len(first.log_probs) < 30
+    assert all(len(c.token_ids) == 30 and c.versions == (0, 1) for c in others)
+    plain = asyncio.run(engine.generate([1, 2, 3], SamplingParams(max_tokens=30, seed=3), request_id="3 again"))
+    assert others[2].token_ids.tolist() == plain.token_ids.tolist()
 
 
 class Refusing(TorchDispatchMode):
@@ -115,14 +150,10 @@ class Strict(StandIn):
 
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
-AnswersAndEngine = tuple[list[list[int]], NativeEngine, Strict]
 
 
-def short_responses(model: Any, graphs: bool) -> AnswersAndEngine:
+def short_responses(model: Any) -> tuple[list[list[int]], Any]:
     engine = NativeEngine(model.eval(), eos_token_ids=[], max_model_len=120, max_num_seqs=8)
-    strict = Strict(engine)
-    if graphs:
-        engine._runner.capture_with(strict)
 
     async def go() -> list[Completion]:
         calls = [
@@ -130,7 +161,8 @@ def short_responses(model: Any, graphs: bool) -> AnswersAndEngine:
         ]
         return await asyncio.gather(*calls)
 
-    return [c.token_ids.tolist() for c in asyncio.run(go())], engine, strict
+    decode = engine._runner.device_decode
+    return [c.token_ids.tolist() for c in asyncio.run(go())], decode and decode.graphs
 
 
 def made(path: Path, arch: str, **config: Any) -> Any:
@@ -143,53 +175,66 @@ def made(path: Path, arch: str, **config: Any) -> Any:
     ("arch", "config"),
     [("qwen3", {}), ("qwen2", {}), ("gemma2", {"sliding_window": 16}), ("llama", DYNAMIC), ("gpt2", {})],
 )
-def test_a_captured_step_does_not_wait_for_the_device(tmp_path: Path, arch: str, config: dict[str, Any]) -> None:
-    engine = short_responses(made(tmp_path, arch, **config), True)[1]
-    assert engine._runner._graphs is not None and engine._runner._graphs.replays > 5
+def test_a_captured_step_does_not_wait_for_the_device(
+    tmp_path: Path, device: Any, arch: str, config: dict[str, Any]
+) -> None:
+    model = made(tmp_path, arch, **config)
+    plain = short_responses(model)[0]
+    device(Strict())
+    found, graphs = short_responses(model)
+    assert graphs.replays > 5 and found == plain
 
 
-def test_what_waits_for_the_device_is_not_tried(tmp_path: Path) -> None:
+def test_what_waits_for_the_device_is_not_tried(tmp_path: Path, device: Any) -> None:
     model = made(tmp_path, "qwen3_moe")
+    plain = short_responses(model)[0]
+    device(Strict())
     with pytest.warns(RuntimeWarning, match="Experts"):
-        found, engine, _ = short_responses(model, True)
-    assert engine._runner._graphs is None
-    assert found == short_responses(model, False)[0]
+        found, graphs = short_responses(model)
+    assert graphs is None and found == plain
 
 
-def test_a_capture_that_fails_costs_no_response(tmp_path: Path) -> None:
+def test_a_capture_that_fails_costs_no_response(tmp_path: Path, device: Any) -> None:
     """A module that looks at a number of its input."""
     model = made(tmp_path, "qwen3")
     model.model.norm.register_forward_pre_hook(lambda _, given: (float(given[0].sum()), None)[1])
-    plain = short_responses(model, False)[0]
+    plain = short_responses(model)[0]
+    strict = Strict()
+    device(strict)
     with pytest.warns(RuntimeWarning, match="not permitted"):
-        found, engine, strict = short_responses(model, True)
-    assert found == plain
-    assert engine._runner._graphs is not None and engine._runner._graphs.replays == 0
-    assert strict.forgotten == 1
+        found, graphs = short_responses(model)
+    assert found == plain and graphs.replays == 0 and strict.forgotten == 1
 
 
-def test_logits_of_all_graphs_lie_in_one_place() -> None:
-    from verl.engine.rollout.native.graphs import DecodeGraphs
+def test_layers_with_the_same_input_have_one_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "has_packed_products", lambda self, dtype: False)
+    model = made(tmp_path, "qwen2")
+    linears = FastLinears(model, torch.bfloat16)
+    attention, x, other = model.model.layers[0].self_attn, torch.randn(1, 3, 32), torch.randn(1, 2, 32)
+    calls = [(attention.q_proj, x), (attention.v_proj, other), (attention.k_proj, x), (attention.v_proj, x)]
+    for _ in range(2):
+        with linears.active():
+            found = [layer(given) for layer, given in calls]
+        for (layer, given), result in zip(calls, found, strict=True):
+            expected = torch.nn.functional.linear(given.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
+            torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02)
+        linears.check()
+        model.model.layers[0].self_attn.k_proj.weight.data.mul_(-1)
+        linears.invalidate()
+    assert linears._copies[attention.q_proj][0].untyped_storage().data_ptr() == (
+        linears._copies[attention.v_proj][0].untyped_storage().data_ptr()
+    )
 
-    plan = SimpleNamespace(tensors={}, refill=lambda tensors: None, now=None)
-    plan.signature = lambda: plan.now
 
-    class Plain:
-        def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-            return step
-
-        def forget(self) -> None:
-            pass
-
-    graphs: Any = DecodeGraphs(lambda ids, _: torch.arange(7.0) + ids[:, None], plan, Plain())  # type: ignore[arg-type]
-    places = set()
-    for plan.now in (48, 16, 32):
-        for number in range(4):
-            ids = torch.arange(plan.now) + number
-            found = graphs.run(ids, ids)
-            assert torch.equal(found, torch.arange(7.0) + ids[:, None])
-        places.add(found.untyped_storage().data_ptr())
-    assert graphs.replays == 6 and len(places) == 1
+def test_a_kernel_that_gives_something_else_is_not_used(
+    tmp_path: Path, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(tmp_path, "qwen3")
+    plain = short_responses(model)[0]
+    device(StandIn())
+    monkeypatch.setattr("verl.engine.rollout.native.device_decode._agrees", lambda device, dtype: False)
+    with pytest.warns(UserWarning, match="without graphs: its kernels give other results"):
+        assert short_responses(model) == (plain, None)
 
 
 class Cuda:

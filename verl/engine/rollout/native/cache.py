@@ -38,16 +38,17 @@ class KVCacheLayout:
     blocks: int
 
     @classmethod
-    def fit(cls, cache_tokens: int, max_model_len: int, max_num_seqs: int) -> KVCacheLayout:
+    def fit(cls, cache_tokens: int, max_model_len: int, max_num_seqs: int, *, paged: bool = False) -> KVCacheLayout:
         """The coarsest blocks (16 × 32 … 128) that leave room to share a cache of `cache_tokens` tokens.
 
         Products read whole blocks, because strided ones would be copied first (measured: twice the time), so
-        the longer the sequences may be, the wider the blocks.
+        the longer the sequences may be, the wider the blocks. paged: blocks of one sequence each, for kernels that
+        follow a block table.
 
         Raises UserError when not even one sequence of `max_model_len` tokens fits.
         """
         widest = 32 if max_model_len <= 512 else 64 if max_model_len <= 2048 else 128
-        coarse = [(rows, widest) for rows in (16, 8, 4, 2, 1)]
+        coarse = [(rows, widest) for rows in ((1,) if paged else (16, 8, 4, 2, 1))]
         for rows, cols in [*coarse, *((1, cols) for cols in (64, 32, _NARROWEST) if cols < widest)]:
             blocks = cache_tokens // (rows * cols)
             # a prompt and a response that together have max_model_len tokens, each rounded up to whole blocks
@@ -128,10 +129,20 @@ class KVBlockPool:
     """The memory itself. Layers are allocated when first written, because only then their shape is known.
 
     Keys may be kept in a wider data type than `compute`, in which values are kept and attention's inputs come.
+    paged: kernels read single sequences by their block tables, so blocks need no zeros, and no neighbours.
     """
 
-    def __init__(self, layout: KVCacheLayout, device: torch.device, key_dtype: torch.dtype, compute: torch.dtype):
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        device: torch.device,
+        key_dtype: torch.dtype,
+        compute: torch.dtype,
+        *,
+        paged: bool = False,
+    ):
         self.layout = layout
+        self.paged = paged
         self.device = device
         self.key_dtype = key_dtype
         self.compute = compute
@@ -144,14 +155,14 @@ class KVBlockPool:
         return len(self._free)
 
     def take(self, *, last: bool = False) -> int:
-        """The lowest (or highest) free block, zeroed. IndexError when the pool is full.
+        """The lowest (or highest) free block, zeroed unless paged. IndexError when the pool is full.
 
         Prompts fill the pool from its end: blocks that responses take one after the other stay neighbours, and
         neighbours are read in one product.
         """
         block = self._free.pop(-1 if last else 0)
         # Unwritten places are masked, but 0 × NaN of stray memory would still be NaN.
-        for tensor in self.tensors():
+        for tensor in () if self.paged else self.tensors():
             tensor[block].zero_()
         return block
 
@@ -160,17 +171,15 @@ class KVBlockPool:
         bisect.insort(self._free, block)
 
     def layer(self, index: int, kv_heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, [blocks + 1, rows, kv_heads, cols, dim] each.
-
-        The last block is spare: no table has it, and rows of a step that stand for no response write there.
-        """
+        """Keys and values of one layer, [blocks, rows, kv_heads, cols, dim] each."""
         if index not in self._layers:
             g = self.layout
-            shape = g.blocks + 1, g.rows, kv_heads, g.cols
+            shape = g.blocks, g.rows, kv_heads, g.cols
             keys = torch.empty(*shape, key_dim, dtype=self.key_dtype, device=self.device)
             values = torch.empty(*shape, value_dim, dtype=self.compute, device=self.device)
-            used = sorted(set(range(g.blocks)) - set(self._free))
-            keys[used], values[used] = 0, 0
+            if not self.paged:
+                used = sorted(set(range(g.blocks)) - set(self._free))
+                keys[used], values[used] = 0, 0
             self._layers[index] = keys, values
         return self._layers[index]
 

@@ -11,8 +11,8 @@ What was measured (Zen 5, one thread, 256 responses): batched products of whole,
 memory's speed; torch's fused CPU attention with one query per head takes 1.4 (fp32) to 2.5 (bf16) times as long;
 with few queries per slot, keys × queries is twice as fast as queries × keys.
 
-All that a step needs on the device (indices, masks) are named tensors, made when first asked for. A captured
-graph keeps the tensors it was captured with, and `refill` gives them the values of another step.
+All that a step needs on the device (indices, masks) are named tensors, made when first asked for. Devices that Triton
+compiles for have another plan (`device_decode`).
 """
 
 from __future__ import annotations
@@ -67,18 +67,16 @@ class TableReader:
         self._signature: object = None
         self._views: dict[tuple[int, int], list[list[View]]] = {}
 
-    def plan(self, lengths: np.ndarray, *, whole_block_rows: bool = False) -> None:
+    def plan(self, lengths: np.ndarray) -> None:
         """Choose spans for slots whose visible tokens are `lengths` (int64 [slots], 0 for a slot that is not read).
 
-        A span of a single block_row ends at its last slot in use, unless whole_block_rows.
+        A span of a single block_row ends at its last slot in use.
         """
         g = self.table.pool.layout
         self.lengths = lengths
         by_block_row = lengths.reshape(-1, g.rows)
         columns = -(-by_block_row.max(1) // g.cols)
         lasts = np.where(by_block_row > 0, np.arange(1, g.rows + 1), 0).max(1)
-        if whole_block_rows:
-            lasts[:] = g.rows
         signature = (self.table.version, tuple(columns), tuple(lasts))
         if signature == self._signature:
             return
@@ -198,77 +196,46 @@ class DecodePlan:
     def __init__(self, prompts: KVSlotTable, responses: KVSlotTable):
         self._pool = prompts.pool
         self._prompts, self._responses = TableReader(prompts), TableReader(responses)
-        self._seen_windows: frozenset[int] = frozenset()
-        self.tensors: dict[Name, Tensor] = {}
+        self._tensors: dict[Name, Tensor] = {}
 
     def prepare(
-        self,
-        slots: np.ndarray,
-        lengths: np.ndarray,
-        prompt_slots: np.ndarray,
-        prompt_lengths: np.ndarray,
-        *,
-        rounded: bool = False,
+        self, slots: np.ndarray, lengths: np.ndarray, prompt_slots: np.ndarray, prompt_lengths: np.ndarray
     ) -> None:
-        """All int64 [B]; slots ascending; lengths count the response's tokens including the one being fed.
-
-        Length 0 marks a row that only fills a gap: it writes to the pool's spare block, since its slot may belong to a
-        waiting session, and its output is unused.
-        rounded: take the next power of two for the responses per prompt, so that fewer different shapes occur.
-        """
-        table, g = self._responses.table, self._pool.layout
-        rows, columns = table.token_rows(slots, np.maximum(lengths, 1) - 1)
-        self._places = np.where(lengths > 0, rows, g.blocks * g.rows), columns
+        """All int64 [B]; slots ascending; lengths count the response's tokens including the one being fed."""
+        table = self._responses.table
+        self._places = table.token_rows(slots, lengths - 1)
         own_lengths = np.zeros(table.slots, np.int64)
         own_lengths[slots] = lengths
-        self._responses.plan(own_lengths, whole_block_rows=rounded)
-        live = np.flatnonzero(lengths)
-        prompt_of_row = prompt_slots[live]
+        self._responses.plan(own_lengths)
         shared_lengths = np.zeros(self._prompts.table.slots, np.int64)
-        shared_lengths[prompt_of_row] = prompt_lengths[live]
-        self._prompts.plan(shared_lengths, whole_block_rows=rounded)
+        shared_lengths[prompt_slots] = prompt_lengths
+        self._prompts.plan(shared_lengths)
 
         self._dense = len(slots) == self._responses.slots
         self._slots = slots
         # the responses of one prompt, side by side: (prompt slot, number among its responses) of each row
-        order = np.argsort(prompt_of_row, kind="stable")
-        number = np.empty(len(live), np.int64)
-        number[order] = np.arange(len(live)) - np.searchsorted(prompt_of_row[order], prompt_of_row[order])
+        order = np.argsort(prompt_slots, kind="stable")
+        number = np.empty(len(slots), np.int64)
+        number[order] = np.arange(len(slots)) - np.searchsorted(prompt_slots[order], prompt_slots[order])
         self._per_prompt = int(number.max()) + 1
-        if rounded:
-            self._per_prompt = 1 << (self._per_prompt - 1).bit_length()
         self._row_of_place, self._position = np.zeros((2, self._prompts.slots, self._per_prompt), np.int64)
-        self._row_of_place[prompt_of_row, number] = live
-        self._position[prompt_of_row, number] = prompt_lengths[live] + lengths[live] - 1
-        self._place_of_row = np.zeros((2, len(slots)), np.int64)
-        self._place_of_row[:, live] = prompt_of_row, number
-        self.tensors = {}
+        self._row_of_place[prompt_slots, number] = np.arange(len(slots))
+        self._position[prompt_slots, number] = prompt_lengths + lengths - 1
+        self._place_of_row = np.stack((prompt_slots, number))
+        self._tensors = {}
 
     def forget(self) -> None:
         """Hold no memory of the cache any more."""
         self._responses.forget()
         self._prompts.forget()
-        self.tensors = {}
-
-    def signature(self) -> Hashable:
-        """Equal signatures: the same shapes, the same blocks, and the same masks in use."""
-        windows = frozenset(w for w in self._seen_windows if int(self._position.max()) >= w)
-        spans = self._responses.spans, self._prompts.spans
-        return len(self._slots), self._dense, self._per_prompt, spans, windows
-
-    def refill(self, tensors: dict[Name, Tensor]) -> None:
-        """Write this step's values into the tensors of an earlier step with the same signature."""
-        for name, tensor in tensors.items():
-            tensor.copy_(self._values(name))
+        self._tensors = {}
 
     def _get(self, *name: Hashable) -> Tensor:
-        if name not in self.tensors:
-            self.tensors[name] = self._values(name).to(self._pool.device)
-        return self.tensors[name]
-
-    def _values(self, name: Name) -> Tensor:
-        kind, *arguments = name
-        return torch.from_numpy(np.ascontiguousarray(getattr(self, f"_{kind}")(*arguments)))
+        if name not in self._tensors:
+            kind, *arguments = name
+            values = np.ascontiguousarray(getattr(self, f"_{kind}")(*arguments))
+            self._tensors[name] = torch.from_numpy(values).to(self._pool.device)
+        return self._tensors[name]
 
     def _slot_of_row(self) -> np.ndarray:
         return self._slots
@@ -334,10 +301,7 @@ class DecodePlan:
 
     def _window(self, window: int | None) -> int | None:
         """The window if any response has outgrown it; masks without one are smaller."""
-        if window is None:
-            return None
-        self._seen_windows |= {window}
-        return window if int(self._position.max()) >= window else None
+        return window if window is not None and int(self._position.max()) >= window else None
 
 
 def _product(a: Tensor, b: Tensor, alpha: float, out: Tensor) -> None:

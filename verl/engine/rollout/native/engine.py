@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, check_request, not_finite
 from verl.engine.rollout.native.architecture import bytes_per_token, bytes_to_come, refuse_unfit
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, default_cache_tokens
+from verl.engine.rollout.native.device_decode import Drawn, compiles
 from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
 from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler, Stopper
@@ -93,16 +95,22 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             cache_tokens = default_cache_tokens(
                 per_token, device, max_num_seqs, max_model_len, engines, share=share, taken_later=later
             )
-        layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
-        self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute)
+        reason = "experts are recorded" if record_routes else compiles(device, compute)
+        paged = not reason
+        layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs, paged=paged)
+        self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute, paged=paged)
         self._scheduler = Scheduler(self._pool, max_num_seqs, max_num_batched_tokens)
         vision = VisionInputs.of(model)
         self._images = None if vision is None else ImageEncoder(model, vision)
         forbidden = (*forbidden_token_ids, *special_token_ids(model.config))
         self._runner = Runner(model, self._scheduler, compute, forbidden, self._images)
         self._runner.record_routes = record_routes
-        if not (enforce_eager or record_routes) and (recorder := self._platform.graph_recorder()):
-            self._runner.capture_with(recorder)
+        if paged:
+            self._runner.decode_on_device(max_model_len, None if enforce_eager else self._platform.graph_recorder())
+        elif not record_routes and self._platform.graph_recorder() is not None:
+            warnings.warn(f"sampling is slower, by torch's operators and without graphs: {reason}", stacklevel=2)
+        self._drawn: Drawn | None = None  # what the device draws while its step before is settled
+        self._scheduler.settle = self._settle_drawn
         self._stopper = Stopper(tokenizer)
         self._requests: dict[str, Request] = {}
         self._submitted = 0
@@ -165,6 +173,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """See `RolloutEngine.abort`. Unknown or finished ids are ignored."""
+        self._settle_drawn()
         for name in list(self._requests if request_ids is None else request_ids):
             if name in self._requests:
                 self._finish(self._requests[name], "abort")
@@ -188,7 +197,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 self.step()
                 await asyncio.sleep(0)
         except Exception as error:
-            failed, self._requests = self._requests, {}
+            failed, self._requests, self._drawn = self._requests, {}, None
             for request in failed.values():
                 self._scheduler.finish(request)
                 if not request.future.done():
@@ -196,21 +205,46 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             self._scheduler.forget_cache()
 
     def step(self) -> None:
-        """One forward pass and what follows from it."""
+        """One forward pass and what follows from it: on a device from the pass before, while this one runs."""
         begin = time.monotonic()
         with self._runner.ready():
+            if self._drawn is not None and any(map(_penalised, self._scheduler.running)):
+                self._settle_drawn()  # the penalty is of all tokens so far
             work = self._scheduler.prefill()
-            if work is not None:
-                logits = self._runner.prefill(work)
-                rows = [request for request, _ in work.sampled]
-            else:
-                rows = self._scheduler.decode()
-                logits = self._runner.decode(rows)
-            if self._runner.routes is not None:
-                self._record(work, rows, self._runner.routes)
-            if rows:
-                self._advance(rows, logits)
+            rows = self._scheduler.decode() if work is None else [request for request, _ in work.sampled]
+            drawn = self._launch(work, rows)
+        self._settle_drawn()
+        self._drawn = drawn
+        if self._runner.device_decode is None:
+            self._settle_drawn()
         self._busy_s += time.monotonic() - begin
+
+    def _launch(self, work: Prefill | None, rows: list[Request]) -> Drawn | None:
+        """Make a pass and draw the next token of each of `rows`; None if nobody gets one."""
+        device = self._runner.device_decode
+        eager = device is None or any(map(_penalised, rows))
+        logits: Tensor | None = None
+        if work is not None:
+            logits = self._runner.prefill(work)
+        elif rows and device is None:
+            logits = self._runner.decode(rows)
+        elif rows and device is not None and eager:
+            logits = device.logits(rows)
+        if self._runner.routes is not None:
+            self._record(work, rows, self._runner.routes)
+        if not rows:
+            return None
+        if eager:
+            assert logits is not None
+            drawn = self._draw(rows, logits)
+        elif logits is not None:
+            drawn = device.draw(logits, rows)
+        else:
+            before = self._drawn.requests if self._drawn is not None else ()
+            drawn = device.decode(rows, {request: row for row, request in enumerate(before)})
+        for request in rows:
+            request.in_flight += 1
+        return drawn
 
     def _record(self, work: Prefill | None, rows: list[Request], routes: np.ndarray) -> None:
         """Keep the routes of a pass, [tokens, layers, k]: of a prefill, or of the newest token of each row."""
@@ -222,15 +256,25 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             recorded.add(start, routes[at : at + count])
             at += count
 
-    def _advance(self, requests: list[Request], logits: Tensor) -> None:
-        """Draw the next token of each request and see who is done."""
+    def _draw(self, requests: list[Request], logits: Tensor) -> Drawn:
+        """Draw the next token of each request by torch's operators."""
         rows = Rows.of([r.sampling for r in requests], [r.sampling.start + r.written for r in requests])
         penalised = {}
         for i in np.flatnonzero(rows.penalty != 1.0):
             ids = np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64)
             penalised[int(i)] = torch.from_numpy(np.unique(ids)).to(logits.device)
         tokens, log_probs = sample(logits, rows, seen=penalised)
-        for request, token, log_prob in zip(requests, tokens.tolist(), log_probs.tolist(), strict=True):
+        return Drawn(requests, lambda: (tokens.tolist(), log_probs.tolist()))
+
+    def _settle_drawn(self) -> bool:
+        """Take the tokens that were being drawn and see who is done. False if there were none."""
+        drawn, self._drawn = self._drawn, None
+        if drawn is None:
+            return False
+        for request, token, log_prob in zip(drawn.requests, *drawn.result(), strict=True):
+            request.in_flight -= 1
+            if self._requests.get(request.id) is not request:
+                continue  # over since the token before
             if math.isnan(log_prob):
                 raise not_finite(request.written, self._version)
             request.tokens.append(token)
@@ -239,11 +283,13 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 request.versions.append(self._version)
             if reason := self._stopper.reason(request):
                 self._finish(request, reason)
+        return True
 
     # ---- weights and memory
 
     def weights_updated(self, version: int) -> None:
         """The shared parameters have changed: cached prompts are dropped, running responses recompute their cache."""
+        self._settle_drawn()
         self._version = version
         if self._images is not None:
             self._images.forget()
@@ -329,6 +375,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
 
     def sleep(self) -> None:
         """Drop the cache and the copies of weights, its own weights too, and return their memory to the device."""
+        self._settle_drawn()
         self._scheduler.forget_cache()
         self._pool.drop()
         if self._images is not None:
@@ -361,3 +408,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self.abort()
         self._scheduler.forget_cache()
         self._pool.drop()
+
+
+def _penalised(request: Request) -> bool:
+    return request.sampling.repetition_penalty != 1.0

@@ -6,7 +6,8 @@ On CPU the products go to oneDNN with prepacked weights. Measured on Zen 5, one 
 230 GFLOP/s (torch's default, MKL, 100), bfloat16 470 (unpacked 440, and the cast of the master weight saved).
 A processor without AVX512 has no packed bfloat16 product, and torch's unpacked one runs at a fifth of float32's rate:
 there the weights and inputs are rounded to bfloat16 and multiplied in float32.
-Elsewhere bfloat16 copies are kept in buffers that are written, never allocated, at each refresh.
+Elsewhere bfloat16 copies are kept in buffers that are written, never allocated, at each refresh; layers that read the
+same input have one product.
 
 Only instances of torch.nn.Linear itself are touched, and adapted ones, only inside `active()`, and only their
 `forward`: training sees the module as it always was. The copy of an adapted layer is that of its merged weight: the
@@ -19,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.engine.rollout.native.decode_plan import DecodePlan
-from verl.engine.rollout.native.graphs import DecodeGraphs, warn_of, why_not
+from verl.engine.rollout.native.device_decode import DeviceDecoder
+from verl.engine.rollout.native.fused_layers import FusedLayers
+from verl.engine.rollout.native.graphs import warn_of, why_not
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler
 from verl.engine.rollout.native.vision import ImageEncoder
@@ -44,6 +48,10 @@ if TYPE_CHECKING:
     from verl.platform.cuda_graphs import GraphRecorder
 
 
+# layers that read the same input where a module has all of them
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
 def _linears(model: nn.Module) -> list[Any]:
     """Linear layers, adapted ones as a whole; not what is inside of those, nor adapters of other kinds of layers."""
     adapted = adapted_layers(model).values()
@@ -54,6 +62,37 @@ def _linears(model: nn.Module) -> list[Any]:
     return plain + [layer for layer in whole if type(layer.base_layer) is nn.Linear]
 
 
+def _siblings(model: nn.Module, linears: list[Any]) -> list[list[Any]]:
+    """The linear layers, those of one module together that by their names read the same input."""
+    groups, known = [], set(linears)
+    for parent in model.modules():
+        for names in _SAME_INPUT:
+            layers = [getattr(parent, name, None) for name in names]
+            alike = {(layer.in_features, layer.bias is None) for layer in layers if layer in known}
+            if known.issuperset(layers) and len(alike) == 1:
+                groups.append(layers)
+    joined = {layer for layers in groups for layer in layers}
+    return [*groups, *([layer] for layer in linears if layer not in joined)]
+
+
+def _product(modules: list[Any], sizes: list[int], weight: Tensor, bias: Tensor | None) -> dict[Any, Any]:
+    """Forwards of layers with one product, made when the first of them is called with an input."""
+    newest: list[Any] = [None, ()]
+
+    def forward(x: Tensor, number: int) -> Tensor:
+        if newest[0] is not x:
+            product = F.linear(x.to(weight.dtype).flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+            if len(sizes) == 1:
+                return product
+            newest[:] = x, product.split(sizes, -1)
+        part: Tensor = newest[1][number]
+        if number == len(sizes) - 1:
+            newest[:] = None, ()
+        return part
+
+    return {module: partial(forward, number=number) for number, module in enumerate(modules)}
+
+
 class FastLinears:
     """Replacement forwards for a model's linear layers, refreshed when its weights change."""
 
@@ -61,6 +100,7 @@ class FastLinears:
         self._dtype = dtype
         self._model = model
         self._modules = _linears(model)
+        self._siblings = _siblings(model, self._modules)
         self._adapted = {module for module in self._modules if is_adapted(module)}
         self._platform = platform_of(next(model.parameters()).device)
         # The data type in which packed products multiply; None where there are none.
@@ -88,7 +128,7 @@ class FastLinears:
             if self._inner is not None:
                 self._forwards[module] = self._packed(module)
             elif self._dtype not in (torch.float32, module.weight.dtype):
-                self._forwards[module] = self._copied(module)
+                self._copy(module)
 
     def _weight(self, module: Any) -> Tensor:
         return merged_weight(module) if module in self._adapted else module.weight.detach()
@@ -101,15 +141,23 @@ class FastLinears:
         product = self._platform.packed_product
         return lambda x: product(x.to(dtype).to(inner), weight, bias).to(dtype)
 
-    def _copied(self, module: Any) -> Callable[[Tensor], Tensor]:
+    def _copy(self, module: Any) -> None:
         if module not in self._copies:
-            room = None if module.bias is None else torch.empty_like(module.bias, dtype=self._dtype)
-            self._copies[module] = (torch.empty_like(module.weight, dtype=self._dtype), room)
+            self._make_room(next(modules for modules in self._siblings if module in modules))
         weight, bias = self._copies[module]
         weight.copy_(self._weight(module))
         if bias is not None:
             bias.copy_(module.bias)
-        return lambda x: F.linear(x.to(weight.dtype), weight, bias)
+
+    def _make_room(self, modules: list[Any]) -> None:
+        """Copies of layers that read the same input, one below the other."""
+        sizes = [module.out_features for module in modules]
+        like = modules[0].weight
+        weight = torch.empty(sum(sizes), like.shape[1], dtype=self._dtype, device=like.device)
+        bias = None if modules[0].bias is None else weight.new_empty(sum(sizes))
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        self._copies |= dict(zip(modules, zip(weight.split(sizes), biases, strict=True), strict=True))
+        self._forwards |= _product(modules, sizes, weight, bias)
 
     @torch.no_grad()
     def check(self, *, sampled: bool = False) -> None:
@@ -182,29 +230,40 @@ class Runner:
         self._dtype = dtype
         self._pool = scheduler.responses.pool
         self._decode = DecodePlan(scheduler.prompts, scheduler.responses)
-        self._graphs: DecodeGraphs | None = None
+        self._scheduler = scheduler
+        self._fused: FusedLayers | None = None
+        #: Decodes on a device that Triton compiles for, from the cache of a paged pool; None: `decode` does.
+        self.device_decode: DeviceDecoder | None = None
         self._forbidden = torch.tensor(sorted(set(forbidden)), dtype=torch.int64, device=self.device)
 
-    def capture_with(self, capture: GraphRecorder) -> None:
-        """Decode from captured graphs from now on, if the model is not known to be unfit for them."""
-        if reason := why_not(self.model):
+    def decode_on_device(self, max_model_len: int, capture: GraphRecorder | None) -> None:
+        """Decode by kernels from now on, from captured graphs if there is a recorder and the model is not known to be
+        unfit for them."""
+        if capture is not None and (reason := why_not(self.model)):
             warn_of(reason)
-            return
-        self._graphs = DecodeGraphs(lambda i, p: self._forward(i, p, self._decode, 0), self._decode, capture)
+            capture = None
+        forward = partial(self._forward, keep=0)
+        self.device_decode = DeviceDecoder(forward, self._scheduler, max_model_len, capture)
+        self._fused = FusedLayers(self.model)
+
+    @property
+    def _captures(self) -> bool:
+        return self.device_decode is not None and self.device_decode.graphs is not None
 
     def release(self) -> None:
         """Hold nothing but the model: the cache's memory goes, and so do graphs that read it and copies of weights."""
-        if self._graphs is not None:
-            self._graphs.clear()
+        if self.device_decode is not None and self.device_decode.graphs is not None:
+            self.device_decode.graphs.clear()
         self._decode.forget()
         self.linears.release()
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """The model as the sampler wants it (evaluation mode, our attention, fast products), put back at the end."""
-        lower, keep = self._dtype != torch.float32, self._graphs is None
+        lower, keep = self._dtype != torch.float32, not self._captures
         cast = torch.autocast(self.device.type, dtype=self._dtype, enabled=lower, cache_enabled=keep)
-        with torch.no_grad(), attention.sampling_mode(self.model), self.linears.active(), cast:
+        fused = nullcontext() if self._fused is None else self._fused.active()
+        with torch.no_grad(), attention.sampling_mode(self.model), self.linears.active(), fused, cast:
             yield
 
     def prefill(self, work: Prefill) -> Tensor:
@@ -225,26 +284,12 @@ class Runner:
 
     def decode(self, requests: Sequence[Request]) -> Tensor:
         """Logits after the newest token of each request (ascending slots), float32 [N, V]."""
-        slots = np.array([r.slot for r in requests], np.int64)
-        filled = slots if self._graphs is None else self._filled(slots)
-        at = np.searchsorted(filled, slots)
-        columns = np.zeros((5, len(filled)), np.int64)
         placed = [(r, r.group) for r in requests if r.group]
-        rows = [(r.tokens[-1], len(r.tokens), g.slot, len(r.prompt), g.shift) for r, g in placed]
-        columns[:, at] = np.array(rows).T
-        ids, lengths, prompt_slots, prompt_lengths, shifts = columns
-        positions = np.maximum(prompt_lengths + lengths - 1 + shifts, 0)
-        rounded = self._graphs is not None
-        self._decode.prepare(filled, lengths, prompt_slots, prompt_lengths, rounded=rounded)
-        if self._graphs is None:
-            return self._forward(self._tensor(ids), self._tensor(positions), self._decode, 0)
-        logits = self._graphs.run(self._tensor(ids), self._tensor(positions))
-        return logits.index_select(0, self._tensor(at))
-
-    def _filled(self, slots: np.ndarray) -> np.ndarray:
-        """The slots that captured graphs have rows for, int64: all of each block_row with one of `slots`."""
-        rows = self._pool.layout.rows
-        return (np.unique(slots // rows)[:, None] * rows + np.arange(rows)).reshape(-1)
+        rows = [(r.tokens[-1], r.slot, len(r.tokens), g.slot, len(r.prompt), g.shift) for r, g in placed]
+        ids, slots, lengths, prompt_slots, prompt_lengths, shifts = np.array(rows, np.int64).T
+        self._decode.prepare(slots, lengths, prompt_slots, prompt_lengths)
+        positions = prompt_lengths + lengths - 1 + shifts
+        return self._forward(self._tensor(ids), self._tensor(positions), self._decode, 0)
 
     def _forward(
         self,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ class Request:
     computed: int = 0  # of `tokens`: how many have their keys and values in the cache
     tokens: list[int] = field(default_factory=list)  # what follows `prompt`
     prior_tokens: int = 0  # the first of `tokens`: earlier turns of the session, and what came after them
+    in_flight: int = 0  # tokens that the device has drawn, or will have, and that are not known here yet
     prefilled: int = 0
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -85,6 +87,16 @@ class Request:
     def written(self) -> int:
         """How many tokens were sampled."""
         return len(self.tokens) - self.prior_tokens
+
+    @property
+    def length(self) -> int:
+        """How many tokens follow the prompt, those that are being drawn included."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def wants_token(self) -> bool:
+        """A decode step can and should draw a token."""
+        return self.ready and self.written + self.in_flight < self.max_tokens
 
     @property
     def response(self) -> list[int]:
@@ -129,7 +141,7 @@ class Scheduler:
     def __init__(self, pool: KVBlockPool, max_num_seqs: int, max_num_batched_tokens: int):
         self.prompts = KVSlotTable(pool, _PLACES * max_num_seqs, from_end=True)
         self.responses = KVSlotTable(pool, _PLACES * max_num_seqs)
-        self._most_running = max_num_seqs
+        self.most_running = max_num_seqs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.groups: dict[str, RequestGroup] = {}
@@ -138,6 +150,8 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._clock = 0
         self._hold = False
+        # True if tokens that were being drawn are known now: tokens of a request that loses its place must be
+        self.settle: Callable[[], bool] = lambda: False
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError when its group is being sampled with another prompt."""
@@ -166,7 +180,7 @@ class Scheduler:
         return work if work.spans else None
 
     def _admit(self, request: Request) -> bool:
-        if (self._hold and self.running) or len(self.running) == self._most_running:
+        if (self._hold and self.running) or len(self.running) == self.most_running:
             return False
         self._hold = False
         while not self._place(request):
@@ -268,15 +282,18 @@ class Scheduler:
         """Requests that get one token now, by slot, each with room for it in the cache."""
         self._tidy(self.responses, 1.25)
         self._tidy(self.prompts, 1.25)
-        for request in sorted((r for r in self.running if r.ready), key=lambda r: r.number):
-            while request.ready and not self.responses.reserve(request.slot, len(request.tokens)):
+        for request in sorted((r for r in self.running if r.wants_token), key=lambda r: r.number):
+            while request.wants_token and not self.responses.reserve(request.slot, request.length):
                 if self._evict_idle() or self._tidy(self.responses, 1.0) or self._tidy(self.prompts, 1.0):
                     continue
-                self.preempt(max(self.running, key=lambda r: r.number))
-        return sorted((r for r in self.running if r.ready), key=lambda r: r.slot)
+                if not self.settle():
+                    self.preempt(max(self.running, key=lambda r: r.number))
+        return sorted((r for r in self.running if r.wants_token), key=lambda r: r.slot)
 
     def _tidy(self, table: KVSlotTable, factor: float) -> bool:
         """Repack a table whose blocks are used badly. True if blocks came free."""
+        if table.pool.paged:
+            return False
         used, needed = table.waste()
         if used <= factor * needed and not table.sparse():
             return False

@@ -1,0 +1,77 @@
+"""The sampler's Triton kernels, which have never run on a GPU: interpreted here, and compiled to machine code of one.
+
+Each in a process of its own: Triton reads when it is imported whether it interprets.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+HERE = Path(__file__)
+
+
+def run(*arguments: str, **environment: str) -> None:
+    variables = os.environ | {"PYTHONPATH": str(HERE.parents[4]), "OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run([sys.executable, *arguments], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+
+
+def test_kernels_give_what_torch_gives() -> None:
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE.with_name("kernel_cases.py")), TRITON_INTERPRET="1")
+
+
+@pytest.mark.long
+def test_kernels_compile_for_a_gpu() -> None:
+    """To a cubin for compute capability 9.0, whose shared memory is 227 KiB a program."""
+    run(str(HERE), TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1")
+
+
+def compiled(kernel: Any, pointers: str, constants: dict[str, Any], warps: int = 4) -> None:
+    """pointers: the element types of the kernel's first arguments; those after them are numbers."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names, types = kernel.arg_names, [f"*{kind}" for kind in pointers.split()]
+    floats = ("scale", "softcap", "eps", "offset")
+    signature = {name: "fp32" if name in floats else "i32" for name in names} | dict(zip(names, types, strict=False))
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert result.asm["cubin"] and result.metadata.shared <= 227 << 10, (kernel.__name__, result.metadata.shared)
+
+
+if __name__ == "__main__":
+    import triton
+
+    from verl.engine.rollout.native import layer_kernels, paged_kernels, sampling_kernels
+
+    heads = {"HEADS": 8, "D": 128, "DV": 128, "BD": 128, "BDV": 128, "COLS": 128}
+    compiled(paged_kernels._inputs, "i32 i32 i64 i64", {})
+    compiled(paged_kernels._store, "bf16 bf16 bf16 bf16 i32", heads | {"H": 8})
+    for kind, shapes in (("bf16", ((True, 2, 16), (True, 16, 128), (False, 2, 16))), ("fp32", ((True, 8, 64),))):
+        for prompts, per, m in shapes:
+            extra = {
+                "PROMPTS": prompts,
+                "WINDOW": per == 8,
+                "SOFTCAP": per == 8,
+                "PER": per,
+                "M": m,
+                "N": 64,
+                "SPLITS": 2,
+            }
+            compiled(paged_kernels._partial, f"{kind} {kind} {kind} i32 fp32 fp32", heads | extra, 8 if m > 64 else 4)
+    merged = {"SINKS": True, "HEADS": 16, "DV": 128, "BDV": 128, "PARTS": 2}
+    compiled(paged_kernels._merge, "fp32 fp32 i32 fp32 bf16", merged)
+    compiled(sampling_kernels._threshold, "fp32 fp64 i32 i32", {"C": 1024})
+    compiled(sampling_kernels._chunk_sums, "fp32 i32 i32 fp32 fp32 i32", {"C": 1024})
+    compiled(sampling_kernels._draw, "fp32 fp64 i32 i32 fp32 fp32 i32 i32", {"C": 1024, "N": 256})
+    compiled(layer_kernels._rms_norm, "bf16 fp32 fp32", {"PARTS": 8, "D": 128, "BD": 128, "ROUND": True})
+    rotated = {"HEADS": 16, "KV": 8, "D": 128, "H": 16, "BH": 64}
+    compiled(layer_kernels._rotate, "fp32 fp32 fp32 fp32 fp32 fp32", rotated)
+    compiled(layer_kernels._swiglu, "bf16 bf16 bf16", {"C": 1024})
