@@ -203,7 +203,7 @@ def install() -> None:
     _autocast()
     sys.modules["torch_npu"] = torch_npu_reference
     devices._nodes = lambda name: ["davinci0"] if name == "davinci" else []
-    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    torch.nn.Module._apply = apply_in_place  # type: ignore[method-assign]
     _join_over_gloo()
 
 
@@ -228,7 +228,7 @@ def _autocast() -> None:
         products.impl(name, product)
 
 
-def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+def apply_in_place(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
     """Module._apply: parameters keep their identity, as on a device whose tensors are of torch's own class."""
     for child in self.children():
         child._apply(fn)
@@ -246,21 +246,26 @@ def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Mod
 
 
 def _join_over_gloo() -> None:
-    """A collective on such tensors is one on the host's; sharded weights have no storages to free."""
+    """A collective on such tensors is one on the host's."""
     import torch.distributed as dist
-    from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init, _fsdp_param, _fully_shard
-    from torch.distributed.tensor import DTensor
 
     def hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
     dist.Backend.register_backend("hccl", hccl, devices=["npu"])
+    shard_without_storages(NpuTensor)
+
+
+def shard_without_storages(kind: type[torch.Tensor]) -> None:
+    """FSDP2 with tensors of a class whose sharded weights have no storages to free."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init, _fsdp_param, _fully_shard
+    from torch.distributed.tensor import DTensor
 
     def move(parameters: Any, buffers: Any, device: torch.device) -> None:
         for tensor in [*parameters, *buffers]:
             if tensor.device == device or tensor.device.type == "meta" or isinstance(tensor, DTensor):
                 continue
-            moved: torch.Tensor = NpuTensor(tensor.detach())
+            moved: torch.Tensor = kind(tensor.detach())
             moved = torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter(tensor) else moved
             torch.utils.swap_tensors(tensor, moved)
 

@@ -33,10 +33,6 @@ def _missing() -> str | None:
     return None
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "needs_cuda: no other device will do")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     mine = [item for item in items if here in item.path.parents]
@@ -83,7 +79,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.tiny import tiny_model
 
     folder = tmp_path_factory.mktemp("model")
-    shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 4}
+    shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
     return str(tiny_model(folder / "qwen3", "qwen3", scale=4.0, **shape))
 
 
