@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from plan_models import LLAMA_8B, QWEN2_05B, QWEN3_8B, QWEN3_30B
 
-from tests.unit.planning.cases import LLAMA_8B, QWEN2_05B, QWEN3_8B, QWEN3_30B
 from verl.planning.model import UnknownModel, model_size
 
 

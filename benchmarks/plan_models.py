@@ -1,11 +1,8 @@
-"""config.json of public models, as far as a plan reads them, and the public measurements of training steps."""
+"""config.json of public models, as far as a plan reads them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-MEASUREMENTS = Path(__file__).parents[3].parent / "shared/data/planner/train_measurements.json"
 
 
 def _dense(kind: str, hidden: int, inner: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any):
