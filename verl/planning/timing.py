@@ -58,27 +58,43 @@ def training_seconds(
     micros = max(1.0, math.ceil(tokens / role.rows / role.micro_tokens))
     launches = 0.0 if device.on_host else c.launch * micros * m.layers / p.pipeline * work.visits
     bubble = (p.pipeline - 1) / micros
-    return (max(seconds, _moving(role, work, micros, device)) + launches) * (1 + bubble)
+    computing = max(seconds, _moving(role, work, micros, device)) + _exchanging(role, work, tokens, device)
+    return (computing + launches) * (1 + bubble)
 
 
 def _moving(role: Role, work: Work, micros: float, device: Device) -> float:
-    """Seconds of the links for gathered weights and summed gradients (FSDP), and for the activations of products that
-    ranks share; the devices compute at the same time."""
-    link = 0.7 * (device.link if role.ranks <= DEVICES_OF_A_NODE else device.network)
+    """Seconds of the links for gathered weights and summed gradients; the devices compute at the same time."""
     moved = 0.0
     if role.gathers and role.cut > 1:
         gathers = 1.0 if work.visits == 1 else 2.0
         moved = gathers * role.width * role.parameters * micros / role.placement.tensor
     if work.visits > 1 and role.ranks > 1:
         moved += 4.0 * role.trainable / (role.cut if role.megatron else 1) * (micros if role.gathers else 1)
-    return moved / link
+    return moved / _link(role, device)
+
+
+def _link(role: Role, device: Device) -> float:
+    """Bytes a second between ranks, one way."""
+    return 0.7 * (device.link if role.ranks <= DEVICES_OF_A_NODE else device.network)
+
+
+def _exchanging(role: Role, work: Work, tokens: float, device: Device) -> float:
+    """Seconds of the links for activations, for which the products wait: two sums a layer over ranks that share
+    products, four exchanges over ranks that share a sequence, two over ranks that share experts."""
+    m, p = role.model, role.placement
+    local, layers = tokens / role.rows, m.layers / p.pipeline
+    moved = 4.0 * (1 - 1 / p.tensor) * local / p.sequence * m.hidden
+    moved += 2.0 * (1 - 1 / p.sequence) * local / p.sequence * (m.query + m.unpacked / 2) / p.tensor
+    moved += 2.0 * (1 - 1 / p.expert) * local / p.sequence * m.hidden * m.chosen / p.tensor
+    return moved * role.width * layers * work.visits / (0.7 * device.link)
 
 
 def sampling_seconds(sampler: Sampler, step: Step, device: Device, cache: float, c: Calibration = CALIBRATED) -> float:
     """Seconds until all responses of a step are there. cache: bytes for keys and values on each device."""
     m = sampler.model
     each = step.sequences / sampler.engines
-    room = cache / sampler.token_bytes / max(1.0, step.length)
+    context = step.prompt + step.response / 2
+    room = cache / sampler.token_bytes / max(1.0, context)
     live = max(1.0, min(each, sampler.sequences, room))
     waves = each / live
     peak = (device.flops if sampler.width == 2 else device.full) * device.share * sampler.tensor
@@ -87,12 +103,16 @@ def sampling_seconds(sampler: Sampler, step: Step, device: Device, cache: float,
     prefill = prompts * step.prompt * (flops + m.pairs(step.prompt)) / (peak * c.dense)
     touched = 1 - (1 - m.chosen / m.expert_count) ** live if m.expert_count else 0.0
     read = sampler.width * (m.total - m.vision - m.embedding - m.head + m.output - m.experts * (1 - touched))
-    context = step.prompt + step.response / 2
     read += live * context * m.cached * m.attending * sampler.width
     moved = read / sampler.tensor / (device.bandwidth * c.stream)
     computed = live * (flops + 2 * m.pairs(context)) / (peak * c.dense)
     overhead = 0.0 if device.on_host else c.decode * m.layers * (1 if sampler.tensor == 1 else 3)
     return prefill + waves * step.response * (max(moved, computed) + overhead)
+
+
+def optimizer_seconds(role: Role, device: Device) -> float:
+    """Seconds of one step of the optimizer, which reads and writes weights, gradients and both moments once."""
+    return 28.0 * role.trainable / role.cut / (0.7 * device.bandwidth)
 
 
 def push_seconds(role: Role, sampler: Sampler, device: Device, nodes: int) -> float:

@@ -127,7 +127,7 @@ class Step:
     prompts × responses   sequences; prompt, response: mean tokens of one
     minis        optimizer steps on the batch; epochs: how often it is gone through
     passes       phases with a forward pass: name of the phase → role ("actor", "ref", "critic")
-    shared       a group's prompt is computed once by the sampler
+    shared       a group's prompt is computed once by the sampler, and grouped: by the trainer
     """
 
     prompts: int
@@ -138,6 +138,7 @@ class Step:
     epochs: int = 1
     passes: tuple[tuple[str, str], ...] = ()
     shared: bool = True
+    grouped: bool = True
 
     @property
     def sequences(self) -> int:

@@ -7,6 +7,9 @@ from verl.config.report import Report
 from verl.config.schema.base import Root
 from verl.data import check as data
 from verl.engine.training import check as training
+from verl.errors import UserError
+from verl.planning import report as planning
+from verl.planning.plan import plan
 from verl.preflight import machine, rows, values
 from verl.reward import check as reward
 from verl.rollout import check as rollout
@@ -26,5 +29,16 @@ def check(config: Root) -> Report:
     report.plugins  # noqa: B018  (imports the plug-in modules, or reports one that fails)
     for part in _CHECKS:
         part.check(config, report)
-    report.plan = trainer.plan(report)
+    report.plan = trainer.plan(report) + _prediction(report)
     return report
+
+
+def _prediction(report: Report) -> list[str]:
+    """Memory and time of a step in two lines, where they can be predicted."""
+    if not report.ppo or report.problems or report.facts is None or report.trainer.val_only:
+        return []
+    try:
+        device = planning.device_of(report.config)
+        return planning.summary(plan(report.config, report.facts.config, device))
+    except UserError:  # a device that is not in the table, or a config.json that leaves sizes to the library
+        return []
