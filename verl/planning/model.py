@@ -161,7 +161,8 @@ def _attention(
         unpacked = heads * (nope + rope + value)
         pair = 2.0 * heads * (nope + rope + value)
         return count, {"query": queries, "cached": unpacked, "unpacked": unpacked, "pair": pair}
-    width = read("head_dim", default=hidden // heads)
+    # transformers' own default of the families with normalised queries, whatever the hidden size
+    width = read("head_dim", default=128 if kind in _QUERY_NORM else hidden // heads)
     keys = read("num_key_value_heads", default=heads) * width
     queries = heads * width
     count = hidden * (2 * queries + 2 * keys)

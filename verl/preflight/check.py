@@ -29,13 +29,13 @@ def check(config: Root) -> Report:
     report.plugins  # noqa: B018  (imports the plug-in modules, or reports one that fails)
     for part in _CHECKS:
         part.check(config, report)
-    report.plan = trainer.plan(report) + _prediction(report)
+    report.plan = trainer.plan(report)
     return report
 
 
-def _prediction(report: Report) -> list[str]:
-    """Memory and time of a step in two lines, where they can be predicted."""
-    if not report.ppo or report.problems or report.facts is None or report.trainer.val_only:
+def prediction(report: Report) -> list[str]:
+    """Memory and time of a step of reinforcement learning in two lines; [] where they cannot be predicted."""
+    if not report.ppo or report.of("configuration") or report.facts is None or report.trainer.val_only:
         return []
     try:
         device = planning.device_of(report.config)
