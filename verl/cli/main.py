@@ -21,10 +21,6 @@ def _reward(argv: list[str]) -> int:
     return 0 if wants_help else 2
 
 
-def _plan(argv: list[str]) -> int:
-    raise UserError("not in this release. `python3 -m verl.trainer.main_ppo … --check` prints batches.")
-
-
 _DOCTOR = "what is installed, what works together, what is missing for which feature"
 COMMANDS: dict[str, tuple[str | Callable[[list[str]], int], str]] = {
     "doctor": ("verl.preflight.doctor", _DOCTOR),
@@ -32,7 +28,7 @@ COMMANDS: dict[str, tuple[str | Callable[[list[str]], int], str]] = {
     "reward": (_reward, "try a reward function on rows of a data file: verl reward check"),
     "report": ("verl.cli.report", "build the page of a run: verl report RUN"),
     "export": ("verl.cli.export", "copy a run's model out: verl export RUN OUT"),
-    "plan": (_plan, "predict memory and time of a run (not in this release)"),
+    "plan": ("verl.cli.plan", "predict memory and time of a run, propose layouts: verl plan key=value …"),
 }
 """Name → its function, or the module whose `main` it is, and what it does."""
 

@@ -51,7 +51,7 @@ def resolve(argv: Sequence[str] | None, entry: str, spellings: Spellings) -> Any
 
 def _checked(config: Root, options: argparse.Namespace) -> None:
     """Check; leave unless the run can start."""
-    from verl.preflight.check import check  # --help and --cfg load no component
+    from verl.preflight.check import check, prediction  # --help and --cfg load no component
 
     report = check(config)
     if not options.check:
@@ -61,6 +61,7 @@ def _checked(config: Root, options: argparse.Namespace) -> None:
     if report.problems:
         print(f"verl: {report.problem_text()}", file=sys.stderr)
     if options.check:
+        report.plan += prediction(report)
         _leave(_verdict(report), report.exit_code)
     if report.problems:
         raise SystemExit(report.exit_code)

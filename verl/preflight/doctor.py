@@ -16,6 +16,7 @@ from pathlib import Path
 from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES, holes
 from verl.engine.registry import packages as engine_packages
 from verl.errors import UserError
+from verl.planning import devices
 from verl.platform import probe
 from verl.platform.host_resources import cores
 from verl.plugins import import_modules
@@ -236,6 +237,9 @@ def rate(dtype, n=1024):
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
     return 2 * n**3 / timer.blocked_autorange(min_run_time=0.7).mean / 1e9
 out = {"threads": torch.get_num_threads(), "fp32": rate(torch.float32), "bf16": rate(torch.bfloat16)}
+x, y = torch.ones(2, 1 << 26)
+timer = Timer("y.copy_(x)", globals={"x": x, "y": y}, num_threads=torch.get_num_threads())
+out["bandwidth"] = 2 * x.nbytes / timer.blocked_autorange(min_run_time=0.7).mean / 1e9
 out["devices"] = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 print(json.dumps(out))
 """
@@ -256,6 +260,9 @@ def _bench() -> Iterator[Finding]:
     rates = f"fp32 {got['fp32']:.0f}, bf16 {got['bf16']:.0f} GFLOP/s with {got['threads']} threads"
     text = f"{rates}: bf16 is {got['bf16'] / got['fp32']:.1f}× as fast"
     yield Finding("self-test", "matrix products", text)
+    devices.keep(got["bf16"] * 1e9, got["fp32"] * 1e9, got["bandwidth"] * 1e9, float(probe.memory()[0] or 0))
+    text = f"{got['bandwidth']:.0f} GB/s; `verl plan` uses these rates ({devices.bench_file()})"
+    yield Finding("self-test", "memory", text)
 
 
 def show(findings: Iterable[Finding]) -> None:
@@ -315,7 +322,7 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--json", action="store_true", help="print the findings as JSON")
     add("--external-lib", help="a module that registers engines, as model.external_lib names it")
-    add("--bench", action="store_true", help="also import torch and time matrix products (10 s)")
+    add("--bench", action="store_true", help="also import torch and time matrix products (10 s), for `verl plan` too")
     add = parser.add_argument_group("many nodes").add_argument
     join = "join the Ray cluster that a run would, and compare its nodes"
     add("--cluster", action="store_true", help=join)

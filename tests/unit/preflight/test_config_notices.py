@@ -6,7 +6,8 @@ import pytest
 
 from tests.unit.preflight.cases import ARR, notices, only, problems, write_model, write_rows
 from verl.config import load
-from verl.preflight.check import check
+from verl.planning.devices import keep
+from verl.preflight.check import check, prediction
 
 RC = "algorithm.rollout_correction"
 REWARD = "reward_model.reward_kwargs"
@@ -160,6 +161,17 @@ def test_the_plan(base):
     sized = plan(f"{ARR}.actor.ppo_micro_batch_size_per_gpu=3", "trainer.total_training_steps=9")
     assert "6 of 3 responses per mini-batch" in sized and "9 steps over 16 rows" in sized
     assert plan("trainer.val_only=True") == "validation: 4 prompts × 1"
+
+
+def test_the_prediction(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.planning.devices.bench_file", lambda: tmp_path / "bench.json")
+    assert prediction(check(load(base))) == []  # config.json leaves hidden_size to the library
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    words = [*base, f"{ARR}.model.path={write_model(tmp_path / 'sized', **sizes)}"]
+    memory, time = prediction(check(load(words)))
+    assert "GiB" in memory and "doctor --bench" in time
+    keep(4e11, 2e11, 1e10, 16e9)
+    assert "s (" in prediction(check(load(words)))[1]
 
 
 def test_supervised(tmp_path):

@@ -141,13 +141,15 @@ def test_table_without_rich(installed, monkeypatch, capsys) -> None:
     assert re.search(r"bad\s+packages\s+rich\s+missing\s+-> pip install rich", capsys.readouterr().out)
 
 
-def test_self_test_that_fails_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_test_that_fails_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor.devices, "bench_file", lambda: tmp_path / "bench.json")
     monkeypatch.setattr(doctor, "_BENCH", "raise ImportError('libcudart.so.13: cannot open')")
     (finding,) = doctor._bench()
     assert finding.level == BAD and finding.base and "libcudart.so.13" in finding.found
-    report = {"threads": 1, "fp32": 50, "bf16": 200, "devices": 0}
+    report = {"threads": 1, "fp32": 50, "bf16": 200, "bandwidth": 12.5, "devices": 0}
     monkeypatch.setattr(doctor, "_BENCH", f"print({json.dumps(json.dumps(report))})")
     assert "bf16 is 4.0× as fast" in list(doctor._bench())[1].found
+    assert doctor.devices.named("cpu").bandwidth == 12.5e9
 
 
 def test_how_a_run_on_this_processor_computes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""Layouts for a number of devices, ranked by the predicted seconds of a step among those that fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from verl.config.schema.base import put
+from verl.engine.registry import capabilities
+from verl.planning.devices import Device
+from verl.planning.model import ModelSize, model_size
+from verl.planning.plan import ACTOR, ROLLOUT, Plan, plan
+
+SIZES = (1, 2, 4, 8)
+ENOUGH_TOKENS = 32768
+"""Of a micro-batch on one device: larger ones gain little."""
+_MODEL, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
+
+Keys = dict[str, Any]
+
+
+def search(
+    config: Any, model_config: Mapping[str, Any], device: Device, *, best: int = 5, **lengths: Any
+) -> list[tuple[Keys, Plan]]:
+    """The fastest layouts that fit, each with the keys that differ from the configuration, the best first."""
+    model, ranks = model_size(model_config), config.trainer.nnodes * config.trainer.n_gpus_per_node
+    changed = copy.deepcopy(config)
+    fitting: list[tuple[Keys, Plan]] = []
+    for training, sampling in product(list(_training(config, model, ranks)), list(_sampling(config, model))):
+        keys = training | sampling
+        for key, value in keys.items():
+            put(changed, key, value)
+        sequence = int(keys.get(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
+        first = plan(changed, model_config, device, **lengths)
+        tokens = min(first.largest, max(ENOUGH_TOKENS, first.work.longest))
+        if tokens * sequence < first.work.longest:
+            continue
+        keys = keys | {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens}
+        put(changed, f"{ACTOR}.ppo_max_token_len_per_gpu", tokens)
+        put(changed, f"{ROLLOUT}.log_prob_max_token_len_per_gpu", tokens)
+        second = plan(changed, model_config, device, **lengths)
+        if second.fits:
+            fitting.append(({k: v for k, v in keys.items() if config.select(k) != v}, second))
+    fitting.sort(key=lambda pair: (round(pair[1].step, 1), round(pair[1].worst, 2), len(pair[0])))
+    # Layouts that differ in the size of the cache alone are one proposal.
+    different: dict[str, tuple[Keys, Plan]] = {}
+    for keys, found in fitting:
+        name = str({key: value for key, value in keys.items() if key != f"{ROLLOUT}.gpu_memory_utilization"})
+        different.setdefault(name, (keys, found))
+    return list(different.values())[:best]
+
+
+def _training(config: Any, model: ModelSize, ranks: int) -> Iterator[Keys]:
+    """Keys of the trainer's layouts whose sizes divide the ranks, the heads, the layers and the experts."""
+    arr = config.actor_rollout_ref
+    if arr.actor.strategy == "megatron":
+        group = f"{ACTOR}.megatron"
+        for tensor, pipeline, expert in product(SIZES, SIZES, SIZES):
+            keys = {
+                f"{group}.tensor_model_parallel_size": tensor,
+                f"{group}.pipeline_model_parallel_size": pipeline,
+                f"{group}.expert_model_parallel_size": expert,
+            }
+            fits = model.heads % tensor == 0 and model.layers % pipeline == 0 and ranks % (tensor * pipeline) == 0
+            if fits and (expert == 1 or (model.expert_count % expert == 0 < model.expert_count and expert <= ranks)):
+                yield from (keys | {f"{group}.optimizer_offload": off} for off in (False, True))
+        return
+    for sequence, recompute, offload in product(SIZES, (False, True), (0, 1, 2)):
+        if ranks % sequence or model.heads % sequence:
+            continue
+        yield {
+            f"{ACTOR}.ulysses_sequence_parallel_size": sequence,
+            f"{_REF}.ulysses_sequence_parallel_size": sequence,
+            f"{_MODEL}.enable_gradient_checkpointing": recompute,
+            f"{ACTOR}.fsdp_config.optimizer_offload": offload > 0,
+            f"{ACTOR}.fsdp_config.param_offload": offload > 1,
+        }
+
+
+def _sampling(config: Any, model: ModelSize) -> Iterator[Keys]:
+    """Keys of the sampler's layouts."""
+    rollout = config.actor_rollout_ref.rollout
+    per_node = rollout.n_gpus_per_node if rollout.nnodes else config.trainer.n_gpus_per_node
+    shares = (0.8, 0.9) if rollout.nnodes else (0.3, 0.4, 0.5, 0.6, 0.7)
+    for tensor, share in product(SIZES, shares):
+        if model.heads % tensor or per_node % tensor or (tensor > 1 and not capabilities(rollout.name).tensor_parallel):
+            continue
+        yield {f"{ROLLOUT}.tensor_model_parallel_size": tensor, f"{ROLLOUT}.gpu_memory_utilization": share}
