@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 __path__: list[str] = []
 
 
@@ -16,3 +18,15 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise NotImplementedError(f"sgl_kernel.{name}: this package only stands in for the kernels")
 
     return missing
+
+
+class _Operators:
+    """What modules look up in torch.ops when they are imported; by other names SGLang asks whether there are kernels."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.endswith("_cpu"):
+            return __getattr__(name)
+        raise AttributeError(name)
+
+
+torch.ops.sgl_kernel = _Operators()
