@@ -1,47 +1,23 @@
-"""Requests under way in vLLM, and for how long there were any."""
+"""What vLLM's final output says of a request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from verl.engine.rollout.base import Completion, not_finite
-from verl.trajectory import Media
+from verl.engine.rollout.base import Completion
+from verl.engine.rollout.hosted import Live
 
 
-@dataclass(slots=True)
-class Live:
-    """One request: the weight versions it has lived under, its images, and whether it was aborted."""
-
-    id: str
-    prompt: list[int]
-    versions: list[int]
-    media: Media | None = None
-    aborted: bool = False
-
-    def completion(self, output: Any) -> Completion:
-        """What vLLM's final output says. None: it was aborted before it began.
-
-        RuntimeError when vLLM gave the request up; FloatingPointError when a log-prob is not a number.
-        """
-        response = output.outputs[0] if output is not None else None
-        ids = np.asarray(list(response.token_ids) if response else [], np.int64)
-        reason = (response.finish_reason if response else None) or "abort"
-        if reason not in ("stop", "length", "abort"):
-            raise RuntimeError(f"vLLM gave up request {self.id!r} after {len(ids)} tokens: {reason}")
-        values = response.logprobs.logprobs if response is not None and len(ids) else []
-        log_probs = np.asarray(values, np.float32)
-        if len(log_probs) != len(ids):
-            raise RuntimeError(f"vLLM returned {len(log_probs)} log-probs for {len(ids)} tokens")
-        if np.isnan(log_probs).any():
-            raise not_finite(int(np.isnan(log_probs).argmax()), self.versions[-1])
-        metrics = getattr(output, "metrics", None)
-        return Completion(
-            token_ids=ids,
-            log_probs=log_probs,
-            finish_reason=reason,
-            versions=tuple(self.versions),
-            num_preempted=int(getattr(metrics, "num_preemptions", 0) or 0),
-        )
+def completion(live: Live, output: Any) -> Completion:
+    """See `Live.completion`. output: vLLM's last of the request; None: it was aborted before it began."""
+    if output is None:
+        return live.completion("vLLM", "abort", [], [])
+    response, metrics = output.outputs[0], getattr(output, "metrics", None)
+    return live.completion(
+        "vLLM",
+        response.finish_reason or "abort",
+        list(response.token_ids),
+        response.logprobs.logprobs if response.logprobs is not None else [],
+        num_preempted=int(getattr(metrics, "num_preemptions", 0) or 0),
+        prefilled=len(live.prompt) - int(getattr(output, "num_cached_tokens", 0) or 0),
+    )
