@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs import environment
+from tests.sampler_cases import assert_agreement
 from tests.tiny import tiny_vision_model
-from tests.vision_cases import assert_agreement
 from tests.vllm_cases import require_vllm, vllm_engine
 
 require_vllm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,3 +31,17 @@ class _Operators:
 
 
 torch.ops.sgl_kernel = _Operators()
+
+
+def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return function(*arguments, **options)
+
+    return made
+
+
+# Without a device there is no memory to pin, which SGLang's LoRA layers and its record of routes do in any case.
+for _name in ("tensor", "zeros", "empty"):
+    setattr(torch, _name, _unpinned(getattr(torch, _name)))
+torch.Tensor.pin_memory = lambda self, *_: self
+torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
