@@ -69,6 +69,7 @@ $(VENV)/sglang/.installed: requirements/sglang-cpu-nodeps.txt requirements/torch
 	$(@D)/bin/python -m pip install -q --no-deps -r $<
 	cp requirements/torchvision_operators.py tests/sglang/sgl_kernel.py $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	echo "import torchvision_operators" > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision_operators.pth
+	touch $@
 
 $(VENV)/megatron/.installed: $(VENV)/.installed-test
 	$(BIN)/python -m venv $(@D)

@@ -145,13 +145,19 @@ def tiny_model(
 
 
 def tiny_vision_model(
-    path: Path | str, arch: str = "qwen2_5_vl", *, seed: int = 0, patch: int = 4, head: int | None = None
+    path: Path | str,
+    arch: str = "qwen2_5_vl",
+    *,
+    seed: int = 0,
+    patch: int = 4,
+    head: int | None = None,
+    deepstack: tuple[int, ...] = (0,),
 ) -> Path:
     """Save a random vision-language model (fp32), its tokenizer and its image processor; returns the path.
 
     arch: "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe" or "qwen2_vl"; "glm4v", "glm46v" or "glm4v_moe" (`_tiny_glm`). An
     image has one token for each 2·patch × 2·patch pixels, 4 to 64 of them. head: elements of an attention head; 32 is
-    the smallest of vLLM's kernels on a CPU.
+    the smallest of vLLM's kernels on a CPU. deepstack: layers of the image encoder whose outputs qwen3's text layers get.
     """
     if arch.startswith("glm"):
         return _tiny_glm(Path(path), arch, seed)
@@ -160,7 +166,7 @@ def tiny_vision_model(
 
     path, start = Path(path), VOCAB_SIZE
     vision: dict[str, Any] = {
-        "depth": 2,
+        "depth": max(1, *deepstack) + 1,
         "hidden_size": 16,
         "num_heads": 2,
         "patch_size": patch,
@@ -173,7 +179,7 @@ def tiny_vision_model(
     if arch == "qwen2_5_vl":
         vision |= {"window_size": patch * 4, "fullatt_block_indexes": [1]}
     if arch.startswith("qwen3"):
-        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": list(deepstack)}
     text = tiny_config("qwen3_moe" if arch.endswith("moe") else "qwen3", vocab_size=272).to_dict()
     kept = (
         "hidden_size",

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.runs import TinyRun, records
+from tests.integration.test_vision_runs import VisionRun
+from tests.invariant import test_vision as vision
+from tests.runs import TinyRun, main_ppo, records
+from tests.sampler_cases import PROMPTS, TEMPERATURE, assert_agreement, assert_only_the_adapter_moves, rows
 from tests.sglang_cases import require_sglang, sglang_engine
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_tokenizer, tiny_vision_model
 from tests.vllm_cases import sample, vllm_model
+from verl.engine.training.fsdp.engine import FSDPEngine
 
 require_sglang()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def vision_model(path: Path, arch: str) -> Path:
+    """A tiny model with what SGLang expects of a published one: patches of 14 pixels, three deepstack layers, a name in
+    config.json."""
+    tiny_vision_model(path, arch, patch=14, deepstack=(0, 1, 2))
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"]["in_chans"] = 3
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +65,67 @@ def test_requests_that_sglang_cannot_sample_are_refused(engine: Any, params: dic
         sample(engine, [[1]], **params)
 
 
-def test_two_steps(tmp_path: Path, fork_server: Any) -> None:
-    run, out = TinyRun(tmp_path), tmp_path / "out"
-    words = (
-        "actor_rollout_ref.rollout.name=sglang",
-        "actor_rollout_ref.rollout.dtype=float32",
-        "trainer.total_training_steps=2",
-        "trainer.verify_weight_sync=True",
-        "trainer.logprob_diff_limit=1e-4",
-        "trainer.save_freq=-1",
-        "trainer.test_freq=0",
-    )
-    done = fork_server.run(run.overrides(out, *words), timeout=500, teardown=True)
-    assert done.status == 0, done.stderr[-4000:]
+@pytest.mark.parametrize(
+    "arch",
+    ["qwen2_5_vl", *(pytest.param(arch, marks=pytest.mark.long) for arch in ("qwen2_vl", "qwen3_vl_moe", "qwen3_vl"))],
+)
+def test_images_are_seen_as_the_trainer_sees_them(tmp_path: Path, arch: str) -> None:
+    assert_agreement(vision_model(tmp_path / "model", arch), lambda saved: sglang_engine(saved, max_model_len=320))
+
+
+def test_only_the_adapter_moves(tmp_path: Path) -> None:
+    path = vllm_model(tmp_path / "model", "llama", tied=True)
+    assert_only_the_adapter_moves(path, lambda described: sglang_engine(path, lora=described))
+
+
+def test_routes_are_those_of_the_trainer(tmp_path: Path) -> None:
+    path = vllm_model(tmp_path / "model", "qwen3_moe")
+    actor = FSDPEngine(path, role_cfg=vision.trained(), device="cpu")
+    sampler = sglang_engine(path, record_routes=True)
+    try:
+        done = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
+    finally:
+        sampler.close()
+    taken = rows(done, 2)
+    actor.forward(vision.segments(taken), ("log_probs", "routed_experts"), temperature=1.0)
+    for row, response in zip(vision.segments(taken), done, strict=True):
+        theirs = np.concatenate((row.context_columns["routed_experts"], row.routed_experts))[:-1]
+        assert response.routed_experts is not None
+        np.testing.assert_array_equal(response.routed_experts, theirs[: len(response.routed_experts)])
+        assert len(response.routed_experts) == len(theirs)
+
+
+TWO_STEPS = (
+    "actor_rollout_ref.rollout.name=sglang",
+    "actor_rollout_ref.rollout.dtype=float32",
+    "trainer.total_training_steps=2",
+    "trainer.verify_weight_sync=True",
+    "trainer.logprob_diff_limit=1e-4",
+    "trainer.save_freq=-1",
+    "trainer.test_freq=0",
+)
+
+
+def assert_trained(out: Path) -> None:
     for step in (1, 2):
         assert records(out)[step]["training/rollout_logprob_abs_diff/max"] < 1e-4
         assert records(out)[step]["actor/grad_norm"] > 0
+
+
+def test_two_steps(tmp_path: Path, fork_server: Any) -> None:
+    run, out = TinyRun(tmp_path), tmp_path / "out"
+    done = fork_server.run(run.overrides(out, *TWO_STEPS), timeout=500, teardown=True)
+    assert done.status == 0, done.stderr[-4000:]
+    assert_trained(out)
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+def test_two_steps_of_two_ranks_over_ray(tmp_path: Path, images: bool) -> None:
+    """Two replicas of SGLang in hosts of their own, fed by two training ranks."""
+    run, out = (VisionRun if images else TinyRun)(tmp_path), tmp_path / "out"
+    if images:
+        run.model = vision_model(tmp_path / "patches", "qwen2_5_vl")
+    words = ("trainer.n_gpus_per_node=2", "+ray_kwargs.ray_init.address=local", "trainer.val_before_train=False")
+    done = main_ppo(run.overrides(out, *TWO_STEPS, *words), timeout=550)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert_trained(out)

@@ -10,13 +10,9 @@ import pytest
 
 from tests import vllm_processes
 from tests.integration.test_sync_probe import run as probed
-from tests.integration.test_vllm_weights import PROMPTS, TEMPERATURE, difference, rows
 from tests.runs import TinyRun, records
-from tests.unit.engine.training.engine_cases import simple_loss
-from tests.unit.engine.training.lora_cases import disturb, engine, lora, trained
-from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
-from verl.engine.training.lora import LoraSettings
-from verl.weight_sync.sender import StreamedSync
+from tests.sampler_cases import assert_only_the_adapter_moves
+from tests.vllm_cases import require_vllm, vllm_engine, vllm_model
 
 require_vllm()
 pytest.importorskip("peft")
@@ -25,33 +21,7 @@ pytestmark = [pytest.mark.slow]
 
 def test_only_the_adapter_moves(tmp_path: Path) -> None:
     path = vllm_model(tmp_path / "model", "llama", tied=True)
-    actor = engine(str(path), trained())
-    actor.schedule(10)
-    disturb(actor)
-    settings = LoraSettings.of(lora(), path)
-    assert settings is not None
-    sampler = vllm_engine(path, lora=settings.described(), skip_tokenizer_init=True)
-    try:
-        with pytest.raises(RuntimeError, match="no weights yet"):
-            sample(sampler, PROMPTS)
-        sync = StreamedSync(actor, sampler, adapter=True)
-        result = sync.push(0, verify=True)
-        adapter = sum(t.numel() * 4 for _, t in actor.adapter_weights())
-        assert result.bytes == adapter < sum(t.numel() * 4 for _, t in actor.named_weights()) / 4
-        before = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
-        assert difference(actor, before, 2) <= 1e-4
-        with actor.without_adapter():
-            assert difference(actor, before, 2) > 1e-2, "it is not the base that was sampled from"
-
-        for _ in range(3):
-            stepped = actor.step(rows(before, 2), simple_loss(len(before) * 24), temperature=TEMPERATURE)
-            assert not stepped.refused
-        assert difference(actor, before, 2) > 1e-2, "the update moved the distribution far enough to be seen"
-        sync.push(1, verify=True)
-        after = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
-        assert difference(actor, after, 2) <= 1e-4 and {c.versions for c in after} == {(1,)}
-    finally:
-        sampler.close()
+    assert_only_the_adapter_moves(path, lambda described: vllm_engine(path, lora=described, skip_tokenizer_init=True))
     mine = re.compile(rf"verl-vllm-adapter-.*-{os.getpid()}-")
     assert not any(map(mine.match, os.listdir("/dev/shm"))), "the adapter's folder goes with the engine"
 

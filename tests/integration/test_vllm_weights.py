@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests import vllm_processes
 from tests.chaos.fork_server import ForkServer, until
+from tests.sampler_cases import PROMPTS, TEMPERATURE, difference, rows
 from tests.unit.engine.training.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
 from verl.engine.rollout.vllm import launch
@@ -26,9 +26,6 @@ require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = "tests.integration.test_vllm_weights"
-TEMPERATURE = 0.8
-LONG = list(range(3, 103))  # three full blocks of the cache: an old one would be found again
-PROMPTS = [LONG, LONG[:7], [250]]
 OTHERS = (("qwen3_moe", False), ("llama", False), ("gemma2", True))
 MODELS = [("gpt2", True), *(pytest.param(*model, marks=pytest.mark.long) for model in OTHERS)]
 """Qwen3 is below over two devices, Qwen2 in the runs of test_vllm_train.py, Llama and experts in test_vllm_lora.py."""
@@ -42,24 +39,6 @@ def trainer(path: Path) -> Any:
     engine = FSDPEngine(str(path), role_cfg=Map.of(role), model_cfg=Map.of({}), device="cpu", seed=0)
     engine.schedule(10)
     return engine
-
-
-def rows(completions: list[Any], n: int) -> list[Any]:
-    from verl.trajectory import Prompt, Trajectory
-
-    out = []
-    for k, done in enumerate(completions):
-        prompt = Prompt(uid=str(k // n), ids=np.asarray(PROMPTS[k // n]), messages=None)
-        length = len(done.token_ids)
-        advantages = np.where(np.arange(length) % 2, 1.0, -1.0).astype(np.float32)
-        mask = np.ones(length, bool)
-        out.append(Trajectory(prompt, k % n, done.token_ids, mask, advantages=advantages))
-    return out
-
-
-def difference(engine: Any, completions: list[Any], n: int) -> float:
-    ours = engine.forward(rows(completions, n), temperature=TEMPERATURE)["log_probs"]
-    return float(np.abs(ours - np.concatenate([c.log_probs for c in completions])).max())
 
 
 @pytest.mark.parametrize(("arch", "tied"), MODELS)

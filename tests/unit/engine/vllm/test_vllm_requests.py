@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from verl.engine.rollout.base import Completion
-from verl.engine.rollout.hosted import LoopThread, ended_at_seam
+from verl.engine.rollout.hosted import Live, LoopThread, ended_at_seam
 from verl.engine.rollout.vllm import weights
 from verl.engine.rollout.vllm.batch import BatchCall
-from verl.engine.rollout.vllm.requests import Live
+from verl.engine.rollout.vllm.requests import completion
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_log_probs_are_the_sampled_tokens_and_not_fewer(log_probs: list[float] |
     response = SimpleNamespace(token_ids=[5, 9, 5], logprobs=rows, finish_reason="length")
     output = SimpleNamespace(outputs=[response])
     if log_probs is not None and len(log_probs) == 3:
-        assert Live("a", [1], [0]).completion(output).log_probs.tolist() == log_probs
+        assert completion(Live("a", [1], [0]), output).log_probs.tolist() == log_probs
     else:
         with pytest.raises(RuntimeError, match="log-probs for 3 tokens"):
-            Live("a", [1], [0]).completion(output)
+            completion(Live("a", [1], [0]), output)

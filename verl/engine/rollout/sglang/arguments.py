@@ -12,6 +12,7 @@ from verl.config import Config
 from verl.engine.registry import sampler_dtype
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.settings import longest
+from verl.engine.rollout.sglang.adapter import adapter_arguments
 
 _MARGIN = 8  # SGLang keeps some tokens of its context length for itself
 
@@ -38,6 +39,8 @@ class EngineSettings:
     override_config: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    lora: Mapping[str, Any] | None = None
+    record_routes: bool = False
 
 
 def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
@@ -61,6 +64,7 @@ def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
         "override_config": dict(model.override_config),
         "seed": rollout.seed if rollout.seed is not None else config.trainer.seed,
         "engine_kwargs": dict(rollout.engine_kwargs.sglang),
+        "record_routes": config.actor_rollout_ref.actor.router_replay.mode == "R3",
         "bucket_bytes": rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
     }
 
@@ -83,6 +87,8 @@ def engine_arguments(s: EngineSettings, *, vocabulary: int, cpu: bool) -> dict[s
         "disable_radix_cache": not s.enable_prefix_caching,
         "disable_cuda_graph": s.enforce_eager,
         "enable_memory_saver": s.free_cache_engine and not cpu,
+        "enable_weights_cpu_backup": s.load_format != "dummy",
+        "enable_return_routed_experts": s.record_routes,
         "random_seed": s.seed & 0x7FFFFFFF,
         "sampling_mask_max_tokens": vocabulary,
         "log_level": "error",
@@ -98,6 +104,8 @@ def engine_arguments(s: EngineSettings, *, vocabulary: int, cpu: bool) -> dict[s
             # SGLang would size the cache by the whole machine.
             "max_total_tokens": (s.max_num_seqs + 1) * (s.max_model_len + _MARGIN),
         }
+    if s.lora is not None:
+        arguments |= adapter_arguments(s.lora, cpu=cpu)
     return arguments | dict(s.engine_kwargs)
 
 

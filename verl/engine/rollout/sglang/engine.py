@@ -6,14 +6,11 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import math
 import os
 import signal
-import uuid
-import weakref
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,43 +18,29 @@ import torch
 from verl.config import Config
 from verl.config.model_facts import look
 from verl.engine.registry import EnginePackageError
-from verl.engine.rollout.base import (
-    Completion,
-    EngineDead,
-    RolloutEngine,
-    SamplingParams,
-    check_request,
-    not_finite,
-)
-from verl.engine.rollout.hosted import BusyTime, LoopThread, Process, end, end_token_ids, ended_at_seam
-from verl.engine.rollout.settings import trainer_dtype
+from verl.engine.rollout.base import Completion, EngineDead, SamplingParams
+from verl.engine.rollout.hosted import HostedEngine, Live, end, end_token_ids
+from verl.engine.rollout.settings import moving_adapter, trainer_dtype
 from verl.engine.rollout.sglang import ENGINE
+from verl.engine.rollout.sglang.adapter import NAME, Adapter
 from verl.engine.rollout.sglang.arguments import EngineSettings, engine_arguments, engine_settings, request_arguments
+from verl.engine.rollout.sglang.images import ImageInputs
 from verl.engine.rollout.sglang.kwargs import NO_PENALTY, problems, sglang_arguments
+from verl.engine.rollout.sglang.routes import Routing
 from verl.errors import UserError
+from verl.models.inputs import sees_images
 from verl.models.pretrained import load_config
 from verl.platform import Platform
 from verl.platform.processes import alive, process_start_time, started_by
 from verl.trajectory import Media
-from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.verify import WeightSyncError, close_stream, digesting
 
-_RPC_TIMEOUT = 600.0
+T = TypeVar("T")
 _BUCKET_BYTES = 256 << 20
 _HEAD = "lm_head.weight"
-_OPEN: weakref.WeakSet[SGLangEngine] = weakref.WeakSet()
 
 
-@dataclass(slots=True)
-class _Live:
-    """One request. `rid`: its name in SGLang, which aborts all requests whose names begin like that of an aborted one."""
-
-    rid: str
-    versions: list[int]
-    aborted: bool = False
-
-
-class SGLangEngine(RolloutEngine, WeightReceiver):
+class SGLangEngine(HostedEngine):
     """Samples with SGLang.
 
     model_path: a Hugging Face directory. load_format: "auto" reads its weights, "dummy" makes random ones, to be replaced
@@ -65,10 +48,15 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
     device: "cpu" or "cuda". eos_token_ids: tokens that end a response; None: those that the model and its generation
         config name. bucket_bytes: size of one weight transfer.
     free_cache_engine: `sleep` releases memory (not on a CPU).
+    lora: the adapter_config.json of an adapter that SGLang adds to the model itself; `load_weights` then brings the
+        adapter's tensors (names of peft's files less their prefix) and not the model's.
+    record_routes: completions say which experts their tokens went to.
     engine_kwargs: further arguments of SGLang's ServerArgs.
     Seeds decide draws only with engine_kwargs enable_deterministic_inference. Raises UserError (EnginePackageError) if
     SGLang is absent or of a version that is not supported, or an argument cannot be passed.
     """
+
+    package = "SGLang"
 
     def __init__(
         self,
@@ -79,7 +67,7 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
         bucket_bytes: int = _BUCKET_BYTES,
         **settings: Any,
     ):
-        self._settings = s = EngineSettings(str(model_path), **settings)
+        s = EngineSettings(str(model_path), **settings)
         version, cpu = ENGINE.installed(), device == "cpu"
         if wrong := problems(s.engine_kwargs, sglang_arguments()):
             raise UserError("; ".join(f"{key}: {message}" for key, message in wrong))
@@ -90,20 +78,14 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
         self._vocabulary = int(text.vocab_size)
         tied = bool(getattr(config, "tie_word_embeddings", False))
         self._names = set(look(s.model_path).weight_names()) - ({_HEAD} if tied else set())
+        self._routing = Routing(text, self._names) if s.record_routes else None
         self._eos = list(end_token_ids(config, s.model_path, None) if eos_token_ids is None else eos_token_ids)
         self._sleeps = s.free_cache_engine and not cpu
-        self._bucket_bytes = bucket_bytes
-        self._live: dict[str, _Live] = {}
-        self._busy = BusyTime()
-        self._version = 0
-        self._ready = s.load_format != "dummy"
-        self._asleep = self._weights_gone = False
-        self._broken = ""
-        self._processes: set[Process] = set()
-        self._engine: Any = None
-        self._host = LoopThread("sglang-engine")
-        _OPEN.add(self)
+        self._bucket_bytes, self._max_model_len = bucket_bytes, s.max_model_len
+        self._adapter = Adapter(s.lora, s.tensor_parallel_size) if s.lora is not None else None
+        super().__init__(s, ready=s.load_format != "dummy" and s.lora is None)
         try:
+            self._images = ImageInputs(ENGINE, config) if sees_images(config) else None
             arguments = engine_arguments(s, vocabulary=self._vocabulary, cpu=cpu)
             self._engine = self._host.call(_start(arguments, version, cpu))
             pids = self._engine.get_all_child_pids()
@@ -124,58 +106,47 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
         session: str | None = None,
         media: Media | None = None,
     ) -> Completion:
-        """See `RolloutEngine.generate`. Groups and sessions are not named: SGLang finds equal prefixes by itself."""
-        prompt = [int(i) for i in prompt_ids]
-        self._check(request_id, prompt, sampling, media)
-        live = self._live[request_id] = _Live(uuid.uuid4().hex, [self._version])
-        try:
-            work = self._host.submit(self._response(live, prompt, sampling))
-            completion = await asyncio.wrap_future(work)
-        finally:
-            self._live.pop(request_id, None)
-        if not (sampling.stop and sampling.start):
-            return completion
-        return ended_at_seam(completion, prompt[-sampling.start :], sampling.stop, self._text)
+        """See `RolloutEngine.generate`."""
+        return await self.sample(prompt_ids, sampling, request_id=request_id, group=group, media=media)
 
-    def _check(self, request_id: str, prompt: list[int], sampling: SamplingParams, media: Media | None) -> None:
-        if self._asleep:
-            raise RuntimeError("the sampler is asleep: call wake() before generate()")
-        self._refuse_broken()
-        if not self._ready:
-            raise RuntimeError("the sampler has no weights yet: call load_weights() before generate()")
-        if request_id in self._live:
-            raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
-        if media is not None:
-            raise ValueError(f"request {request_id!r} has images, which the sglang engine does not take")
-        check_request(request_id, len(prompt), sampling, self._settings.max_model_len)
+    def _check(self, request_id: str, prompt_tokens: int, sampling: SamplingParams, media: Media | None) -> None:
+        super()._check(request_id, prompt_tokens, sampling, media)
         if sampling.repetition_penalty != 1:
             raise ValueError(f"{sampling.repetition_penalty=}: {NO_PENALTY}")
         if sampling.min_p and self._settings.engine_kwargs.get("enable_deterministic_inference"):
             raise ValueError(f"{sampling.min_p=}: SGLang cannot combine it with enable_deterministic_inference")
         if sampling.ignore_eos and sampling.stop_token_ids:
             raise ValueError("SGLang takes no stop_token_ids with ignore_eos: set one of them")
-        if sampling.stop and self._settings.skip_tokenizer_init:
-            raise ValueError("stop strings need SGLang's tokenizer: build the engine with skip_tokenizer_init=False")
 
-    def _refuse_broken(self) -> None:
-        if self._broken:
-            raise RuntimeError(f"the sampler must be started anew: a load of weights failed ({self._broken})")
-
-    async def _response(self, live: _Live, prompt: list[int], sampling: SamplingParams) -> Completion:
+    async def _response(self, live: Live, sampling: SamplingParams) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        room = self._settings.max_model_len - len(prompt)
+        room = self._max_model_len - len(live.prompt)
         arguments, cut = request_arguments(sampling, room=room, end_ids=self._eos, vocabulary=self._vocabulary)
+        options: dict[str, Any] = {"return_logprob": True, "return_sampling_mask": cut, "rid": live.key}
+        options["lora_path"] = NAME if self._adapter is not None else None
+        options["return_routed_experts"] = self._routing is not None
+        if self._images is not None:
+            arguments["logit_bias"] = dict.fromkeys(map(str, self._images.forbidden), -math.inf)
+            options |= self._images.options(live)
         if live.aborted:
-            return Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", tuple(live.versions))
-        options = {"return_logprob": True, "return_sampling_mask": cut, "rid": live.rid}
-        request = GenerateReqInput(input_ids=prompt, sampling_params=arguments, **options)
-        self._busy.count(1)
-        try:
-            output = await self._unless_dead(anext(self._manager.generate_request(request, None)))
-        finally:
-            self._busy.count(-1)
-        return self._completion(output, live, len(prompt), cut)
+            return live.completion("SGLang", "abort", [], [])
+        request = GenerateReqInput(input_ids=live.prompt, sampling_params=arguments, **options)
+        output = await self._unless_dead(anext(self._manager.generate_request(request, None)))
+        meta = output["meta_info"]
+        if cut:
+            log_probs = meta.get("output_token_sampling_logprobs")
+        else:
+            log_probs = [value for value, *_ in meta.get("output_token_logprobs") or []]
+        return live.completion(
+            "SGLang",
+            (meta["finish_reason"] or {}).get("type"),
+            output["output_ids"],
+            log_probs,
+            num_preempted=int(meta.get("num_retractions") or 0),
+            prefilled=len(live.prompt) - int(meta.get("cached_tokens") or 0),
+            routed_experts=self._routing.routes(meta) if self._routing is not None else None,
+        )
 
     async def _unless_dead(self, work: Any) -> Any:
         """What the coroutine returns. EngineDead when a process of SGLang ends before: nothing answers then."""
@@ -186,45 +157,9 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
                 raise EngineDead("a process of SGLang ended; what it printed before says why")
         return task.result()
 
-    def _completion(self, output: dict[str, Any], live: _Live, prompt_tokens: int, cut: bool) -> Completion:
-        """RuntimeError when SGLang gave the request up; FloatingPointError when a log-prob is not a number."""
-        meta = output["meta_info"]
-        ids = np.asarray(output["output_ids"], np.int64)
-        reason = (meta["finish_reason"] or {}).get("type")
-        if reason not in ("stop", "length", "abort"):
-            raise RuntimeError(f"SGLang gave up a request after {len(ids)} tokens: {meta['finish_reason']}")
-        if cut:
-            values = meta.get("output_token_sampling_logprobs") or []
-        else:
-            values = [value for value, *_ in meta.get("output_token_logprobs") or []]
-        log_probs = np.asarray(values, np.float32)
-        if len(log_probs) != len(ids):
-            raise RuntimeError(f"SGLang returned {len(log_probs)} log-probs for {len(ids)} tokens")
-        if np.isnan(log_probs).any():
-            raise not_finite(int(np.isnan(log_probs).argmax()), live.versions[-1])
-        return Completion(
-            token_ids=ids,
-            log_probs=log_probs,
-            finish_reason=reason,
-            versions=tuple(live.versions),
-            num_preempted=int(meta.get("num_retractions") or 0),
-            prefilled=prompt_tokens - int(meta.get("cached_tokens") or 0),
-        )
-
-    def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """See `RolloutEngine.abort`. Unknown or finished ids are ignored."""
-        names = [n for n in list(self._live if request_ids is None else request_ids) if n in self._live]
-        for name in names:
-            self._live[name].aborted = True
-        if names:
-            self._host.submit(self._abort([self._live[name].rid for name in names]))
-
-    async def _abort(self, rids: list[str]) -> None:
-        """Until they are gone: a request may be on its way to SGLang still."""
-        while pending := {live.rid for live in list(self._live.values())}.intersection(rids):
-            for rid in pending:
-                self._manager.abort_request(rid)
-            await asyncio.sleep(0.005)
+    async def _abort_now(self, keys: list[str]) -> None:
+        for key in keys:  # SGLang aborts all requests whose names begin so
+            self._manager.abort_request(key)
 
     @property
     def _manager(self) -> Any:
@@ -238,38 +173,32 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
         Checksums are of what was handed to SGLang, which fuses its weights. Names are compared with those of the model's
         files: SGLang itself passes over what it does not know. The engine is of no use after an error.
         """
-        self._refuse_broken()
-        self._ready = False
         sums: dict[str, str] = {}
         try:
-            with self._paused():
-                self._send(digesting(weights, sums, verify) if verify else weights)
-                for live in list(self._live.values()):
-                    live.versions.append(version)
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            self.abort()
-            raise
+            with self._replacing(version):
+                checked = digesting(weights, sums, verify) if verify else weights
+                self._send(checked) if self._adapter is None else self._place(self._adapter, checked)
         finally:
             close_stream(weights)
-        self._version, self._ready = version, True
         return sums
 
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """The block replaces weights: their memory is allocated, requests wait and lose their cache."""
-        from sglang.srt.managers import io_struct
+    def _allocate_weights(self) -> None:
+        self._restore(["weights"])
 
-        if self._asleep and self._weights_gone:
-            self._resume(["weights"])
-            self._weights_gone = False
-        self._call(self._manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract")))
-        try:
-            yield
-            if not self._call(self._manager.flush_cache()).success:
-                raise WeightSyncError("SGLang did not drop its prefix cache, which belongs to the old weights")
-        finally:
-            self._call(self._manager.continue_generation(io_struct.ContinueGenerationReqInput()))
+    def _pause(self) -> bool:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._call(self._manager.pause_generation(PauseGenerationReqInput(mode="retract")))
+        return True
+
+    async def _resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+
+    def _forget(self, paused: bool) -> None:
+        if not self._call(self._manager.flush_cache()).success:
+            raise WeightSyncError("SGLang did not drop its prefix cache, which belongs to the old weights")
 
     def _send(self, weights: Iterable[tuple[str, Any]]) -> None:
         """WeightSyncError with SGLang's message, ValueError for unknown or missing names."""
@@ -282,9 +211,7 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
         for name, tensor in weights:
             if self._names and name not in self._names and name != _HEAD:
                 raise ValueError(f"load_weights: {name!r} is no weight here")
-            dtype = self.weights_dtype if tensor.is_floating_point() else None
-            # Memory of its own: what a stream yields is overwritten by what it yields next.
-            bucket.append((name, tensor.detach().to(dtype=dtype or tensor.dtype, copy=True)))
+            bucket.append((name, self._copy(tensor)))
             received.add(name)
             size += tensor.nbytes
             if size >= self._bucket_bytes:
@@ -295,6 +222,15 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
         self._agreed(self._manager.end_weight_update(io_struct.EndWeightUpdateReqInput()))
         if missing := sorted(self._names - received):
             raise ValueError(f"load_weights: no value came for {len(missing)} weights, among them {missing[:3]}")
+
+    def _place(self, adapter: Adapter, weights: Iterable[tuple[str, Any]]) -> None:
+        tensors = {name: self._copy(tensor) for name, tensor in weights}
+        self._call(adapter.place(self._manager, tensors))
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the type of the transfer, in memory of its own: what a stream yields is overwritten by what it yields next."""
+        dtype = self.weights_dtype if tensor.is_floating_point() else None
+        return tensor.detach().to(dtype=dtype or tensor.dtype, copy=True)
 
     def _update(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -310,8 +246,8 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
         if not success:
             raise WeightSyncError(f"SGLang could not load the weights: {message}")
 
-    def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._host.call(self._unless_dead(work), _RPC_TIMEOUT)
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return super()._call(self._unless_dead(work))
 
     @property
     def weights_dtype(self) -> Any:
@@ -327,7 +263,8 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
     # ---- memory
 
     def sleep(self) -> None:
-        """Give the cache and the weights back (not on a CPU); running requests end with "abort"."""
+        """Give the cache and the weights back (not on a CPU); running requests end with "abort". Weights that a transfer
+        does not bring stay in host memory meanwhile."""
         if self._asleep:
             return
         self.abort()
@@ -337,8 +274,8 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
 
             tags = ["kv_cache", "weights"]
             request = io_struct.ReleaseMemoryOccupationReqInput(tags=tags)
-            self._host.call(self._when_idle(request), _RPC_TIMEOUT)
-            self._weights_gone, self._ready = True, False
+            super()._call(self._when_idle(request))
+            self._weights_gone, self._ready = True, self._ready and self._settings.load_format != "dummy"
 
     async def _when_idle(self, request: Any) -> None:
         while self._live:  # aborted requests are on their way out
@@ -346,48 +283,24 @@ class SGLangEngine(RolloutEngine, WeightReceiver):
         await self._manager.release_memory_occupation(request, None)
 
     def wake(self) -> None:
-        """Undo `sleep`. Weights that were given back must be loaded again before the next request."""
+        """Undo `sleep`. Weights that are not in host memory must be loaded again before the next request."""
         if self._asleep and self._sleeps:
             # A load of weights in its sleep has woken these already.
-            self._resume(["weights", "kv_cache"] if self._weights_gone else ["kv_cache"])
+            self._restore(["weights", "kv_cache"] if self._weights_gone else ["kv_cache"])
         self._asleep = self._weights_gone = False
 
-    def _resume(self, tags: list[str]) -> None:
+    def _restore(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self._call(self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None))
 
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of transformers for this model."""
-        from verl.data.tokenizer import load_tokenizer
-
-        s = self._settings
-        return load_tokenizer(s.model_path, tokenizer_path=s.tokenizer_path, trust_remote_code=s.trust_remote_code)
-
-    def _text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
-
-    def stats(self) -> dict[str, float]:
-        """See `RolloutEngine.stats`."""
-        return {"busy_s": self._busy.take()}
-
-    def close(self) -> None:
-        """End SGLang and its processes. May be called twice."""
-        if self not in _OPEN:
-            return
-        _OPEN.discard(self)
+    def _shut_down(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
             # SGLang's own `shutdown` ends every child of this process, others' too.
             engine.tokenizer_manager._subprocess_watchdog.stop()
             engine.send_to_rpc.close(linger=0)
-        self._host.stop()
-        end(self._processes, patience=0.0)
+            end(self._processes, patience=0.0)
 
 
 async def _start(arguments: dict[str, Any], version: str, cpu: bool) -> Any:
@@ -403,7 +316,8 @@ async def _start(arguments: dict[str, Any], version: str, cpu: bool) -> Any:
     # A process of SGLang that fails sends this signal to its parent, which it would end. Python sets handlers only in
     # the main thread.
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
-    mark = started_by(os.getpid())
+    # Of images it would remember what the weights before have made.
+    mark = started_by(os.getpid()) | {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
     os.environ |= mark
     try:
         engine = Engine(**arguments)
@@ -422,10 +336,8 @@ def build(config: Config, tokenizer: Any, platform: Platform) -> SGLangEngine:
     model = config.actor_rollout_ref.model
     settings = engine_settings(config, trainer_dtype(config, platform))
     settings["eos_token_ids"] = end_token_ids(load_config(model.path, model), model.path, tokenizer)
+    if lora := moving_adapter(config):
+        # The base comes from the model's files: a transfer brings the adapter alone.
+        dummy = settings["load_format"] == "dummy"
+        settings |= {"lora": lora.described(), "load_format": "auto" if dummy else settings["load_format"]}
     return SGLangEngine(**settings, device=platform.device().type)
-
-
-@atexit.register
-def _close_all() -> None:
-    for engine in list(_OPEN):
-        engine.close()

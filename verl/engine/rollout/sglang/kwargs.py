@@ -33,8 +33,8 @@ FIXED: dict[str, str] = {
     "load_format": "rollout.load_format sets it",
     "random_seed": "rollout.seed sets it",
     "enable_memory_saver": "rollout.free_cache_engine sets it",
+    "enable_return_routed_experts": "rollout.enable_rollout_routing_replay sets it",
     "sampling_mask_max_tokens": "it is the size of the vocabulary",
-    "enable_lora": "SGLang receives merged weights",
 }
 """SGLang's arguments that other keys set."""
 

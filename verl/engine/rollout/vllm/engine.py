@@ -9,24 +9,20 @@ Two ways to ask, one name: `await generate(token_ids, sampling, request_id=...)`
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import concurrent.futures
 import contextlib
 import os
-import weakref
 import zlib
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.config import Config
-from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams, check_request
-from verl.engine.rollout.hosted import BusyTime, LoopThread, Process, end, end_token_ids, ended_at_seam
+from verl.engine.rollout.base import Completion, EngineDead, SamplingParams
+from verl.engine.rollout.hosted import RPC_TIMEOUT, HostedEngine, Live, end_token_ids
 from verl.engine.rollout.settings import moving_adapter, trainer_dtype
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
@@ -39,8 +35,8 @@ from verl.engine.rollout.vllm.arguments import (
 from verl.engine.rollout.vllm.batch import BatchCall
 from verl.engine.rollout.vllm.images import ImageInputs
 from verl.engine.rollout.vllm.kwargs import check_images, vllm_arguments
-from verl.engine.rollout.vllm.requests import Live
-from verl.engine.rollout.vllm.weights import RPC_TIMEOUT, AdapterFolder, WorkerChannel
+from verl.engine.rollout.vllm.requests import completion
+from verl.engine.rollout.vllm.weights import AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
 from verl.models.inputs import sees_images
 from verl.models.pretrained import load_config
@@ -48,14 +44,12 @@ from verl.platform import Platform
 from verl.platform.host_resources import available_memory
 from verl.platform.processes import process_start_time
 from verl.trajectory import Media
-from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.verify import close_stream
 
 _BUCKET_BYTES = 256 << 20
-_OPEN: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
 
-class VLLMEngine(RolloutEngine, WeightReceiver):
+class VLLMEngine(HostedEngine):
     """Samples with vLLM.
 
     model_path: a Hugging Face directory or id. load_format: "auto" reads its weights, "dummy" makes random ones, to be
@@ -73,6 +67,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     absent or of a version that is not supported, or an argument cannot be passed.
     """
 
+    package = "vLLM"
+
     def __init__(
         self,
         model_path: str,
@@ -82,7 +78,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         notice: Callable[[str], None] = lambda text: None,
         **settings: Any,
     ):
-        self._settings = s = EngineSettings(str(model_path), **settings)
+        s = EngineSettings(str(model_path), **settings)
         cpu, sleeps = launch.platform()
         launch.check_main_script()
         # vLLM's sockets, which it leaves behind however it ends, and the configuration it reads. The name is short:
@@ -101,20 +97,11 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             # vLLM would size its cache by the whole machine.
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
         self._sleeps = s.free_cache_engine and sleeps
-        self._live: dict[str, Live] = {}
-        self._busy = BusyTime()
-        self._version = 0
-        self._ready = s.load_format != "dummy" and s.lora is None
         self._adapter = AdapterFolder(s.lora) if s.lora is not None else None
         self._adapter_request: Any = None
-        self._asleep = self._weights_gone = False
-        self._processes: set[Process] = set()
         self._shared = ""
         self._routed: list[int] = []  # layers whose routes are recorded
-        self._broken = ""
-        self._engine: Any = None
-        self._host = LoopThread("vllm-engine")
-        _OPEN.add(self)
+        super().__init__(s, ready=s.load_format != "dummy" and s.lora is None)
         try:
             with launch.environment(cpu, s.ranks, self._folder.name):
                 self._engine = self._host.call(_in_loop(launch.start, arguments))
@@ -180,73 +167,29 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     def _batch(self) -> BatchCall:
         return BatchCall(self.tokenizer, self._settings.seed)
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int] | np.ndarray,
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        group: str | None = None,
-        media: Media | None = None,
-    ) -> Completion:
-        """See `RolloutEngine.generate`. vLLM finds equal prompts by itself: within one copy of the model, so a group
-        stays on one."""
-        prompt = [int(i) for i in prompt_ids]
-        self._check(request_id, prompt, sampling, media)
-        live = self._live[request_id] = Live(request_id, prompt, [self._version], media)
-        live.copy = zlib.crc32((group or request_id).encode()) % self._settings.copies
-        room = self._max_model_len - len(prompt)
-        forbidden = self._images.forbidden if self._images is not None else ()
-        arguments = request_arguments(sampling, room=room, end_ids=self._eos, forbidden=forbidden)
-        completion = await asyncio.wrap_future(self._host.submit(self._response(live, arguments)))
-        if not (sampling.stop and sampling.start):
-            return completion
-        done = ended_at_seam(completion, prompt[-sampling.start :], sampling.stop, self._text)
-        if done.routed_experts is not None:
-            done.routed_experts = done.routed_experts[: len(prompt) + len(done.token_ids) - 1]
-        return done
-
-    def _check(self, request_id: str, prompt: list[int], sampling: SamplingParams, media: Media | None) -> None:
-        if self._asleep:
-            raise RuntimeError("the sampler is asleep: call wake() before generate()")
-        if self._broken:
-            raise RuntimeError(f"the sampler must be started anew: a load of weights failed ({self._broken})")
-        if not self._ready:
-            raise RuntimeError("the sampler has no weights yet: call load_weights() before generate()")
-        if request_id in self._live:
-            raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
-        if media is not None and self._images is None:
-            raise ValueError(f"request {request_id!r} has images, and the model sees none")
-        check_request(request_id, len(prompt), sampling, self._max_model_len)
+    def _check(self, request_id: str, prompt_tokens: int, sampling: SamplingParams, media: Media | None) -> None:
+        super()._check(request_id, prompt_tokens, sampling, media)
         if 0 < sampling.temperature < 0.01:
             raise ValueError(f"{sampling.temperature=}: vLLM samples at 0.01 or above, or at 0 (greedy)")
-        if sampling.stop and self._settings.skip_tokenizer_init:
-            raise ValueError("stop strings need vLLM's tokenizer: set rollout.skip_tokenizer_init=False")
 
-    async def _response(self, live: Live, arguments: dict[str, Any]) -> Completion:
-        self._busy.count(1)
-        output = None
+    async def _response(self, live: Live, sampling: SamplingParams) -> Completion:
+        room = self._max_model_len - len(live.prompt)
+        forbidden = self._images.forbidden if self._images is not None else ()
+        arguments = request_arguments(sampling, room=room, end_ids=self._eos, forbidden=forbidden)
         try:
-            if not live.aborted:
-                output = await self._final_output(live, arguments)
-            completion = live.completion(output, self._routed)
-            completion.prefilled = len(live.prompt) - int(getattr(output, "num_cached_tokens", 0) or 0)
-            return completion
+            return completion(live, None if live.aborted else await self._final_output(live, arguments), self._routed)
         except Exception as error:
             if not self._engine.errored:
                 raise
             raise EngineDead("vLLM's own process ended; what it printed before says why") from error
-        finally:
-            self._live.pop(live.id, None)
-            self._busy.count(-1)
 
     async def _final_output(self, live: Live, arguments: dict[str, Any]) -> Any:
         """vLLM's last word on a request, None if it was aborted before the first."""
         output = None
         for _ in range(1 if live.media is None else 2):  # an image that vLLM has forgotten is sent again
-            fields = {"request_id": live.id, "lora_request": self._adapter_request}
-            if self._settings.copies > 1:
-                fields["data_parallel_rank"] = live.copy
+            fields = {"request_id": live.key, "lora_request": self._adapter_request}
+            if (copies := self._settings.copies) > 1:  # a group stays where its prompt is cached
+                fields["data_parallel_rank"] = zlib.crc32((live.group or live.id).encode()) % copies
             stream = self._engine.generate(self._prompt(live), launch.request_parameters(arguments), **fields)
             async for final in stream:
                 output = final
@@ -262,19 +205,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         except ValueError as error:
             raise ValueError(f"request {live.id!r}: {error}") from error
 
-    def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """See `RolloutEngine.abort`. Unknown or finished ids are ignored."""
-        names = [n for n in list(self._live if request_ids is None else request_ids) if n in self._live]
-        for name in names:
-            self._live[name].aborted = True
-        if names:
-            self._host.submit(self._abort(names))
-
-    async def _abort(self, names: list[str]) -> None:
-        """Until they are gone: a request may be on its way to vLLM still."""
-        while pending := [name for name in names if name in self._live]:
-            await self._engine.abort(pending)
-            await asyncio.sleep(0.005)
+    async def _abort_now(self, keys: list[str]) -> None:
+        await self._engine.abort(keys)
 
     # ---- weights
 
@@ -309,35 +241,23 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         with self._replacing(version):
             return self._channel.receive(places, version, timeout, verify)
 
-    @contextlib.contextmanager
-    def _replacing(self, version: int) -> Iterator[None]:
-        """The block replaces the weights: memory is allocated, requests are paused, the old cache is dropped after."""
-        if self._broken:
-            raise RuntimeError(f"the sampler must be started anew: a load of weights failed ({self._broken})")
-        self._ready = False
-        if self._asleep and self._weights_gone:
-            self._host.call(self._engine.wake_up(tags=["weights"]), RPC_TIMEOUT)
-            self._weights_gone = False
+    def _allocate_weights(self) -> None:
+        self._call(self._engine.wake_up(tags=["weights"]))
+
+    def _pause(self) -> bool:
         paused = bool(self._live)
         if paused:
-            self._host.call(self._engine.pause_generation(mode="keep", clear_cache=True), RPC_TIMEOUT)
-        try:
-            yield
-            if not self._host.call(self._engine.reset_prefix_cache(), RPC_TIMEOUT) and not paused:
-                raise RuntimeError("vLLM did not drop its prefix cache, which belongs to the old weights")
-            if self._images is not None:
-                self._host.call(self._engine.reset_encoder_cache(), RPC_TIMEOUT)
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            if paused:  # nobody waits for ever for an engine that stands still
-                self.abort()
-                self._host.submit(self._engine.resume_generation())
-            raise
-        self._version, self._ready = version, True
-        for live in list(self._live.values()):
-            live.versions.append(version)
-        if paused:
-            self._host.call(self._engine.resume_generation(), RPC_TIMEOUT)
+            self._call(self._engine.pause_generation(mode="keep", clear_cache=True))
+        return paused
+
+    async def _resume(self) -> None:
+        await self._engine.resume_generation()
+
+    def _forget(self, paused: bool) -> None:
+        if not self._call(self._engine.reset_prefix_cache()) and not paused:
+            raise RuntimeError("vLLM did not drop its prefix cache, which belongs to the old weights")
+        if self._images is not None:
+            self._call(self._engine.reset_encoder_cache())
 
     def _place_adapter(
         self, folder: AdapterFolder, weights: Iterable[tuple[str, Any]], version: int, verify: str
@@ -348,7 +268,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         finally:
             close_stream(weights)
         self._adapter_request, replacing = launch.lora_requests(str(path))
-        if not self._host.call(self._engine.add_lora(replacing), RPC_TIMEOUT):
+        if not self._call(self._engine.add_lora(replacing)):
             raise RuntimeError(f"vLLM did not take the adapter of version {version}")
         return folder.checksums(path, verify) if verify else {}
 
@@ -373,7 +293,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._asleep = True
         if self._sleeps:
             level = 2 if self._settings.load_format == "dummy" else 1
-            self._host.call(self._engine.sleep(level=level), RPC_TIMEOUT)
+            self._call(self._engine.sleep(level=level))
             self._weights_gone = True
             self._ready = self._ready and level == 1
 
@@ -382,42 +302,18 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         if self._asleep and self._sleeps:
             # A load of weights in its sleep has woken these already.
             parts = {} if self._weights_gone else {"tags": ["kv_cache"]}
-            self._host.call(self._engine.wake_up(**parts), RPC_TIMEOUT)
+            self._call(self._engine.wake_up(**parts))
         self._asleep = self._weights_gone = False
 
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of transformers for this model."""
-        from verl.data.tokenizer import load_tokenizer
-
-        s = self._settings
-        return load_tokenizer(s.model_path, tokenizer_path=s.tokenizer_path, trust_remote_code=s.trust_remote_code)
-
-    def _text(self, ids: list[int]) -> str:
-        """Special tokens included: a stop string may be one."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
-
-    def stats(self) -> dict[str, float]:
-        """See `RolloutEngine.stats`."""
-        return {"busy_s": self._busy.take()}
-
-    def close(self) -> None:
-        """End vLLM and every process of it. May be called twice."""
-        if self not in _OPEN:
-            return
-        _OPEN.discard(self)
+    def _shut_down(self) -> None:
         engine, self._engine = self._engine, None
         self.__dict__.pop("_channel", None)  # it holds the engine
         if engine is not None:
-            with contextlib.suppress(concurrent.futures.TimeoutError):  # what is left is ended below
+            with contextlib.suppress(concurrent.futures.TimeoutError):  # what is left is ended later
                 self._host.call(_in_loop(engine.shutdown), 60)
         del engine  # here, and not while the interpreter goes away: vLLM cleans up in __del__
-        self._host.stop()
-        end(self._processes)
+
+    def _clean_up(self) -> None:
         remove_shared(self._shared)
         self._folder.cleanup()
         if self._adapter is not None:
@@ -439,9 +335,3 @@ def build(config: Config, tokenizer: Any, platform: Platform) -> VLLMEngine:
 async def _in_loop(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in the thread of the loop."""
     return function(*arguments)
-
-
-@atexit.register
-def _close_all() -> None:
-    for engine in list(_OPEN):
-        engine.close()

@@ -11,22 +11,18 @@ import tempfile
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from verl.engine.rollout.hosted import RPC_TIMEOUT, LoopThread
 from verl.platform import platform_of
 from verl.platform.processes import namespace
 from verl.weight_sync.channel import BucketSender, called_off, offer
 from verl.weight_sync.verify import WeightSyncError, checksums
 
-if TYPE_CHECKING:
-    from verl.engine.rollout.hosted import LoopThread
-
-# Seconds that a call of the workers may take.
-RPC_TIMEOUT = 600.0
 _LOAD_TIMEOUT = 300.0
 _TRIAL_TIMEOUT = 60.0
 _PREFIX = "base_model.model."
