@@ -159,7 +159,7 @@ class ToolAgentLoop(AgentLoopBase):
             if not response.is_text_only():
                 raise UserError(f"{call.name} gave images: a subclass of ToolAgentLoop shows none; tool_agent does")
             named = {"tool_call_id": call.tool_call_id} if call.tool_call_id else {}
-            messages.append({"role": "tool", "content": response.text or "", "name": call.name, **named})
+            messages.append({"role": "tool", "content": response.text or "", **named})
             if reward is not None:
                 agent_data.tool_rewards.append(reward)
         agent_data.messages += messages
