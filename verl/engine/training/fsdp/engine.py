@@ -41,6 +41,7 @@ from verl.engine.training.base import (
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
 from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.fsdp.sharding import layout, sharded_modules
+from verl.engine.training.muon import matrices
 from verl.engine.training.optimizer import (
     Schedule,
     StepAccumulator,
@@ -204,7 +205,7 @@ class FSDPEngine(TrainingEngine):
 
     def _prepare_training(self, role_cfg: Any) -> None:
         self._optim = optim_config(setting(role_cfg, "optim"))
-        self._optimizer = build_optimizer(self._parameters, self._optim)
+        self._optimizer = build_optimizer(self._parameters, self._optim, matrices(self.module))
         self._layers = pretrained.checkpoint_layers(self.module)
         if not self.module.supports_gradient_checkpointing:
             if self._checkpointing:
