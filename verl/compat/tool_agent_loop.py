@@ -121,6 +121,7 @@ class ToolAgentLoop(AgentLoopBase):
         room = self.response_length - len(agent_data.response_mask)
         if room < 1:
             return AgentState.TERMINATED
+        room = min(room, self.rollout_config.single_turn_response_length or room)
         output = await self.server_manager.generate(
             request_id=agent_data.request_id,
             prompt_ids=agent_data.prompt_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace as Space
@@ -261,3 +262,27 @@ def test_shards_of_two_ranks_are_merged_and_compared(tmp_path: Path, capsys) -> 
     assert model_merger.main(["merge", *where]) == 2 and "[1] are missing" in capsys.readouterr().err
     saved = ["merge", "--local_dir", str(tmp_path / "out"), "--target_dir", str(tmp_path / "copy")]
     assert model_merger.main(saved) == 0 and (tmp_path / "copy" / "model.safetensors").is_file()
+
+
+# ------------------------------------------------------------------------------------------ keys with a meaning
+
+
+def noted_environment(config, tracking) -> None:
+    """Work of a run: what its environment has."""
+    (Path(config.trainer.default_local_dir) / "noted").write_text(os.environ.get("OF_THE_RUN", ""))
+
+
+def test_variables_of_worker_env_are_those_of_the_run(tmp_path: Path, monkeypatch) -> None:
+    from verl.trainer.run import run_guarded
+
+    monkeypatch.setenv("OF_THE_RUN", "")
+    config = load([f"trainer.default_local_dir={tmp_path}", "+trainer.worker_env.OF_THE_RUN=3"])
+    assert run_guarded(config, f"{__name__}:noted_environment") == 0
+    assert (tmp_path / "noted").read_text() == "3"
+
+
+def test_a_turn_has_a_limit_of_its_own() -> None:
+    text = "four words are here"
+    for words, status in (([], "completed"), (["single_turn_response_length=5"], "length")):
+        (t,), _ = play([text], *TOOLS, *words)
+        assert t.status == status and (t.length == 5) == bool(words)

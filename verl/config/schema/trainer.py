@@ -1,6 +1,6 @@
 """`trainer.`: length of the run, devices, folder, tracking, saving, validation."""
 
-from verl.config.schema.base import SEEDS, FilePath, Group, choice, items, key
+from verl.config.schema.base import SEEDS, FilePath, Group, Map, choice, items, key, open_map
 
 LOGGERS: tuple[str, ...] = ("console", "file", "wandb", "tracking", "tensorboard", "swanlab", "mlflow")
 LOGGERS += ("clearml", "trackio", "vemlp_wandb")
@@ -54,6 +54,7 @@ class TrainerConfig(Group):
         max_refused_steps: Non-finite updates in a row that stop the run.
         watchdog_timeout: Report who waits for what after this long without progress.
         verify_weight_sync: Checksums on both sides after each sync.
+        worker_env: Environment variables of every process of the run, by name.
     """
 
     total_epochs: int = key(30, low=1)
@@ -93,6 +94,7 @@ class TrainerConfig(Group):
     max_refused_steps: int = key(3, low=1, ours=True)
     watchdog_timeout: float = key(600.0, low=5, inf=True, ours=True)
     verify_weight_sync: bool = key(False, ours=True)
+    worker_env: Map = open_map()
 
 
 class SFTTrainerConfig(TrainerConfig):

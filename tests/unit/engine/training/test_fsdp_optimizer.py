@@ -144,7 +144,7 @@ def test_muon_steps_the_matrices_of_layers(model: Path, tmp_path: Path) -> None:
     both = build_optimizer(twins[0], optim, {id(twins[0][0])})
     muon = torch.optim.Muon(twins[1][:1], lr=0.1, weight_decay=0, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     alone = [muon, torch.optim.AdamW(twins[1][1:], lr=0.1, weight_decay=0.2, betas=tuple(optim.betas), fused=True)]
-    for step in range(3):
+    for _ in range(3):
         before = twins[1][0].detach().clone()
         for mine, other in zip(*twins, strict=True):
             mine.grad = torch.randn(mine.shape, generator=generator)
