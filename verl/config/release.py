@@ -82,7 +82,7 @@ FEATURES: dict[str, Absent] = {
 """Keys of the schema, or globs, whose values need a missing feature unless they are false, null or empty."""
 NO_STEP = {"torch.optim": {"LBFGS", "Optimizer", "SparseAdam", "lr_scheduler", "swa_utils"}}
 """Names in a module of what wants a closure, a subclass, sparse gradients, or is no optimizer."""
-LOGGERS = ("console", "file", "tensorboard", "wandb")
+LOGGERS = ("console", "file", "tensorboard", "wandb", "swanlab", "mlflow", "clearml", "trackio")
 
 
 @functools.cache

@@ -206,10 +206,6 @@ REFUSED = [
         ["optimizer_impl=no.module has no optimizer of that name"],
     ),
     ([f"{ARR}.actor.optim.optimizer=adamw"], ["nearest: AdamW"]),
-    (
-        [f"{ARR}.actor.optim.optimizer=Muon", f"{ARR}.actor.strategy=megatron"],
-        ["Muon is not in this release with strategy=megatron"],
-    ),
     ([f"{ARR}.actor.optim.optimizer=LBFGS"], ["has no optimizer of that name"]),
     ([f"{ARR}.rollout.n=1000000000000"], ["at most 65536"]),
     ([f"+{ARR}.model.override_config.rms_norm_epz=1"], ["no such field; nearest: rms_norm_eps"]),
