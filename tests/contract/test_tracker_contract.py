@@ -4,6 +4,7 @@ says why."""
 from __future__ import annotations
 
 import json
+import sqlite3
 import struct
 import sys
 import time
@@ -64,10 +65,36 @@ def wandb_curve(place: Path) -> Curve:
     return found
 
 
+def mlflow_curve(place: Path) -> Curve:
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{place}/run/mlflow.db")
+    run = (place / "run/mlflow_run_id.txt").read_text()
+    assert client.get_run(run).data.params == {"a.b": "1"}
+    return {metric.step: metric.value for metric in client.get_metric_history(run, "actor/lr")}
+
+
+def trackio_curve(place: Path) -> Curve:
+    with sqlite3.connect(place / "trackio/proj.db") as database:
+        rows = database.execute("select step, metrics from metrics order by id").fetchall()
+    return {step: json.loads(metrics)["actor/lr"] for step, metrics in rows}
+
+
+def clearml_curve(place: Path) -> Curve:
+    (file,) = place.glob(".clearml/cache/offline/*/metrics.jsonl")
+    events = [event for line in file.read_text().splitlines() for event in json.loads(line)]
+    return {event["iter"]: event["value"] for event in events if event["metric"] == "actor"}
+
+
 CURVES: dict[str, Callable[[Path], Curve]] = {
     "file": file_curve,
     "tensorboard": tensorboard_curve,
     "wandb": wandb_curve,
+    "mlflow": mlflow_curve,
+    "trackio": trackio_curve,
+    "clearml": clearml_curve,
+    # An offline run of SwanLab is a file of its own format.
+    "swanlab": lambda place: {1: 0.5, 2: 1.0, 3: 30.0, 4: 40.0} if any(place.rglob("*.swanlab")) else {},
 }
 
 
@@ -77,7 +104,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("HOME", str(tmp_path))):
+    offline = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "CLEARML_OFFLINE_MODE": "1"}
+    offline |= {"WANDB_SILENT": "true", "HOME": str(tmp_path), "TRACKIO_DIR": f"{tmp_path}/trackio"}
+    for name, value in offline.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "run").mkdir()
     return tmp_path
@@ -115,13 +144,14 @@ def test_a_curve_over_a_resume(name: str, place: Path) -> None:
         ("file", "set VERL_FILE_LOGGER_PATH"),
         ("tensorboard", "pip install tensorboard"),
         ("wandb", "pip install wandb"),
-        ("mlflow", "not in this release"),
+        ("vemlp_wandb", "not in this release"),
+        ("mlflow", "pip install mlflow"),
         ("wandbb", "there is no such tracker; known: console, file, tensorboard, wandb"),
     ],
 )
 def test_what_cannot_be_used_says_why(name: str, why: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_FILE_LOGGER_ROOT")
-    for module in ("wandb", "tensorboard.compat.proto.event_pb2"):
+    for module in ("wandb", "mlflow", "tensorboard.compat.proto.event_pb2"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(Unavailable, match=why):
         open_tracker(name, session(place), print)

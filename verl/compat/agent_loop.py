@@ -144,6 +144,8 @@ class AgentLoopBase(AgentLoop):
         self.generate: Any = getattr(self.session, "generate", None)
         self.tokenizer, self.processor = tokenizer, processor
         self.dataset_cls, self.hf_model_type = dataset_cls, hf_model_type
+        rollout = self.rollout_config or {}
+        self.prompt_length, self.response_length = rollout.get("prompt_length"), rollout.get("response_length")
         data = {} if self.data_config is None else self.data_config
         self.apply_chat_template_kwargs = data.get("apply_chat_template_kwargs", {})
 

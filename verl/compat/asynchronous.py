@@ -18,7 +18,8 @@ V1_EVERY = "trainer.v1.separate_async.parameter_sync_step"
 THRESHOLD, EVERY = "async_training.staleness_threshold", "async_training.trigger_parameter_sync_step"
 BATCHES = "async_training.require_batches"
 PROMPTS, TEST = "rollout.total_rollout_steps", "rollout.test_freq"
-KEYS = (MODE, LIMIT, V1_EVERY, THRESHOLD, EVERY, BATCHES, PROMPTS, TEST)
+MEMORY = "actor_rollout_ref.rollout.standalone_gpu_memory_utilization"
+KEYS = (MODE, LIMIT, V1_EVERY, THRESHOLD, EVERY, BATCHES, PROMPTS, TEST, MEMORY)
 """Keys that stand for others by a computation."""
 _MODES = ("sync", "colocate_async", "separate_async")
 
@@ -63,6 +64,20 @@ def settle(
     if any(key in given for key in (THRESHOLD, EVERY, BATCHES, PROMPTS)):
         _fully_async(settings)
     _modes(settings)
+    if given.get(MEMORY) is not None:
+        _memory(settings)
+
+
+def _memory(settings: _Settings) -> None:
+    """The share of memory of samplers on devices of their own, which all are or none."""
+    rollout, share = settings.root.actor_rollout_ref.rollout, settings.given[MEMORY]
+    if not (isinstance(share, int | float) and 0 < share <= 1):
+        settings.refuse(MEMORY, f"{share!r} is no number above 0 and at most 1")
+    elif rollout.nnodes > 0:
+        rollout.gpu_memory_utilization = float(share)
+        settings.notice(f"{MEMORY} is now called actor_rollout_ref.rollout.gpu_memory_utilization={share}")
+    else:
+        settings.notice(f"no effect: {MEMORY}: the samplers have no devices of their own (rollout.nnodes=0)")
 
 
 def _fully_async(settings: _Settings) -> None:

@@ -1,13 +1,14 @@
-"""A read view of a batch in the shape that plug-ins of the public system expect: `verl.DataProto`.
+"""A batch in the shape that plug-ins of the public system expect: `verl.DataProto`.
 
-Padded tensors under the public names, everything else as object arrays, scalars in `meta_info`. It is made
-when a plug-in asks and never travels; nothing written to it goes back.
+Padded tensors under the public names, everything else as object arrays, scalars in `meta_info`. It is made when a
+plug-in asks and belongs to the plug-in: what is written to it does not reach the run's batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,25 +20,33 @@ from verl.trajectory import COLUMNS, Batch, Trajectory
 _COLUMNS = {c.public: n for n, c in COLUMNS.items() if c.public not in ("", "responses", "response_mask")}
 
 
+class Tensors(dict[str, torch.Tensor]):
+    """Tensors by name whose first dimension is the row, with what plug-ins use of a tensordict."""
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """[rows]; [0] without a column."""
+        return torch.Size([len(next(iter(self.values()), ()))])
+
+    def select(self, *names: str) -> Tensors:
+        """The named columns. KeyError for one that is not there."""
+        return Tensors({name: self[name] for name in names})
+
+
+@dataclass
 class DataProtoItem:
     """One row: `batch` tensors without the first dimension, `non_tensor_batch` values, `meta_info`."""
 
-    def __init__(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        non_tensor_batch: Mapping[str, Any],
-        meta_info: Mapping[str, Any],
-    ):
-        self.batch = MappingProxyType(dict(batch))
-        self.non_tensor_batch = MappingProxyType(dict(non_tensor_batch))
-        self.meta_info = MappingProxyType(dict(meta_info))
+    batch: dict[str, torch.Tensor]
+    non_tensor_batch: dict[str, Any]
+    meta_info: dict[str, Any]
 
 
 class DataProto:
     """Rows as `batch` (tensors [N, …]), `non_tensor_batch` (object arrays [N]) and `meta_info` (dict).
 
-    An int selects a `DataProtoItem`; a slice, a list, a bool or int array or tensor selects a DataProto.
-    The three mappings are read-only. ValueError if first dimensions differ.
+    An int selects a `DataProtoItem`; a slice, a list, a bool or int array or tensor selects a DataProto. The three
+    mappings may be written to. ValueError if first dimensions differ.
     """
 
     def __init__(
@@ -46,14 +55,16 @@ class DataProto:
         non_tensor_batch: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ):
-        self.batch = MappingProxyType(dict(batch or {}))
-        self.non_tensor_batch = MappingProxyType({k: _objects(v) for k, v in (non_tensor_batch or {}).items()})
-        self.meta_info = MappingProxyType(dict(meta_info or {}))
-        sizes = {name: len(value) for name, value in self.batch.items()}
-        sizes |= {name: len(value) for name, value in self.non_tensor_batch.items()}
+        self.batch = Tensors(batch or {})
+        self.non_tensor_batch = {name: _objects(values) for name, values in (non_tensor_batch or {}).items()}
+        self.meta_info = dict(meta_info or {})
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """ValueError if first dimensions differ."""
+        sizes = {name: len(value) for name, value in {**self.batch, **self.non_tensor_batch}.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"columns of a DataProto have different lengths: {sizes}")
-        self._size = next(iter(sizes.values()), 0)
 
     @classmethod
     def from_dict(
@@ -61,9 +72,18 @@ class DataProto:
         tensors: Mapping[str, torch.Tensor] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        **_: Any,
     ) -> DataProto:
         """From tensors and arrays or lists whose first dimension is the row."""
         return cls(tensors, non_tensors, meta_info)
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, **_: Any
+    ) -> DataProto:
+        """As `from_dict`, tensors and the other columns in one mapping."""
+        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        return cls(tensors, {name: value for name, value in data.items() if name not in tensors}, meta_info)
 
     @classmethod
     def from_trajectories(cls, rows: Batch) -> DataProto:
@@ -85,8 +105,95 @@ class DataProto:
         """The rows of a list, an array or a tensor of numbers or bools."""
         return self[rows]  # type: ignore[no-any-return]
 
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """The named columns and entries (None: all of them) as a new DataProto. KeyError for one that is not there."""
+        names = (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        parts = [_named(mapping, chosen) for mapping, chosen in zip(self._mappings, names, strict=True)]
+        return DataProto(*(copy.deepcopy(parts) if deepcopy else parts))
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """Take the named columns and entries (None: none of them) out. KeyError for one that is not there."""
+        names = [list(chosen or ()) for chosen in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
+        taken = self.select(*names)
+        for mapping, chosen in zip(self._mappings, names, strict=True):
+            for name in chosen:
+                del mapping[name]
+        return taken
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Rename tensors in place."""
+        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
+        for before, after in zip(old, new, strict=True):
+            self.batch[after] = self.batch.pop(before)
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the columns and entries of `other` in place. ValueError for one that both have with different values."""
+        for mine, theirs in zip(self._mappings, other._mappings, strict=True):
+            for name in mine.keys() & theirs.keys():
+                if not _equal(mine[name], theirs[name]):
+                    raise ValueError(f"union: {name!r} has different values in the two")
+            mine.update(theirs)
+        self.check_consistency()
+        return self
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Every row `repeat_times` times: one after the other, or with interleave=False the whole again and again."""
+        rows = np.arange(len(self))
+        return self.select_idxs(rows.repeat(repeat_times) if interleave else np.tile(rows, repeat_times))
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """So many equal parts. ValueError where the rows cannot be divided."""
+        if len(self) % chunks:
+            raise ValueError(f"{len(self)} rows cannot be divided into {chunks} equal parts")
+        return self.split(max(1, len(self) // chunks))
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Parts of `split_size` rows, the last one of the rest."""
+        return [self[start : start + split_size] for start in range(0, len(self), split_size)]
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """The rows of `[start:end:step]`."""
+        return self[start:end:step]  # type: ignore[no-any-return]
+
+    def reorder(self, indices: torch.Tensor) -> None:
+        """Put the rows in this order, in place."""
+        ordered = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def to(self, device: Any) -> DataProto:
+        """Move the tensors, in place."""
+        self.batch = Tensors({name: value.to(device) for name, value in self.batch.items()})
+        return self
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """The rows of several batches with the same columns, one after the other; `meta_info` is that of the first.
+        KeyError where one lacks a column of the first."""
+        first = data[0]
+        tensors = {name: torch.cat([part.batch[name] for part in data]) for name in first.batch}
+        objects = {
+            name: np.concatenate([part.non_tensor_batch[name] for part in data]) for name in first.non_tensor_batch
+        }
+        return DataProto(tensors, objects, first.meta_info)
+
+    @property
+    def _mappings(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        return self.batch, self.non_tensor_batch, self.meta_info
+
     def __len__(self) -> int:
-        return self._size
+        return len(next(iter({**self.batch, **self.non_tensor_batch}.values()), ()))
 
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self[i] for i in range(len(self)))
@@ -107,6 +214,29 @@ class DataProto:
             {name: value[chosen] for name, value in self.non_tensor_batch.items()},
             self.meta_info,
         )
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """(the rows, the first ones again until `size_divisor` divides their number; how many were added)."""
+    added = -len(data) % size_divisor
+    return (data[np.arange(len(data) + added) % len(data)] if added else data), added
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Without the last `pad_size` rows."""
+    return data[: len(data) - pad_size]  # type: ignore[no-any-return]
+
+
+def _named(mapping: dict[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
+    return dict(mapping) if names is None else {name: mapping[name] for name in names}
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, np.ndarray) and first.dtype == object:
+        return len(first) == len(second) and all(map(_equal, first, second))
+    return bool(np.all(first == second))
 
 
 def _objects(values: Any) -> np.ndarray:

@@ -25,17 +25,33 @@ _TOOLS = "use verl.rollout.tools (BaseTool, function_tool) and verl.rollout.tool
 _MODELS = "any Hugging Face architecture is used as it is, through verl.engine.training.base.TrainingEngine"
 
 _PPO = "verl.trainer.main_ppo"
-# Path that users start → the program, and the configuration that is its default.
+# Path that users start → the program, and the configuration that is its default ("": it has none).
 ENTRY_POINTS: dict[str, tuple[str, str]] = {
     "verl.experimental.fully_async_policy.fully_async_main": (_PPO, "fully_async_ppo_trainer"),
     "verl.experimental.one_step_off_policy.main_ppo": (_PPO, "one_step_off_ppo_trainer"),
     "verl.trainer.main_ppo_sync": (_PPO, "ppo_trainer"),
     "verl.trainer.main_generation_server": ("verl.trainer.main_generation", "generation"),
     "verl.trainer.fsdp_sft_trainer": ("verl.trainer.sft_trainer", "sft_trainer"),
+    "verl.model_merger": ("verl.compat.model_merger", ""),
 }
 
 
-_MANAGERS = "verl.reward.user_function: register get_reward_manager_cls"
+_CLASSES = "verl.compat.reward_managers"
+_MANAGERS = f"{_CLASSES}: register get_reward_manager_cls"
+_BATCH_MANAGERS = ("NaiveRewardManager", "BatchRewardManager", "PrimeRewardManager", "DAPORewardManager")
+_LOOP = "verl.experimental.reward_loop.reward_manager"
+# Class of the reward loop, and the module below `_LOOP` that has it → the class here.
+_LOOP_MANAGERS = {
+    ("NaiveRewardManager", "naive"): "LoopRewardManager",
+    ("DAPORewardManager", "dapo"): "LoopRewardManager",
+    ("GDPORewardManager", "gdpo"): "LoopRewardManager",
+    ("PrimeRewardManager", "prime"): "LoopRewardManager",
+    ("RemoteRewardManager", "remote"): "LoopRewardManager",
+    ("RateLimitedRewardManager", "limited"): "RateLimitedRewardManager",
+}
+_HDFS = "verl.compat.files: exists makedirs copy"
+_FS = "verl.compat.files: copy_to_local copy_local_path_from_hdfs=copy_to_local is_non_local local_mkdir_safe"
+_TOKENIZERS = "verl.compat.helpers: hf_tokenizer hf_processor normalize_token_ids"
 _MATH = (
     "verl.compat.reward_scores: compute_score is_equiv strip_string remove_boxed last_boxed_only_string fix_fracs "
     "fix_a_slash_b fix_sqrt remove_right_units"
@@ -72,7 +88,7 @@ _SCHEMAS = (
 # Path that plug-ins import → one of our modules (the whole of it), or "module: names", a name of ours behind "=".
 _TABLE = {
     **{path: target for path, (target, _) in ENTRY_POINTS.items()},
-    "verl.protocol": "verl.compat.data_proto: DataProto DataProtoItem",
+    "verl.protocol": "verl.compat.data_proto: DataProto DataProtoItem pad_dataproto_to_divisor unpad_dataproto",
     "verl.trainer.config": "verl.compat.config_groups: AlgoConfig RolloutCorrectionConfig CheckpointConfig",
     "verl.trainer.config.algorithm": "verl.compat.config_groups: AlgoConfig RolloutCorrectionConfig",
     "verl.trainer.ppo.core_algos": "verl.compat.core_algos",
@@ -84,15 +100,22 @@ _TABLE = {
     "verl.experimental.agent_loop.agent_loop": "verl.compat.agent_loop",
     "verl.rollout.agent_loop": "verl.compat.agent_loop",
     "verl.experimental.agent_loop": (
-        "verl.compat.agent_loop: AgentLoopBase AgentLoopOutput AsyncLLMServerManager register"
+        "verl.compat.agent_loop: AgentLoopBase AgentLoopOutput AsyncLLMServerManager register "
+        "SingleTurnAgentLoop=SingleTurnAgent"
     ),
     "verl.experimental.agent_loop.single_turn_agent_loop": (
         "verl.compat.agent_loop: SingleTurnAgentLoop=SingleTurnAgent"
+    ),
+    "verl.experimental.agent_loop.tool_agent_loop": "verl.compat.tool_agent_loop",
+    "verl.experimental.agent_loop.utils": (
+        "verl.compat.helpers: build_gpt_oss_tool_response_text format_gpt_oss_tool_response_manually "
+        "add_generation_prompt_for_gpt_oss"
     ),
     "verl.experimental.agent_loop.tool_parser": "verl.compat.tool_parsers",
     "verl.tools.base_tool": f"{_TOOLS_BASE}: BaseTool OpenAIFunctionToolSchema ToolResponse",
     "verl.tools.schemas": f"{_TOOLS_BASE}: {_SCHEMAS}",
     "verl.tools.mcp_base_tool": "verl.rollout.tools.mcp_servers: MCPBaseTool=McpTool",
+    "verl.tools.sandbox_fusion_tools": "verl.compat.sandbox_fusion_tools",
     "verl.tools.function_tool": "verl.rollout.tools.tool",
     "verl.tools.tool_registry": _TOOLBOX,
     "verl.tools.utils.tool_registry": _TOOLBOX,
@@ -100,7 +123,15 @@ _TABLE = {
     "verl.interactions.utils.interaction_registry": (
         "verl.rollout.tools.interactions: initialize_interactions_from_config=load_interactions"
     ),
-    "verl.utils.import_utils": "verl.data.load_object: load_extern_object",
+    "verl.utils": f"{_TOKENIZERS} omega_conf_to_dataclass",
+    "verl.utils.config": "verl.compat.helpers: omega_conf_to_dataclass",
+    "verl.utils.fs": _FS,
+    "verl.utils.hdfs_io": _HDFS,
+    "verl.utils.import_utils": "verl.compat.helpers: load_extern_object load_extern_type import_external_libs",
+    "verl.utils.model": "verl.compat.helpers: compute_position_id_with_mask",
+    "verl.utils.tokenizer": _TOKENIZERS,
+    "verl.utils.tokenizer.tokenizer": _TOKENIZERS,
+    "verl.utils.tracking": "verl.compat.helpers: Tracking",
     "verl.utils.metric": "verl.compat.metric_utils: AggregationType Metric reduce_metrics",
     "verl.utils.metric.utils": "verl.compat.metric_utils",
     "verl.utils.profiler": "verl.compat.metric_utils: simple_timer",
@@ -110,6 +141,7 @@ _TABLE = {
     "verl.utils.reward_score": "verl.reward: default_compute_score _default_compute_score=default_compute_score",
     **{f"verl.utils.reward_score.{name}": target for name, target in _SCORES.items()},
     "verl.utils.torch_functional": "verl.compat.torch_functional",
+    "verl.utils.dataset": "verl.data.plugins: RLHFDataset",
     "verl.utils.dataset.rl_dataset": "verl.data.plugins: RLHFDataset collate_fn",
     "verl.utils.dataset.multiturn_sft_dataset": "verl.data.sft: MultiTurnSFTDataset=SFTDataset",
     "verl.experimental.dataset.sampler": "verl.data.plugins: AbstractSampler AbstractCurriculumSampler",
@@ -117,10 +149,17 @@ _TABLE = {
     "verl.workers.config": "verl.compat.config_groups: ActorConfig CriticConfig PolicyLossConfig",
     "verl.workers.config.actor": "verl.compat.config_groups: ActorConfig PolicyLossConfig",
     "verl.workers.rollout.replica": "verl.compat.agent_loop: TokenOutput",
-    "verl.workers.reward_manager": _MANAGERS,
+    "verl.workers.reward_manager": f"{_MANAGERS} {' '.join(_BATCH_MANAGERS)}",
     "verl.workers.reward_manager.registry": "verl.reward.user_function",
-    "verl.experimental.reward_loop.reward_manager": _MANAGERS,
-    "verl.experimental.reward_loop.reward_manager.base": "verl.reward.managers: RewardManagerBase",
+    "verl.workers.reward_manager.abstract": f"{_CLASSES}: AbstractRewardManager",
+    **{
+        f"verl.workers.reward_manager.{name.removesuffix('RewardManager').lower()}": f"{_CLASSES}: {name}"
+        for name in _BATCH_MANAGERS
+    },
+    _LOOP: " ".join((_MANAGERS, *(f"{name}={ours}" for (name, _), ours in _LOOP_MANAGERS.items()))),
+    f"{_LOOP}.registry": "verl.reward.user_function",
+    f"{_LOOP}.base": "verl.reward.managers: RewardManagerBase",
+    **{f"{_LOOP}.{module}": f"{_CLASSES}: {name}={ours}" for (name, module), ours in _LOOP_MANAGERS.items()},
 }
 
 
@@ -139,7 +178,6 @@ REFUSED: dict[str, str] = {
     "verl.tools": _TOOLS,
     "verl.interactions": _TOOLS,
     "verl.experimental": "use verl.rollout.agent_loop, verl.data or verl.reward",
-    "verl.experimental.agent_loop.tool_agent_loop": "subclass AgentLoopBase, or verl.rollout.tool_agent.ToolAgent",
     "verl.single_controller": "use verl.workers, which places the roles that run beside a device",
     "verl.models": _MODELS,
     "verl.third_party": _MODELS,
@@ -147,7 +185,6 @@ REFUSED: dict[str, str] = {
     "verl.workers.rollout": "use verl.engine.rollout.base.RolloutEngine",
     "verl.utils": "use verl.algorithms, verl.data, verl.reward, verl.tracking or verl.checkpoint",
     "verl.utils.reward_score": "use verl.reward.default_compute_score, which knows every built-in rule",
-    "verl.utils.tracking": "use verl.tracking",
     "verl.utils.checkpoint": "use verl.checkpoint",
     "verl.trainer.ppo": "use verl.trainer.ppo_trainer (the loop) or verl.algorithms",
 }
@@ -207,7 +244,8 @@ class _Alias(Loader):
     def get_code(self, name: str) -> CodeType:
         """What `python3 -m name` runs: the program, with the default configuration of that name."""
         _, default = ENTRY_POINTS.get(name, ("", ""))
-        run = f"sys.exit(program.main(['--config-name={default}', *sys.argv[1:]]))" if default else ""
+        first = [f"--config-name={default}"] if default else []
+        run = f"sys.exit(program.main([*{first}, *sys.argv[1:]]))" if name in ENTRY_POINTS else ""
         return compile(f"import sys, {self._target} as program\n{run}", self._target, "exec")
 
     def exec_module(self, module: ModuleType) -> None:

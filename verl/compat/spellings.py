@@ -27,10 +27,27 @@ _EVERYWHERE = {
     "*.{fsdp_config, engine}.enable_fsdp_offload": r"\1\2.offload_policy",
     "engine.ulysses_parallel_size": "engine.ulysses_sequence_parallel_size",
     "engine.{activation_checkpoint, activation_checkpointing, recompute}": "model.enable_gradient_checkpointing",
-    "actor_rollout_ref.actor.fsdp_config.{activation_checkpoint, activation_checkpointing, recompute}": (
+    "actor_rollout_ref.actor.{fsdp_config, megatron}.{activation_checkpoint, activation_checkpointing, recompute}": (
         "actor_rollout_ref.model.enable_gradient_checkpointing"
     ),
+    "critic.{model.fsdp_config, megatron}.{activation_checkpoint, activation_checkpointing, recompute}": (
+        "critic.model.enable_gradient_checkpointing"
+    ),
     "*.optim.min_lr_factor": r"\1optim.min_lr_ratio",
+    "*.optim.name": r"\1optim.optimizer",
+    "*.optim.eps": r"\1optim.override_optimizer_config.eps",
+    "*.optim.muon_{momentum, nesterov, scale_mode, extra_scale_factor, match_adamw_update_rms}": (
+        r"\1optim.override_optimizer_config.\2"
+    ),
+    "*.optim.muon_num_ns_steps": r"\1optim.override_optimizer_config.ns_steps",
+    # Megatron-lite's short names.
+    "*.{megatron, engine}.tp": r"\1\2.tensor_model_parallel_size",
+    "*.{megatron, engine}.pp": r"\1\2.pipeline_model_parallel_size",
+    "*.{megatron, engine}.vpp": r"\1\2.virtual_pipeline_model_parallel_size",
+    "*.{megatron, engine}.cp": r"\1\2.context_parallel_size",
+    "*.{megatron, engine}.ep": r"\1\2.expert_model_parallel_size",
+    "*.{megatron, engine}.etp": r"\1\2.expert_tensor_parallel_size",
+    "*.{megatron, engine}.attention_backend_override": r"\1\2.override_transformer_config.attention_backend",
 }
 RENAMES: dict[str, dict[str, str]] = {
     "ppo": {
@@ -52,6 +69,13 @@ RENAMES: dict[str, dict[str, str]] = {
         "critic.model.{fsdp_config.ulysses_parallel_size, ulysses_sequence_parallel_size}": (
             "critic.ulysses_sequence_parallel_size"
         ),
+        "{actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.engine": r"\1.megatron",
+        "actor_rollout_ref.actor.{tau_pos, tau_neg}": r"actor_rollout_ref.actor.policy_loss.\1",
+        "actor_rollout_ref.rollout.enable_sleep_mode": "actor_rollout_ref.rollout.free_cache_engine",
+        "actor_rollout_ref.model.lora.fully_sharded_loras": (
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.fully_sharded_loras"
+        ),
+        "skip.{async_rollout, rollout_tq}": "skip.rollout",
         "actor_rollout_ref.{actor, ref}.model_engine": r"actor_rollout_ref.\1.strategy",
         "actor_rollout_ref.actor.{use_remove_padding, use_fused_kernels}": r"actor_rollout_ref.model.\1",
         "actor_rollout_ref.{router_replay, actor.fsdp_config.router_replay, actor.megatron.router_replay, "
@@ -98,6 +122,8 @@ VALUE_SYNONYMS: dict[str, dict[str, str]] = {
     "trainer.logger": {"tracking": "wandb"},
     "custom_reward_function.name": {"None": "compute_score", "null": "compute_score"},
     "*.strategy": {"dp": "fsdp", **dict.fromkeys(FSDP2_NAMES, "fsdp2"), "mlite": "megatron"},
+    "*.optim.optimizer": {"muon": "Muon"},
+    "*.reshard_after_forward": {"default": "True", "always": "True", "never": "False"},
     "*.model.enable_gradient_checkpointing": {"selective": "True", "full": "True", "none": "False"},
 }
 MEGATRON_MODULES = {
@@ -110,11 +136,12 @@ MEGATRON_MODULES = {
 
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
-    "{transfer_queue, *.model.mtp, *.router_replay.{record_file, replay_file}, *.qat, "
+    "{transfer_queue, *.model.mtp, *.rollout.mtp, *.router_replay.{record_file, replay_file}, *.qat, "
     "async_training.dynamic_schedule_*, *.mindspeed, "
-    "actor_rollout_ref.partition, actor_rollout_ref.rollout.disaggregation, "
-    "actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
-    "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding}": (
+    "actor_rollout_ref.partition, *.rollout.disaggregation, *.rollout.trace, "
+    "global_profiler.global_tool_config, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
+    "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding, engine.use_remove_padding, "
+    "*.megatron.{pad_bshd_to_minibatch_max, max_seqlen_per_dp_cp_rank}}": (
         "sequences are packed without padding; results are the same"
     ),
     "trainer.master_{addr, port}": "ranks meet through Ray or torchrun; for many nodes start Ray on each",
@@ -131,7 +158,7 @@ NO_EFFECT: dict[str, str] = {
         "all forms are available to plugins"
     ),
     "*.multi_turn.{tokenization_sanity_check_mode, num_repeat_rollouts}": ("tokens are never re-tokenised"),
-    "{*.fsdp_config.use_orig_params, *.fsdp_config.forward_only, *.engine.use_orig_params, *.engine.forward_only, "
+    "{*.megatron.forward_only, *.fsdp_config.use_orig_params, *.fsdp_config.forward_only, *.engine.use_orig_params, *.engine.forward_only, "
     "*.fsdp_config.strategy, *.fsdp_config.use_torch_compile, *.rollout_n}": "set by the system",
     "reward_model.{micro_batch_size*, max_length, forward_max_token_len_per_gpu, use_dynamic_bsz, strategy, ulysses_*, "
     "model.use_remove_padding, model.fsdp_config, model.input_tokenizer}": (
@@ -147,14 +174,32 @@ NO_EFFECT: dict[str, str] = {
     "async_training.parallel_validate_and_rollout": "validation is one stream beside the groups in flight",
     "*.{fsdp_config, engine}.{*_implementation, attn_type, backend_config, ckpt_manager, data_parallel_mode, "
     "data_parallel_replicate_size, data_parallel_size, distributed_strategy, enable_compile, enable_reentrant, "
-    "activation_gpu_limit, force_use_huggingface, init_device, max_seq_len, spmd_backend}": (
+    "activation_gpu_limit, force_use_huggingface, init_device, max_seq_len, spmd_backend, fsdp_plan, ep_plan, cp_plan, "
+    "turbo_config, basic_modules, moe_config, mp_*, dp_replicate_size, defer_fsdp_grad_sync, activation_offload_*, "
+    "enable_async_activation_offload, expert_fully_shard_parallel_size, use_no_sync_for_gradient_accumulation}": (
         "kernels and settings of that backend; FSDP2's are used"
     ),
+    "{*.megatron, engine}.impl_cfg": "kernels of Megatron-lite; megatron-core's are used",
+    "{*.fsdp_config, *.megatron, engine}.recompute_plan": "what is recomputed is every layer of the decoder",
+    "actor_rollout_ref.ref.{optim, {fsdp_config, megatron}.{activation_checkpoint*, recompute}}": (
+        "the reference is not trained"
+    ),
+    "*.megatron.{dist_checkpointing_prefix, dist_ckpt_optim_fully_reshardable, distrib_optim_*}": (
+        "checkpoints are Hugging Face directories and resharded state"
+    ),
+    "{actor_rollout_ref.actor, actor_rollout_ref.ref, actor_rollout_ref.rollout, critic}.profiler.{tool, save_path, "
+    "relocate_results, finish_hook_*}": "one profiler for all roles: global_profiler.*",
+    "critic.nccl_timeout": "actor_rollout_ref.nccl_timeout counts for all process groups",
+    "trainer.profile_interval": "global_profiler.steps chooses the steps",
     "*.mixed_precision": "compute is in dtype, sums over ranks in float32 (mixed_precision.{param, reduce}_dtype)",
-    "*.optim.{init_lr_ratio, lr_start, lr_min, wd_incr_style, master_weights, store_param_remainders, exp_avg_*}": (
+    "*.optim.{init_lr_ratio, lr_start, lr_min, wd_incr_style, master_weight*, store_param_remainders, exp_avg_*, "
+    "main_grads_dtype, use_precision_aware_optimizer, lr_decay_ratio, decay_type}": (
         "of another backend's optimizer; master weights and its state are float32"
     ),
-    "*.model.lora.{lora_A_init_method, freeze_*}": "with LoRA only the adapter is trained; it starts as in peft",
+    "*.optim.{muon_split_qkv, muon_tp_mode, muon_fp32_matmul_prec, use_layer_wise_distributed_optimizer}": (
+        "Muon steps whole matrices, query, key and value each as one; weights and its state are sharded by FSDP2"
+    ),
+    "*.model.lora.{lora_A_init_method, lora_B_init_method, dropout_position, a2a_experimental, dtype, freeze_*}": "with LoRA only the adapter is trained; it starts as in peft",
 }
 """Keys that are accepted and change nothing, with the reason that is printed."""
 SILENT = ("not needed", "of what is off")
@@ -184,7 +229,20 @@ REFUSED = {
     "*.rollout.moe_tensor_parallel_size": Absent("a size of its own for experts", "set it to 1", _ONE),
     _OWN + "enable_fp8": Absent("training in FP8", "dtype=bfloat16"),
     "*.{megatron, engine}.use_megatron_fsdp": Absent("Megatron's FSDP", "strategy=fsdp2"),
+    _OWN + "load_checkpoint_path": Absent("weights from a place of the engine's own", "model.path"),
+    "*.megatron.dynamic_context_parallel": Absent("context parallelism by length", "megatron.context_parallel_size"),
+    "*.optim.muon_coefficient_type": Absent("other coefficients of Muon", "quintic", (*OFF, "quintic")),
+    "*.optim.muon_scalar_optimizer": Absent("another optimizer beside Muon", "adam", (*OFF, "adam", "adamw")),
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module": Absent(
+        "a way of weights of your own", "naive"
+    ),
+    "actor_rollout_ref.rollout.router_config_path": Absent("a router of your own", "an agent loop of your own"),
+    "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": Absent(
+        "metrics of the experts' load", "actor.router_replay"
+    ),
+    "*.rollout.full_determinism": Absent("a switch for it", "trainer.seed, which seeds every response"),
     "*.model.lora.merge": Absent("merging for the sampler", "leave it False: it gets the adapter"),
+    "data.balance_dp_token": Absent("balancing by tokens", "data.use_dynamic_bsz=True"),
     "*.model.lora.type": Absent("an adapter of another kind", "type=lora", (*OFF, "lora")),
     "*.model.lora.dropout": Absent("dropout in adapters", "set it to 0"),
     "trainer.checkpoint_callback_class": Absent("a callback for checkpoints", "trainer.default_hdfs_dir"),
@@ -194,7 +252,8 @@ REFUSED = {
     "actor_rollout_ref.rollout.disaggregation.enabled": Absent(
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
     ),
-    "{actor_rollout_ref.ref, critic}.router_replay.mode": Absent("replay of its routes", "disabled"),
+    "{actor_rollout_ref.ref, critic, critic.model, engine}.{router_replay, fsdp_config.router_replay, "
+    "megatron.router_replay}.mode": Absent("replay of its routes", "disabled"),
     "actor_rollout_ref.rollout.agent.custom_async_server.path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
     ),

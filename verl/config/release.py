@@ -80,9 +80,9 @@ FEATURES: dict[str, Absent] = {
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
 """Keys of the schema, or globs, whose values need a missing feature unless they are false, null or empty."""
-NO_STEP = {"torch.optim": {"LBFGS", "Muon", "Optimizer", "SparseAdam", "lr_scheduler", "swa_utils"}}
-"""Names in a module of what wants a closure, matrices alone, a subclass, sparse gradients, or is no optimizer."""
-LOGGERS = ("console", "file", "tensorboard", "wandb")
+NO_STEP = {"torch.optim": {"LBFGS", "Optimizer", "SparseAdam", "lr_scheduler", "swa_utils"}}
+"""Names in a module of what wants a closure, a subclass, sparse gradients, or is no optimizer."""
+LOGGERS = ("console", "file", "tensorboard", "wandb", "swanlab", "mlflow", "clearml", "trackio")
 
 
 @functools.cache

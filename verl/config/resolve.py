@@ -201,8 +201,9 @@ class Resolver:
             self._assign_parts(name, value, op, source, name)
         elif self._refused(name, value):
             self.written[name] = (name, value.data)
-        elif name in self.spellings.switches and str(value.data).lower() not in OFF:
-            self._has_no_effect(name, self.spellings.switches[name])
+        elif name in self.spellings.switches:
+            if str(value.data).lower() not in OFF:
+                self._has_no_effect(name, self.spellings.switches[name])
         elif self.entry == "ppo" and name in self.spellings.computed:
             self.old[name] = value
         elif reason := lookup(self.spellings.no_effect, name):

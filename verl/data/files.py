@@ -485,6 +485,8 @@ class RowFiles:
         """Row `index` of the whole; a column that its file lacks is None."""
         return self.rows(index, index + 1)[0]
 
+    __getitem__ = row
+
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
         """Rows start..stop−1 of the whole."""
         out: list[dict[str, Any]] = []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.files import DataError, Paths, RowFiles, UnreadableRow
+from verl.data.files import DataError, Paths, RowFiles, UnreadableRow, local_path
 from verl.data.load_object import load_extern_object
 from verl.data.rows import BadRow, as_messages, check_readable
 
@@ -17,13 +18,45 @@ if TYPE_CHECKING:
     from verl.config.schema.entries import Config
 
 
+_ATTRIBUTES: dict[str, Any] = {
+    "prompt_key": "prompt",
+    "image_key": "images",
+    "video_key": "videos",
+    "audio_key": "audios",
+    "max_prompt_length": 1024,
+    "truncation": "error",
+    "cache_dir": None,
+    "shuffle": False,
+    "seed": None,
+    "filter_overlong_prompts": True,
+    "apply_chat_template_kwargs": {},
+    "mm_processor_kwargs": {},
+    "image_patch_size": None,
+    "tool_config_path": None,
+    "function_tool_path": None,
+    "use_shm": False,
+    "need_tools_kwargs": False,
+    "filter_prompts": True,
+    "return_raw_chat": True,
+    "return_full_prompt": False,
+    "return_multi_modal_inputs": True,
+    "num_workers": 1,
+    "serialize_dataset": False,
+    "chat_template_func": None,
+}
+"""Attributes of `RLHFDataset` that subclasses read: the key of the `data` group, and its value where there is none."""
+
+
 class RLHFDataset:
     """Rows of data files as dicts: the columns, `raw_prompt` (messages) and `index`. Derive to change rows.
 
     data_files: path or list; config: the `data` group; max_samples: the first so many rows, −1 all.
-    Override `__getitem__` or `_build_messages(row) -> messages`. Checks, templating, the length filter and
-    the order are done by the system on what `__getitem__` returns.
+    Override `__getitem__`, `_build_messages(row) -> messages`, or `_read_files_and_tokenize`, which may set `dataframe` to
+    any sequence of dicts. Checks, templating, the length filter and the order are done by the system on what
+    `__getitem__` returns. Keys of the `data` group are attributes.
     """
+
+    dataframe: Any = None
 
     def __init__(
         self,
@@ -33,32 +66,53 @@ class RLHFDataset:
         processor: Any = None,
         max_samples: int = -1,
     ):
-        self.data_files = data_files
+        for name, default in _ATTRIBUTES.items():
+            setattr(self, name, config.get(name, default))
+        self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
+        self.original_data_files = list(self.data_files)
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = config
         self.max_samples = max_samples
-        self.prompt_key: str = config.get("prompt_key", "prompt")
-        self.rows = RowFiles(data_files, config.get("cache_dir"))
+        self.tool_schemas: list[Any] | None = None
+        self._download()
+        self._read_files_and_tokenize()
+
+    def _download(self, use_origin_parquet: bool = False) -> None:
+        """Make `data_files` local files."""
+        self.data_files = [str(local_path(path, self.cache_dir)) for path in self.original_data_files]
+
+    def _read_files_and_tokenize(self) -> None:
+        """Open the files."""
+        self.dataframe = RowFiles(self.data_files)
+
+    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
+        """`dataframe` as it is: the system filters by `data.filter_overlong_prompts`."""
+        return dataframe
 
     def __len__(self) -> int:
-        total = len(self.rows)
+        total = len(self.dataframe)
         return total if self.max_samples < 0 else min(total, self.max_samples)
 
-    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
-        """The row's messages."""
-        return as_messages(example.get(self.prompt_key), self.prompt_key, images=self.processor is not None)
+    def _build_messages(self, example: dict[str, Any], key: str | None = None) -> list[dict[str, Any]]:
+        """The row's messages, of the column `key` (None: `data.prompt_key`)."""
+        key = key or self.prompt_key
+        return as_messages(example.get(key), key, images=self.processor is not None)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        row = self.rows.row(item)
+        row = dict(self.dataframe[item])
         check_readable(row)
         extra = row.get("extra_info") or {}
         return row | {
-            "raw_prompt": self._build_messages(row),
+            "raw_prompt": self._build_messages(row, *((self.prompt_key,) if self._takes_key else ())),
             "index": extra.get("index", item),
             "tools_kwargs": extra.get("tools_kwargs", {}),
             "interaction_kwargs": extra.get("interaction_kwargs", {}),
         }
+
+    @property
+    def _takes_key(self) -> bool:
+        return len(inspect.signature(self._build_messages).parameters) > 1
 
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

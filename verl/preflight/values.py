@@ -71,6 +71,12 @@ def _value(report: Report, path: str, value: Any, field: Field) -> None:
 
 def _optimizer(report: Report, path: str, name: str) -> None:
     """A name that its module binds, of a class that steps all weights by their gradients."""
+    role = path.removesuffix("optim.optimizer")
+    if name == "Muon" and "megatron" in (
+        report.config.select(f"{role}strategy"),
+        report.config.select("engine.strategy"),
+    ):
+        report.refuse(report.at(path), "Muon is not in this release with strategy=megatron; fsdp2 has it")
     user_set = report.was_set(path) or report.was_set(f"{path}_impl")
     module = report.config.select(f"{path}_impl")
     names_bound = names_in(module) if user_set and not _unused(report, path) else None

@@ -10,6 +10,7 @@ built-in managers are settings of `RewardRunner`, not classes.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from abc import ABC, abstractmethod
@@ -40,6 +41,16 @@ class RewardManagerBase(ABC):
         self.compute_score = compute_score
         self.options = kwargs
 
+    @classmethod
+    def init_class(cls, config: Map, tokenizer: Any) -> None:
+        """For subclasses that share something between their objects and call it."""
+        return
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that `run_single` runs in."""
+        return asyncio.get_running_loop()
+
     @abstractmethod
     async def run_single(self, data: Any) -> dict[str, Any]:
         """`{"reward_score": float, "reward_extra_info": dict}` for a DataProto of one row."""
@@ -54,6 +65,13 @@ def load_class(path: str, name: str) -> type:
         ways = "run_single (one response at a time) and without __call__ (a whole batch)"
         raise RewardLoadError(f"{KEY}.name={name}: {path} defines it without {ways}")
     return cls
+
+
+def charges_overlong(kind: type | None) -> bool:
+    """True for a class that subtracts the penalty on long responses itself: it takes `overlong_buffer_cfg`."""
+    if kind is None:
+        return False
+    return getattr(kind, "charges_overlong", "overlong_buffer_cfg" in inspect.signature(kind).parameters)
 
 
 def manager_function(config: Config, offered: dict[str, Any]) -> FunctionSpec:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.config.reward_weights import SCORES, weights_of
-from verl.reward.managers import manager_function, options_of
+from verl.reward.managers import charges_overlong, load_class, manager_function, options_of
 from verl.reward.pool import FunctionSpec, Rate
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ class RewardSettings:
         model = config.reward_model
         is_custom = config.reward_manager.source == "importlib"
         function = manager_function(config, offered or {}) if is_custom else _function(config, offered or {})
+        kind = load_class(str(function.path), function.name) if is_custom else None
         manager = "" if is_custom else model.reward_manager
-        limited = manager in ("rate_limited", "limited")
+        limited = manager in ("rate_limited", "limited") or getattr(kind, "rate_limited", False)
         groups = config.algorithm.filter_groups
         counted_on = "gdpo" in (manager, config.algorithm.adv_estimator)
         parts = config.algorithm.gdpo_reward_keys or () if counted_on else ()
@@ -62,7 +63,7 @@ class RewardSettings:
             num_workers=min(model.num_workers, sandboxes),
             timeout=model.timeout,
             max_error_ratio=model.max_error_ratio,
-            overlong=_overlong(config),
+            overlong=None if charges_overlong(kind) else _overlong(config),
             required_parts=tuple(part for part in parts if part not in ("score", "reward")),
             groups_metric=(groups.metric,) if groups.enable and groups.metric not in SCORES else (),
             rate=limits if limited else None,

@@ -40,7 +40,8 @@ class LoopSetup:
     """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked
     configuration.
 
-    timeout: seconds of a trajectory. longest: tokens of context and response together. tool_format: how the model
+    timeout: seconds of a trajectory. longest: tokens of context and response together. longest_turn: tokens of a turn of
+    the model in a dialogue. tool_format: how the model
     writes calls. as_inference: a turn sees the dialogue as the template writes it, in a new segment where that is not
     what was written so far.
     """
@@ -50,6 +51,7 @@ class LoopSetup:
         self.loops_file: str | None = self._key("agent.agent_loop_config_path")
         self.timeout: float | None = self._key("agent.trajectory_timeout")
         self.longest: int | None = self._key("max_model_len")
+        self.longest_turn: int | None = self._key("single_turn_response_length")
         self.tool_format: str = self._key("multi_turn.format", "hermes")
         self.as_inference: bool = self._key("multi_turn.use_inference_chat_template", False)
 
@@ -209,7 +211,7 @@ class Session:
         if room < 1:
             self.full = True
             raise OutOfTokens(f"the dialogue's {place.total} tokens leave no room for another turn")
-        return replace(params, max_tokens=min(room, params.max_tokens))
+        return replace(params, max_tokens=min(room, params.max_tokens, self.setup.longest_turn or room))
 
     def segments(self) -> list[SegmentRecord]:
         """What was written so far."""

@@ -41,7 +41,7 @@ def _trackers(report: Report) -> None:
     for name in report.trainer.logger:
         if name not in LOGGERS:
             trouble = "not in this release, left out; metrics.jsonl has everything"
-        elif name in ("wandb", "tensorboard") and importlib.util.find_spec(name) is None:
+        elif name not in ("console", "file") and importlib.util.find_spec(name) is None:
             trouble = f"{name} is not installed; left out (pip install {name})"
         else:
             continue

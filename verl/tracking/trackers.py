@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,9 @@ from verl.tracking.jsonl import JsonLines
 
 T = TypeVar("T")
 ALIASES = {"tracking": "wandb"}
-LATER = ("swanlab", "mlflow", "clearml", "trackio", "vemlp_wandb")
+LATER = ("vemlp_wandb",)
+_UNNAMEABLE = re.compile(r"[^\w\-./ :]", re.ASCII)
+"""Characters that MLflow refuses in names."""
 START_SECONDS = 60.0
 CLOSE_SECONDS = 120.0
 
@@ -131,7 +134,7 @@ class WandbTracker(Tracker):
             name=session.experiment,
             config=session.config,
             dir=str(session.run_dir),
-            id=_run_id(session),
+            id=_run_id(session, "wandb"),
             resume="allow" if session.resume_step is not None else None,
             entity=os.environ.get("WANDB_ENTITY"),
             settings=wandb.Settings(**patience, console="off", https_proxy=session.proxy),
@@ -156,7 +159,130 @@ class WandbTracker(Tracker):
         _within(CLOSE_SECONDS, "uploading the rest", self._run.finish)
 
 
-TRACKERS = {"file": FileTracker, "tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+class SwanLabTracker(Tracker):
+    """One SwanLab run; SWANLAB_MODE=offline or local writes below the run folder. A resumed run goes on in it."""
+
+    def __init__(self, session: TrackerSession, say: Callable[[str], None]):
+        import swanlab
+
+        mode = os.environ.get("SWANLAB_MODE", "online")
+        if mode in ("online", "cloud"):
+            if "SWANLAB_API_KEY" not in os.environ and not Path("~/.swanlab/.netrc").expanduser().exists():
+                raise Unavailable("not logged in; run `swanlab login`, or set SWANLAB_API_KEY or SWANLAB_MODE=offline")
+            mode = "online"
+        self._swanlab = swanlab
+        start: Callable[[], Any] = partial(
+            swanlab.init,
+            project=session.project,
+            name=session.experiment,
+            config=session.config,
+            log_dir=os.environ.get("SWANLAB_LOG_DIR") or str(session.run_dir / "swanlab"),
+            mode=mode,
+            id=_run_id(session, "swanlab"),
+            resume="allow" if session.resume_step is not None else None,
+        )
+        _within(START_SECONDS, "starting", start)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """All metrics of a step."""
+        self._swanlab.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        _within(CLOSE_SECONDS, "uploading the rest", self._swanlab.finish)
+
+
+class MlflowTracker(Tracker):
+    """One MLflow run at MLFLOW_TRACKING_URI, by default a folder below the run's own. A resumed run goes on in it."""
+
+    def __init__(self, session: TrackerSession, say: Callable[[str], None]):
+        import mlflow
+
+        folder = f"sqlite:///{session.run_dir.absolute()}/mlflow.db"
+        self._client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or folder)
+        self._run: str = _within(START_SECONDS, "starting", partial(self._start, session))
+
+    def _start(self, session: TrackerSession) -> str:
+        kept = session.run_dir / "mlflow_run_id.txt"
+        if session.resume_step is not None and kept.is_file():
+            return kept.read_text("utf-8").strip()
+        experiment = self._client.get_experiment_by_name(session.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(session.project)
+        run = str(self._client.create_run(number, run_name=session.experiment).info.run_id)
+        for name, value in flat(session.config):
+            self._client.log_param(run, _UNNAMEABLE.sub("_", name), str(value)[:500])
+        kept.write_text(run, "utf-8")
+        return run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """All metrics of a step; characters that MLflow refuses in names are `_`."""
+        for name, value in metrics.items():
+            self._client.log_metric(self._run, _UNNAMEABLE.sub("_", name), value, step=step)
+
+    def close(self) -> None:
+        """Mark the run as ended."""
+        self._client.set_terminated(self._run)
+
+
+class ClearMLTracker(Tracker):
+    """One ClearML task. A resumed run goes on in it."""
+
+    def __init__(self, session: TrackerSession, say: Callable[[str], None]):
+        from clearml import Task
+
+        kept = session.run_dir / "clearml_run_id.txt"
+        earlier = kept.read_text("utf-8").strip() if session.resume_step is not None and kept.is_file() else False
+        options: dict[str, Any] = dict.fromkeys(
+            ("auto_connect_frameworks", "auto_connect_arg_parser", "output_uri"), False
+        )
+        # 0: steps of a task that goes on are the run's; True would add those that it has.
+        options |= {"reuse_last_task_id": earlier, "continue_last_task": 0 if earlier else False}
+        start = partial(Task.init, project_name=session.project, task_name=session.experiment, **options)
+        self._task: Any = _within(START_SECONDS, "starting", start)
+        self._task.connect_configuration(session.config, name="Hyperparameters")
+        kept.write_text(self._task.id, "utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A scalar for each metric: its first part is the plot, the rest the curve in it."""
+        logger = self._task.get_logger()
+        for name, value in metrics.items():
+            title, _, series = name.partition("/")
+            logger.report_scalar(title, series or title, value, iteration=step)
+
+    def close(self) -> None:
+        """Send the rest."""
+        _within(CLOSE_SECONDS, "uploading the rest", self._task.close)
+
+
+class TrackioTracker(Tracker):
+    """One trackio run, in its local database (TRACKIO_DIR). A resumed run goes on in the one of its name."""
+
+    def __init__(self, session: TrackerSession, say: Callable[[str], None]):
+        import trackio
+
+        resume = "allow" if session.resume_step is not None else "never"
+        names = {"project": session.project, "name": session.experiment}
+        start = partial(trackio.init, **names, config=session.config, resume=resume, embed=False)
+        self._run: Any = _within(START_SECONDS, "starting", start)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """All metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Write everything out."""
+        _within(CLOSE_SECONDS, "writing the rest", self._run.finish)
+
+
+TRACKERS = {
+    "file": FileTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "swanlab": SwanLabTracker,
+    "mlflow": MlflowTracker,
+    "clearml": ClearMLTracker,
+    "trackio": TrackioTracker,
+}
 
 
 def open_tracker(name: str, session: TrackerSession, say: Callable[[str], None]) -> Tracker:
@@ -186,9 +312,18 @@ def logged_in(wandb: Any) -> bool:
         return False
 
 
-def _run_id(session: TrackerSession) -> str:
-    """The id of this folder's W&B run: kept over a resume, new for a fresh start."""
-    path = session.run_dir / "wandb_run_id.txt"
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every leaf of nested mappings."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _run_id(session: TrackerSession, tracker: str) -> str:
+    """The id of this folder's run in a tracker: kept over a resume, new for a fresh start."""
+    path = session.run_dir / f"{tracker}_run_id.txt"
     if session.resume_step is not None and path.is_file():
         return path.read_text("utf-8").strip()
     new = os.urandom(4).hex()
@@ -207,7 +342,7 @@ def _within(seconds: float, what: str, call: Callable[[], T]) -> T:
             safe = isinstance(error, Exception)
             future.set_exception(error if safe else Unavailable(f"{what}: {type(error).__name__}: {error}"))
 
-    threading.Thread(target=work, daemon=True, name="wandb").start()
+    threading.Thread(target=work, daemon=True, name="tracker").start()
     try:
         return future.result(seconds)
     except TimeoutError:

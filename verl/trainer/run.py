@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ def run_guarded(config: RunConfig, work: str) -> int:
     Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 4 done but the last checkpoint
     could not be written (said last), 130 interrupted.
     """
+    os.environ.update({name: str(value) for name, value in (config.select("trainer.worker_env") or {}).items()})
     prepare_process()
     spare()
     try:

@@ -64,7 +64,7 @@ def import_from(module: str, name: str | None) -> None:
         ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", "verl.trainer.ppo_trainer"),
         ("verl.utils.seqlen_balancing", None, "verl.algorithms"),
         ("verl.utils.reward_score", "rlla", "verl.reward.default_compute_score"),
-        ("verl.workers.reward_manager", "naive", "verl.workers.reward_manager.naive is not offered"),
+        ("verl.workers.reward_manager", "fast", "verl.workers.reward_manager.fast is not offered"),
         ("verl.utils.nothing", None, "verl.utils.nothing is not offered"),
     ],
 )
@@ -149,10 +149,30 @@ def test_data_proto_indexing(batch: Batch) -> None:
         view[3]
 
 
-def test_data_proto_is_read_only_and_rectangular() -> None:
-    view = verl.DataProto.from_dict({"x": torch.zeros(2, 1)}, {"uid": ["a", "b"]}, {"step": 1})
-    with pytest.raises(TypeError):
-        view.batch["y"] = torch.zeros(2)
+def test_data_proto_is_written_to_as_plug_ins_do() -> None:
+    from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+
+    data = DataProto.from_single_dict(
+        {"x": torch.arange(4.0)[:, None], "uid": np.array(list("aabb"), object)}, {"step": 1}
+    )
+    data.batch["y"], data.non_tensor_batch["n"], data.meta_info["k"] = data.batch["x"] * 2, np.arange(4), 3
+    part = data.select(["y"], ["uid"], ["step"])
+    assert part.batch.keys() == {"y"} and part.meta_info == {"step": 1} and part.batch.batch_size[0] == 4
+    assert part.union(DataProto.from_dict({"z": torch.zeros(4)})) is part and "z" in part.batch
+    with pytest.raises(ValueError, match="'y' has different values"):
+        part.union(DataProto.from_dict({"y": torch.zeros(4, 1)}))
+    assert data.pop(["y"], ["n"], ["k"]).batch["y"][3] == 6 and list(data.batch) == ["x"] and "k" not in data.meta_info
+    assert list(data.repeat(2).non_tensor_batch["uid"]) == list("aaaabbbb")
+    assert data.repeat(2, interleave=False).batch["x"].flatten().tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    halves = data.chunk(2)
+    assert [len(half) for half in halves] == [2, 2] and len(data.split(3)[1]) == 1
+    assert torch.equal(DataProto.concat(halves[::-1]).batch["x"].flatten(), torch.tensor([2.0, 3, 0, 1]))
+    with pytest.raises(ValueError, match="cannot be divided"):
+        data.chunk(3)
+    data.rename("x", "w").reorder(torch.tensor([3, 2, 1, 0]))
+    assert data.batch["w"][0] == 3 and data.non_tensor_batch["uid"][0] == "b"
+    padded, added = pad_dataproto_to_divisor(data, 3)
+    assert (len(padded), added, len(unpad_dataproto(padded, added))) == (6, 2, 4)
     with pytest.raises(ValueError, match="different lengths"):
         verl.DataProto.from_dict({"x": torch.zeros(2)}, {"uid": ["a"]})
     assert len(verl.DataProto()) == 0

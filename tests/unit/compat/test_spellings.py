@@ -79,6 +79,20 @@ ppo ARR.actor.fsdp_config.turbo_config.distributed.fully_shard_parallel_size=8 �
 ppo ARR.actor.fsdp_config.turbo_config.memory.recompute=False → ARR.model.enable_gradient_checkpointing=False
 ppo ray_init.num_cpus=4 → ray_kwargs.ray_init.num_cpus=4
 sft model.fsdp_config.cpu_offload=True → engine.param_offload=True
+ppo ARR.actor.fsdp_config.recompute=False → ARR.model.enable_gradient_checkpointing=False
+ppo critic.fsdp.turbo_config.memory.recompute=False → critic.model.enable_gradient_checkpointing=False
+ppo ARR.actor.engine.tp=2 → ARR.actor.megatron.tensor_model_parallel_size=2
+ppo ARR.ref.engine.vpp=2 → ARR.ref.megatron.virtual_pipeline_model_parallel_size=2
+ppo ARR.actor.engine.attention_backend_override=flash → ARR.actor.megatron.override_transformer_config.attention_backend=flash
+ppo ARR.actor.engine.recompute=full → ARR.model.enable_gradient_checkpointing=True
+ppo ARR.rollout.enable_sleep_mode=False → ARR.rollout.free_cache_engine=False
+ppo ARR.model.lora.fully_sharded_loras=True → ARR.rollout.engine_kwargs.vllm.fully_sharded_loras=True
+ppo ARR.actor.optim.muon_num_ns_steps=4 → ARR.actor.optim.override_optimizer_config.ns_steps=4
+ppo ARR.actor.optim.name=muon → ARR.actor.optim.optimizer=Muon
+ppo ARR.actor.tau_pos=2.0 → ARR.actor.policy_loss.tau_pos=2.0
+ppo skip.rollout_tq.enable=True → skip.rollout.enable=True
+sft engine.tp=2 → engine.tensor_model_parallel_size=2
+sft engine.etp=2 → engine.expert_tensor_parallel_size=2
 sft data.micro_batch_size=4 → data.micro_batch_size_per_gpu=4
 """
 
@@ -195,6 +209,31 @@ def test_asynchronous_keys_that_cannot_be(override, words):
     with pytest.raises(ConfigError, match=words) as error:
         load([override])
     assert len(error.value.problems) == 1
+
+
+def test_memory_of_samplers_on_devices_of_their_own():
+    key, own = f"{ARR}.rollout.standalone_gpu_memory_utilization", f"{ARR}.rollout.nnodes=1"
+    for words, share in (([own], 0.8), ([], 0.5), ([own, f"{ARR}.rollout.gpu_memory_utilization=0.6"], 0.8)):
+        assert load([f"{key}=0.8", *words]).actor_rollout_ref.rollout.gpu_memory_utilization == share
+    with pytest.raises(ConfigError, match="at most 1"):
+        load([f"{key}=3", own])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        (f"{ARR}.actor.fsdp_config.fsdp_plan.hook_modules", "[a]", "FSDP2's are used"),
+        (f"{ARR}.actor.fsdp_config.turbo_config.module_patches", "[a]", "FSDP2's are used"),
+        (f"{ARR}.ref.fsdp_config.ep_plan", "{a: 1}", "FSDP2's are used"),
+        (f"{ARR}.actor.fsdp_config.recompute_plan", "[a]", "every layer"),
+        (f"{ARR}.ref.fsdp_config.recompute", "True", "not trained"),
+        (f"{ARR}.actor.engine.impl_cfg", "{a: 1}", "megatron-core's are used"),
+        (f"{ARR}.actor.optim.use_layer_wise_distributed_optimizer", "True", "sharded by FSDP2"),
+        (f"{ARR}.actor.profiler.save_path", "x", "one profiler"),
+    ],
+)
+def test_keys_of_other_backends_change_nothing_and_say_so(key, value, reason):
+    assert any(reason in notice for notice in load([f"{key}={value}"]).notices)
 
 
 @pytest.mark.parametrize("name", ["veomni", "fsdp_turbo", "torchtitan", "automodel"])

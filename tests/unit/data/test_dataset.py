@@ -293,7 +293,8 @@ def test_a_class_of_ones_own_gets_a_path_or_a_list_as_it_was_written(
 
     path = save(tmp_path / "x.jsonl", [chat()])
     base = "from verl.utils.dataset.rl_dataset import RLHFDataset\n"
-    (tmp_path / "own.py").write_text(f"{base}class Own(RLHFDataset): pass\n")
+    init = "def __init__(self, data_files, *a, **k): self.given = data_files; super().__init__(data_files, *a, **k)"
+    (tmp_path / "own.py").write_text(f"{base}class Own(RLHFDataset):\n    {init}\n")
     (tmp_path / "base.yaml").write_text(f"data: {{train_files: {[path] if single else path}}}")
     written = path if single else f"[{path}]"
     words = [f"data.{kind}_files={written}" for kind in ("train", "val")]
@@ -303,7 +304,7 @@ def test_a_class_of_ones_own_gets_a_path_or_a_list_as_it_was_written(
     open_data = (parts if entry == "ppo" else sft_loop).open_data
     for part in open_data(cfg, tokenizer, SimpleNamespace(data_report=lambda *parts: None)):
         dataset = part.source.dataset if entry == "ppo" else part
-        assert dataset.data_files == (path if single else [path])
+        assert dataset.given == (path if single else [path])
 
 
 # ------------------------------------------------------------------------------------------------------- order

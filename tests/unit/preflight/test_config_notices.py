@@ -52,7 +52,7 @@ NOTICES = [
     ([f"{ARR}.rollout.engine_kwargs.vllm.x=1"], "belong to vllm and sglang"),
     ([f"{ARR}.actor.use_kl_loss=True", f"{ARR}.actor.kl_loss_type=k1"], "expected gradient is 0"),
     ([f"{ARR}.actor.checkpoint.save_contents=[model,hf_model]"], "hf_model has no effect"),
-    (["trainer.logger=[mlflow]"], "not in this release, left out"),
+    (["trainer.logger=[vemlp_wandb]"], "not in this release, left out"),
     ([f"{ARR}.rollout.multi_stage_wake_up=True"], "multi_stage_wake_up=True: the native engine decides"),
     ([f"{ARR}.ref.fsdp_config.offload_policy=True"], "nothing is sharded"),
     ([f"{ARR}.actor.fsdp_config.param_offload=True"], "stay where they are"),

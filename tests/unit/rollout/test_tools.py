@@ -15,7 +15,7 @@ from verl.data.rows import BadRow, tools_of_row
 from verl.rollout import event_loop
 from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
 from verl.rollout.tools.tool import BaseTool, ToolError, ToolResponse, function_tool
-from verl.rollout.tools.toolbox import Toolbox, ToolRun
+from verl.rollout.tools.toolbox import Toolbox, ToolRun, truncated
 
 SCHEMA = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {
     "text": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "boolean"},
@@ -384,7 +384,7 @@ def test_functions_share_threads_and_one_that_hangs_gives_its_room_up(
     [("left", "(truncated)...6789"), ("right", "0123...(truncated)"), ("middle", "01...(truncated)...89")],
 )
 def test_long_responses_are_cut(side: str, text: str) -> None:
-    assert run_of(Toolbox([]), longest=4, side=side)._cut("0123456789") == text
+    assert truncated("0123456789", 4, side) == text
 
 
 def test_tools_that_cannot_be_used_are_refused_with_what_to_change(tmp_path: Path) -> None:

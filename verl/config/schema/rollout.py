@@ -218,6 +218,8 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         seed: Per-request seeds are derived from it, the prompt's uid and the response's number.
         prompt_length: Longest prompt.
         response_length: A response never exceeds it.
+        single_turn_response_length: Most tokens of one turn of the model in a dialogue; null = what the response may
+            still have.
         dtype: Precision of sampling; null = the trainer's.
         tensor_model_parallel_size: Devices per engine; null = the fewest the model fits in.
         data_parallel_size: Copies of the model. Each is an engine of its own, unless `expert_parallel_size` > 1: then they
@@ -261,6 +263,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     seed: int = same_as("trainer.seed", low=0, high=SEEDS)
     prompt_length: int = same_as("data.max_prompt_length", low=1)
     response_length: int = same_as("data.max_response_length", low=1)
+    single_turn_response_length: int | None = key(None, low=1)
     dtype: str | None = same_as("actor_rollout_ref.actor.fsdp_config.dtype", ours=True)
     tensor_model_parallel_size: int | None = key(None, low=1, ours=True)
     data_parallel_size: int = key(1, low=1)

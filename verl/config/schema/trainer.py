@@ -1,6 +1,6 @@
 """`trainer.`: length of the run, devices, folder, tracking, saving, validation."""
 
-from verl.config.schema.base import SEEDS, FilePath, Group, choice, items, key
+from verl.config.schema.base import SEEDS, FilePath, Group, Map, choice, items, key, open_map
 
 LOGGERS: tuple[str, ...] = ("console", "file", "wandb", "tracking", "tensorboard", "swanlab", "mlflow")
 LOGGERS += ("clearml", "trackio", "vemlp_wandb")
@@ -56,6 +56,7 @@ class TrainerConfig(Group):
         verify_weight_sync: Checksums on both sides after each sync.
         sync_proof: After each sync the sampler's log-probs of a few tokens must have moved as the trainer's did:
             `error` ends the run if not, `warn` says so, `off` does not look.
+        worker_env: Environment variables of every process of the run, by name.
     """
 
     total_epochs: int = key(30, low=1)
@@ -96,6 +97,7 @@ class TrainerConfig(Group):
     watchdog_timeout: float = key(600.0, low=5, inf=True, ours=True)
     verify_weight_sync: bool = key(False, ours=True)
     sync_proof: str = choice("error", "error", "warn", "off", ours=True)
+    worker_env: Map = open_map()
 
 
 class SFTTrainerConfig(TrainerConfig):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from verl.config.schema.training import OptimConfig
+from verl.engine.training.muon import Muon
 from verl.errors import UserError
 
 # Seen with torch 2.13: the other fused steps have no rule for weights that are cut over ranks, and these two optimizers
@@ -30,9 +32,12 @@ def optim_config(group: Mapping[str, Any] | None) -> OptimConfig:
     return OptimConfig(**{name: value for name, value in (group or {}).items() if value is not None})
 
 
-def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer class that the settings name, over all parameters. UserError if there is no such class, if it
-    refuses its arguments, or if it cannot step weights that are sharded over ranks, as these are."""
+def build_optimizer(
+    parameters: Iterable[torch.nn.Parameter], optim: OptimConfig, matrices: Container[int] = ()
+) -> torch.optim.Optimizer:
+    """The optimizer class that the settings name, over all parameters; `matrices`: `id`s of those that Muon steps.
+    UserError if there is no such class, if it refuses its arguments, or if it cannot step weights that are sharded over
+    ranks, as these are."""
     parameters = list(parameters)
     sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
     where = f"{optim.optimizer_impl}.{optim.optimizer}"
@@ -42,6 +47,8 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
         raise UserError(f"optim.optimizer: no {where} ({error}); the default is torch.optim.AdamW") from error
     if sharded and where in _NOT_OVER_RANKS:
         raise UserError(f"optim.optimizer: {where} cannot step weights that are cut over ranks; AdamW can")
+    if where == "torch.optim.Muon":
+        kind = functools.partial(Muon, chosen=matrices)
     accepted = inspect.signature(kind).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     usual = {"lr": optim.lr, "weight_decay": optim.weight_decay, "betas": tuple(optim.betas)}

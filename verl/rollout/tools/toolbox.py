@@ -7,6 +7,7 @@ passed.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections import Counter
@@ -100,7 +101,7 @@ class Toolbox:
                 f"{len(sources)} tools are called {name!r}: in {' and in '.join(sources)}"
                 for name, sources in duplicates.items()
             ]
-            raise ToolError(f"the names {list(duplicates)} collide: {'; '.join(collisions)}")
+            raise ToolError(f"the names {sorted(duplicates)} collide: {'; '.join(collisions)}")
         self.tools = list(self.by_name.values())
 
     def warn_of_unknown(self, kwargs: Mapping[str, Any]) -> None:
@@ -183,6 +184,18 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error) or 'no answer within its deadline'}"
 
 
+def truncated(text: str, longest: int, side: str) -> str:
+    """The text, or of one of more than `longest` characters its end, its start, or both; `side` is cut."""
+    if len(text) <= longest:
+        return text
+    if side == "left":
+        return "(truncated)..." + text[-longest:]
+    if side == "right":
+        return text[:longest] + "...(truncated)"
+    half = longest // 2
+    return text[:half] + "...(truncated)..." + text[-half:]
+
+
 class ToolRun:
     """The tools of one trajectory: instances, deadlines, step rewards, metrics.
 
@@ -232,14 +245,14 @@ class ToolRun:
             self.counts["timeouts" if late else "errors"] += 1
             problem = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
             warn_once(call.name, type(error).__name__, f"{problem} (the model is told so)")
-            return self._cut(f"Error: tool {call.name!r}: {problem}")
+            return truncated(f"Error: tool {call.name!r}: {problem}", self._longest, self._side)
         finally:
             for instance in instances:
                 await self._release(tool, instance)
             self.seconds += time.monotonic() - started
         self.rewards.append(reward)
         self.metrics.append(metrics)
-        text = self._cut(response.text or "")
+        text = truncated(response.text or "", self._longest, self._side)
         return [*images, {"type": "text", "text": text}] if images else text
 
     async def _execute(self, tool: Tool, arguments: dict[str, Any], for_call: list[str]) -> Any:
@@ -249,7 +262,11 @@ class ToolRun:
         async with self._locks.setdefault(tool.name, asyncio.Lock()) if shared else nullcontext():
             instance = self._instances.get(tool.name)
             if instance is None:
-                instance, _ = await tool.create(**self._of_row(tool, "create_kwargs"))
+                create_kwargs = self._of_row(tool, "create_kwargs")
+                takes = inspect.signature(tool.create).parameters.values()
+                if any(p.name == "create_kwargs" or p.kind is p.VAR_KEYWORD for p in takes):
+                    create_kwargs = {"create_kwargs": create_kwargs, **create_kwargs}
+                instance, _ = await tool.create(**create_kwargs)
                 if shared:
                     self._instances[tool.name] = instance
                 else:
@@ -259,17 +276,6 @@ class ToolRun:
     def _of_row(self, tool: Tool, kind: str) -> dict[str, Any]:
         arguments = (self._kwargs.get(tool.name) or {}).get(kind) or {}
         return {name: value for name, value in arguments.items() if value is not None}
-
-    def _cut(self, text: str) -> str:
-        """The text, or of a longer one its end, its start, or both."""
-        if len(text) <= self._longest:
-            return text
-        if self._side == "left":
-            return "(truncated)..." + text[-self._longest :]
-        if self._side == "right":
-            return text[: self._longest] + "...(truncated)"
-        half = self._longest // 2
-        return text[:half] + "...(truncated)..." + text[-half:]
 
     async def close(self) -> None:
         """Ask the instances that lived through the trajectory for their rewards, and release them."""

@@ -194,6 +194,7 @@ class _Builder:
         timeout = self.config.trainer.ray_wait_register_center_timeout
         pool = DevicePool(self.cluster, label, nodes, per_node, timeout, self.hooks.notice)
         pool.runtime_env = nsight_options(self.config)
+        pool.variables = {name: str(value) for name, value in (self.config.select("trainer.worker_env") or {}).items()}
         self.pools.append(pool)
         return pool
 

@@ -54,6 +54,7 @@ class DevicePool:
             )
         self.threads = 1  # of each process, until `share_cores` knows all pools
         self.runtime_env: dict[str, Any] = {}  # more of Ray's fields for each process
+        self.variables: dict[str, str] = {}  # more of the environment of each process
 
     @property
     def devices(self) -> int:
@@ -117,7 +118,7 @@ class DevicePool:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self.group, placement_group_bundle_index=bundle
             ),
-            "runtime_env": {"env_vars": worker_environment(self.threads) | env, **self.runtime_env},
+            "runtime_env": {"env_vars": worker_environment(self.threads) | self.variables | env, **self.runtime_env},
         }
 
     def release(self) -> None:

@@ -132,6 +132,38 @@ def test_other_optimizers_step_as_on_one_device(model: Path) -> None:
             assert gone > 0 and apart <= 1e-3 * gone, kind
 
 
+def test_muon_steps_the_matrices_of_layers(model: Path, tmp_path: Path) -> None:
+    from verl.config.schema.training import OptimConfig
+    from verl.engine.training.optimizer import build_optimizer
+
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in ((4, 6), (5, 3), (7,))]
+    twins = [[torch.nn.Parameter(value.clone()) for value in start] for _ in range(2)]
+    extra = {"momentum": 0.9, "nesterov": True, "extra_scale_factor": 0.3}
+    optim = OptimConfig(optimizer="Muon", lr=0.1, weight_decay=0.2, override_optimizer_config=extra)
+    both = build_optimizer(twins[0], optim, {id(twins[0][0])})
+    muon = torch.optim.Muon(twins[1][:1], lr=0.1, weight_decay=0, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    alone = [muon, torch.optim.AdamW(twins[1][1:], lr=0.1, weight_decay=0.2, betas=tuple(optim.betas), fused=True)]
+    for _ in range(3):
+        before = twins[1][0].detach().clone()
+        for mine, other in zip(*twins, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator)
+            other.grad = mine.grad.clone()
+        both.step()
+        for optimizer in alone:
+            optimizer.step()
+        with torch.no_grad():  # the update alone is scaled by 0.3 / 0.2
+            twins[1][0].copy_(before * (1 - 0.1 * 0.2) + (twins[1][0] - before) * 1.5)
+        for mine, other in zip(*twins, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    found = ranks.run(on_ranks, 2, str(model), {"Muon": (stepping("Muon"), {}, "uneven")}, STEPS)
+    expected = locally(str(model), stepping("Muon"), steps=STEPS)["weights"]
+    for one in found:  # products of bfloat16
+        apart = length({n: one["Muon"]["weights"][n] - expected[n] for n in expected})
+        assert apart <= 3e-2 * length(moved(model, expected))
+    assert ranks.run(resumed, 2, str(model), str(tmp_path), "Muon") == [True, True]
+
+
 @pytest.mark.parametrize("kind", ["Adafactor", "Rprop"])
 def test_those_that_cannot_are_refused_before_the_first_step(model: Path, kind: str) -> None:
     for message in ranks.run(complaint, 2, str(model), stepping(kind)):

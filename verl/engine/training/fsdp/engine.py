@@ -40,6 +40,7 @@ from verl.engine.training.base import (
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
 from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.fsdp.sharding import layout, sharded_modules
+from verl.engine.training.muon import matrices
 from verl.engine.training.optimizer import (
     StepAccumulator,
     build_optimizer,
@@ -202,7 +203,7 @@ class FSDPEngine(ScheduledEngine):
 
     def _prepare_training(self, role_cfg: Any) -> None:
         self._optim = optim_config(setting(role_cfg, "optim"))
-        self._optimizer = build_optimizer(self._parameters, self._optim)
+        self._optimizer = build_optimizer(self._parameters, self._optim, matrices(self.module))
         self._layers = pretrained.checkpoint_layers(self.module)
         if not self.module.supports_gradient_checkpointing:
             if self._checkpointing:
