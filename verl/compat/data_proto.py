@@ -62,7 +62,7 @@ class DataProto:
 
     def check_consistency(self) -> None:
         """ValueError if first dimensions differ."""
-        sizes = {name: len(value) for name, value in {**self.batch, **self.non_tensor_batch}.items()}
+        sizes = {name: len(value) for name, value in self._columns().items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"columns of a DataProto have different lengths: {sizes}")
 
@@ -125,7 +125,7 @@ class DataProto:
     ) -> DataProto:
         """Take the named columns and entries (None: none of them) out. KeyError for one that is not there."""
         names = [list(chosen or ()) for chosen in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
-        taken = self.select(*names)
+        taken = self.select(names[0], names[1], names[2])
         for mapping, chosen in zip(self._mappings, names, strict=True):
             for name in chosen:
                 del mapping[name]
@@ -192,8 +192,11 @@ class DataProto:
     def _mappings(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         return self.batch, self.non_tensor_batch, self.meta_info
 
+    def _columns(self) -> dict[str, Any]:
+        return {**self.batch, **self.non_tensor_batch}
+
     def __len__(self) -> int:
-        return len(next(iter({**self.batch, **self.non_tensor_batch}.values()), ()))
+        return len(next(iter(self._columns().values()), ()))
 
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self[i] for i in range(len(self)))

@@ -57,6 +57,8 @@ class RLHFDataset:
     """
 
     dataframe: Any = None
+    prompt_key: str
+    cache_dir: str | None
 
     def __init__(
         self,
