@@ -46,7 +46,7 @@ FEWEST = ROWS * DRAWN // 4
 """Comparable tokens below which the probe starts anew, with rows of the next step."""
 
 Drawn = tuple[np.ndarray, np.ndarray]
-"""Tokens int64 [DRAWN] and their log-probs float32 [DRAWN], both shorter where the sampler gave fewer."""
+"""Tokens int64 and their log-probs float32, both shorter where the sampler gave fewer."""
 _NONE = np.zeros(0, np.int64)
 
 
@@ -60,12 +60,14 @@ class SamplerDoesNotFollow(RuntimeError):
 class ProbeRow:
     """A start of a response and what the sampler drew after it.
 
-    drawn int64 [DRAWN]; sampler, trainer: float32 [DRAWN], their log-probs under the first weights; None before
+    count: tokens to draw; drawn int64 [count]; sampler, trainer: float32 [count], their log-probs under the first
+    weights; None before
     """
 
     ids: np.ndarray
     media: Media | None
     seed: int
+    count: int
     drawn: np.ndarray = field(default_factory=lambda: _NONE)
     sampler: np.ndarray = field(default_factory=lambda: _NONE)
     trainer: np.ndarray | None = None
@@ -146,16 +148,7 @@ class SyncProbe:
         shortest = sorted(usable, key=lambda s: len(s.context_ids))[: 4 * ROWS]
         by_prompt = {id(s): s for s in [*{s.uid: s for s in shortest}.values(), *shortest]}  # first one of each prompt
         distinct = list(by_prompt.values())[:ROWS]
-        rows = []
-        for number, segment in enumerate(distinct):
-            mask = np.asarray(segment.response_mask[:PREFIX], bool)
-            unsure = np.abs(segment.rollout_log_probs[:PREFIX] - UNSURE)
-            ids = np.concatenate(
-                [segment.context_ids, segment.response_ids[: np.argmin(np.where(mask, unsure, np.inf))]]
-            )
-            rows.append(
-                ProbeRow(ids.astype(np.int64), None if segment.media is None else _copied(segment.media), number)
-            )
+        rows = [_row_of(segment, number) for number, segment in enumerate(distinct)]
         with self._parts.phases("sync_proof"):
             for row, (drawn, log_probs) in zip(rows, self._sample(rows), strict=True):
                 row.drawn, row.sampler = drawn, log_probs
@@ -258,7 +251,7 @@ class SyncProbe:
         sampler = self._parts.workers.sampler
 
         async def ask(row: ProbeRow) -> Completion:
-            sampling = SamplingParams(DRAWN, temperature=self._temperature, seed=row.seed, ignore_eos=True)
+            sampling = SamplingParams(row.count, temperature=self._temperature, seed=row.seed, ignore_eos=True)
             return await sampler.generate(
                 row.ids, sampling, request_id=f"sync_proof:{row.seed}", group=f"sync_proof:{row.seed}", media=row.media
             )
@@ -268,6 +261,15 @@ class SyncProbe:
 
         results = self._parts.loop.run(together())
         return [(r.token_ids, r.log_probs) if isinstance(r, Completion) else (_NONE, _NONE) for r in results]
+
+
+def _row_of(segment: Segment, number: int) -> ProbeRow:
+    """The start of a response up to the token that the policy was least sure of; never longer than the response."""
+    unsure = np.abs(segment.rollout_log_probs[:PREFIX] - UNSURE)
+    start = int(np.argmin(np.where(segment.response_mask[:PREFIX], unsure, np.inf)))
+    ids = np.concatenate([segment.context_ids, segment.response_ids[:start]]).astype(np.int64)
+    media = None if segment.media is None else _copied(segment.media)
+    return ProbeRow(ids, media, number, min(DRAWN, segment.length - start))
 
 
 def _copied(media: Media) -> Media:

@@ -358,13 +358,6 @@ ALSO_REFUSED = [
     ([f"{ARR}.actor.router_replay.mode=R3"], "enable_rollout_routing_replay=True"),
     (
         [
-            *(f"{ARR}.rollout.name=sglang", f"{ARR}.rollout.enable_rollout_routing_replay=True"),
-            f"{ARR}.actor.router_replay.mode=R3",
-        ],
-        "sglang does not return routes; use native, or R2",
-    ),
-    (
-        [
             *(f"{ARR}.rollout.name=vllm", f"{ARR}.rollout.enable_rollout_routing_replay=True"),
             *(f"{ARR}.actor.router_replay.mode=R3", f"{ARR}.rollout.enable_prefix_caching=False"),
         ],
