@@ -85,6 +85,23 @@ def test_launches_and_waits_of_a_decode_step(tmp_path: Path, settings: dict[str,
     assert two.waits.total() <= 1 and two.uploads == 1
 
 
+def test_attention_of_a_prefill_is_one_launch_a_layer(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, 2, WIDE, enforce_eager=True)
+    prefill, passes = engine._runner.prefill, []
+
+    def counted(work: Any) -> Any:
+        with counting() as counts:
+            logits = prefill(work)
+        passes.append(counts)
+        return logits
+
+    engine._runner.prefill = counted  # type: ignore[method-assign]
+    decode_steps(engine, [3] * 64)
+    assert passes and all(counts.launches["aten._flash_attention_forward.default"] == 2 for counts in passes)
+    print("prefill of 8 prompts, 2 layers: launches", [c.launches.total() for c in passes], passes[0].waits)
+    assert passes[0].launches.total() <= 2 * 25 + 25
+
+
 def without_model(engine: NativeEngine) -> None:
     """Passes give zeros as logits and touch no cache."""
     runner, decode = engine._runner, engine._runner.device_decode
