@@ -134,7 +134,7 @@ def test_steps_replay_for_every_layout_of_the_cache(tmp_path: Path) -> None:
 def bytes_of(folder: Path, layers: int) -> tuple[int, int]:
     """Bytes that the last step of 256 responses of 256 tokens on 32 prompts moves, and those of its layers' weights,
     keys and values. The steps before it are made without the model."""
-    engine = engine_of(folder, layers, WIDE | HEADS, enforce_eager=True)
+    engine = engine_of(folder, layers, WIDE | HEADS, enforce_eager=True, max_model_len=512, cache_tokens=90_000)
     runner, decode, forward = engine._runner, engine._runner.device_decode, engine._runner._forward
     assert decode is not None
     full = decode._forward
