@@ -70,6 +70,19 @@ def test_graphs_change_nothing(platform: Any, model_path: str, dtype: str, recor
 
 
 @pytest.mark.needs_cuda
+def test_kernels_give_what_torch_gives(platform: Any, model_path: str, monkeypatch: Any, record_property: Any) -> None:
+    """The decode step by kernels over block tables, and the one of a machine without Triton."""
+    model = load(model_path, platform)
+    by_kernels = sample(engine_of(model, enforce_eager=True))
+    monkeypatch.setattr(type(platform), "has_triton", lambda self: False)
+    with pytest.warns(UserWarning, match="Triton does not compile"):
+        by_torch = sample(engine_of(model))
+    same = sum(a.token_ids.tolist() == b.token_ids.tolist() for a, b in zip(by_kernels, by_torch, strict=True))
+    record_property("responses_that_are_the_same", f"{same} of {len(by_torch)}")
+    assert same >= len(by_torch) - 1
+
+
+@pytest.mark.needs_cuda
 def test_a_step_that_cannot_be_captured_costs_no_response(platform: Any, model_path: str) -> None:
     """A module that looks at a number of its input; the device is as it was after the attempt."""
     model = load(model_path, platform)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.engine.rollout.base import RecordedRoutes
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, KVSlotTable
+from verl.engine.rollout.native.prefill_plan import PrefillPlan, PrefillSpan
 from verl.errors import UserError
+from verl.models.attention import AttentionOptions
+from verl.platform.cpu import CpuPlatform
 
 
 def make(rows: int = 2, cols: int = 4, blocks: int = 12, slots: int = 6) -> tuple[KVBlockPool, KVSlotTable]:
@@ -105,3 +111,45 @@ def test_geometry_holds_one_longest_sequence(tokens: int, length: int, seqs: int
 def test_geometry_refuses_a_cache_that_is_too_small() -> None:
     with pytest.raises(UserError, match="cache of 100 tokens cannot hold one sequence of max_model_len=300"):
         KVCacheLayout.fit(100, 300, 8)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_prefill_is_one_call_of_a_device_kernel(monkeypatch: pytest.MonkeyPatch, earlier: bool) -> None:
+    """Spans of prompts, and of responses after what the cache holds of them and of their prompts."""
+    torch.manual_seed(0)
+    half = torch.bfloat16
+    pool = KVBlockPool(KVCacheLayout(1, 16, 16), torch.device("cpu"), half, half, paged=True)
+    for tensor in pool.layer(0, 2, 24, 24):
+        tensor.normal_()
+    prompts, responses = KVSlotTable(pool, 4, from_end=True), KVSlotTable(pool, 4)
+    slots, other = [prompts.acquire(40), prompts.acquire(9)], responses.acquire(30)
+    assert None not in (*slots, other)
+    spans = [PrefillSpan(prompts, slot, 0, [3] * n, RecordedRoutes()) for slot, n in zip(slots, (40, 9), strict=True)]
+    if earlier:
+        spans[1:] = [
+            PrefillSpan(prompts, slots[1], 4, [3] * 5, RecordedRoutes()),
+            PrefillSpan(responses, other, 20, [3] * 10, RecordedRoutes(), (prompts, slots[0], 40)),
+        ]
+    tokens, calls = sum(len(span.ids) for span in spans), []
+    query, key, value = (torch.randn(1, h, tokens, 24).to(half) for h in (4, 2, 2))
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Any, scale: float) -> tuple[torch.Tensor]:
+        calls.append(part)
+        starts, out = [0, *part.query_ends], []
+        for start, end, first, last in zip(starts, part.query_ends, [0, *part.key_ends], part.key_ends, strict=False):
+            new, total = end - start, last - first
+            seen = torch.ones(new, total, dtype=torch.bool).tril(total - new)
+            parts = q[start:end], k[first:last], v[first:last]
+            packed = (x.transpose(0, 1)[None] for x in parts)
+            attend = torch.nn.functional.scaled_dot_product_attention
+            out.append(attend(*packed, seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+        return (torch.cat(out),)
+
+    found = []
+    for kernel in (None, (flash, None)):
+        monkeypatch.setattr(CpuPlatform, "flash_kernel", lambda self, device, kernel=kernel: kernel)
+        pool.calls.start()
+        plan = PrefillPlan(pool, spans)
+        found.append(plan.attend(torch.nn.Identity(), query, key, value, AttentionOptions(0.2)))
+    assert len(calls) == 1
+    torch.testing.assert_close(*found, atol=2e-2, rtol=2e-2)

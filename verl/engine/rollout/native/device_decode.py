@@ -186,7 +186,7 @@ def _agrees(device: torch.device, dtype: torch.dtype) -> bool:
         numbers.view(-1, 64)[n : n + h].view(1, h, 1, 64).to(device, dtype) for n, h in ((9, 4), (3, 2), (5, 2))
     )
     step = torch.from_numpy(matrix).to(device)
-    found = paged_attention(query, key, value, keys, values, step, AttentionOptions(0.2), dtype)
+    computed = paged_attention(query, key, value, keys, values, step, AttentionOptions(0.2), dtype)
 
     def seen(stored: Tensor) -> Tensor:
         prompt, response = stored[:2, 0].transpose(0, 1).flatten(1, 2)[:, :20], stored[2, 0, :, :5]
@@ -194,4 +194,4 @@ def _agrees(device: torch.device, dtype: torch.dtype) -> bool:
 
     weights = (query[0].float() @ seen(keys).transpose(1, 2) * 0.2).softmax(-1)
     expected = (weights @ seen(values)).transpose(0, 1)[None]
-    return torch.allclose(found.float(), expected, atol=1e-4 if dtype == torch.float32 else 2e-2)
+    return torch.allclose(computed.float(), expected, atol=1e-4 if dtype == torch.float32 else 2e-2)

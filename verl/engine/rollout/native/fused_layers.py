@@ -33,7 +33,7 @@ class FusedLayers:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Use the replacements until the block ends."""
-        own = {name: getattr(sys.modules[name], _ROTATION) for name in self.rotations}
+        originals = {name: getattr(sys.modules[name], _ROTATION) for name in self.rotations}
         try:
             for module, forward in self.forwards.items():
                 module.__dict__["forward"] = forward
@@ -41,7 +41,7 @@ class FusedLayers:
                 setattr(sys.modules[name], _ROTATION, rotation)
             yield
         finally:
-            for name, rotation in own.items():
+            for name, rotation in originals.items():
                 setattr(sys.modules[name], _ROTATION, rotation)
             for module in self.forwards:
                 module.__dict__.pop("forward", None)
@@ -79,19 +79,19 @@ def _mlp_for(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def _rotation_for(module: nn.Module) -> Callable[..., Any] | None:
-    own = getattr(sys.modules.get(type(module).__module__), _ROTATION, None)
-    if own is None or not type(module).__name__.endswith("Attention"):
+    original = getattr(sys.modules.get(type(module).__module__), _ROTATION, None)
+    if original is None or not type(module).__name__.endswith("Attention"):
         return None
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
         usual = not more and not named and q.ndim == 4 and cos.ndim == 3 and cos.shape[-1] == q.shape[-1]
         if not usual or not len(q) == len(cos) == 1 or any(x.stride(-1) != 1 for x in (q, k, cos, sin)):
-            return own(q, k, cos, sin, *more, **named)
+            return original(q, k, cos, sin, *more, **named)
         return torch.ops.verl_sampler.rotate(q, k, cos, sin)
 
     q, k, cos, sin = torch.linspace(-2, 3, 96).view(4, 1, 1, 3, 8).to(next(module.parameters()).device)
     try:
-        expected = own(q, k, cos[:, 0], sin[:, 0])
+        expected = original(q, k, cos[:, 0], sin[:, 0])
         same = all(map(torch.allclose, rotate(q, k, cos[:, 0], sin[:, 0]), expected))
     except (TypeError, ValueError, RuntimeError, IndexError):
         return None

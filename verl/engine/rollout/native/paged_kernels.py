@@ -17,6 +17,7 @@ from torch import Tensor
 from verl.engine.rollout.native import step as step_rows
 
 TILE = step_rows.TILE
+_TILE_BYTES = 16 << 10
 _MASKED = tl.constexpr(-1e30)  # finite: a part without a visible key has a tiny weight, and no NaN
 _LENGTH = tl.constexpr(step_rows.LENGTH)
 _PROMPT_LENGTH = tl.constexpr(step_rows.PROMPT_LENGTH)
@@ -158,6 +159,11 @@ def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, step: Tensor
     _store[(step.shape[1],)](key, value, keys, values, step, step.shape[1], *strides, *sizes)
 
 
+def keys_at_once(cols: int, widths: tuple[int, int], dtype: torch.dtype) -> int:
+    """How many keys and values a program of `partial` holds at a time: as many as leave shared memory for two turns."""
+    return max(16, min(64, cols, _TILE_BYTES // (max(widths) * dtype.itemsize)))
+
+
 def partial(
     query: Tensor, keys: Tensor, values: Tensor, step: Tensor, out: Tensor, lse: Tensor,
     prompts: bool, scale: float, softcap: float, window: int,
@@ -168,11 +174,11 @@ def partial(
     per, d, dv = query.shape[1] // heads, query.shape[-1], values.shape[-1]
     m = max(16, triton.next_power_of_2(per * (TILE if prompts else 1)))
     widths = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(dv))
-    sizes = heads, per, keys.shape[3], d, dv, m, min(64, keys.shape[3]), *widths, splits
+    sizes = heads, per, keys.shape[3], d, dv, m, keys_at_once(keys.shape[3], widths, keys.dtype), *widths, splits
     strides, numbers = (query.stride(2), query.stride(1)), (scale, softcap, window)
     kinds = prompts, window > 0, softcap > 0.0
     _partial[(rows, heads, splits)](
-        query, keys, values, step, out, lse, rows, *strides, *numbers, *kinds, *sizes, num_warps=8 if m > 64 else 4
+        query, keys, values, step, out, lse, rows, *strides, *numbers, *kinds, *sizes, num_warps=8 if m > 64 else 4, num_stages=2,
     )  # fmt: skip
 
 

@@ -1,9 +1,15 @@
-"""Attention of a prefill: packed spans of prompts, and of responses that must be computed again."""
+"""Attention of a prefill: packed spans of prompts, and of responses that must be computed again.
+
+In half precision on a device with a flash kernel (`Platform.flash_kernel`) all spans are one call of it, else each span
+is a call of torch's attention.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,6 +20,7 @@ from torch import Tensor, nn
 from verl.engine.rollout.base import RecordedRoutes
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.models.attention import AttentionOptions
+from verl.models.flash_attention import Kernel, KernelCall, fits
 from verl.models.inputs import ImageContext, text_axes
 from verl.platform import platform_of
 from verl.trajectory import Media
@@ -73,6 +80,8 @@ class PrefillPlan:
         layer = self._pool.calls.number(module)
         self._pool.write(layer, key, value, self._places(key.shape[1]))
         query, key, value = (t.to(self._pool.compute) for t in (query, key, value))
+        if (kernel := self._kernel(query, value, options)) is not None:
+            return self._at_once(kernel, layer, query, key, value, options.scaling)
         out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
         at = 0
         for span in self._spans:
@@ -84,6 +93,45 @@ class PrefillPlan:
                 k, v = self._join(layer, *span.prompt, k, v)
             out[:, here] = self._one(query[:, :, here], k, v, options).transpose(1, 2)
         return out
+
+    def _kernel(self, query: Tensor, value: Tensor, options: AttentionOptions) -> Kernel | None:
+        """The device's kernel if it can compute this; windows that cut something are left to torch."""
+        cuts = options.sliding_window is not None and self._packed[0].max_keys > options.sliding_window
+        usable = not cuts and fits(query, value, options)
+        return platform_of(query.device).flash_kernel(query.device) if usable else None
+
+    def _at_once(
+        self, kernel: Kernel, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:  # fmt: skip
+        call, places = self._packed
+        keys_values = [x[0].transpose(0, 1) for x in (key, value)]
+        if places is not None:
+            stored = (store.flatten(0, 1) for store in self._pool.stored(layer))
+            keys_values = [store[places[0], :, places[1]].to(self._pool.compute) for store in stored]
+        packed = (x.contiguous() for x in (query[0].transpose(0, 1), *keys_values))
+        return kernel[0](*packed, call, scale)[0][None]
+
+    @cached_property
+    def _packed(self) -> tuple[KernelCall, Tensor | None]:
+        """The call for all spans, each after what it sees of earlier tokens, and the places of all keys in the cache,
+        int64 [2, keys]; None where no span has earlier tokens."""
+        queries, keys = ([n(s) for s in self._spans] for n in (lambda s: len(s.ids), lambda s: s.first + len(s.ids)))
+        ends = list(accumulate(queries)), list(accumulate(keys))
+        device = self._pool.device
+        bounds = torch.tensor([[0, *e] for e in ends], dtype=torch.int32).to(device)
+        call = KernelCall(bounds[0], bounds[1], *ends, max(queries), max(keys), True)
+        if queries == keys:
+            return call, None
+        places = [part for s in self._spans for part in self._seen(s)]
+        return call, torch.from_numpy(np.concatenate(places, axis=1)).to(device)
+
+    def _seen(self, span: PrefillSpan) -> Iterator[np.ndarray]:
+        """(row, column) of the tokens that a span's last one sees, int64 [2, tokens], in their order."""
+        g = self._pool.layout
+        for table, slot, length in filter(None, (span.prompt, (span.table, span.slot, span.start + len(span.ids)))):
+            at = np.arange(length)
+            blocks = np.array(table.blocks[slot // g.rows], np.int64)[at // g.cols]
+            yield np.stack((blocks * g.rows + slot % g.rows, at % g.cols))
 
     def _places(self, heads: int) -> Tensor:
         if heads not in self._index:

@@ -64,12 +64,12 @@ def _linears(model: nn.Module) -> list[Any]:
 
 def _siblings(model: nn.Module, linears: list[Any]) -> list[list[Any]]:
     """The linear layers, those of one module together that by their names read the same input."""
-    groups, known = [], set(linears)
+    groups, copied = [], set(linears)
     for parent in model.modules():
         for names in _SAME_INPUT:
             layers = [getattr(parent, name, None) for name in names]
-            alike = {(layer.in_features, layer.bias is None) for layer in layers if layer in known}
-            if known.issuperset(layers) and len(alike) == 1:
+            alike = {(layer.in_features, layer.bias is None) for layer in layers if layer in copied}
+            if copied.issuperset(layers) and len(alike) == 1:
                 groups.append(layers)
     joined = {layer for layers in groups for layer in layers}
     return [*groups, *([layer] for layer in linears if layer not in joined)]

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from verl.trajectory import Media
 
 _BYTES_PER_CHARACTER = 4
+# On a device a pass for a few tokens costs as much as a decode step: responses that wait are admitted together, when so
+# large a share of all places is free, or one for each of them.
+_ADMITTED_SHARE = 8
 _PLACES = 8  # sequences that may be in the cache for each that may be sampled at a time: sessions that wait for a tool
 
 
@@ -175,6 +178,9 @@ class Scheduler:
         last_row: dict[int, int] = {}
         for request in [r for r in self.running if not r.ready]:
             self._feed(request, work, last_row)
+        places = self.most_running - len(self.running)
+        if self.responses.pool.paged and places < min(len(self.waiting), self.most_running // _ADMITTED_SHARE):
+            return work if work.spans else None
         while self.waiting and work.tokens < self._budget and self._admit(self.waiting[0]):
             self._feed(self.running[-1], work, last_row)
         return work if work.spans else None
