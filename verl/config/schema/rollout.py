@@ -219,7 +219,8 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         prompt_length: Longest prompt.
         response_length: A response never exceeds it.
         dtype: Precision of sampling; null = the trainer's.
-        tensor_model_parallel_size: Devices per engine; null = the fewest the model fits in.
+        tensor_model_parallel_size: Devices per engine; null = the fewest the model fits in. vllm: more than a node has, in
+            whole nodes.
         data_parallel_size: Copies of the model. Each is an engine of its own, unless `expert_parallel_size` > 1: then they
             are one engine, and share the experts.
         expert_parallel_size: Devices over which whole experts are spread: tensor × data parallel size, or 1 (each device
