@@ -85,6 +85,8 @@ def _engine_layout(report: Report) -> None:
         message = f"more than the {per_node} devices of the node ({pool_key}.n_gpus_per_node); lower it"
         whole = f" or make it a multiple of {per_node}" if engine.several_nodes else ": an engine stays on one node"
         report.refuse(at, message + (whole if place.nnodes > 1 else ""))
+    elif spans and report.model is not None and (report.model.lora_rank or report.model.lora_adapter_path):
+        report.refuse(at, f"with LoRA an engine stays on one node, which has the adapter's files; at most {per_node}")
     elif not engine.tensor_parallel:
         if tensor > 1 and report.ppo:
             report.notice(f"{at}: a {rollout.name} engine runs on one device; there are more engines")

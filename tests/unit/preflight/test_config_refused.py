@@ -329,6 +329,13 @@ ALSO_REFUSED = [
         "more than the 3 devices of the node (trainer.n_gpus_per_node); lower it or make it a multiple of 3",
     ),
     (
+        [
+            f"{ARR}={{rollout:{{tensor_model_parallel_size:4,name:vllm}},model:{{lora_rank:8}}}}",
+            "trainer={nnodes:2,n_gpus_per_node:2}",
+        ],
+        "with LoRA an engine stays on one node",
+    ),
+    (
         [f"{ARR}.rollout={{tensor_model_parallel_size:4,name:vllm}}", "trainer={nnodes:3,n_gpus_per_node:2}"],
         "an engine of 4 devices does not divide the pool of 6",
     ),

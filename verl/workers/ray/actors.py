@@ -68,6 +68,7 @@ class SpanningRollout(RolloutWorker):
         with socket.create_server((here[1], 0)) as server:
             port = server.getsockname()[1]
         self._places = [NodePart(i, len(addresses), own, here[1], port) for i, own in enumerate(addresses)]
+        self._watching: asyncio.Task[None] | None = None
         self._parts = [RolloutActor.options(**options).remote(config, number) for *_, options in others]
 
     async def start(self, part: NodePart | None = None) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class SpanningRollout(RolloutWorker):
 
     async def close(self) -> None:
         """See `RolloutWorker.close`."""
-        if self.engine is not None:
+        if self._watching is not None:
             self._watching.cancel()
         await super().close()
         for part in self._parts:
