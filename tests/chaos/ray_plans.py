@@ -157,6 +157,22 @@ async def generate(self, *args, **kwargs):
 VLLMEngine.generate = generate
 """
 
+DYING_PART = """
+import os, signal
+from pathlib import Path
+from verl.engine.rollout.vllm.part import VLLMPart
+
+mark = Path("{mark}")
+
+def dead(self):
+    if mark.exists():
+        mark.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return False
+
+VLLMPart.dead = property(dead)
+"""
+
 
 def plan(folder: Path, name: str, text: str, **values: object) -> dict[str, str]:
     """Write the module; returns the environment that makes a run import it."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import vllm_processes
+from tests.chaos import ray_plans
+from tests.chaos.ray_runs import events, log_of, nothing_lost, started, steps_logged, until
 from tests.runs import TinyRun, main_ppo, records
 from tests.vllm_cases import require_vllm, vllm_model
 
@@ -41,3 +45,33 @@ def test_two_steps_over_ray(tmp_path: Path) -> None:
     assert sorted(found) == [1, 2]
     assert found[2]["actor/grad_norm"] > 0
     assert found[2]["training/rollout_logprob_abs_diff/mean"] < 0.1
+
+
+def over_two_nodes(folder: Path) -> list[str]:
+    """Tensor parallel 2 on nodes of one device each."""
+    path = vllm_model(folder / "heads", "qwen2", tied=True)
+    words = [f"actor_rollout_ref.model.path={path}", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    return [*words, "trainer.save_freq=-1", "trainer.verify_weight_sync=True"]
+
+
+def test_one_engine_over_two_nodes(tmp_path: Path, fork_server: Any, tiny: TinyRun, ray_address: str) -> None:
+    out, words = tmp_path / "out", over_two_nodes(tmp_path)
+    with started(fork_server, tiny, ray_address, out, *words, **vllm_processes.variables()) as run:
+        assert run.wait(300) == 0, log_of(out)[-4000:]
+    assert "1 sampler" in events(out, "plan")[0]["device"]
+    nothing_lost(out, [1, 2])
+
+
+def test_one_of_its_nodes_fails(tmp_path: Path, fork_server: Any, tiny: TinyRun, ray_address: str) -> None:
+    """Both nodes sample alone, and get the weights by relay."""
+    out, mark = tmp_path / "out", tmp_path / "mark"
+    words = [*over_two_nodes(tmp_path), "trainer.nnodes=1", f"{ROLLOUT}.nnodes=2", "trainer.total_training_steps=6"]
+    forked, plug = vllm_processes.variables(), ray_plans.plan(tmp_path, "dying_part", ray_plans.DYING_PART, mark=mark)
+    plugins = ",".join(env["VERL_USE_EXTERNAL_MODULES"] for env in (forked, plug))
+    environment = forked | plug | {"VERL_USE_EXTERNAL_MODULES": plugins}
+    with started(fork_server, tiny, ray_address, out, *words, **environment) as run:
+        until(lambda: steps_logged(out) >= 1, run, out)
+        mark.touch()
+        assert run.wait(300) == 0, log_of(out)[-4000:]
+    assert not mark.exists() and len(events(out, "sampler_died")) == len(events(out, "sampler_restarted")) == 1
+    nothing_lost(out, range(1, 7))

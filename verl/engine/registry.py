@@ -110,6 +110,7 @@ class Capabilities:
     in_place_weights   in one process it samples from the trainer's own tensors (`RolloutEngineRecord.attach`): nothing
                        is transferred, and nothing can be sampled while they are trained
     tensor_parallel    one engine may span several devices, each with a part of every matrix
+    several_nodes      these may be on several nodes (`RolloutEngineRecord.span`)
     lora               it adds LoRA adapters itself; otherwise it gets merged weights
     lora_ranks         ranks that it allocates memory for, ascending; empty: exactly the adapter's
     lora_experts, lora_head   it adds adapters of expert layers, of the output layer, itself; otherwise it gets merged
@@ -122,6 +123,7 @@ class Capabilities:
     dtypes: tuple[str, ...] = tuple(_SHORT.values())[:3]
     in_place_weights: bool = False
     tensor_parallel: bool = True
+    several_nodes: bool = False
     lora: bool = True
     lora_ranks: tuple[int, ...] = ()
     lora_experts: bool = True
@@ -130,6 +132,18 @@ class Capabilities:
     videos: tuple[str, ...] = ()
     image_transformers: str = ""
     routes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodePart:
+    """The part of an engine on the `number`th of its `count` nodes; `address` is that node's. The parts meet at
+    first_address:port; there is the engine, the others hold what it calls."""
+
+    number: int
+    count: int
+    address: str
+    first_address: str
+    port: int
 
 
 class RolloutEngineRecord(EngineRecord):
@@ -144,6 +158,11 @@ class RolloutEngineRecord(EngineRecord):
     def build(self, config: Config, tokenizer: Any, platform: Platform) -> Any:
         """A `RolloutEngine` that is a `WeightReceiver`, with weights of its own. UserError if it cannot be built."""
         return resolve_name(self.builder)(config, tokenizer, platform)
+
+    def span(self, config: Any, part: NodePart) -> None:
+        """Have `build` make one part of an engine on several nodes (`Capabilities.several_nodes`): on the first node the
+        engine, on another an object with `readers`, `weights_dtype`, `dead` and `close` of one."""
+        raise NotImplementedError(f"{self.name} runs on one node")
 
     def attach(self, config: Config, tokenizer: Any, trainer: TrainingEngine) -> Any:
         """A `RolloutEngine` on the tensors of a training engine of this process (`Capabilities.in_place_weights`)."""

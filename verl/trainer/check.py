@@ -79,10 +79,14 @@ def _engine_layout(report: Report) -> None:
     if facts is not None and facts.heads and facts.heads % tensor:
         heads = f"the model's {facts.heads} attention heads; use one of {divisors(facts.heads)}"
         report.refuse(at, f"does not divide {heads}")
-    if tensor > per_node:
+    spans = tensor > per_node and tensor == one and not tensor % per_node and engine.several_nodes
+    if tensor > per_node and not (spans and place.nnodes > 1):
         pool_key = "trainer" if place is report.trainer else key
         message = f"more than the {per_node} devices of the node ({pool_key}.n_gpus_per_node); lower it"
-        report.refuse(at, message + ("" if place.nnodes == 1 else ": an engine stays on one node"))
+        whole = f" or make it a multiple of {per_node}" if engine.several_nodes else ": an engine stays on one node"
+        report.refuse(at, message + (whole if place.nnodes > 1 else ""))
+    elif spans and report.model is not None and (report.model.lora_rank or report.model.lora_adapter_path):
+        report.refuse(at, f"with LoRA an engine stays on one node, which has the adapter's files; at most {per_node}")
     elif not engine.tensor_parallel:
         if tensor > 1 and report.ppo:
             report.notice(f"{at}: a {rollout.name} engine runs on one device; there are more engines")
@@ -90,7 +94,7 @@ def _engine_layout(report: Report) -> None:
         message = f"an engine of {size} devices does not divide the pool of {pool}"
         product = f"{key}: tensor × pipeline × data parallel = {size}"
         report.refuse(product, f"{message}; use one of {divisors(per_node)}")
-    elif per_node % one:
+    elif per_node % one and not spans:
         message = f"an engine of {one} devices does not divide the {per_node} of a node"
         report.refuse(f"{key}: tensor × data parallel = {one}", f"{message}; use one of {divisors(per_node)}")
     elif copies > 1 and one == tensor:

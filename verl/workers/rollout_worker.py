@@ -18,6 +18,7 @@ import numpy as np
 from verl.config import Map
 from verl.data.rows import text_of
 from verl.data.tokenizer import tokenizer_of
+from verl.engine.registry import ROLLOUT_ENGINES, NodePart
 from verl.engine.rollout.base import Completion, EngineDead
 from verl.platform import detect, processes, thread_stacks
 from verl.platform.processes import Identity
@@ -52,12 +53,15 @@ class RolloutWorker(Profiled):
         """Of this process, before anything is loaded."""
         return os.getpid()
 
-    async def start(self) -> dict[str, Any]:
-        """Build the engine. Its weights are good after the first `receive_weights`. UserError if it cannot be.
+    async def start(self, part: NodePart | None = None) -> dict[str, Any]:
+        """Build the engine, or its part on this node. Its weights are good after the first `receive_weights`. UserError if
+        it cannot be.
 
         Returns what a sender of weights has to know: who reads, and the data type to send (None: as they are).
         """
         prepare_process(self.config)
+        if part is not None:
+            ROLLOUT_ENGINES.named(self.config.actor_rollout_ref.rollout.name).span(self.config, part)
         model = self.config.actor_rollout_ref.model
         tokenizer = tokenizer_of(model, self.config.data.tokenizer)
         platform = detect(self.config.trainer.device)
@@ -138,7 +142,7 @@ class RolloutWorker(Profiled):
 
     async def alive(self) -> None:
         """Returns; EngineDead if the engine can answer nothing any more."""
-        if self.engine.dead:
+        if self._death or self.engine.dead:
             raise self._note_death(RuntimeError("found before a transfer of weights"))
 
     async def abort(self, request_ids: list[str] | None) -> None:
@@ -173,9 +177,18 @@ class RolloutWorker(Profiled):
         return await asyncio.to_thread(self.engine.try_channel, places, timeout)
 
     async def relay_weights(
-        self, rendezvous: dict[str, Any], rank: int, channel: str, readers: list[Identity], timeout: float
+        self,
+        rendezvous: dict[str, Any],
+        rank: int,
+        channel: str,
+        readers: list[Identity],
+        timeout: float,
+        node: str = "",
     ) -> None:
-        """Take part in a broadcast for this node, and hand it on to the node's readers, this worker's among them."""
+        """Take part in a broadcast for this node, and hand it on to the node's readers, this worker's among them.
+
+        node: which one, of those of an engine on several.
+        """
         backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
         platform = detect(self.config.trainer.device)
 

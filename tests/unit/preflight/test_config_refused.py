@@ -325,6 +325,21 @@ ALSO_REFUSED = [
     ([f"{ARR}.rollout.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=3"], "use one of 1, 2, 4"),
     ([f"{ARR}.rollout.data_parallel_size=2", f"{ARR}.rollout.name=vllm", "trainer.n_gpus_per_node=3"], "pool of 3"),
     (
+        [f"{ARR}.rollout={{tensor_model_parallel_size:4,name:vllm}}", "trainer={nnodes:2,n_gpus_per_node:3}"],
+        "more than the 3 devices of the node (trainer.n_gpus_per_node); lower it or make it a multiple of 3",
+    ),
+    (
+        [
+            f"{ARR}={{rollout:{{tensor_model_parallel_size:4,name:vllm}},model:{{lora_rank:8}}}}",
+            "trainer={nnodes:2,n_gpus_per_node:2}",
+        ],
+        "with LoRA an engine stays on one node",
+    ),
+    (
+        [f"{ARR}.rollout={{tensor_model_parallel_size:4,name:vllm}}", "trainer={nnodes:3,n_gpus_per_node:2}"],
+        "an engine of 4 devices does not divide the pool of 6",
+    ),
+    (
         [
             f"{ARR}.rollout={{data_parallel_size:4,expert_parallel_size:4,name:vllm}}",
             "trainer={nnodes:2,n_gpus_per_node:2}",

@@ -46,6 +46,11 @@ def test_one_channel_a_node_written_by_its_first_rank_or_relayed() -> None:
     assert [w is not None for w in routes.writes] == [True, False, True, False]
     assert list(routes.relayed) == ["C"] and not routes.on_device
     assert routes.places[hosts[2]] == [("x-A", 2)]
+    over_two = host(9, "A", ["", ""])
+    over_two.reader_nodes = ["A", "C"]
+    routes = by_node(["A", "A", "B", "B"], [*hosts, over_two], "x")
+    check(routes, [*hosts, over_two])
+    assert [channel for channel, _ in routes.places[over_two]] == ["x-A", "x-C"]
     assert by_node(["A", "D"], hosts, "x").writes[1] is None, "a node without a sampler gets no channel"
 
 

@@ -221,7 +221,8 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         single_turn_response_length: Most tokens of one turn of the model in a dialogue; null = what the response may
             still have.
         dtype: Precision of sampling; null = the trainer's.
-        tensor_model_parallel_size: Devices per engine; null = the fewest the model fits in.
+        tensor_model_parallel_size: Devices per engine; null = the fewest the model fits in. vllm: more than a node has, in
+            whole nodes.
         data_parallel_size: Copies of the model. Each is an engine of its own, unless `expert_parallel_size` > 1: then they
             are one engine, and share the experts.
         expert_parallel_size: Devices over which whole experts are spread: tensor × data parallel size, or 1 (each device

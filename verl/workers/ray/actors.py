@@ -3,6 +3,8 @@ what Ray needs."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -12,11 +14,15 @@ import ray
 from ray import exceptions as faults
 
 from verl.config import Map
+from verl.engine.registry import NodePart
+from verl.engine.rollout.base import EngineDead
 from verl.tracking.profiler import ProfilePlan, open_profiler
-from verl.workers.ray.calls import WorkerHandle
+from verl.workers.ray.calls import WorkerHandle, reason
 from verl.workers.ray.replicas import ReplicaPool
 from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.training_worker import Worker
+
+_LOOK_S = 2.0
 
 
 class RayWorker(Worker):
@@ -43,10 +49,68 @@ class RayWorker(Worker):
         threading.Event().wait()
 
 
+class SpanningRollout(RolloutWorker):
+    """A sampler on several nodes. The engine is here, on the first; on each other node a process, which this one starts
+    and which ends with it, holds the part of that node.
+
+    here: this node and its address; others: of each other node the same, and the options of its actor.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        number: int,
+        here: tuple[str, str],
+        others: Sequence[tuple[str, str, dict[str, Any]]],
+    ):
+        super().__init__(config, number)
+        self._nodes, addresses = [here[0], *(other[0] for other in others)], [here[1], *(other[1] for other in others)]
+        with socket.create_server((here[1], 0)) as server:
+            port = server.getsockname()[1]
+        self._places = [NodePart(i, len(addresses), own, here[1], port) for i, own in enumerate(addresses)]
+        self._watching: asyncio.Task[None] | None = None
+        self._parts = [RolloutActor.options(**options).remote(config, number) for *_, options in others]
+
+    async def start(self, part: NodePart | None = None) -> dict[str, Any]:
+        """See `RolloutWorker.start`; "nodes": of each reader."""
+        others = [other.start.remote(place) for other, place in zip(self._parts, self._places[1:], strict=True)]
+        facts = await super().start(self._places[0])
+        local = len(facts["readers"]) // len(self._nodes)
+        readers = [facts["readers"][:local], *(other["readers"] for other in await asyncio.gather(*others))]
+        facts["readers"] = [reader for of_node in readers for reader in of_node]
+        facts["nodes"] = [node for node in self._nodes for _ in range(local)]
+        self._watching = asyncio.create_task(self._watch())
+        return facts
+
+    async def _watch(self) -> None:
+        """The engine cannot answer when a part of it is gone, and may not notice."""
+        try:
+            while True:
+                await asyncio.gather(*(part.alive.remote() for part in self._parts))
+                await asyncio.sleep(_LOOK_S)
+        except Exception as error:
+            self._note_death(EngineDead(f"on another of its nodes: {reason(error)}"))
+            self._wakeup.set()
+
+    async def relay_weights(self, *args: Any, node: str = "") -> None:
+        """See `RolloutWorker.relay_weights`."""
+        number = self._nodes.index(node)
+        await (self._parts[number - 1].relay_weights.remote(*args) if number else super().relay_weights(*args))
+
+    async def close(self) -> None:
+        """See `RolloutWorker.close`."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await super().close()
+        for part in self._parts:
+            ray.kill(part)
+
+
 # Ray's annotations know neither `concurrency_groups` nor `max_concurrency`.
 _remote: Any = ray.remote
 WorkerActor = _remote(max_restarts=0, concurrency_groups={"watch": 1})(RayWorker)
 RolloutActor = _remote(max_restarts=0, max_concurrency=64)(RolloutWorker)
+SpanningActor = _remote(max_restarts=0, max_concurrency=64)(SpanningRollout)
 
 
 class WorkerProfiler:

@@ -17,7 +17,7 @@ from verl.tracking.profiler import nsight_options, plan_of
 from verl.workers.build import judge_config
 from verl.workers.compare_nodes import needs_of
 from verl.workers.group import WorkerGroup
-from verl.workers.ray.actors import RolloutActor, WorkerActor, WorkerProfiler
+from verl.workers.ray.actors import RolloutActor, SpanningActor, WorkerActor, WorkerProfiler
 from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle, kill
 from verl.workers.ray.cluster import LOOPBACK, Cluster, address_of
 from verl.workers.ray.nodes import Agents
@@ -247,33 +247,49 @@ class _Builder:
         config: Config | None = None,
         label: str = "sampler",
     ) -> list[Replica]:
-        """Replicas of `tensor_model_parallel_size` devices each, not started; if `shared`, on the ranks' devices.
+        """Replicas of `sampler_devices` each, of one node or of whole ones, not started; if `shared`, on the ranks' devices.
 
         config: what they are built from, if it is not the run's; label: their names begin with it.
         """
         size = sampler_devices((config or self.config).actor_rollout_ref.rollout)
         plain = self.plain if config is None else for_elsewhere(config)
-        replicas, engines = [], pool.per_node // size
-        for number in range(pool.nodes * engines):
-            bundle, place = divmod(number, engines)
-            if shared is None:
-                options = pool.owner_options(bundle, size)
-            else:
-                first = bundle * pool.per_node + place * size
-                visible = [device for rank in shared[first : first + size] for device in rank]
-                options = pool.guest_options(bundle, visible)
+        spanned, local = max(1, size // pool.per_node), min(size, pool.per_node)
+        replicas = []
+        for number in range(pool.devices // size):
+            bundle, place = divmod(number * size, pool.per_node)
+            options = []
+            for each in range(bundle, bundle + spanned):
+                if shared is None:
+                    options.append(pool.owner_options(each, local))
+                else:
+                    first = each * pool.per_node + place
+                    visible = [device for rank in shared[first : first + local] for device in rank]
+                    options.append(pool.guest_options(each, visible))
             node = pool.node_of(bundle)
-            create = partial(self._sampler, options, plain, number, label)
+            create = partial(self._sampler, pool, bundle, options, plain, number, label)
             again = partial(self._sampler_again, pool, bundle, create)
             replicas.append(Replica(number, again, create(node), node))
         return replicas
 
     def _sampler(
-        self, options: dict[str, Any], plain: dict[str, Any], number: int, label: str, node: str
+        self,
+        pool: DevicePool,
+        bundle: int,
+        options: list[dict[str, Any]],
+        plain: dict[str, Any],
+        number: int,
+        label: str,
+        node: str,
     ) -> WorkerHandle:
-        """The process of a sampler; its engine is not there yet. It ends with the run."""
-        handle = RolloutActor.options(**options).remote(plain, number)
-        worker = WorkerHandle(handle, f"{label} {number}", self.cluster.addresses()[node])
+        """The process of a sampler, on `node`; its engine is not there yet. It ends with the run. options: of its actor,
+        and of those on the nodes of the bundles that follow."""
+        addresses, arguments, kind = self.cluster.addresses(), [plain, number], RolloutActor
+        if len(options) > 1:
+            nodes = [pool.node_of(bundle + i) for i in range(1, len(options))]
+            others = [(other, addresses[other], o) for other, o in zip(nodes, options[1:], strict=True)]
+            kind, arguments = SpanningActor, [*arguments, (node, addresses[node]), others]
+        handle = kind.options(**options[0]).remote(*arguments)
+        worker = WorkerHandle(handle, f"{label} {number}", addresses[node])
         self.workers.append(worker)
         return worker
 

@@ -57,9 +57,12 @@ def by_node(nodes: Sequence[str], replicas: Sequence[Replica], name: str) -> Tra
     readers: dict[str, list[Identity]] = {}
     places: dict[Replica, list[Place]] = {}
     for replica in replicas:
-        mine = readers.setdefault(replica.node, [])
-        places[replica] = [(_channel(name, replica.node), len(mine) + i) for i in range(len(replica.readers))]
-        mine += replica.readers
+        places[replica] = []
+        reader_nodes = replica.reader_nodes or [replica.node] * len(replica.readers)
+        for reader, node in zip(replica.readers, reader_nodes, strict=True):
+            mine = readers.setdefault(node, [])
+            places[replica].append((_channel(name, node), len(mine)))
+            mine.append(reader)
     writes = [
         (_channel(name, node), readers[node]) if node in readers and node not in nodes[:rank] else None
         for rank, node in enumerate(nodes)
@@ -219,7 +222,7 @@ class RemoteWeightSync(WeightSync):
         arguments[0] = (*arguments[0], rendezvous)
         relays = []
         for rank, (node, (channel, readers)) in enumerate(plan.relayed.items(), 1):
-            replica = next(replica for replica in replicas if replica.node == node)
+            replica = next(replica for replica in replicas if node in (replica.node, *replica.reader_nodes))
             relay = replica.worker.handle.relay_weights
-            relays.append(relay.remote(rendezvous, rank, channel, readers, _TIMEOUT_S))
+            relays.append(relay.remote(rendezvous, rank, channel, readers, _TIMEOUT_S, node=node))
         return relays

@@ -74,13 +74,14 @@ class _Waiting:
 @dataclass(slots=True, eq=False)
 class Replica:
     """One engine. `start()` makes a fresh worker in the place of a dead one, blocking; it returns the worker, its node,
-    and what `RolloutWorker.start` says."""
+    and what `RolloutWorker.start` says. `reader_nodes`: of each reader, where they are not all on `node`."""
 
     number: int
     start: Callable[[], tuple[WorkerHandle, str, dict[str, Any]]]
     worker: WorkerHandle
     node: str
     readers: list[Identity] = field(default_factory=list)
+    reader_nodes: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     dtype: str | None = None
     queue: list[GenerateRequest] = field(default_factory=list)
@@ -110,6 +111,7 @@ class Replica:
         """Note what `RolloutWorker.start` returned."""
         self.worker.pid, self.dtype, self.devices = facts["pid"], facts["dtype"], list(facts["devices"])
         self.readers = [(int(pid), int(start), int(space)) for pid, start, space in facts["readers"]]
+        self.reader_nodes = facts.get("nodes", [])
 
     def count(self, request: GenerateRequest, change: int) -> None:
         """Note that a request is under way here (1) or is no more (-1)."""

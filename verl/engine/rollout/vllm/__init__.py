@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from verl.config.model_facts import QWEN_VISION
-from verl.engine.registry import Capabilities, EngineCheck, RolloutEngineRecord
+from verl.engine.registry import Capabilities, EngineCheck, NodePart, RolloutEngineRecord
 from verl.engine.rollout.vllm import kwargs
 
 
@@ -26,6 +29,7 @@ class VLLM(RolloutEngineRecord):
         lora_head=False,
         images=QWEN_VISION,
         routes=True,
+        several_nodes=True,
     )
     unread = {  # noqa: RUF012
         "multi_stage_wake_up disable_log_stats calculate_log_probs": "the vllm engine always does what is best here"
@@ -34,6 +38,12 @@ class VLLM(RolloutEngineRecord):
     def check(self, check: EngineCheck) -> None:
         """See `EngineRecord.check`."""
         kwargs.check(check, self.installed)
+
+    def span(self, config: Any, part: NodePart) -> None:
+        """See `RolloutEngineRecord.span`."""
+        meeting = {"nnodes": part.count, "master_addr": part.first_address, "master_port": part.port}
+        config.actor_rollout_ref.rollout.engine_kwargs.vllm |= {"node_rank": part.number, **meeting}
+        os.environ.setdefault("VLLM_HOST_IP", part.address)
 
 
 ENGINE = VLLM()

@@ -35,6 +35,7 @@ from verl.engine.rollout.vllm.arguments import (
 from verl.engine.rollout.vllm.batch import BatchCall
 from verl.engine.rollout.vllm.images import ImageInputs
 from verl.engine.rollout.vllm.kwargs import check_images, vllm_arguments
+from verl.engine.rollout.vllm.part import VLLMPart
 from verl.engine.rollout.vllm.requests import completion
 from verl.engine.rollout.vllm.weights import AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
@@ -320,8 +321,11 @@ class VLLMEngine(HostedEngine):
             self._adapter.remove()
 
 
-def build(config: Config, tokenizer: Any, platform: Platform) -> VLLMEngine:
-    """The engine of a run, to be filled by a weight transfer. UserError where it cannot be used so."""
+def build(config: Config, tokenizer: Any, platform: Platform) -> VLLMEngine | VLLMPart:
+    """The engine of a run, to be filled by a weight transfer, or its part on this node. UserError where it cannot be
+    used so."""
+    if config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("node_rank"):
+        return VLLMPart(config, platform)
     model = config.actor_rollout_ref.model
     settings = engine_settings(config, trainer_dtype(config, platform))
     settings["eos_token_ids"] = end_token_ids(load_config(model.path, model), model.path, tokenizer)

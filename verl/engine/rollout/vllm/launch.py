@@ -136,14 +136,19 @@ def environment(cpu: bool, ranks: int, folder: str) -> Iterator[None]:
 
 
 def start(arguments: dict[str, Any]) -> Any:
-    """vLLM's asynchronous engine. UserError or RuntimeError gives vLLM's message. Its processes end with this one."""
+    """vLLM's asynchronous engine; of an engine on several nodes, on another than the first: the executor of the workers
+    there. UserError or RuntimeError gives vLLM's message. Its processes end with this one."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     mark = started_by(os.getpid())
     try:
         os.environ |= mark
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        parsed = AsyncEngineArgs(**arguments)
+        if arguments.get("node_rank"):
+            return MultiprocExecutor(parsed.create_engine_config(headless=True))
+        return AsyncLLM.from_engine_args(parsed)
     except (ValueError, TypeError) as error:
         raise UserError(f"vLLM refuses its arguments: {str(error)[:1500]}") from error
     except RuntimeError as error:

@@ -42,16 +42,20 @@ class WorkerWeights:
     def verl_begin(self, driver: int, started: int, folder: str) -> dict[str, Any]:
         """End with the process `driver` (that started at `started`), however it ends, and remove its `folder` then.
         Returns "processes": this one and its parent, each as (pid, start time); "device": the id of this worker's;
-        "shared": see `remove_shared`; "routed": the numbers of the layers with experts."""
+        "shared": see `remove_shared`; "routed": the numbers of the layers with experts. On another node than the engine's
+        it ends with its parent, and has no processes to tell of."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         worker: Any = self
         modules = worker.model_runner.get_model().modules()
+        processes = [(pid, process_start_time(pid)) for pid in (os.getpid(), os.getppid())]
+        if worker.vllm_config.parallel_config.node_rank:
+            (_, (driver, started)), folder, processes = processes, "", []
         threading.Thread(
             target=_end_with, args=(driver, started, folder), name="verl-driver-watch", daemon=True
         ).start()
         return {
-            "processes": [(pid, process_start_time(pid)) for pid in (os.getpid(), os.getppid())],
+            "processes": processes,
             "device": platform_of(worker.device).memory_id(worker.device),
             "shared": os.environ.get(_SHARED, ""),
             "routed": sorted(module.layer_id for module in modules if isinstance(module, MoERunner)),
