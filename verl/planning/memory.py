@@ -11,8 +11,8 @@ from __future__ import annotations
 from verl.planning.calibration import CALIBRATED, Calibration
 from verl.planning.workload import Role, Sampler
 
-LOGIT_BLOCK = 2**27
-"""Bytes of a block of logits on a device (`verl.engine.training.log_prob`)."""
+LOGIT_BLOCK, HOST_LOGIT_BLOCK = 2**27, 2**23
+"""Bytes of a block of logits on a device, on a processor (`verl.engine.training.log_prob`)."""
 
 Parts = dict[str, float]
 
@@ -58,7 +58,8 @@ def passing(role: Role, tokens: float, update: bool, c: Calibration = CALIBRATED
     local = tokens / p.sequence
     layers = m.layers / p.pipeline
     layer = local * layer_bytes(role, c)
-    head = 3.0 * LOGIT_BLOCK if not role.value else 0.0
+    block = HOST_LOGIT_BLOCK if role.on_host else LOGIT_BLOCK
+    head = 0.0 if role.value else 3.0 * block
     if role.full_logits and not role.value:
         head = c.logit * (1.0 if update else 0.4) * m.vocabulary * local / p.tensor
     if not update:

@@ -17,7 +17,7 @@ from verl.planning.workload import Role
 
 ROOM = 0.94
 """Share of a device's memory that a run can fill: the driver, libraries and fragments take the rest."""
-PROCESS = 0.65 * GIB
+PROCESS = 0.5 * GIB
 """What the libraries take of the host's memory where the device is the processor."""
 HOST_LINK = 25e9
 """Bytes a second between a device and the host."""

@@ -20,7 +20,7 @@ class Role:
     recompute      None: where activations would not fit; offload_activations: kept activations go to the host
     full_logits    logits are written out
     value          one number a token in place of logits
-    width          bytes of the compute type
+    width          bytes of the compute type; on_host: the devices are processors
     """
 
     model: ModelSize
@@ -37,6 +37,7 @@ class Role:
     full_logits: bool = False
     value: bool = False
     width: int = 2
+    on_host: bool = False
 
     @property
     def rows(self) -> int:
@@ -106,13 +107,14 @@ class Sampler:
     sleeps: bool = True
     preallocates: bool = True
     adapter: int = 0
+    cache_width: int | None = None
     bucket: float = 2.0**31
 
     @property
     def token_bytes(self) -> float:
         """Cache of one token on one device."""
         keys = self.model.cached * self.model.attending
-        return float(keys * self.width) / min(self.tensor, max(1, self.model.heads))
+        return float(keys * (self.cache_width or self.width)) / min(self.tensor, max(1, self.model.heads))
 
     @property
     def weights(self) -> float:
