@@ -56,7 +56,7 @@ def training_seconds(
     passes = c.traffic + (c.adapters if role.adapter else 0.0)
     seconds += local * m.layers * units * passes * work.visits / device.bandwidth
     micros = max(1.0, math.ceil(tokens / role.rows / role.micro_tokens))
-    launches = 0.0 if device.on_host else c.launch * micros * m.layers / p.pipeline * work.visits
+    launches = c.launch * micros * m.layers / p.pipeline * work.visits
     bubble = (p.pipeline - 1) / micros
     computing = max(seconds, _moving(role, work, micros, device)) + _exchanging(role, work, tokens, device)
     return (computing + launches) * (1 + bubble)
@@ -106,10 +106,9 @@ def sampling_seconds(sampler: Sampler, step: Step, device: Device, cache: float,
     read += live * context * sampler.token_bytes * sampler.tensor
     moved = read / sampler.tensor / (device.bandwidth * c.stream)
     computed = live * (flops + 2 * m.pairs(context)) / (peak * c.dense)
-    if device.on_host:  # a processor does one after the other
-        return prefill + waves * step.response * (moved + computed)
     overhead = c.decode * m.layers * (1 if sampler.tensor == 1 else 3)
-    return prefill + waves * step.response * (max(moved, computed) + overhead)
+    busy = moved + computed if device.on_host else max(moved, computed)  # a processor does one after the other
+    return prefill + waves * step.response * (busy + overhead)
 
 
 def optimizer_seconds(role: Role, device: Device) -> float:

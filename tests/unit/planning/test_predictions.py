@@ -28,6 +28,10 @@ def test_the_measured_steps_that_judge():
     assert plan_errors.median(sizes) < 0.1 and plan_errors.median(times) < 0.2
 
 
+def test_our_own_steps_on_a_processor():
+    assert plan_errors.median([planned / measured - 1 for _, planned, measured in plan_errors.host_rows()]) < 0.1
+
+
 def peak(role: Role) -> float:
     return memory.total(memory.state(role)) + memory.total(memory.passing(role, role.micro_tokens, update=True))
 
