@@ -119,7 +119,8 @@ class Sampler:
     @property
     def weights(self) -> float:
         """Bytes of its weights on one device."""
-        return float(self.model.total * self.width) / self.tensor
+        experts = self.model.experts
+        return self.width * ((self.model.total - experts) / self.tensor + experts / max(self.tensor, self.expert))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,8 +90,12 @@ def test_search_ranks_what_fits():
     steps = [candidate.step for _, candidate in found]
     assert found and all(candidate.fits for _, candidate in found) and steps == sorted(steps)
     assert steps[0] <= plan(config, QWEN3_8B, H100).step
-    megatron = search(load(command(f"{ACTOR}.strategy=megatron")), QWEN3_30B, H100)
-    assert all(candidate.fits for _, candidate in megatron)
+    words = command(f"{ACTOR}.strategy=megatron", "trainer.nnodes=2")
+    megatron = search(load(words), QWEN3_30B, H100)
+    assert megatron
+    for base, model, (keys, candidate) in [(command(), QWEN3_8B, found[0]), (words, QWEN3_30B, megatron[0])]:
+        again = load([*base, *(f"{key}={value}" for key, value in keys.items())])
+        assert plan(again, model, H100).step == pytest.approx(candidate.step)
     assert not search(load(command(n=1)), QWEN3_30B, H100)
 
 
