@@ -67,11 +67,10 @@ def workload(
         if not reference_is_base(config):
             roles["ref"] = _reference(config, model, actor)
             offload["ref"] = _offloaded(placement(arr.ref))
-    if config.critic.enable:
+    if config.critic.enable and "critic" not in own_pools(config):
         passes.append(("values", "critic"))
-        if "critic" not in own_pools(config):
-            roles["critic"] = _critic(config, model, device, longest)
-            offload["critic"] = _offloaded(placement(config.critic))
+        roles["critic"] = _critic(config, model, device, longest)
+        offload["critic"] = _offloaded(placement(config.critic))
     step = Step(
         prompts=data.train_batch_size,
         responses=arr.rollout.n,
@@ -116,6 +115,9 @@ def _role(config: Any, path: str, model_group: Any, model: ModelSize, device: De
         full_logits=model_group.use_fused_kernels is False,
         width=_width(placed.dtype, device),
         on_host=device.on_host,
+        streams=bool(
+            setting(group, "fsdp_config.offload_policy") or setting(group, "model.fsdp_config.offload_policy")
+        ),
     )
     if group.strategy == "megatron":
         recompute = setting(group, "megatron.override_transformer_config.recompute_granularity") == "full"
@@ -194,7 +196,6 @@ def _sampler(config: Any, model: ModelSize, actor: Role, device: Device) -> Samp
         share=rollout.gpu_memory_utilization * (0.5 if device.on_host else 1.0),
         sleeps=rollout.free_cache_engine,
         preallocates=not engine.in_place_weights,
-        adapter=actor.adapter if engine.lora else 0,
         cache_width=4 if device.on_host and engine.in_place_weights else None,
         bucket=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2.0**20,
     )

@@ -19,6 +19,8 @@ Parts = dict[str, float]
 
 def state(role: Role) -> Parts:
     """Weights, gradients and optimizer state of a role on each device."""
+    if role.streams and role.gathers:
+        return {"weights": 0.0}
     trained, cut = role.trainable, role.cut
     if role.megatron:
         dense, experts = _megatron_weights(role)

@@ -12,7 +12,7 @@ from verl.config.devices import ranks
 from verl.errors import UserError
 from verl.planning.devices import GIB, Device, measured, named
 from verl.planning.memory import total
-from verl.planning.plan import ROOM, Plan
+from verl.planning.plan import ROOM, Plan, assignment
 from verl.platform import probe
 
 Proposal = tuple[dict[str, Any], Plan]
@@ -113,7 +113,7 @@ def proposals(found: Sequence[Proposal], device: Device) -> str:
     lines = []
     for number, (keys, plan) in enumerate(found, 1):
         lines += [f"{number}. {_short(plan)}, {plan.throughput:.0f} tokens/s and device"]
-        lines += [f"     {key}={value}" for key, value in keys.items()]
+        lines += [f"     {assignment(key, value)}" for key, value in keys.items()]
     return "\n".join([*lines, "forecasts: layouts beside FSDP on one node were not measured"])
 
 
@@ -131,5 +131,5 @@ def summary(plan: Plan) -> list[str]:
     if not plan.seconds:
         return [memory, "time of a step: unknown; `verl doctor --bench` measures this processor"]
     slowest = sorted(plan.seconds.items(), key=lambda pair: -pair[1])[:3]
-    shares = ", ".join(f"{name} {seconds:.1f}" for name, seconds in slowest)
-    return [memory, f"time of a step at full lengths: {plan.step:.1f} s ({shares}); a forecast, see docs/planning.md"]
+    shares = ", ".join(f"{name} {seconds:.3g}" for name, seconds in slowest)
+    return [memory, f"time of a step at full lengths: {plan.step:.3g} s ({shares}); a forecast, see docs/planning.md"]

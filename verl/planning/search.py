@@ -43,9 +43,10 @@ def search(
         tokens = min(first.largest, max(ENOUGH_TOKENS, first.work.longest))
         if tokens * sequence < first.work.longest:
             continue
-        keys = keys | {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens}
-        put(changed, f"{ACTOR}.ppo_max_token_len_per_gpu", tokens)
-        put(changed, f"{ROLLOUT}.log_prob_max_token_len_per_gpu", tokens)
+        budget = {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens, f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}
+        keys = keys | budget
+        for key, value in (budget | {f"{ROLLOUT}.log_prob_max_token_len_per_gpu": tokens}).items():
+            put(changed, key, value)
         second = plan(changed, model_config, device, **lengths)
         if second.worst < SAFE:
             fitting.append(({k: v for k, v in keys.items() if config.select(k) != v}, second))

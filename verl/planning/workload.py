@@ -20,6 +20,7 @@ class Role:
     recompute      None: where activations would not fit; offload_activations: kept activations go to the host
     full_logits    logits are written out
     value          one number a token in place of logits
+    streams        the state is in host memory throughout (`offload_policy`)
     width          bytes of the compute type; on_host: the devices are processors
     """
 
@@ -36,6 +37,7 @@ class Role:
     offload_activations: bool = False
     full_logits: bool = False
     value: bool = False
+    streams: bool = False
     width: int = 2
     on_host: bool = False
 
@@ -106,7 +108,6 @@ class Sampler:
     share: float = 0.5
     sleeps: bool = True
     preallocates: bool = True
-    adapter: int = 0
     cache_width: int | None = None
     bucket: float = 2.0**31
 

@@ -58,6 +58,7 @@ def test_the_state_of_a_role():
         {"placement": Placement(sequence=2)},
         {"placement": Placement(tensor=2)},
         {"adapter": 16},
+        {"streams": True},
         {"value": True},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -115,5 +116,6 @@ def test_the_measured_processor(tmp_path, monkeypatch):
     assert unknown.flops != unknown.flops and unknown.memory > 0  # NaN: not measured
     devices.keep(4e11, 2e11, 1.5e10, 16e9)
     assert devices.named("cpu").full == 2e11 and devices.named("cpu").on_host
+    assert devices.named("Ascend910B3").forecast and devices.named("NVIDIA H100 PCIe").flops == 756e12
     with pytest.raises(UserError, match="H100"):
         devices.named("Z80")
