@@ -18,13 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plan_models import MODELS
+from plan_models import BENCHMARK, MODELS
 
+from verl.config import load
 from verl.planning import devices
 from verl.planning.calibration import CALIBRATED, Calibration
 from verl.planning.devices import GIB, Device
 from verl.planning.memory import passing, state, total
 from verl.planning.model import model_size
+from verl.planning.plan import Plan
+from verl.planning.plan import plan as make_plan
 from verl.planning.timing import training_seconds, update_work
 from verl.planning.workload import Role
 
@@ -123,6 +126,49 @@ def median(values: list[float]) -> float:
     return statistics.median(map(abs, values))
 
 
+RESULTS = Path(__file__).parent / "results"
+PROCESSOR = Device("cpu", 448e9, 225e9, 16e9, 12e9, 6e9, 1e9, forecast=False)
+"""That of the committed results, one thread; they do not say the memory's bandwidth: 12 GB/s are assumed."""
+
+
+def host_rows() -> list[tuple[str, float, float]]:
+    """(what, planned, measured): this project's own steps on a processor, as benchmarks/results has them. The work is
+    that of `work.py`: 26 M parameters, prompts of 67 tokens, 8 responses each."""
+    rows = []
+    for name, dtype in (("default", "bfloat16"), ("fp32", "float32")):
+        measured = json.loads((RESULTS / f"grpo_step_{name}.json").read_text())["verl"]
+        plan = host_plan(dtype, 16, 128)
+        most = max(map(total, plan.memory.values())) / GIB
+        rows.append((f"{dtype}, 128 responses of 128 tokens: sampling, s", plan.seconds["gen"], measured["sampling"]))
+        rows.append((f"{dtype}: training, s", plan.seconds["update_actor"], measured["training"]))
+        rows.append((f"{dtype}: peak, GiB", most, measured["peak_gib"]))
+    growth = json.loads((RESULTS / "scaling.json").read_text())
+    for count, seconds in growth["answers"]["cpu_s"].items():
+        rows.append(
+            (f"{count} responses of 64 tokens: step, s", host_plan("bfloat16", int(count) // 8, 64).step, seconds)
+        )
+    for length, seconds in growth["tokens"]["cpu_s"].items():
+        rows.append((f"16 responses of {length} tokens: step, s", host_plan("bfloat16", 2, int(length)).step, seconds))
+    return rows
+
+
+def host_plan(dtype: str, prompts: int, response: int) -> Plan:
+    """The plan of a benchmark's step."""
+    words = [
+        "data.train_files=x",
+        "data.max_prompt_length=128",
+        f"data.max_response_length={response}",
+        f"data.train_batch_size={prompts}",
+        "actor_rollout_ref.model.path=x",
+        "actor_rollout_ref.rollout.n=8",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}",
+        "algorithm.adv_estimator=grpo",
+        "trainer.device=cpu",
+    ]
+    return make_plan(load(words), BENCHMARK, PROCESSOR, prompt=67, response=response)
+
+
 def main() -> None:
     """Print the table and the medians."""
     parser = argparse.ArgumentParser()
@@ -150,6 +196,10 @@ def main() -> None:
     for name, half in (("calibrating", rows[::2]), ("judging", rows[1::2])):
         sizes, times = zip(*errors(half, c, shares), strict=True)
         print(f"{name}: median error of memory {median(sizes):.1%}, of time {median(times):.1%} ({len(half)} rows)")
+    print("| own step on a processor | planned | measured | error |", "|---|---|---|---|", sep="\n")
+    for what, planned, measured in host_rows():
+        print(f"| {what} | {planned:.2f} | {measured:.2f} | {planned / measured - 1:+.0%} |")
+    print(f"own steps: median error {median([p / m - 1 for _, p, m in host_rows()]):.1%}")
     if args.leave_out:
         off: list[tuple[float, float]] = []
         for model in MODELS:

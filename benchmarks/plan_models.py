@@ -24,6 +24,8 @@ QWEN3_30B = _dense("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, **_experts(128, 8
 QWEN3_235B = _dense("qwen3_moe", 4096, 12288, 94, 64, 4, 151936, **_experts(128, 8, 1536))
 GLM_AIR = _dense("glm4_moe", 4096, 10944, 46, 96, 8, 151552, n_shared_experts=1, first_k_dense_replace=1)
 GLM_AIR |= _experts(128, 8, 1408) | {"attention_bias": True}
+BENCHMARK = _dense("qwen3", 512, 1536, 8, 8, 4, 2048, tie_word_embeddings=True, head_dim=64)
+"""That of benchmarks/work.py."""
 
 MODELS = {
     "Qwen/Qwen3-0.6B": QWEN3_06B,

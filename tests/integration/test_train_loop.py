@@ -18,6 +18,7 @@ def finished(tiny, tmp_path_factory):
 def test_a_run_writes_all_it_promises(finished) -> None:
     out, done = finished
     assert "Total training steps: 4" in done.stdout and "Final validation metrics:" in done.stdout
+    assert "plan of the run" in done.stderr  # the peak at least, beside its prediction
     lines = [line for line in done.stdout.splitlines() if line.startswith("step:")]
     assert [line.split(" - ")[0] for line in lines] == [f"step:{i}" for i in range(5)]
     found = records(out)

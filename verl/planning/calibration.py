@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +41,10 @@ class Calibration:
 
 
 CALIBRATED = Calibration()
+HOST = replace(CALIBRATED, dense=0.75, attention=0.4, traffic=2.0, launch=1e-3, decode=5e-4)
+"""Of a processor: fitted to this project's own benchmarks."""
+
+
+def fitted_to(on_host: bool) -> Calibration:
+    """The constants of a kind of device."""
+    return HOST if on_host else CALIBRATED

@@ -67,11 +67,10 @@ def workload(
         if not reference_is_base(config):
             roles["ref"] = _reference(config, model, actor)
             offload["ref"] = _offloaded(placement(arr.ref))
-    if config.critic.enable:
+    if config.critic.enable and "critic" not in own_pools(config):
         passes.append(("values", "critic"))
-        if "critic" not in own_pools(config):
-            roles["critic"] = _critic(config, model, device, longest)
-            offload["critic"] = _offloaded(placement(config.critic))
+        roles["critic"] = _critic(config, model, device, longest)
+        offload["critic"] = _offloaded(placement(config.critic))
     step = Step(
         prompts=data.train_batch_size,
         responses=arr.rollout.n,
@@ -115,6 +114,10 @@ def _role(config: Any, path: str, model_group: Any, model: ModelSize, device: De
         offload_activations=model_group.enable_activation_offload,
         full_logits=model_group.use_fused_kernels is False,
         width=_width(placed.dtype, device),
+        on_host=device.on_host,
+        streams=bool(
+            setting(group, "fsdp_config.offload_policy") or setting(group, "model.fsdp_config.offload_policy")
+        ),
     )
     if group.strategy == "megatron":
         recompute = setting(group, "megatron.override_transformer_config.recompute_granularity") == "full"
@@ -173,23 +176,26 @@ def _sampler(config: Any, model: ModelSize, actor: Role, device: Device) -> Samp
     if rollout.tensor_model_parallel_size is None and engine.tensor_parallel:
         room = rollout.gpu_memory_utilization * device.memory * 0.8
         tensor = next((t for t in (1, 2, 4, 8) if model.total * width / t <= room), 8)
-    engine_devices = tensor * rollout.data_parallel_size
     strategy = config.actor_rollout_ref.actor.strategy
     shares = engine.in_place_weights and many == 1 and not rollout.nnodes
     shares = shares and strategy in TRAINING_ENGINES and TRAINING_ENGINES[strategy].shares_module
+    engines = max(1, pool // (tensor * rollout.data_parallel_size))
     return Sampler(
         model=model,
-        engines=max(1, pool // engine_devices),
+        engines=engines,
         tensor=tensor,
         expert=rollout.expert_parallel_size,
         shares=shares,
         colocated=not rollout.nnodes,
         width=width,
-        sequences=rollout.max_num_seqs,
+        # A processor's cache takes memory as it is written.
+        sequences=min(rollout.max_num_seqs, math.ceil(config.data.train_batch_size * rollout.n / engines))
+        if device.on_host
+        else rollout.max_num_seqs,
         longest=rollout.max_model_len,
         share=rollout.gpu_memory_utilization * (0.5 if device.on_host else 1.0),
         sleeps=rollout.free_cache_engine,
         preallocates=not engine.in_place_weights,
-        adapter=actor.adapter if engine.lora else 0,
+        cache_width=4 if device.on_host and engine.in_place_weights else None,
         bucket=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2.0**20,
     )

@@ -4,7 +4,6 @@ measured it."""
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,13 +59,13 @@ def named(name: str) -> Device:
     """A device of the table, by a name that contains its own (case ignored), or "cpu". UserError for another."""
     if name == "cpu":
         return measured()
-    found = next((key for key in _TABLE if re.search(rf"{key}\b", name, re.IGNORECASE)), None)
-    peak = half_precision_peak(found) if found else None
-    if found is None or peak is None:
+    key = next((key for key in _TABLE if key.lower() in name.lower()), "")
+    peak = half_precision_peak(name) or half_precision_peak(key)
+    if not key or peak is None:
         raise UserError(f"--device {name}: the table has {', '.join(_TABLE)}, cpu")
-    memory, bandwidth, link, network, full, share, sparse, forecast = _TABLE[found]
+    memory, bandwidth, link, network, full, share, sparse, forecast = _TABLE[key]
     rates = (bandwidth * 1e9, link * 1e9, network * 1e9, share, sparse, forecast)
-    return Device(found, peak, full * 1e12, memory * GIB, *rates)
+    return Device(key, peak, full * 1e12, memory * GIB, *rates)
 
 
 def bench_file() -> Path:

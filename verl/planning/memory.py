@@ -11,32 +11,37 @@ from __future__ import annotations
 from verl.planning.calibration import CALIBRATED, Calibration
 from verl.planning.workload import Role, Sampler
 
-LOGIT_BLOCK = 2**27
-"""Bytes of a block of logits on a device (`verl.engine.training.log_prob`)."""
+LOGIT_BLOCK, HOST_LOGIT_BLOCK = 2**27, 2**23
+"""Bytes of a block of logits on a device, on a processor (`verl.engine.training.log_prob`)."""
 
 Parts = dict[str, float]
 
 
 def state(role: Role) -> Parts:
     """Weights, gradients and optimizer state of a role on each device."""
+    if role.streams and role.gathers:
+        return {"weights": 0.0}
     trained, cut = role.trainable, role.cut
     if role.megatron:
-        held = _megatron_weights(role)
-        copies = max(1, role.ranks // role.cut)
+        dense, experts = _megatron_weights(role)
+        held: Parts = {"weights": role.width * (dense + experts)}
         if not role.trained:
-            return {"weights": role.width * held}
-        return {"weights": role.width * held, "gradients": 4 * held, "optimizer": 12 * held / copies}
+            return held
+        p, stages = role.placement, role.ranks / role.placement.pipeline
+        moments = 12 * (dense / max(1.0, stages / p.tensor) + experts / max(1.0, stages / p.tensor / p.expert))
+        return held | {"gradients": 4 * (dense + experts), "optimizer": moments}
     weights = 4.0 * (role.parameters + (role.adapter_weights if role.adapter and role.trained else 0)) / cut
     if not role.trained:
         return {"weights": weights}
     return {"weights": weights, "gradients": 4.0 * trained / cut, "optimizer": 8.0 * trained / cut}
 
 
-def _megatron_weights(role: Role) -> float:
-    """Parameters on the first stage of a pipeline, which has the embedding too."""
+def _megatron_weights(role: Role) -> tuple[float, float]:
+    """Parameters on the first stage of a pipeline, which has the embedding too; of them those of experts apart."""
     m, p = role.model, role.placement
-    layers = ((m.trunk - m.experts) / p.tensor + m.experts / max(p.tensor, p.expert)) / p.pipeline
-    return layers + (m.embedding + (m.head if p.pipeline == 1 and not role.value else 0)) / p.tensor
+    ends = m.embedding + (m.head if p.pipeline == 1 and not role.value else 0)
+    dense = (m.trunk - m.experts) / p.tensor / p.pipeline + ends / p.tensor
+    return dense, m.experts / p.tensor / p.expert / p.pipeline
 
 
 def layer_bytes(role: Role, c: Calibration = CALIBRATED) -> float:
@@ -58,7 +63,8 @@ def passing(role: Role, tokens: float, update: bool, c: Calibration = CALIBRATED
     local = tokens / p.sequence
     layers = m.layers / p.pipeline
     layer = local * layer_bytes(role, c)
-    head = 3.0 * LOGIT_BLOCK if not role.value else 0.0
+    block = HOST_LOGIT_BLOCK if role.on_host else LOGIT_BLOCK
+    head = 0.0 if role.value else 3.0 * block
     if role.full_logits and not role.value:
         head = c.logit * (1.0 if update else 0.4) * m.vocabulary * local / p.tensor
     if not update:

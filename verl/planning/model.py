@@ -34,7 +34,6 @@ class ModelSize:
     window     tokens that attention looks back in layers with a window, None for all; windowed: how many such layers
     used       intermediate numbers of a token in a layer, of the experts those chosen
     chosen, expert_count   experts of a token, and of a layer; 0 for a dense model
-    tied       the head shares the embedding's weights
     """
 
     name: str
@@ -60,7 +59,6 @@ class ModelSize:
     used: int
     chosen: int
     expert_count: int
-    tied: bool
 
     @property
     def total(self) -> int:
@@ -143,7 +141,6 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
         used=(mlp + active) // ((2 if kind in _UNGATED else 3) * hidden * layers),
         chosen=chosen if experts else 0,
         expert_count=_expert_count(read) if experts else 0,
-        tied=tied,
     )
 
 

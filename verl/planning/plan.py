@@ -17,7 +17,7 @@ from verl.planning.workload import Role
 
 ROOM = 0.94
 """Share of a device's memory that a run can fill: the driver, libraries and fragments take the rest."""
-PROCESS = 0.65 * GIB
+PROCESS = 0.5 * GIB
 """What the libraries take of the host's memory where the device is the processor."""
 HOST_LINK = 25e9
 """Bytes a second between a device and the host."""
@@ -80,7 +80,8 @@ def plan(
     work = workload(config, model_config, device, prompt=prompt, response=response)
     actor = work.roles["actor"]
     if actor.recompute is None:
-        kept = actor.micro_tokens / actor.placement.sequence * memory.layer_bytes(actor) * actor.model.layers
+        tokens = min(actor.micro_tokens, _most_tokens(work, actor)) / actor.placement.sequence
+        kept = tokens * memory.layer_bytes(actor) * actor.model.layers
         recompute = kept > KEEPABLE * max(0.0, device.memory - total(memory.state(actor)))
         work = replace(work, roles=work.roles | {"actor": replace(actor, recompute=recompute)})
     if (critic := work.roles.get("critic")) is not None and critic.recompute is None:
@@ -250,4 +251,9 @@ def advice(config: Any, model_config: Mapping[str, Any], current: Plan) -> tuple
             current, kept[key] = new, value
         else:
             put(changed, key, before)
-    return [f"{key}={'null' if value is None else value}" for key, value in kept.items()], current
+    return [assignment(key, value) for key, value in kept.items()], current
+
+
+def assignment(key: str, value: Any) -> str:
+    """key=value as a command line takes it."""
+    return f"{key}={'null' if value is None else value}"

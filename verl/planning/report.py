@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from verl.config.devices import ranks
+from verl.errors import UserError
 from verl.planning.devices import GIB, Device, measured, named
 from verl.planning.memory import total
-from verl.planning.plan import ROOM, Plan
+from verl.planning.plan import ROOM, Plan, assignment
 from verl.platform import probe
 
 Proposal = tuple[dict[str, Any], Plan]
@@ -18,13 +21,14 @@ _GENERAL = "lengths are the limits unless --prompt and --response say their mean
 
 def device_of(config: Any, name: str | None = None) -> Device:
     """The device named, or that of this machine. UserError for one that is not in the table."""
-    if name:
-        return named(name)
-    if config.trainer.device in ("auto", "cuda") and (gpus := probe.nvidia_gpus()):
-        return named(gpus[0])
-    if config.trainer.device in ("auto", "npu") and probe.npus():
-        return named("910B")
-    return measured() if config.trainer.device in ("auto", "cpu") else named(f"({config.trainer.device}: none here)")
+    kind = config.trainer.device
+    if name in (None, "cpu") and (name or kind == "cpu" or not (probe.nvidia_gpus() or probe.npus())):
+        if kind not in ("auto", "cpu") and not name:
+            raise UserError(f"trainer.device={kind}: there is none here; name one with --device")
+        host = measured()
+        return replace(host, memory=host.memory / max(1, ranks(config)))  # ranks share the machine's
+    gpus = probe.nvidia_gpus()
+    return named(name or (gpus[0] if gpus and kind != "npu" else "910B"))
 
 
 def text(plan: Plan, keys: Sequence[str], changed: Plan) -> str:
@@ -109,7 +113,7 @@ def proposals(found: Sequence[Proposal], device: Device) -> str:
     lines = []
     for number, (keys, plan) in enumerate(found, 1):
         lines += [f"{number}. {_short(plan)}, {plan.throughput:.0f} tokens/s and device"]
-        lines += [f"     {key}={value}" for key, value in keys.items()]
+        lines += [f"     {assignment(key, value)}" for key, value in keys.items()]
     return "\n".join([*lines, "forecasts: layouts beside FSDP on one node were not measured"])
 
 
@@ -127,5 +131,5 @@ def summary(plan: Plan) -> list[str]:
     if not plan.seconds:
         return [memory, "time of a step: unknown; `verl doctor --bench` measures this processor"]
     slowest = sorted(plan.seconds.items(), key=lambda pair: -pair[1])[:3]
-    shares = ", ".join(f"{name} {seconds:.1f}" for name, seconds in slowest)
-    return [memory, f"time of a step at full lengths: {plan.step:.1f} s ({shares}); a forecast, see docs/planning.md"]
+    shares = ", ".join(f"{name} {seconds:.3g}" for name, seconds in slowest)
+    return [memory, f"time of a step at full lengths: {plan.step:.3g} s ({shares}); a forecast, see docs/planning.md"]

@@ -16,7 +16,13 @@ from verl.planning.plan import ACTOR, ROLLOUT, Plan, plan
 SIZES = (1, 2, 4, 8)
 ENOUGH_TOKENS = 32768
 """Of a micro-batch on one device: larger ones gain little."""
+SAFE = 0.95
+"""How full a proposal may be: predictions are off by some per cent."""
 _MODEL, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
+_RECOMPUTE = {
+    f"{ACTOR}.megatron.override_transformer_config.recompute_{name}": value
+    for name, value in (("granularity", "full"), ("method", "uniform"), ("num_layers", 1))
+}
 
 Keys = dict[str, Any]
 
@@ -37,11 +43,12 @@ def search(
         tokens = min(first.largest, max(ENOUGH_TOKENS, first.work.longest))
         if tokens * sequence < first.work.longest:
             continue
-        keys = keys | {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens}
-        put(changed, f"{ACTOR}.ppo_max_token_len_per_gpu", tokens)
-        put(changed, f"{ROLLOUT}.log_prob_max_token_len_per_gpu", tokens)
+        budget = {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens, f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}
+        keys = keys | budget
+        for key, value in (budget | {f"{ROLLOUT}.log_prob_max_token_len_per_gpu": tokens}).items():
+            put(changed, key, value)
         second = plan(changed, model_config, device, **lengths)
-        if second.fits:
+        if second.worst < SAFE:
             fitting.append(({k: v for k, v in keys.items() if config.select(k) != v}, second))
     fitting.sort(key=lambda pair: (round(pair[1].step, 1), round(pair[1].worst, 2), len(pair[0])))
     # Layouts that differ in the size of the cache alone are one proposal.
@@ -54,29 +61,35 @@ def search(
 
 def _training(config: Any, model: ModelSize, ranks: int) -> Iterator[Keys]:
     """Keys of the trainer's layouts whose sizes divide the ranks, the heads, the layers and the experts."""
-    arr = config.actor_rollout_ref
-    if arr.actor.strategy == "megatron":
-        group = f"{ACTOR}.megatron"
-        for tensor, pipeline, expert in product(SIZES, SIZES, SIZES):
-            keys = {
-                f"{group}.tensor_model_parallel_size": tensor,
-                f"{group}.pipeline_model_parallel_size": pipeline,
-                f"{group}.expert_model_parallel_size": expert,
-            }
-            fits = model.heads % tensor == 0 and model.layers % pipeline == 0 and ranks % (tensor * pipeline) == 0
-            if fits and (expert == 1 or (model.expert_count % expert == 0 < model.expert_count and expert <= ranks)):
-                yield from (keys | {f"{group}.optimizer_offload": off} for off in (False, True))
-        return
-    for sequence, recompute, offload in product(SIZES, (False, True), (0, 1, 2)):
-        if ranks % sequence or model.heads % sequence:
-            continue
-        yield {
-            f"{ACTOR}.ulysses_sequence_parallel_size": sequence,
-            f"{_REF}.ulysses_sequence_parallel_size": sequence,
-            f"{_MODEL}.enable_gradient_checkpointing": recompute,
-            f"{ACTOR}.fsdp_config.optimizer_offload": offload > 0,
-            f"{ACTOR}.fsdp_config.param_offload": offload > 1,
+    strategy = config.actor_rollout_ref.actor.strategy
+    group = "megatron" if strategy == "megatron" else "fsdp_config"
+    offloads = [
+        {
+            f"{role}.{group}.{part}_offload": on
+            for role, part, on in ((ACTOR, "optimizer", o), (_REF, "param", o), (ACTOR, "param", p))
         }
+        for o, p in ((False, False), (True, False), (True, True))
+    ]
+    if strategy == "megatron":
+        names = [f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")]
+        for sizes, recompute, offload in product(product(SIZES, SIZES, SIZES), (False, True), offloads):
+            if _divides(model, ranks, *sizes):
+                placed = {
+                    f"{role}.megatron.{n}": s for role in (ACTOR, _REF) for n, s in zip(names, sizes, strict=True)
+                }
+                yield placed | {key: value if recompute else None for key, value in _RECOMPUTE.items()} | offload
+        return
+    for sequence, recompute, offload in product(SIZES, (False, True), offloads):
+        if ranks % sequence == 0 and model.heads % sequence == 0:
+            placed = {f"{role}.ulysses_sequence_parallel_size": sequence for role in (ACTOR, _REF)}
+            yield placed | {f"{_MODEL}.enable_gradient_checkpointing": recompute} | offload
+
+
+def _divides(model: ModelSize, ranks: int, tensor: int, pipeline: int, expert: int) -> bool:
+    """Whether Megatron's sizes divide the ranks, the heads, the layers and the experts."""
+    if model.heads % tensor or model.layers % pipeline or ranks % (tensor * pipeline * expert):
+        return False
+    return expert == 1 or (model.expert_count > 0 and model.expert_count % expert == 0)
 
 
 def _sampling(config: Any, model: ModelSize) -> Iterator[Keys]:

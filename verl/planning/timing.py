@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from verl.planning.calibration import CALIBRATED, Calibration
+from verl.planning.calibration import Calibration, fitted_to
 from verl.planning.devices import Device
 from verl.planning.workload import Role, Sampler, Step
 
@@ -41,10 +41,10 @@ INFERENCE = Work(1, 1, 1, 1)
 
 
 def training_seconds(
-    role: Role, work: Work, tokens: float, length: float, device: Device, c: Calibration = CALIBRATED
+    role: Role, work: Work, tokens: float, length: float, device: Device, c: Calibration | None = None
 ) -> float:
     """Seconds of passes over `tokens` tokens of all ranks, in sequences of `length`."""
-    m, p = role.model, role.placement
+    c, m, p = c or fitted_to(device.on_host), role.model, role.placement
     peak = (device.flops if role.width == 2 else device.full) * device.share
     local = tokens / role.ranks  # ranks that share a row share its work
     dense = 2.0 * (m.trunk - m.experts) * work.products + 2.0 * role.output * work.output
@@ -56,7 +56,7 @@ def training_seconds(
     passes = c.traffic + (c.adapters if role.adapter else 0.0)
     seconds += local * m.layers * units * passes * work.visits / device.bandwidth
     micros = max(1.0, math.ceil(tokens / role.rows / role.micro_tokens))
-    launches = 0.0 if device.on_host else c.launch * micros * m.layers / p.pipeline * work.visits
+    launches = c.launch * micros * m.layers / p.pipeline * work.visits
     bubble = (p.pipeline - 1) / micros
     computing = max(seconds, _moving(role, work, micros, device)) + _exchanging(role, work, tokens, device)
     return (computing + launches) * (1 + bubble)
@@ -89,9 +89,9 @@ def _exchanging(role: Role, work: Work, tokens: float, device: Device) -> float:
     return moved * role.width * layers * work.visits / (0.7 * device.link)
 
 
-def sampling_seconds(sampler: Sampler, step: Step, device: Device, cache: float, c: Calibration = CALIBRATED) -> float:
+def sampling_seconds(sampler: Sampler, step: Step, device: Device, cache: float, c: Calibration | None = None) -> float:
     """Seconds until all responses of a step are there. cache: bytes for keys and values on each device."""
-    m = sampler.model
+    c, m = c or fitted_to(device.on_host), sampler.model
     each = step.sequences / sampler.engines
     context = step.prompt + step.response / 2
     room = cache / sampler.token_bytes / max(1.0, context)
@@ -103,11 +103,12 @@ def sampling_seconds(sampler: Sampler, step: Step, device: Device, cache: float,
     prefill = prompts * step.prompt * (flops + m.pairs(step.prompt)) / (peak * c.dense)
     touched = 1 - (1 - m.chosen / m.expert_count) ** live if m.expert_count else 0.0
     read = sampler.width * (m.total - m.vision - m.embedding - m.head + m.output - m.experts * (1 - touched))
-    read += live * context * m.cached * m.attending * sampler.width
+    read += live * context * sampler.token_bytes * sampler.tensor
     moved = read / sampler.tensor / (device.bandwidth * c.stream)
     computed = live * (flops + 2 * m.pairs(context)) / (peak * c.dense)
-    overhead = 0.0 if device.on_host else c.decode * m.layers * (1 if sampler.tensor == 1 else 3)
-    return prefill + waves * step.response * (max(moved, computed) + overhead)
+    overhead = c.decode * m.layers * (1 if sampler.tensor == 1 else 3)
+    busy = moved + computed if device.on_host else max(moved, computed)  # a processor does one after the other
+    return prefill + waves * step.response * (busy + overhead)
 
 
 def optimizer_seconds(role: Role, device: Device) -> float:

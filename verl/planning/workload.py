@@ -20,7 +20,8 @@ class Role:
     recompute      None: where activations would not fit; offload_activations: kept activations go to the host
     full_logits    logits are written out
     value          one number a token in place of logits
-    width          bytes of the compute type
+    streams        the state is in host memory throughout (`offload_policy`)
+    width          bytes of the compute type; on_host: the devices are processors
     """
 
     model: ModelSize
@@ -36,7 +37,9 @@ class Role:
     offload_activations: bool = False
     full_logits: bool = False
     value: bool = False
+    streams: bool = False
     width: int = 2
+    on_host: bool = False
 
     @property
     def rows(self) -> int:
@@ -105,19 +108,20 @@ class Sampler:
     share: float = 0.5
     sleeps: bool = True
     preallocates: bool = True
-    adapter: int = 0
+    cache_width: int | None = None
     bucket: float = 2.0**31
 
     @property
     def token_bytes(self) -> float:
         """Cache of one token on one device."""
         keys = self.model.cached * self.model.attending
-        return float(keys * self.width) / min(self.tensor, max(1, self.model.heads))
+        return float(keys * (self.cache_width or self.width)) / min(self.tensor, max(1, self.model.heads))
 
     @property
     def weights(self) -> float:
         """Bytes of its weights on one device."""
-        return float(self.model.total * self.width) / self.tensor
+        experts = self.model.experts
+        return self.width * ((self.model.total - experts) / self.tensor + experts / max(self.tensor, self.expert))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

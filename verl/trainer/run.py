@@ -131,6 +131,7 @@ def train_ppo(config: Config, tracking: Tracking) -> None:
     """Build the parts and train by reinforcement."""
     import asyncio
 
+    from verl.planning import compare
     from verl.rollout.event_loop import BackgroundLoop
     from verl.tracking.profiler import announce
     from verl.tracking.timer import Phases, Watchdog
@@ -150,6 +151,8 @@ def train_ppo(config: Config, tracking: Tracking) -> None:
             gc.freeze()  # a full collection would look at torch's hundreds of thousands of objects again each time
             with interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
+            if pairs := compare.compared(config, tracking.run_dir):
+                tracking.event("planned", pairs, message=compare.lines(pairs))
         finally:
             loop.run(parts.rollouts.stop())
             parts.checkpoints.finish()

@@ -9,7 +9,7 @@ from plan_models import QWEN3_8B, QWEN3_30B
 
 from verl.cli import main as cli
 from verl.config import load
-from verl.planning import devices, report
+from verl.planning import compare, devices, report
 from verl.planning.plan import ACTOR, ROLLOUT, advice, plan
 from verl.planning.search import search
 
@@ -90,8 +90,12 @@ def test_search_ranks_what_fits():
     steps = [candidate.step for _, candidate in found]
     assert found and all(candidate.fits for _, candidate in found) and steps == sorted(steps)
     assert steps[0] <= plan(config, QWEN3_8B, H100).step
-    megatron = search(load(command(f"{ACTOR}.strategy=megatron")), QWEN3_30B, H100)
-    assert all(candidate.fits for _, candidate in megatron)
+    words = command(f"{ACTOR}.strategy=megatron", "trainer.nnodes=2")
+    megatron = search(load(words), QWEN3_30B, H100)
+    assert megatron
+    for base, model, (keys, candidate) in [(command(), QWEN3_8B, found[0]), (words, QWEN3_30B, megatron[0])]:
+        again = load([*base, *(f"{key}={value}" for key, value in keys.items())])
+        assert plan(again, model, H100).step == pytest.approx(candidate.step)
     assert not search(load(command(n=1)), QWEN3_30B, H100)
 
 
@@ -111,3 +115,19 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "doctor --bench" in capsys.readouterr().out
     assert cli.main(["plan", f"{ARR}.model.path={tmp_path}/absent"]) == 2
     assert "absent" in capsys.readouterr().err
+
+
+def test_a_run_is_held_against_its_plan(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    config = load(command(f"{ARR}.model.path={tmp_path}"))
+    monkeypatch.setattr(compare, "device_of", lambda config: H100)
+    assert compare.compared(config, tmp_path) == {}  # no step was logged
+    step = {"timing_s/step": 50.0, "timing_s/gen": 20.0, "timing_s/update_actor": 25.0, "timing_s/reward": 5.0}
+    step |= {"prompt_length/mean": 300.0, "response_length/mean": 900.0, "perf/max_memory_allocated_gb": 40.0}
+    records = [{"step": 0}, step | {"timing_s/gen": 90.0}, step, step]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pairs = compare.compared(config, tmp_path)
+    assert list(pairs) == ["gen", "update_actor", "step", "memory"]
+    assert pairs["gen"] == (plan(config, QWEN3_8B, H100, prompt=300, response=900).seconds["gen"], 20.0)
+    assert pairs["memory"][1] == 40.0
+    assert len(compare.lines(pairs).splitlines()) == 5

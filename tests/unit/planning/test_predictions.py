@@ -28,6 +28,10 @@ def test_the_measured_steps_that_judge():
     assert plan_errors.median(sizes) < 0.1 and plan_errors.median(times) < 0.2
 
 
+def test_our_own_steps_on_a_processor():
+    assert plan_errors.median([planned / measured - 1 for _, planned, measured in plan_errors.host_rows()]) < 0.1
+
+
 def peak(role: Role) -> float:
     return memory.total(memory.state(role)) + memory.total(memory.passing(role, role.micro_tokens, update=True))
 
@@ -54,6 +58,7 @@ def test_the_state_of_a_role():
         {"placement": Placement(sequence=2)},
         {"placement": Placement(tensor=2)},
         {"adapter": 16},
+        {"streams": True},
         {"value": True},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -111,5 +116,6 @@ def test_the_measured_processor(tmp_path, monkeypatch):
     assert unknown.flops != unknown.flops and unknown.memory > 0  # NaN: not measured
     devices.keep(4e11, 2e11, 1.5e10, 16e9)
     assert devices.named("cpu").full == 2e11 and devices.named("cpu").on_host
+    assert devices.named("Ascend910B3").forecast and devices.named("NVIDIA H100 PCIe").flops == 756e12
     with pytest.raises(UserError, match="H100"):
         devices.named("Z80")
