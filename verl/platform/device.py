@@ -61,16 +61,23 @@ def half_precision_peak(name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class FusedOperators:
-    """Operators of a device, all with gradients.
+    """Operators of a device, with gradients.
 
     rms_norm  (x [..., D], weight [D], eps) → weight·x/√(mean x² + eps), for x and weight of one data type
     swiglu    (gate, up [..., D]) → silu(gate)·up
     rotate    (x [B, H, S, D], cos, sin [B, 1, S, D]) → x·cos + (−second half of x, first half)·sin
+
+    mixes_types: x may be of another type than weight, cos and sin, B is 1, and results are of the type that products
+    take. Then swiglu has no gradient, but swiglu_backward (gradient, gate, up) → (silu(gate)·up, gradients of gate and
+    up), and merge_attention (see `verl.platform.cuda_fused`) is there.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    swiglu_backward: Callable[..., Any] | None = None
+    merge_attention: Callable[..., Any] | None = None
+    mixes_types: bool = False
 
 
 class Platform(ABC):
@@ -202,7 +209,7 @@ class Platform(ABC):
         return True
 
     def has_widening_product(self) -> bool:
-        """Whether torch.bmm writes float32 from half-precision factors."""
+        """Whether torch's products write float32 from half-precision factors."""
         return False
 
     def flash_kernel(self, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]] | None:

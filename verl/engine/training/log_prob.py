@@ -184,7 +184,7 @@ class _TokenOutputs(torch.autograd.Function):
         rows, columns = h.shape[0], w.shape[0]
         needs_h, needs_w, needs_b = ctx.needs_input_grad[:3]
         dh = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if needs_h else None
-        dw, direct = _weight_gradient(weight) if needs_w else (None, False)
+        dw, direct = _weight_gradient(weight, settings.dtype) if needs_w else (None, False)
         db = torch.zeros(columns, dtype=torch.float32, device=h.device) if needs_b else None
         gradients = (g_logp, g_entropy if settings.entropy else None, g_squares if settings.squares else None)
         height, width = _blocks(rows, columns, h.device)
@@ -207,8 +207,15 @@ class _TokenOutputs(torch.autograd.Function):
         return dh, dw, db, None, None
 
 
-def _weight_gradient(weight: Tensor) -> tuple[Tensor, bool]:
-    """Where the head's gradient goes: straight into a leaf's existing float32 .grad, else a new tensor."""
+def _weight_gradient(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """Where the head's gradient goes: straight into a leaf's float32 .grad, else a new tensor."""
+    if (
+        weight.is_leaf
+        and weight.grad is None
+        and weight.dtype == torch.float32 != dtype
+        and weight.device.type != "cpu"
+    ):
+        weight.grad = torch.zeros_like(weight)  # made here: a tied embedding's is added to it without a third tensor
     if weight.is_leaf and weight.grad is not None and weight.grad.dtype == torch.float32:
         return weight.grad, True
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device), False
@@ -218,6 +225,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
     """total += alpha·a·b, the sum in float32 whatever the product is."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, alpha=alpha)
+    elif platform_of(total.device).has_widening_product():
+        torch.addmm(total, a, b, alpha=alpha, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b, alpha=alpha)
 
