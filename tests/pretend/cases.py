@@ -92,8 +92,9 @@ def test_launches_and_bytes_of_training(tmp_path: Path) -> None:
     few, many = [50] * 2, [50] * 6
     for step in (False, True):
         one, two = (trained(tmp_path, n, many, step=step) for n in (1, 2))
-        name = "training: launches a layer, " + ("step" if step else "forward")
-        check(name, two.launches.total() - one.launches.total())
+        layer, kind = two.launches.total() - one.launches.total(), "step" if step else "forward"
+        check(f"training: launches a layer, {kind}", layer)
+        check(f"training: launches outside the layers, {kind}", one.launches.total() - layer)
     less = [trained(tmp_path, n, few, step=True).bytes for n in (1, 2)]
     grown = (two.bytes - one.bytes - (less[1] - less[0])) / (49 * 4)
     check("training: KB a token and layer, step", grown / 1000)

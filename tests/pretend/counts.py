@@ -18,6 +18,8 @@ BOUNDS = {
     "decode: share of steps that replay, 128 responses through 32 slots": 0.84,
     "training: launches a layer, forward": 29,
     "training: launches a layer, step": 71,
+    "training: launches outside the layers, forward": 44,
+    "training: launches outside the layers, step": 83,
     "training: KB a token and layer, step": 491,
 }
 """Upper bounds of what is counted; of a share, the lower one."""

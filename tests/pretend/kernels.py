@@ -126,7 +126,36 @@ REFERENCES: dict[Any, Any] = {
     aten.mm.dtype: wide_mm,
     aten.addmm.dtype_out: wide_addmm,
 }
-OURS = (rms_norm, rms_norm_backward, swiglu, swiglu_backward, rotate, merge_attention)
+
+
+def head_forward(
+    z: Tensor, targets: Tensor, state: Tensor, picked: Tensor, start: int, entropy: bool, squares: bool
+) -> None:
+    assert all(x.is_contiguous() for x in (z, targets, state, picked))
+    (top, total, weighted, twice), wide = state.clone(), z.float()
+    most = torch.maximum(top, wide.amax(1))
+    shrink, e = (top - most).exp(), (wide - most[:, None]).exp()
+    moved = torch.where(total > 0, (top - most) * total, 0.0)
+    state[0], state[1] = most, total * shrink + e.sum(1)
+    state[2] = (weighted + moved) * shrink + (e * (wide - most[:, None])).sum(1) if entropy else weighted
+    state[3] = twice * shrink**2 + e.square().sum(1) if squares else twice
+    places = targets - start
+    inside = (places >= 0) & (places < z.shape[1])
+    picked.copy_(torch.where(inside, wide.gather(1, places.clamp(0, z.shape[1] - 1)), picked))
+
+
+def head_backward(z: Tensor, stats: Tensor, targets: Tensor, grad: Tensor, entropy: Any, squares: Any, start: int):  # type: ignore[no-untyped-def]
+    assert z.is_contiguous() and targets.is_contiguous() and grad.is_contiguous() and stats.stride(1) == 1
+    log_pi = z.float() - stats[0][:, None]
+    pi, factor, places = log_pi.exp(), -grad.float().sum(1, keepdim=True).expand_as(z), targets - start
+    factor = factor if entropy is None else factor - entropy[:, None] * (log_pi + stats[1][:, None])
+    factor = factor if squares is None else factor + 2 * squares[:, None] * (pi - stats[2][:, None])
+    inside = (places >= 0) & (places < z.shape[1])
+    chosen = torch.zeros(z.shape).scatter_add_(1, places.clamp(0, z.shape[1] - 1), grad.float() * inside)
+    z.copy_(pi * factor + chosen)
+
+
+OURS = (head_forward, head_backward, rms_norm, rms_norm_backward, swiglu, swiglu_backward, rotate, merge_attention)
 REFERENCES |= {getattr(torch.ops.verl, reference.__name__).default: reference for reference in OURS}
 # Of operators that launch more than one kernel; tests/unit/platform/test_cuda_kernels.py counts those of ours.
 LAUNCHES = {"verl.rms_norm_backward.default": 2}

@@ -19,6 +19,10 @@ _SCHEMAS = (
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor)",
     "rotate(Tensor x, Tensor cos, Tensor sin, ScalarType dtype, bool back) -> Tensor",
     "merge_attention(Tensor(a!) out, Tensor(b!) lse, Tensor other, Tensor other_lse, Tensor index) -> ()",
+    "head_forward(Tensor z, Tensor targets, Tensor(a!) state, Tensor(b!) picked, int start, bool entropy, bool squares)"
+    " -> ()",
+    "head_backward(Tensor(a!) z, Tensor stats, Tensor targets, Tensor grad, Tensor? entropy, Tensor? squares, int start)"
+    " -> ()",
 )
 _BLOCK, _PROGRAMS = 1024, 512
 ops: Any = torch.ops.verl
@@ -72,6 +76,34 @@ def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, 
     kernels, (tokens, heads, width), rows = _kernels(), out.shape, len(index)
     blocks = {"H": _power(heads), "D": _power(width)}
     kernels.merge_attention[rows,](out, lse, other, other_lse, index, heads, width, tokens, rows, **blocks)
+
+
+def head_forward(
+    z: Tensor, targets: Tensor, state: Tensor, picked: Tensor, start: int, entropy: bool, squares: bool
+) -> None:
+    """A block of scaled logits [R, C], from column `start`, into float32 `state` [4, R] (maximum, and relative to it Σe,
+    Σe·z, Σe²) and into `picked` [R, n] at `targets` int64 [R, n]."""
+    kernels, (rows, columns) = _kernels(), z.shape
+    options = {"ENTROPY": entropy, "SQUARES": squares, "BLOCK": min(4096, _power(columns))}
+    kernels.head_forward[rows,](z, targets, state, picked, rows, columns, start, targets.shape[1], **options)
+
+
+def head_backward(
+    z: Tensor,
+    stats: Tensor,
+    targets: Tensor,
+    grad: Tensor,
+    entropy: Tensor | None,
+    squares: Tensor | None,
+    start: int,
+) -> None:
+    """A block of scaled logits [R, C] to its gradient, in place: `stats` [3, R] are log-normaliser, entropy and Σπ²,
+    `grad` [R, n], `entropy` and `squares` [R] the gradients of log-probs, entropy and Σπ², float32."""
+    kernels, (rows, columns) = _kernels(), z.shape
+    options = {"ENTROPY": entropy is not None, "SQUARES": squares is not None, "BLOCK": min(1024, _power(columns))}
+    tensors = z, stats, targets, grad, grad if entropy is None else entropy, grad if squares is None else squares
+    grid, sizes = (rows, -(-columns // options["BLOCK"])), (columns, start, targets.shape[1], stats.stride(0))
+    kernels.head_backward[grid](*tensors, *sizes, **options)
 
 
 def _kernels() -> Any:
@@ -131,5 +163,6 @@ FUSED = FusedOperators(
     rotate=lambda x, cos, sin: _Rotation.apply(x, cos[:, 0].contiguous(), sin[:, 0].contiguous(), _product_dtype(x)),
     swiglu_backward=ops.swiglu_backward,
     merge_attention=ops.merge_attention,
+    head=(ops.head_forward, ops.head_backward),
     mixes_types=True,
 )

@@ -97,3 +97,68 @@ def merge_attention(out, lse, other, other_lse, index, heads, width, tokens, row
     value += tl.load(theirs, mask=inside, other=0.0).to(tl.float32) * tl.exp(b - joint)[:, None]
     tl.store(mine, value.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + head * tokens + token, joint, mask=present)
+
+
+@triton.jit
+def head_forward(  # type: ignore[no-untyped-def]
+    z,
+    targets,
+    state,
+    picked,
+    rows,
+    columns,
+    start,
+    wanted,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row of z [rows, columns] into its running maximum, Σe, Σe·(z − maximum) and Σe² in state [4, rows], e = exp(z −
+    maximum), and into picked [rows, wanted] where a target (less `start`) is one of its columns."""
+    row = tl.program_id(0).to(tl.int64)
+    top, total = tl.load(state + row), tl.load(state + rows + row)
+    weighted, squares = tl.load(state + 2 * rows + row), tl.load(state + 3 * rows + row)
+    for column in range(0, columns, BLOCK):
+        at = column + tl.arange(0, BLOCK)
+        inside = at < columns
+        values = tl.load(z + row * columns + at, mask=inside, other=float("-inf")).to(tl.float32)
+        most = tl.maximum(top, tl.max(values))
+        shrink, e = tl.exp(top - most), tl.exp(values - most)
+        if ENTROPY:
+            moved = tl.where(total > 0, (top - most) * total, 0.0)
+            weighted = (weighted + moved) * shrink + tl.sum(e * tl.where(inside, values - most, 0.0))
+        if SQUARES:
+            squares = squares * shrink * shrink + tl.sum(e * e)
+        total = total * shrink + tl.sum(e)
+        top = most
+    tl.store(state + row, top)
+    tl.store(state + rows + row, total)
+    tl.store(state + 2 * rows + row, weighted)
+    tl.store(state + 3 * rows + row, squares)
+    for number in range(wanted):
+        target = tl.load(targets + row * wanted + number) - start
+        inside_block = (target >= 0) & (target < columns)
+        value = tl.load(z + row * columns + target, mask=inside_block, other=0.0).to(tl.float32)
+        tl.store(picked + row * wanted + number, value, mask=inside_block)
+
+
+@triton.jit
+def head_backward(  # type: ignore[no-untyped-def]
+    z, stats, targets, grad, g_entropy, g_squares, columns, start, wanted, stats_step,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z in place to the gradient of z; stats: log-normaliser, entropy, Σπ², `stats_step` apart; grad [rows, wanted]."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    log_pi = tl.load(z + row * columns + at, mask=inside, other=float("-inf")).to(tl.float32) - tl.load(stats + row)
+    pi = tl.exp(log_pi)
+    factor, chosen = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for number in range(wanted):
+        g = tl.load(grad + row * wanted + number).to(tl.float32)
+        factor -= g
+        chosen += tl.where(at == tl.load(targets + row * wanted + number) - start, g, 0.0)
+    if ENTROPY:
+        factor -= tl.load(g_entropy + row) * (tl.where(inside, log_pi, 0.0) + tl.load(stats + stats_step + row))
+    if SQUARES:
+        factor += 2.0 * tl.load(g_squares + row) * (pi - tl.load(stats + 2 * stats_step + row))
+    tl.store(z + row * columns + at, (pi * factor + chosen).to(z.dtype.element_ty), mask=inside)

@@ -69,7 +69,7 @@ class FusedOperators:
 
     mixes_types: x may be of another type than weight, cos and sin, B is 1, and results are of the type that products
     take. Then swiglu has no gradient, but swiglu_backward (gradient, gate, up) → (silu(gate)·up, gradients of gate and
-    up), and merge_attention (see `verl.platform.cuda_fused`) is there.
+    up), and merge_attention and the two functions of `head` (see `verl.platform.cuda_fused`) are there.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -77,6 +77,7 @@ class FusedOperators:
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     swiglu_backward: Callable[..., Any] | None = None
     merge_attention: Callable[..., Any] | None = None
+    head: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     mixes_types: bool = False
 
 

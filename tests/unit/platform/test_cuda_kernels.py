@@ -40,20 +40,28 @@ def cases():
     g, u, d = random(3, 700), random(3, 700), random(3, 700)
     yield "swiglu", (g, u)
     yield "swiglu_backward", (d, g, u)
+    z, targets, stats = random(5, 5000), torch.randint(0, 6000, (5, 2)), torch.randn(3, 9)[:, 2:7]
+    for entropy in (False, True):
+        for state in (torch.tensor([[-torch.inf], [0], [0], [0]]).repeat(1, 5), torch.rand(4, 5)):
+            yield "head_forward", (z, targets, state, torch.zeros(5, 2), 700 * entropy, entropy, entropy)
+        more = (torch.randn(5), torch.randn(5)) if entropy else (None, None)
+        yield "head_backward", (z.float() - 6, stats, targets, torch.randn(5, 2), *more, 700 * entropy)
     index = torch.tensor([4, 1, 2])
     yield "merge_attention", (random(6, 3, 8), torch.randn(3, 6), random(3, 3, 8), torch.randn(3, 3), index)
 
 
 for name, arguments in cases():
     copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
-    if name == "rotate":
-        copies[0] = arguments[0]
+    if name in ("rotate", "head_backward"):  # strides are part of the case, and a clone has none
+        at = 0 if name == "rotate" else 1
+        copies[at] = arguments[at]
     launched.clear()
     ours, theirs = getattr(fused, name)(*arguments), getattr(references, name)(*copies)
     extra = name == "rms_norm_backward"  # torch's sum
     assert len(launched) + extra == references.LAUNCHES.get(f"verl.{name}.default", 1), name
     if ours is None:
-        ours, theirs = arguments[:2], tuple(copies[:2])
+        written = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor) and a.dtype != torch.int64]
+        ours, theirs = (tuple(x[i] for i in written) for x in (arguments, copies))
     for a, b in zip(ours if isinstance(ours, tuple) else [ours], theirs if isinstance(theirs, tuple) else [theirs]):
         assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride(), (name, a.stride(), b.stride())
         exact = a.dtype == torch.float32
