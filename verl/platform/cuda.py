@@ -51,6 +51,11 @@ class CudaPlatform(Accelerator):
         torch.backends.cudnn.benchmark = False
         super().be_deterministic()
 
+    def empty_cache(self) -> None:
+        # Buckets that other processes read stay allocated after the last reader let go, until they are looked for.
+        torch.cuda.ipc_collect()
+        super().empty_cache()
+
     def has_grouped_attention(self, dtype: torch.dtype, causal: bool) -> bool:
         # The only one of torch's kernels that knows grouped heads knows neither masks nor float32; without it torch
         # writes out all scores.

@@ -181,8 +181,8 @@ class Platform(ABC):
     def select(self, index: int) -> None:  # noqa: B027
         """Make a device the current one of this process, before anything is placed on it."""
 
-    def synchronize(self) -> None:  # noqa: B027
-        """Wait for the device."""
+    def synchronize(self, device: torch.device | None = None) -> None:  # noqa: B027
+        """Wait for the device; None: the current one, which each thread has of its own."""
 
     def empty_cache(self) -> None:  # noqa: B027
         """Release the unused memory that the allocator keeps."""
@@ -287,6 +287,8 @@ class Accelerator(Platform):
         return sizes
 
     def room(self, index: int = 0) -> int:
+        # What graphs take outside of the allocator the driver counts as taken. Idle memory of their pool counts as free
+        # though only graphs can take it: the working memory of one decode step, little beside the shares callers take.
         cached = self.module.memory_reserved(index) - self.module.memory_allocated(index)
         return self.memory(index)[0] + int(cached)
 
@@ -300,8 +302,8 @@ class Accelerator(Platform):
     def select(self, index: int) -> None:
         self.module.set_device(index)
 
-    def synchronize(self) -> None:
-        self.module.synchronize()
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self.module.synchronize(device)
 
     def empty_cache(self) -> None:
         self.module.empty_cache()

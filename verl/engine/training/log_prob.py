@@ -230,12 +230,8 @@ class _TokenOutputs(torch.autograd.Function):
 
 def _weight_gradient(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
     """Where the head's gradient goes: straight into a leaf's float32 .grad, else a new tensor."""
-    if (
-        weight.is_leaf
-        and weight.grad is None
-        and weight.dtype == torch.float32 != dtype
-        and weight.device.type != "cpu"
-    ):
+    fresh = weight.grad is None and weight.dtype == torch.float32 != dtype
+    if weight.is_leaf and fresh and not platform_of(weight.device).on_host:
         weight.grad = torch.zeros_like(weight)  # made here: a tied embedding's is added to it without a third tensor
     if weight.is_leaf and weight.grad is not None and weight.grad.dtype == torch.float32:
         return weight.grad, True
