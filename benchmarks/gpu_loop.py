@@ -1,6 +1,6 @@
 """The whole loop on one device, on random models of real shapes: how fast, of what limit, with how much memory.
 
-    python benchmarks/gpu_loop.py [--shape 0.6b,1.7b,8b] [--engine native,vllm] [--trl] [--steps 3] [--json FILE]
+    python benchmarks/gpu_loop.py [--shape 0.6b,1.7b,4b,8b] [--engine native,vllm] [--trl] [--steps 3] [--json FILE]
     python benchmarks/gpu_loop.py --shape tiny --device cpu            # seconds on a processor; what CI runs
 
 For each shape and engine, in a process of its own: seconds from its start to the first token; then steps of GRPO with
@@ -42,6 +42,7 @@ SHAPES = {
     "tiny": work.Shape(prompts=2, responses=2, tokens=8, layers=2, hidden=64, intermediate=128, heads=4, vocab=512),
     "0.6b": work.Shape(layers=28, hidden=1024, intermediate=3072, heads=16, **QWEN3),
     "1.7b": work.Shape(layers=28, hidden=2048, intermediate=6144, heads=16, **QWEN3),
+    "4b": work.Shape(layers=36, hidden=2560, intermediate=9728, heads=32, **QWEN3),
     "8b": work.Shape(layers=36, hidden=4096, intermediate=12288, heads=32, tied=False, **QWEN3),
 }
 PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights")

@@ -34,8 +34,9 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             current_device=lambda: 1,
             get_device_capability=lambda device: (9, 0),
             set_device=lambda index: None,
-            synchronize=lambda: None,
+            synchronize=lambda *_: None,
             empty_cache=lambda: None,
+            ipc_collect=lambda: None,
         )
         monkeypatch.setattr(cuda, "torch", SimpleNamespace(**vars(torch) | {"cuda": device}))
         monkeypatch.setattr(npu.NpuPlatform, "module", device)

@@ -1,18 +1,29 @@
 #!/usr/bin/env bash
 # What a first session on a device should find out, in calls of at most ten minutes; a part that fails does not stop the next.
 #
-#   OUT=results bash tests/gpu/run.sh               # a CUDA device: doctor, limits, tests
-#   OUT=results PARTS=loop SHAPES=0.6b bash tests/gpu/run.sh   # then the loop, one shape at a time
-#   VERL_TEST_DEVICE=cpu SHAPES=tiny bash tests/gpu/run.sh    # this script's own parts, on a processor
+# Calls in the order of what they tell; each takes ten minutes at most, and leaves its figures where the last one reads them:
 #
-#   OUT      folder for doctor.txt, limits.json, gpu_tests.xml, gpu_tests.json, gpu_loop.json, log.txt (gpu_results);
-#            figures are there as soon as they are known
+#   export OUT=results
+#   bash tests/gpu/run.sh                                # 1 does it run at all: doctor, limits, tests
+#   PARTS="profile loop" bash tests/gpu/run.sh           # 2 0.6b: kernels, waits, memory around captures; whole steps
+#   PARTS=trl bash tests/gpu/run.sh                      # 3 0.6b: TRL beside us on the same work
+#   PARTS=loop SHAPES=1.7b bash tests/gpu/run.sh         # 4 the ladder of shapes
+#   PARTS=loop SHAPES=4b MORE="--optimizer lora" bash tests/gpu/run.sh
+#   PARTS=profile SHAPES=8b MORE="--only decode" bash tests/gpu/run.sh   # sampling alone
+#   PARTS=section bash tests/gpu/run.sh                  # 5 the figures into docs/performance.md
+#
+# A call costs 60 to 540 s by its parts' limits below; none has run on a GPU yet. This script's own parts on a processor:
+# VERL_TEST_DEVICE=cpu SHAPES=tiny PARTS="doctor limits tests profile loop" bash tests/gpu/run.sh
+#
+#   OUT      folder for doctor.txt, limits.json, gpu_tests.xml, gpu_tests.json, gpu_loop_SHAPE.json, profile_SHAPE.json,
+#            traces, log.txt (gpu_results); figures are there as soon as they are known
 #   LIMIT    seconds for all parts together (540); what is not done by then is given up
-#   PARTS    some of doctor limits tests loop ("doctor limits tests")
-#   SHAPES   of benchmarks/gpu_loop.py, for the loop (0.6b)
-#   PYTHON   the interpreter (python3)
+#   PARTS    some of doctor limits tests profile loop trl section ("doctor limits tests")
+#   SHAPES   of benchmarks/gpu_loop.py, one (0.6b)
+#   MORE     words for the profile or the loop
+#   PYTHON   the interpreter (python3); TRL_PYTHON: that of an environment with TRL
 #   WHEELS   folder of wheels to install first, without an index, for a machine that reaches none: see wheels.sh. The
-#            engines' tests need none of them.
+#            engines' tests and the profile need none of them.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export OUT=${OUT:-gpu_results} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -57,8 +68,13 @@ keeping() { # FILE COMMAND...: what it prints, also in a file
   part limits 90 bash -o pipefail -c "$(keeping "$OUT/limits.json" "$PYTHON" benchmarks/limits.py --device "$DEVICE")"
   part tests 450 "$PYTHON" -m pytest tests/gpu -q --junitxml="$OUT/gpu_tests.xml" -o junit_family=xunit1 \
     -p no:cacheprovider --timeout 120
+  # shellcheck disable=SC2086 # words
+  part profile 240 "$PYTHON" benchmarks/gpu_profile.py --shape "$SHAPES" --device "$DEVICE" --out "$OUT" ${MORE:-}
   part loop 540 "$PYTHON" benchmarks/gpu_loop.py --shape "$SHAPES" --device "$DEVICE" \
-    --steps 2 --limit 200 --json "$OUT/gpu_loop.json"
+    --steps 2 --limit 200 --json "$OUT/gpu_loop_$SHAPES.json" ${MORE:-}
+  part trl 540 "$PYTHON" benchmarks/gpu_loop.py --shape "$SHAPES" --device "$DEVICE" --trl ${TRL_PYTHON:+--trl-python "$TRL_PYTHON"} \
+    --steps 2 --limit 250 --json "$OUT/gpu_loop_$SHAPES.json" ${MORE:-}
+  part section 20 "$PYTHON" benchmarks/gpu_section.py "$OUT"
   echo "== not done: ${failed[*]:-nothing}"
   [ ${#failed[@]} -eq 0 ]
 } 2>&1 | tee "$OUT/log.txt"

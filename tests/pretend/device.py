@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from tests import pretend_npu
+from tests import pretend_npu, sampler_reference
 from tests.pretend import counts, kernels
 from verl.config import devices
+from verl.engine.rollout.native import ops
 
 aten = torch.ops.aten
 CUDA, TOTAL = torch.device("cuda", 0), 80 << 30
@@ -213,7 +214,7 @@ def _stand_ins() -> dict[str, Any]:
 
 def install() -> None:
     """Give this process the device. Once, after `tests.pretend.load`."""
-    from verl.platform.cuda import CudaPlatform
+    from verl.platform import cuda, cuda_fused
 
     os.environ["VERL_TEST_DEVICE"] = "cuda"
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
@@ -241,7 +242,10 @@ def install() -> None:
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool", "_cuda_clearCublasWorkspaces"):
         setattr(torch._C, name, lambda *_: setattr(_state, "recording", None))
     torch.nn.Module._apply = pretend_npu.apply_in_place  # type: ignore[method-assign]
-    CudaPlatform.collectives = "gloo"
+    cuda.CudaPlatform.collectives = "gloo"
+    cuda._fused_operators = lambda: cuda_fused.FUSED  # with or without Triton: `kernels` has their references
     pretend_npu.shard_without_storages(CudaTensor)
     devices._nodes = lambda name: ["nvidia0"] if name == "nvidia" else []
     devices.torch_build = lambda: "cuda"  # type: ignore[assignment]
+    sampler_reference.install()
+    ops.load = lambda kind: None

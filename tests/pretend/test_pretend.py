@@ -14,7 +14,13 @@ from tests.runs import environment
 # Left out: handles of memory and sharded offload, for which these tensors lack storages; repeats that take long.
 LEFT_OUT = "handles or offload and sharded or deterministic or float32 and (graphs or agree) or sleeping and False"
 PARTS = {
-    "engines": ["tests/gpu/test_engine_flash.py", "tests/gpu/test_training.py", "-k", f"not ({LEFT_OUT})"],
+    "engines": [
+        "tests/gpu/test_kernels.py",
+        "tests/gpu/test_engine_flash.py",
+        "tests/gpu/test_training.py",
+        "-k",
+        f"not ({LEFT_OUT})",
+    ],
     "sampler": ["tests/gpu/test_sampler.py", "-k", f"not ({LEFT_OUT})"],
     "counts and steps": ["tests/pretend/cases.py"],
 }

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from verl.models.attention import AttentionOptions, TokenSpan
+from verl.platform import platform_of
 
 MAX_HEAD_WIDTH = 256
 _WIDTH_STEP = 8  # the kernel copies 16 bytes at a time
@@ -91,7 +92,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, parts: Sequence[KernelCall], scale: float, kernel: Kernel
 ) -> Tensor:
     """query [1, Hq, S, D], key and value [1, Hkv, S, D] → [1, S, Hq, D]."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return _Merged.apply(q, k, v, parts, scale, kernel)[None]
 
 
@@ -103,6 +104,8 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, parts, scale, kernel):  # type: ignore[no-untyped-def]
         base, *shared = parts
+        fused = platform_of(q.device).fused_operators()
+        merge = None if fused is None else fused.merge_attention
         out, lse, state = kernel[0](*(_take(x, None) for x in (q, k, v)), base, scale)
         states = [state]
         for part in shared:
@@ -110,6 +113,9 @@ class _Merged(torch.autograd.Function):
             inputs = _take(q, index), _take(k, part.key_index), _take(v, part.key_index)
             other, other_lse, state = kernel[0](*inputs, part, scale)
             states.append(state)
+            if merge is not None:
+                merge(out, lse, other, other_lse, index)
+                continue
             mine = lse[:, index]
             joint = torch.logaddexp(mine, other_lse)
             weight, other_weight = ((x - joint).exp().t()[..., None] for x in (mine, other_lse))

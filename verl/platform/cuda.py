@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from verl.errors import UserError
 from verl.platform.cuda_graphs import GraphRecorder
-from verl.platform.device import Accelerator
+from verl.platform.device import Accelerator, FusedOperators
 
 _FLASH_CAPABILITY = (8, 0)
 # Of the arguments of torch's rebuild_cuda_tensor: the storage's handle, sizes and counters, after the device's index.
@@ -50,6 +51,11 @@ class CudaPlatform(Accelerator):
         torch.backends.cudnn.benchmark = False
         super().be_deterministic()
 
+    def empty_cache(self) -> None:
+        # Buckets that other processes read stay allocated after the last reader let go, until they are looked for.
+        torch.cuda.ipc_collect()
+        super().empty_cache()
+
     def has_grouped_attention(self, dtype: torch.dtype, causal: bool) -> bool:
         # The only one of torch's kernels that knows grouped heads knows neither masks nor float32; without it torch
         # writes out all scores.
@@ -72,6 +78,9 @@ class CudaPlatform(Accelerator):
         event.record()
         wait: Callable[[], None] = event.synchronize
         return wait
+
+    def fused_operators(self) -> FusedOperators | None:
+        return _fused_operators()
 
     def graph_recorder(self) -> GraphRecorder:
         return GraphRecorder()
@@ -134,6 +143,23 @@ PLATFORM = CudaPlatform()
 
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
+
+
+@cache
+def _fused_operators() -> FusedOperators | None:
+    """None without Triton, or where its kernels cannot be built: it wants a C compiler."""
+    if torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return None
+    from verl.platform.cuda_fused import FUSED
+
+    try:
+        x = torch.ones(2, 8, device="cuda")
+        FUSED.rms_norm(x, x[0], 1e-6)
+    except Exception as error:  # Triton's stages have errors of their own
+        text = "training is slower: Triton's kernels cannot be built here, which takes a C compiler (gcc)"
+        warnings.warn(f"{text}: {error}", RuntimeWarning, stacklevel=2)
+        return None
+    return FUSED
 
 
 @cache

@@ -13,6 +13,9 @@ class GraphRecorder:
     """CUDA graphs whose working memory is one pool for all: one of them runs at a time, and what a step made on its
     way is overwritten by the next.
 
+    Nothing limits a graph's nodes: a graph has as many as its step has launches, which tests bound (tests/pretend), and
+    the callers limit how many graphs there are.
+
     `torch.cuda.graph` would give each graph a pool of its own, and the device's free memory back before each.
     """
 
@@ -56,5 +59,11 @@ class GraphRecorder:
         return graph.replay
 
     def forget(self) -> None:
-        """All graphs are gone: their pool goes with them, and torch takes no new graph into a pool without graphs."""
+        """All graphs are gone: their pool goes with them, and torch takes no new graph into a pool without graphs.
+
+        So does the workspace that cuBLAS took from the pool for the graphs' stream: later graphs would use it, and
+        whoever clears workspaces would free it under them.
+        """
+        if self._pool is not None:
+            torch._C._cuda_clearCublasWorkspaces()
         self._pool = None

@@ -62,16 +62,24 @@ def half_precision_peak(name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class FusedOperators:
-    """Operators of a device, all with gradients.
+    """Operators of a device, with gradients.
 
     rms_norm  (x [..., D], weight [D], eps) → weight·x/√(mean x² + eps), for x and weight of one data type
     swiglu    (gate, up [..., D]) → silu(gate)·up
     rotate    (x [B, H, S, D], cos, sin [B, 1, S, D]) → x·cos + (−second half of x, first half)·sin
+
+    mixes_types: x may be of another type than weight, cos and sin, B is 1, and results are of the type that products
+    take. Then swiglu has no gradient, but swiglu_backward (gradient, gate, up) → (silu(gate)·up, gradients of gate and
+    up), and merge_attention and the two functions of `head` (see `verl.platform.cuda_fused`) are there.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    swiglu_backward: Callable[..., Any] | None = None
+    merge_attention: Callable[..., Any] | None = None
+    head: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    mixes_types: bool = False
 
 
 class Platform(ABC):
@@ -174,8 +182,8 @@ class Platform(ABC):
     def select(self, index: int) -> None:  # noqa: B027
         """Make a device the current one of this process, before anything is placed on it."""
 
-    def synchronize(self) -> None:  # noqa: B027
-        """Wait for the device."""
+    def synchronize(self, device: torch.device | None = None) -> None:  # noqa: B027
+        """Wait for the device; None: the current one, which each thread has of its own."""
 
     def empty_cache(self) -> None:  # noqa: B027
         """Release the unused memory that the allocator keeps."""
@@ -203,7 +211,7 @@ class Platform(ABC):
         return True
 
     def has_widening_product(self) -> bool:
-        """Whether torch.bmm writes float32 from half-precision factors."""
+        """Whether torch's products write float32 from half-precision factors."""
         return False
 
     def flash_kernel(self, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -294,6 +302,8 @@ class Accelerator(Platform):
         return sizes
 
     def room(self, index: int = 0) -> int:
+        # What graphs take outside of the allocator the driver counts as taken. Idle memory of their pool counts as free
+        # though only graphs can take it: the working memory of one decode step, little beside the shares callers take.
         cached = self.module.memory_reserved(index) - self.module.memory_allocated(index)
         return self.memory(index)[0] + int(cached)
 
@@ -307,8 +317,8 @@ class Accelerator(Platform):
     def select(self, index: int) -> None:
         self.module.set_device(index)
 
-    def synchronize(self) -> None:
-        self.module.synchronize()
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self.module.synchronize(device)
 
     def empty_cache(self) -> None:
         self.module.empty_cache()

@@ -203,7 +203,7 @@ class HandleSink(SharedMemorySink):
         """See Sink.publish. The device is done with the bucket when the readers hear of it."""
         buffer = self._buffers[self._number % 2]
         platform = platform_of(buffer.device)
-        platform.synchronize()
+        platform.synchronize(buffer.device)  # a thread's current device is the first one
         handles = [platform.share_memory(buffer) for _ in self._readers] if self._number < 2 else []
         text = json.dumps({"used": used, "kind": platform.name, "handles": handles}).encode("ascii")
         super().reserve(len(text))
@@ -220,7 +220,7 @@ def opened(notes: Iterable[tuple[bytes, torch.Tensor]], reader: int) -> Iterator
             buffers.append(platform_of(note["kind"]).open_memory(note["handles"][reader]))
         buffer = buffers[number % 2]
         yield header, buffer[: note["used"]]
-        platform_of(buffer.device).synchronize()
+        platform_of(buffer.device).synchronize(buffer.device)
 
 
 def receive(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -130,7 +131,8 @@ def _process_group(backend: str, store: dist.Store, rank: int, size: int, limit:
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        with _waits_that_raise():
+            return dist.ProcessGroupNCCL(store, rank, size, options)
     plugin = dist.Backend._plugins.get(backend.upper())
     if plugin is None:
         raise WeightSyncError(
@@ -141,6 +143,19 @@ def _process_group(backend: str, store: dist.Store, rank: int, size: int, limit:
     common.store, common.group_rank, common.group_size, common.timeout = store, rank, size, limit
     common.group_id, common.global_ranks_in_group = "weights", list(range(size))
     return plugin.creator_fn(common, None)
+
+
+@contextmanager
+def _waits_that_raise() -> Iterator[None]:
+    """A group made in this block raises from `wait` where a rank is lost; by default torch's watchdog ends the process."""
+    wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @contextmanager

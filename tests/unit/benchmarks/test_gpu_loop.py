@@ -16,6 +16,8 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import gpu_loop  # noqa: E402
+import gpu_profile  # noqa: E402
+import gpu_section  # noqa: E402
 import sides  # noqa: E402
 
 
@@ -113,3 +115,43 @@ def test_it_runs_on_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert native["sampling_tokens_per_s"] == pytest.approx(32 / native["phases_s"]["gen"], rel=1e-2)
     assert native["start_to_first_token_s"] > 0.5
     assert native["peak_gib_by_phase"].keys() >= {"gen", "update_actor", "update_weights"}
+
+
+def test_figures_of_a_card_reach_the_page_and_those_of_a_processor_do_not(tmp_path: Path) -> None:
+    found = {"card": "cpu", "date": "2026-01-02", "shape": "0.6b"}
+    part = {"step_s": 0.02, "kernels_s": 0.015, "launches": 700.0, "waits": {"cudaStreamSynchronize": 1.0}}
+    part |= {"top": [{"name": "a kernel", "ms": 3.0}], "captures": [{"free_before": 5 << 20, "free_after": 1 << 20}]}
+    (tmp_path / "profile_0.6b.json").write_text(json.dumps(found | {"decode": part}))
+    assert gpu_section.section(tmp_path) is None
+    (tmp_path / "profile_0.6b.json").write_text(json.dumps(found | {"decode": part, "card": "NVIDIA H100"}))
+    native = {
+        "step_s": 4.0,
+        "sampling_tokens_per_s": 9000.0,
+        "device": "NVIDIA H100",
+        "peak_gib_by_phase": {"gen": 7.0},
+    }
+    shapes = {"0.6b": {"optimizer": "adamw", "native": native, "trl": {"failed": "out of memory"}}}
+    loop = {"date": "2026-01-02", "limits": {"kind": "cuda"}, "shapes": shapes}
+    (tmp_path / "gpu_loop_0.6b.json").write_text(json.dumps(loop))
+    page = tmp_path / "page.md"
+    page.write_text(gpu_section.PAGE.read_text())
+    for _ in range(2):  # again: in place of the first
+        gpu_section.fill(page, str(gpu_section.section(tmp_path)))
+    text = page.read_text()
+    assert (
+        text.count("NVIDIA H100, 2026-01-02") == 1 and "| 0.6b decode | 20 | 15 | 700 | 1 | 4 | `a kernel` 3 |" in text
+    )
+    assert "| 0.6b, adamw | native | 4 | 9e+03 |  |  | 7 |" in text and "failed: out of memory" in text
+    assert "No figures of: gpu_tests.json" in text and "Nothing has run" not in text and "## `perf/mfu" in text
+
+
+@pytest.mark.slow
+def test_profiles_of_decode_steps_and_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_profile, "WARM", 4)
+    monkeypatch.setattr(gpu_profile, "STEPS", 3)
+    monkeypatch.setattr(sys, "argv", ["x", "--shape", "tiny", "--device", "cpu", "--out", str(tmp_path)])
+    gpu_profile.main()
+    found = json.loads((tmp_path / "profile_tiny.json").read_text())
+    for part in ("decode", "update"):
+        assert found[part]["top"] and found[part]["step_s"] > 0 and (tmp_path / f"{part}_tiny.json.gz").exists()
+    assert any(kernel["name"].startswith("aten::") for kernel in found["update"]["top"])

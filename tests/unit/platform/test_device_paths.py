@@ -282,3 +282,21 @@ def test_samplers_wait_for_trainers_of_the_same_devices(kind: str, own: bool, ex
     from verl.workers.ray import build
 
     assert build._take_turns(kind, own) == expected
+
+
+def test_cuda_lets_go_of_shared_buckets_and_of_the_workspaces_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.platform.cuda import PLATFORM
+
+    calls: list[Any] = []
+    for name in ("ipc_collect", "empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *which, name=name: calls.append((name, *which)))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("workspaces"), raising=False)
+    PLATFORM.empty_cache()
+    PLATFORM.synchronize(torch.device("cuda", 1))
+    assert calls == [("ipc_collect",), ("empty_cache",), ("synchronize", torch.device("cuda", 1))]
+    recorder = PLATFORM.graph_recorder()
+    recorder.forget()
+    assert "workspaces" not in calls
+    recorder._pool = object()
+    recorder.forget()
+    assert calls[-1] == "workspaces" and recorder._pool is None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks import free_port
 from tests.weight_sync_processes import (
@@ -24,6 +28,7 @@ from tests.weight_sync_processes import (
     weights,
 )
 from verl.platform.network import address_towards, listen
+from verl.weight_sync import collective
 from verl.weight_sync.channel import Channel
 from verl.weight_sync.collective import Rendezvous, WeightGroup, broadcast
 from verl.weight_sync.verify import WeightSyncError, checksums
@@ -173,3 +178,19 @@ def test_sockets_listen_on_the_address_given_only() -> None:
     assert server.getsockname()[0] == "127.0.0.1"
     server.close()
     assert address_towards("127.0.0.1", 80) == "127.0.0.1"
+
+
+def test_a_lost_rank_of_nccl_raises_from_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads how while it makes the group; the environment of the training's groups is as it was."""
+    names = ("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    seen: list[list[str | None]] = []
+    monkeypatch.setenv(names[1], "3")
+    monkeypatch.delenv(names[0], raising=False)
+
+    def group(*_: Any) -> None:
+        seen.append([os.environ.get(name) for name in names])
+
+    group.Options = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", group, raising=False)
+    collective._process_group("nccl", dist.HashStore(), 0, 1, timedelta(seconds=1), "127.0.0.1")
+    assert seen == [["1", "0"]] and [os.environ.get(name) for name in names] == [None, "3"]

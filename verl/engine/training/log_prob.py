@@ -11,13 +11,15 @@ With z = cap(s·h·Wᵀ)/τ, ℓ = logsumexp z, π = exp(z − ℓ), H = ℓ −
     ∂logp_t/∂z = 1[t] − π        ∂H/∂z = −π(z − ℓ + H)        ∂q/∂z = 2π(π − q)
 
 Beside the token that follows, a row may have k candidates, and its k most likely tokens may be requested: those of the
-blocks seen so far are carried along.
+blocks seen so far are carried along. Without soft cap, bias and those, a device's own functions
+(`FusedOperators.head`) read each block once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,10 +139,21 @@ class _BlockSettings:
     squares: bool
     topk: int = 0
 
+    def kernels(self, hidden: Tensor, bias: Tensor | None) -> Any:
+        """The device's own functions for a block (`FusedOperators.head`), None where there are none that fit."""
+        fused = platform_of(hidden.device).fused_operators()
+        plain = self.softcap is None and bias is None and not self.topk
+        return fused.head if fused is not None and plain else None
+
+    def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Block of z in the products' type, without soft cap and bias."""
+        factor = self.scale if self.softcap is not None else self.scale / self.temperature
+        return torch.addmm(hidden.new_empty(()), hidden, weight.t(), beta=0, alpha=factor)
+
     def z(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Block of z in float32 and, with a soft cap, d(capped)/d(uncapped)."""
         factor = self.scale if self.softcap is not None else self.scale / self.temperature
-        z = torch.addmm(hidden.new_empty(()), hidden, weight.t(), beta=0, alpha=factor).float()
+        z = self.product(hidden, weight).float()
         if bias is not None:
             z.add_(bias.float(), alpha=factor)
         if self.softcap is None:
@@ -184,19 +197,27 @@ class _TokenOutputs(torch.autograd.Function):
         rows, columns = h.shape[0], w.shape[0]
         needs_h, needs_w, needs_b = ctx.needs_input_grad[:3]
         dh = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if needs_h else None
-        dw, direct = _weight_gradient(weight) if needs_w else (None, False)
+        dw, direct = _weight_gradient(weight, settings.dtype) if needs_w else (None, False)
         db = torch.zeros(columns, dtype=torch.float32, device=h.device) if needs_b else None
         gradients = (g_logp, g_entropy if settings.entropy else None, g_squares if settings.squares else None)
         height, width = _blocks(rows, columns, h.device)
+        kernels = settings.kernels(h, bias)
+        if kernels is not None:
+            g_logp = torch.zeros_like(targets, dtype=torch.float32) if g_logp is None else g_logp.contiguous()
         for r in _ranges(rows, height):
             for c in _ranges(columns, width):
-                z, slope = settings.z(h[r], w[c], None if bias is None else bias[c])
-                dz = _logit_gradient(z, stats[:, r], targets[r] - c.start, gradients, r)
-                if slope is not None:
-                    dz = dz.mul_(slope)
-                if db is not None:
-                    db[c].add_(dz.sum(0), alpha=settings.outer)
-                dz = dz.to(settings.dtype)
+                if kernels is not None:
+                    dz, (_, *more) = settings.product(h[r], w[c]), gradients
+                    more = [None if g is None else g[r].contiguous() for g in more]
+                    kernels[1](dz, stats[:, r], targets[r].contiguous(), g_logp[r], *more, c.start)
+                else:
+                    z, slope = settings.z(h[r], w[c], None if bias is None else bias[c])
+                    dz = _logit_gradient(z, stats[:, r], targets[r] - c.start, gradients, r)
+                    if slope is not None:
+                        dz = dz.mul_(slope)
+                    if db is not None:
+                        db[c].add_(dz.sum(0), alpha=settings.outer)
+                    dz = dz.to(settings.dtype)
                 if dh is not None:
                     _add_product(dh[r], dz, w[c], settings.outer)
                 if dw is not None:
@@ -207,8 +228,11 @@ class _TokenOutputs(torch.autograd.Function):
         return dh, dw, db, None, None
 
 
-def _weight_gradient(weight: Tensor) -> tuple[Tensor, bool]:
-    """Where the head's gradient goes: straight into a leaf's existing float32 .grad, else a new tensor."""
+def _weight_gradient(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """Where the head's gradient goes: straight into a leaf's float32 .grad, else a new tensor."""
+    fresh = weight.grad is None and weight.dtype == torch.float32 != dtype
+    if weight.is_leaf and fresh and not platform_of(weight.device).on_host:
+        weight.grad = torch.zeros_like(weight)  # made here: a tied embedding's is added to it without a third tensor
     if weight.is_leaf and weight.grad is not None and weight.grad.dtype == torch.float32:
         return weight.grad, True
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device), False
@@ -218,6 +242,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
     """total += alpha·a·b, the sum in float32 whatever the product is."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, alpha=alpha)
+    elif platform_of(total.device).has_widening_product():
+        torch.addmm(total, a, b, alpha=alpha, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b, alpha=alpha)
 
@@ -227,7 +253,13 @@ def _forward_rows(stats, logp, likely, h, w, bias, targets, settings, width):  #
     rows = h.shape[0]
     top = torch.full((rows,), float("-inf"), device=h.device)
     total, weighted, squares = (torch.zeros(rows, device=h.device) for _ in range(3))
-    for c in _ranges(w.shape[0], width):
+    kernels = settings.kernels(h, bias)
+    if kernels is not None:
+        state, targets = torch.stack((top, total, weighted, squares)), targets.contiguous()
+        for c in _ranges(w.shape[0], width):
+            kernels[0](settings.product(h, w[c]), targets, state, logp, c.start, settings.entropy, settings.squares)
+        top, total, weighted, squares = state
+    for c in () if kernels is not None else _ranges(w.shape[0], width):
         z, _ = settings.z(h, w[c], None if bias is None else bias[c])
         inside = (targets >= c.start) & (targets < c.stop)
         picked = z.gather(1, (targets - c.start).clamp(0, z.shape[1] - 1))

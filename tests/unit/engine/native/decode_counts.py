@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.pretend.counts import Counts, counting
 
 from tests import sampler_reference
+from tests.pretend.counts import Counts, counting
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.native import ops

@@ -251,6 +251,7 @@ class Cuda:
         patch.setattr(torch.cuda, "default_generators", (self.random,))
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_pool, raising=False)
         patch.setattr(torch._C, "_cuda_releasePool", lambda place, pool: self.said.append("release"), raising=False)
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
 
     def drawn(self, state: str) -> None:
         self.said.append(f"random {state}")

@@ -383,11 +383,11 @@ class FSDPEngine(ScheduledEngine):
     @torch.no_grad()
     def _conclude(self, total: StepAccumulator) -> tuple[StepAccumulator, float]:
         """What all ranks' micro-batches came to, and the norm of all gradients (NaN for a refused step)."""
+        # A weight without a gradient decays and keeps its place in the optimizer.
+        self._fill_gradients()
         if not self._sharded:
             return total, math.nan if total.refused else float(global_norm(self._gradients()))
         tensor, speaks = self._model.tensor, self.layout.counts_rows
-        # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
-        self._fill_gradients()
         if tensor is not None:
             with waiting("adding up gradients"):
                 tensor.complete(self._names)
@@ -407,8 +407,8 @@ class FSDPEngine(ScheduledEngine):
         return [local(gradient) for gradient in gradients] if self._sharded else gradients
 
     def _clear_gradients(self) -> None:
-        """Make all gradients zero: in place where products are added straight into them; FSDP makes its own."""
-        if self._sharded:
+        """Make all gradients zero: in place on a processor; elsewhere the first products of the step make them."""
+        if self._sharded or not self.platform.on_host:
             return self._drop_gradients()
         if gradients := self._gradients():
             torch._foreach_zero_(gradients)

@@ -11,7 +11,8 @@ shares the model sees it untouched.
     y = W·x + b + s·B·(A·x)            keeps x and A·x; the adapter is added in place, forward and backward
 
 On a device with operators of its own for these (`Platform.fused_operators`) they compute the norm and the gate, and the
-rotation of queries and keys in the attention's module.
+rotation of queries and keys in the attention's module. Where products write float32, those of weights' gradients are
+added to the gradient by the product itself, of every linear layer.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class FusedForwards:
         for module in modules:
             fused = _operators(module)
             forward = _norm_for(module, fused) or _adapted_for(module)
-            forward = forward or (_mlp_for(module, fused) if gated else None)
+            forward = forward or ((_mlp_for(module, fused) or _linear_for(module)) if gated else None)
             if fused is not None and (rotation := _rotation_for(module, fused)):
                 self.rotations[type(module).__module__] = rotation
             if forward is not None and "forward" not in module.__dict__:
@@ -78,7 +79,7 @@ def _norm_for(module: nn.Module, fused: FusedOperators | None) -> Callable[..., 
     for offset in (0.0, 1.0):
 
         def forward(x: torch.Tensor, offset: float = offset) -> torch.Tensor:
-            if fused is not None and x.dtype == module.weight.dtype:
+            if fused is not None and (fused.mixes_types or x.dtype == module.weight.dtype):
                 return fused.rms_norm(x, module.weight + offset if offset else module.weight, eps)
             with torch.autocast(x.device.type, enabled=False):
                 return _RMSNorm.apply(x, module.weight, eps, offset)
@@ -128,11 +129,11 @@ def _mlp_for(module: nn.Module, fused: FusedOperators | None) -> Callable[..., A
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         gate, up, down = layers
-        if fused is not None:
+        if fused is not None and fused.swiglu_backward is None:
             return down(fused.swiglu(gate(x), up(x)))  # type: ignore[misc]
         dtype = product_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
-            return _GatedMLP.apply(x, gate.weight, up.weight, down.weight, dtype)  # type: ignore[union-attr]
+            return _GatedMLP.apply(x, gate.weight, up.weight, down.weight, dtype, fused)  # type: ignore[union-attr]
 
     width = layers[0].in_features  # type: ignore[union-attr]
     return forward if _same(module, forward, torch.linspace(-2, 3, 3 * width).view(3, -1)) else None
@@ -140,13 +141,13 @@ def _mlp_for(module: nn.Module, fused: FusedOperators | None) -> Callable[..., A
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate, up, down, dtype):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, gate, up, down, dtype, fused):  # type: ignore[no-untyped-def]
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         gate_c, up_c, down_c = gate.to(dtype), up.to(dtype), down.to(dtype)
         g, u = rows @ gate_c.t(), rows @ up_c.t()
-        out = torch.nn.functional.silu(g).mul_(u) @ down_c.t()
+        out = (torch.nn.functional.silu(g).mul_(u) if fused is None else fused.swiglu(g, u)) @ down_c.t()
         ctx.save_for_backward(rows, g, u, gate_c, up_c, down_c, gate, up, down)
-        ctx.shape, ctx.kind = x.shape, x.dtype
+        ctx.shape, ctx.kind, ctx.fused = x.shape, x.dtype, fused
         return _unflattened(out, x)
 
     @staticmethod
@@ -154,15 +155,23 @@ class _GatedMLP(torch.autograd.Function):
         rows, g, u, gate_c, up_c, down_c, gate, up, down = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1]).to(rows.dtype)
         needs = ctx.needs_input_grad
-        s = torch.nn.functional.silu(g)
         dh = grad @ down_c
-        du = dh * s
-        d_down = _add_gradient(down, grad, s.mul_(u)) if needs[3] else None
-        dg = torch.ops.aten.silu_backward(dh.mul_(u), g)
+        if ctx.fused is not None:
+            h, dg, du = ctx.fused.swiglu_backward(dh, g, u)
+        else:
+            s = torch.nn.functional.silu(g)
+            du = dh * s
+            h = s.mul_(u)
+            dg = torch.ops.aten.silu_backward(dh.mul_(u), g)
+        d_down = _add_gradient(down, grad, h) if needs[3] else None
         d_gate = _add_gradient(gate, dg, rows) if needs[1] else None
         d_up = _add_gradient(up, du, rows) if needs[2] else None
-        dx = (dg @ gate_c).to(ctx.kind).add_(du @ up_c).view(ctx.shape) if needs[0] else None
-        return dx, d_gate, d_up, d_down, None
+        dx = None
+        if needs[0] and ctx.fused is not None and ctx.kind == rows.dtype:
+            dx = (dg @ gate_c).addmm_(du, up_c).view(ctx.shape)
+        elif needs[0]:
+            dx = (dg @ gate_c).to(ctx.kind).add_(du @ up_c).view(ctx.shape)
+        return dx, d_gate, d_up, d_down, None, None
 
 
 # -- rotation of queries and keys --------------------------------------------------------------------------
@@ -177,7 +186,9 @@ def _rotation_for(module: nn.Module, fused: FusedOperators) -> Callable[..., Any
         return None
 
     def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any) -> Any:
-        if more or named or q.ndim != 4 or cos.ndim != 3 or cos.shape[-1] != q.shape[-1] or cos.dtype != q.dtype:
+        fits = q.ndim == 4 and cos.ndim == 3 and cos.shape[-1] == q.shape[-1]
+        fits = fits and (len(q) == len(cos) == 1 if fused.mixes_types else cos.dtype == q.dtype)
+        if more or named or not fits:
             return own(q, k, cos, sin, *more, **named)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return fused.rotate(q, cos, sin), fused.rotate(k, cos, sin)
@@ -186,13 +197,14 @@ def _rotation_for(module: nn.Module, fused: FusedOperators) -> Callable[..., Any
     q, k, cos, sin = torch.linspace(-2, 3, 96).view(4, 1, 1, 3, 8).to(device)
     try:
         expected = own(q, k, cos[:, 0], sin[:, 0])
-        same = all(map(torch.allclose, rotate(q, k, cos[:, 0], sin[:, 0]), expected))
+        pairs = zip(rotate(q, k, cos[:, 0], sin[:, 0]), expected, strict=True)
+        same = all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5) for ours, theirs in pairs)
     except (TypeError, ValueError, RuntimeError, IndexError):
         return None
     return rotate if same else None
 
 
-# -- a linear layer with an adapter ------------------------------------------------------------------------
+# -- linear layers ------------------------------------------------------------------------
 
 
 def _adapted_for(module: Any) -> Callable[..., Any] | None:
@@ -212,6 +224,36 @@ def _adapted_for(module: Any) -> Callable[..., Any] | None:
             return _Adapted.apply(x, base.weight, base.bias, a, b, float(module.scaling[NAME]), dtype)
 
     return forward
+
+
+def _linear_for(module: nn.Module) -> Callable[..., Any] | None:
+    """Of a torch.nn.Linear, where a product adds itself to a float32 gradient of its weight in one pass."""
+    if type(module) is not nn.Linear or not platform_of(module.weight.device).has_widening_product():
+        return None
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        dtype = product_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return _Linear.apply(x, module.weight, module.bias, dtype)
+
+    return forward
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, dtype):  # type: ignore[no-untyped-def]
+        rows, weight_c = x.reshape(-1, x.shape[-1]).to(dtype), weight.to(dtype)
+        ctx.save_for_backward(rows, weight_c, weight, bias)
+        ctx.shape, ctx.kind = x.shape, x.dtype
+        return _unflattened(torch.nn.functional.linear(rows, weight_c, None if bias is None else bias.to(dtype)), x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (rows, weight_c, weight, bias), needs = ctx.saved_tensors, ctx.needs_input_grad
+        grad = grad.reshape(-1, grad.shape[-1]).to(rows.dtype)
+        d_weight = _add_gradient(weight, grad, rows) if needs[1] else None
+        dx = (grad @ weight_c).to(ctx.kind).view(ctx.shape) if needs[0] else None
+        return dx, d_weight, grad.sum(0).to(bias.dtype) if bias is not None and needs[2] else None, None
 
 
 class _Adapted(torch.autograd.Function):
@@ -251,6 +293,13 @@ def _unflattened(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _add_gradient(weight: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
     """gradᵀ·rows as the gradient of a linear layer's weight: added to a leaf's existing .grad (then None is
     returned, there is nothing left for autograd to add), else returned in the weight's type."""
+    widens = weight.dtype == torch.float32 != grad.dtype and platform_of(weight.device).has_widening_product()
+    if weight.is_leaf and widens:
+        if weight.grad is None:
+            weight.grad = torch.mm(grad.t(), rows, out_dtype=torch.float32)
+        else:
+            torch.addmm(weight.grad, grad.t(), rows, out_dtype=torch.float32, out=weight.grad)
+        return None
     if weight.is_leaf and weight.grad is not None:
         if weight.grad.dtype == grad.dtype:
             weight.grad.addmm_(grad.t(), rows)
