@@ -53,7 +53,9 @@ def outputs(engine: Any) -> dict[str, Any]:
 
 
 def copied(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.named_weights()}
+    named = [(name, tensor.clone()) for name, tensor in engine.named_weights()]
+    assert len(dict(named)) == len(named), "each once"
+    return dict(named)
 
 
 def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -186,9 +186,12 @@ def load(bridge: Any, chunks: Sequence[Any], files: WeightFiles) -> None:
 
 def export(bridge: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors under Hugging Face names, one after the other, on every rank. Collective."""
+    seen = set()  # the last pipeline stage has the embedding too where it is tied to the output layer
     with _without_adapters(chunks):
         for name, tensor in bridge.export_weights(list(chunks)):
-            yield name, tensor.detach()
+            if name not in seen:
+                yield name, tensor.detach()
+            seen.add(name)
 
 
 @contextmanager
