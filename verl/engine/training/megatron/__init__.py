@@ -86,8 +86,6 @@ class Megatron(TrainingEngineRecord):
             check.lacks(placed.at("tensor"), "experts under tensor parallelism need TransformerEngine, not installed")
         if setting(group, "use_dist_checkpointing", False) and not setting(group, "dist_checkpointing_path"):
             check.refuse("megatron.use_dist_checkpointing=True", "set megatron.dist_checkpointing_path to a directory")
-        if placed.dtype in ("float16", "fp16", "half"):
-            check.refuse(placed.at("dtype"), "use bfloat16 or float32")
 
 
 def _has_transformer_engine() -> bool:

@@ -64,6 +64,7 @@ class _HostMixin:
     def _build_base_config(self: Any, *args: Any, **settings: Any) -> Any:
         if not FUSED_KERNELS:
             settings |= _PLAIN
+        settings["fp16"] = self.dtype == torch.float16
         if "moe_router_pre_softmax" in settings and hasattr(self.hf_config, "norm_topk_prob"):
             # Weights of the chosen experts that sum to 1 are a softmax over these alone.
             settings["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob

@@ -38,11 +38,12 @@ from verl.engine.training.megatron.optimizer import (
     clip_gradients,
     load_state,
     save_state,
+    scale_gradients,
 )
 from verl.engine.training.megatron.outputs import vocabulary_outputs
 from verl.engine.training.megatron.parallel import ParallelSizes, join
 from verl.engine.training.megatron.routes import Routes
-from verl.engine.training.optimizer import StepAccumulator, optim_config
+from verl.engine.training.optimizer import LOSS_SCALES, StepAccumulator, optim_config
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
 from verl.engine.training.scheduled import ScheduledEngine
@@ -94,7 +95,14 @@ class MegatronEngine(ScheduledEngine):
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self._model = models.build(
-            model_path, model_cfg, self.megatron, head, seed, self.device, self._dtype(placement), trainable
+            model_path,
+            model_cfg,
+            self.megatron,
+            head,
+            seed,
+            self.device,
+            compute_dtype(placement, self.platform),
+            trainable,
         )
         self.module = unwrap_model(self._model.chunks[0])
         self._serving_dtype = serving_dtype(model_path, model_cfg)
@@ -125,12 +133,6 @@ class MegatronEngine(ScheduledEngine):
         size = self.sizes.context
         return MicroBatching(batching.tokens * size, batching.rows, False, limit=batching.limit * size)
 
-    def _dtype(self, placement: Placement) -> torch.dtype:
-        dtype = compute_dtype(placement, self.platform)
-        if dtype == torch.float16:
-            raise UserError(f"{placement.at('dtype')} is not here: use bfloat16 or float32")
-        return dtype
-
     # -- passes ----------------------------------------------------------------------------------------------
 
     def _batches(self, rows: Sequence[Segment], batching: MicroBatching) -> list[ModelBatch]:
@@ -160,6 +162,7 @@ class MegatronEngine(ScheduledEngine):
         outputs: Collection[str],
         temperature: float,
         loss: MicroLoss | None,
+        scale: float = 1.0,
     ) -> list[Any]:
         """All micro-batches through all stages; on the last stage what `finish` returned for each, in order."""
         if self._routes is None and ROUTES in outputs:
@@ -188,7 +191,7 @@ class MegatronEngine(ScheduledEngine):
                 computed = self._outputs(batch, hidden, unwrap_model(chunk), outputs, temperature)
                 if loss is None:
                     return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), computed
-                return _loss(batch, hidden, computed, loss)
+                return _loss(batch, hidden, computed, loss, scale)
 
             return hidden, finish
 
@@ -255,15 +258,7 @@ class MegatronEngine(ScheduledEngine):
     ) -> TrainStepResult:
         """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
         optimizer = self._require_optimizer()
-        for chunk in self._model.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        batches = self._batches(rows, self.update_batching)
-        results = self._run(batches, outputs, temperature, loss)
-        total = self._conclude(batches, results)
-        optimizer.prepare_grads()
-        norm = math.nan if total.refused else float(optimizer.get_grad_norm())
+        total, norm = self._gradients(optimizer, rows, loss, outputs, temperature)
         if not total.refused and not math.isfinite(norm):
             total.refused = f"the gradient norm is {norm}"
         if not total.refused:
@@ -271,6 +266,25 @@ class MegatronEngine(ScheduledEngine):
             optimizer.step_with_ready_grads()
         metrics = {} if total.refused else total.metrics()
         return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, total.refused, total.tokens)
+
+    def _gradients(
+        self, optimizer: Any, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float
+    ) -> tuple[StepAccumulator, float]:
+        """The optimizer's gradients: what the passes came to, and the norm. In float16 the largest scale with which nothing
+        overflows is found anew in each step, as with the FSDP engine."""
+        for scale in LOSS_SCALES if self._model.dtype == torch.float16 else (1.0,):
+            for chunk in self._model.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            batches = self._batches(rows, self.update_batching)
+            total = self._conclude(batches, self._run(batches, outputs, temperature, loss, scale))
+            optimizer.prepare_grads()
+            norm = math.nan if total.refused else float(optimizer.get_grad_norm())
+            if total.refused or math.isfinite(norm):
+                break
+        scale_gradients(optimizer, 1.0 / scale)
+        return total, norm / scale
 
     def _conclude(self, batches: Sequence[ModelBatch], results: Sequence[Any]) -> StepAccumulator:
         """What all ranks' micro-batches came to."""
@@ -388,11 +402,11 @@ def _sum_gradients(chunks: list[DistributedDataParallel], _tokens: Any = None, *
 
 
 def _loss(
-    batch: ModelBatch, hidden: torch.Tensor, computed: dict[str, torch.Tensor], loss: MicroLoss
+    batch: ModelBatch, hidden: torch.Tensor, computed: dict[str, torch.Tensor], loss: MicroLoss, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """The scalar to differentiate, no count to divide by, and (value, metrics, whose rows)."""
     tied = hidden.sum() * 0.0 + sum(column.sum() * 0.0 for column in computed.values())
     scalar, metrics = loss(MicroBatch(batch.rows, **computed)) if batch.rows else (tied, {})  # type: ignore[arg-type]
     root = scalar + tied if torch.isfinite(scalar) else tied
     uids = ", ".join(dict.fromkeys(row.uid for row in batch.rows[:4]))
-    return root, torch.zeros((), dtype=torch.int), (float(scalar.detach()), metrics, f"prompts {uids}")
+    return root * scale, torch.zeros((), dtype=torch.int), (float(scalar.detach()), metrics, f"prompts {uids}")
