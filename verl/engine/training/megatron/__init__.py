@@ -77,7 +77,7 @@ class Megatron(TrainingEngineRecord):
         if (config.select("critic.model.lora_rank") or 0) > 0 and config.select("critic.strategy") == self.name:
             check.refuse("critic.model.lora_rank", f"strategy=megatron trains no adapters of critics; {_ELSEWHERE}")
         model: Any = config.select("actor_rollout_ref.model") or config.select("model")
-        adapts_all = setting(model, "lora_rank", 0) > 0 and model.target_modules == "all-linear"
+        adapts_all = setting(model, "lora_rank", 0) > 0 and "all-linear" in model.target_modules
         if adapts_all and facts is not None and facts.experts:
             check.refuse("model.target_modules=all-linear", "experts are not adapted; name attention's layers instead")
         self._check_placement(check, role)
