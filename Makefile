@@ -120,7 +120,8 @@ test-sglang: $(VENV)/sglang/.installed
 	  tests/contract/test_weight_receiver_contract.py tests/unit/engine/sglang tests/integration/test_sglang.py
 
 test-megatron: $(VENV)/megatron/.installed
-	OMP_NUM_THREADS=1 $(VENV)/megatron/bin/python -m pytest -rs -k megatron tests/contract/test_training_engine_contract.py tests/megatron
+	OMP_NUM_THREADS=1 $(VENV)/megatron/bin/python -m pytest -rs -n 2 --dist worksteal -m "not long" -k megatron \
+	  tests/contract/test_training_engine_contract.py tests/megatron
 
 # A program in the sandbox finds packages in its own environment alone, which has no numpy.
 test-versions: $(VENV)/oldest/.installed $(VENV)/newest/.installed

@@ -75,10 +75,10 @@ def _install() -> None:
 
 def _install_in_megatron() -> None:
     import megatron.core.tensor_parallel.random as random
-    from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.optimizer import clip_grads, grad_scaler, optimizer
     from megatron.core.transformer.moe import token_dispatcher
 
-    optimizer.torch = _Torch()
+    optimizer.torch = grad_scaler.torch = _Torch()  # type: ignore[assignment]
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     random._set_cuda_rng_state = lambda *_, **__: None
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()

@@ -53,7 +53,9 @@ def outputs(engine: Any) -> dict[str, Any]:
 
 
 def copied(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.named_weights()}
+    named = [(name, tensor.clone()) for name, tensor in engine.named_weights()]
+    assert len(dict(named)) == len(named), "each once"
+    return dict(named)
 
 
 def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -171,10 +173,16 @@ def with_fsdp(path: Path) -> dict[str, Any]:
     return seen | {"weights": copied(engine)}
 
 
-def in_bfloat16(path: Path) -> tuple[dict[str, Any], float]:
-    """Outputs and the gradient norm of a step with weights in bfloat16."""
-    engine = _build(path, {}, dtype="bfloat16")
-    return outputs(engine), learn(engine).grad_norm
+def in_half(path: Path, dtype: str, total: int, folder: Path) -> tuple[dict[str, Any], float, bool]:
+    """Outputs, the gradient norm of a step over a loss of so many tokens, and whether a resume after it is exact."""
+    engine, other, loss = _build(path, {}, dtype=dtype), _build(path, {}, dtype=dtype), simple_loss(total, 0.1)
+    seen, norm = outputs(engine), learn(engine, loss).grad_norm
+    engine.save_weights(folder / "weights")
+    engine.save_optimizer(folder / "optimizer")
+    other.load_weights(folder / "weights")
+    other.load_optimizer(folder / "optimizer")
+    assert not learn(engine, loss).refused and not learn(other, loss).refused
+    return seen, norm, identical(copied(engine), copied(other))
 
 
 def distributed(path: Path, sizes: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:

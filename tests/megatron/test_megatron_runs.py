@@ -52,7 +52,7 @@ def test_a_run_goes_on_at_another_layout(tiny: TinyRun, tmp_path: Path) -> None:
     assert all(seen[step]["actor/grad_norm"] > 0 for step in seen) and seen[3]["actor/kl_loss"] > 0
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_adapters_and_the_base_as_reference(tiny: TinyRun, tmp_path: Path, size: int) -> None:
     pytest.importorskip("peft")
     words = [
@@ -67,7 +67,7 @@ def test_adapters_and_the_base_as_reference(tiny: TinyRun, tmp_path: Path, size:
     assert (tmp_path / "out/global_step_2/actor/lora_adapter/adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("parallel", ["expert", "pipeline"])
+@pytest.mark.parametrize("parallel", ["expert", pytest.param("pipeline", marks=pytest.mark.long)])
 def test_experts_on_two_ranks_replay_their_routes(tmp_path: Path, parallel: str) -> None:
     """Those of the sampler, and those of the pass before the update."""
     words = [f"{ACTOR}.{parallel}_model_parallel_size=2", "actor_rollout_ref.actor.ppo_epochs=2"]

@@ -142,3 +142,12 @@ def test_tensor_parallel_training_is_refused(named):
     key = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
     assert any("adapters are not cut so" in p for p in problems(*named, key, f"{MODEL}.lora_rank=8"))
     assert not any("adapters are not cut so" in p for p in problems(*named, key))
+
+
+def test_megatron_cuts_adapters_but_has_none_of_experts_and_critics(named, tmp_path):
+    write_model(tmp_path / "model", num_experts=4)
+    words = [*named, *(f"{role}.strategy=megatron" for role in (f"{ARR}.actor", "critic")), f"{MODEL}.lora_rank=8"]
+    words += ["critic.model.lora_rank=8", f"{ARR}.actor.megatron.tensor_model_parallel_size=2"]
+    found = "\n".join(problems(*words))
+    assert "adapters are not cut so" not in found
+    assert "experts are not adapted" in found and "trains no adapters of critics" in found

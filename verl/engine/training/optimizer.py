@@ -21,6 +21,9 @@ from verl.errors import UserError
 # have no step for them at all.
 _FUSED_OVER_RANKS = ("torch.optim.Adam", "torch.optim.AdamW")
 _NOT_OVER_RANKS = ("torch.optim.Adafactor", "torch.optim.Rprop")
+# Factors of the loss before the backward pass of float16, whose smallest numbers are far above the parts of a loss over
+# 10⁵ tokens; the next one is tried where the gradients overflow. Powers of two change no other bit.
+LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 # Endings of metrics of which the least or the largest of all micro-batches counts.
 _EXTREMES: dict[str, Any] = {"_min": min, "_max": max}
 

@@ -42,6 +42,7 @@ from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_
 from verl.engine.training.fsdp.sharding import layout, sharded_modules
 from verl.engine.training.muon import matrices
 from verl.engine.training.optimizer import (
+    LOSS_SCALES,
     StepAccumulator,
     build_optimizer,
     clip_gradients,
@@ -70,10 +71,6 @@ if TYPE_CHECKING:
 
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
 _ACTIVATION_SHARE = 0.4
-
-# Factors of the loss before the backward pass of float16, whose smallest numbers are far above the parts of a loss over
-# 10⁵ tokens; the next one is tried where the gradients overflow. Powers of two change no other bit.
-_LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
 class FSDPEngine(ScheduledEngine):
@@ -339,7 +336,7 @@ class FSDPEngine(ScheduledEngine):
     ) -> tuple[StepAccumulator, float]:
         """The step's gradients, this rank's share, and what `_conclude` says of them. In float16 the largest scale with
         which nothing overflows is found anew in each step: what a run does then depends on nothing before it."""
-        for scale in _LOSS_SCALES if self.compute_dtype == torch.float16 else (1.0,):
+        for scale in LOSS_SCALES if self.compute_dtype == torch.float16 else (1.0,):
             self._clear_gradients()
             total, norm = self._conclude(self._accumulate(rows, loss, outputs, temperature, scale))
             if total.refused or math.isfinite(norm):

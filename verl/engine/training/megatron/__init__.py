@@ -76,6 +76,10 @@ class Megatron(TrainingEngineRecord):
             check.refuse("strategy=megatron", f"models of type {facts.name} are not converted here; {_ELSEWHERE}")
         if (config.select("critic.model.lora_rank") or 0) > 0 and config.select("critic.strategy") == self.name:
             check.refuse("critic.model.lora_rank", f"strategy=megatron trains no adapters of critics; {_ELSEWHERE}")
+        model: Any = config.select("actor_rollout_ref.model") or config.select("model")
+        adapts_all = setting(model, "lora_rank", 0) > 0 and "all-linear" in model.target_modules
+        if adapts_all and facts is not None and facts.experts:
+            check.refuse("model.target_modules=all-linear", "experts are not adapted; name attention's layers instead")
         self._check_placement(check, role)
 
     def _check_placement(self, check: EngineCheck, role: Any) -> None:
@@ -86,8 +90,6 @@ class Megatron(TrainingEngineRecord):
             check.lacks(placed.at("tensor"), "experts under tensor parallelism need TransformerEngine, not installed")
         if setting(group, "use_dist_checkpointing", False) and not setting(group, "dist_checkpointing_path"):
             check.refuse("megatron.use_dist_checkpointing=True", "set megatron.dist_checkpointing_path to a directory")
-        if placed.dtype in ("float16", "fp16", "half"):
-            check.refuse(placed.at("dtype"), "use bfloat16 or float32")
 
 
 def _has_transformer_engine() -> bool:

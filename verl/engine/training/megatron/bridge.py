@@ -64,6 +64,7 @@ class _HostMixin:
     def _build_base_config(self: Any, *args: Any, **settings: Any) -> Any:
         if not FUSED_KERNELS:
             settings |= _PLAIN
+        settings["fp16"] = self.dtype == torch.float16
         if "moe_router_pre_softmax" in settings and hasattr(self.hf_config, "norm_topk_prob"):
             # Weights of the chosen experts that sum to 1 are a softmax over these alone.
             settings["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
@@ -186,9 +187,12 @@ def load(bridge: Any, chunks: Sequence[Any], files: WeightFiles) -> None:
 
 def export(bridge: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors under Hugging Face names, one after the other, on every rank. Collective."""
+    seen = set()  # the last pipeline stage has the embedding too where it is tied to the output layer
     with _without_adapters(chunks):
         for name, tensor in bridge.export_weights(list(chunks)):
-            yield name, tensor.detach()
+            if name not in seen:
+                yield name, tensor.detach()
+            seen.add(name)
 
 
 @contextmanager

@@ -20,14 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import unwrap_model
 
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement
 from verl.engine.training import lora
-from verl.engine.training.base import LOG_PROBS, ROUTES, MicroBatch, MicroLoss, TrainStepResult
+from verl.engine.training.base import LOG_PROBS, ROUTES, MicroLoss, TrainStepResult
 from verl.engine.training.megatron import ENGINE
 from verl.engine.training.megatron import bridge as weights
 from verl.engine.training.megatron import model as models
@@ -38,13 +36,13 @@ from verl.engine.training.megatron.optimizer import (
     clip_gradients,
     load_state,
     save_state,
+    scale_gradients,
 )
-from verl.engine.training.megatron.outputs import vocabulary_outputs
 from verl.engine.training.megatron.parallel import ParallelSizes, join
-from verl.engine.training.megatron.routes import Routes
-from verl.engine.training.optimizer import StepAccumulator, optim_config
+from verl.engine.training.megatron.passes import Passes
+from verl.engine.training.optimizer import LOSS_SCALES, StepAccumulator, optim_config
 from verl.engine.training.packing import MicroBatching, pack, split_rows
-from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
+from verl.engine.training.process_group import all_gather_json, on_all_ranks
 from verl.engine.training.scheduled import ScheduledEngine
 from verl.engine.training.settings import compute_dtype, micro_batching
 from verl.engine.training.weight_files import refuse_non_finite
@@ -94,7 +92,14 @@ class MegatronEngine(ScheduledEngine):
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self._model = models.build(
-            model_path, model_cfg, self.megatron, head, seed, self.device, self._dtype(placement), trainable
+            model_path,
+            model_cfg,
+            self.megatron,
+            head,
+            seed,
+            self.device,
+            compute_dtype(placement, self.platform),
+            trainable,
         )
         self.module = unwrap_model(self._model.chunks[0])
         self._serving_dtype = serving_dtype(model_path, model_cfg)
@@ -118,18 +123,12 @@ class MegatronEngine(ScheduledEngine):
         self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
         self._at_home = True
         self._replays = setting(role_cfg, "router_replay.mode", "disabled") != "disabled"
-        self._routes = Routes(self._model) if self._replays else None
+        self._passes = Passes(self._model, self.head, topk=self.topk, replays=self._replays)
 
     def _micro_batching(self, group: Any, prefix: str) -> MicroBatching:
         batching = micro_batching(group, prefix, share_prompt=False)
         size = self.sizes.context
         return MicroBatching(batching.tokens * size, batching.rows, False, limit=batching.limit * size)
-
-    def _dtype(self, placement: Placement) -> torch.dtype:
-        dtype = compute_dtype(placement, self.platform)
-        if dtype == torch.float16:
-            raise UserError(f"{placement.at('dtype')} is not here: use bfloat16 or float32")
-        return dtype
 
     # -- passes ----------------------------------------------------------------------------------------------
 
@@ -154,80 +153,6 @@ class MegatronEngine(ScheduledEngine):
             multiple *= 2 * self.sizes.context
         return packed(laid, multiple, self.sizes.context, parallel_state.get_context_parallel_rank())
 
-    def _run(
-        self,
-        batches: list[ModelBatch],
-        outputs: Collection[str],
-        temperature: float,
-        loss: MicroLoss | None,
-    ) -> list[Any]:
-        """All micro-batches through all stages; on the last stage what `finish` returned for each, in order."""
-        if self._routes is None and ROUTES in outputs:
-            self._routes = Routes(self._model)
-        routes = self._routes
-        if routes is not None:
-            routes.begin(batches, trains=loss is not None, replays=ROUTES not in outputs)
-        config = get_model_config(self._model.chunks[0])
-        config.finalize_model_grads_func = _sum_gradients
-        if loss is not None and self._model.chunks[0].ddp_config.overlap_grad_reduce:
-            # Gradients travel while the last micro-batch computes; until then they only add up.
-            chunks = self._model.chunks
-            several = len(chunks) > 1
-            config.no_sync_func = [chunk.no_sync for chunk in chunks] if several else chunks[0].no_sync
-            config.grad_sync_func = (
-                [chunk.start_grad_sync for chunk in chunks] if several else chunks[0].start_grad_sync
-            )
-
-        def forward(batch_iterator: Iterator[ModelBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
-            batch = next(batch_iterator)
-            if routes is not None:
-                routes.batch = batch
-            hidden = chunk(batch.input_ids, batch.positions, None, packed_seq_params=batch.packed)
-
-            def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-                computed = self._outputs(batch, hidden, unwrap_model(chunk), outputs, temperature)
-                if loss is None:
-                    return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), computed
-                return _loss(batch, hidden, computed, loss)
-
-            return hidden, finish
-
-        iterators = [iter(batches) for _ in self._model.chunks]
-        width = max(batch.input_ids.shape[1] for batch in batches)
-        with waiting("the passes of a step"):
-            return get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                model=self._model.chunks if len(iterators) > 1 else self._model.chunks[0],
-                num_microbatches=len(batches),
-                seq_length=width,
-                micro_batch_size=batches[0].input_ids.shape[0],
-                forward_only=loss is None,
-            )
-
-    def _outputs(
-        self, batch: ModelBatch, hidden: torch.Tensor, module: Any, outputs: Collection[str], temperature: float
-    ) -> dict[str, torch.Tensor]:
-        """Outputs of the response tokens, float32 [R] or [R, k]; hidden [B, S, H] of the last layer."""
-        outputs = [name for name in outputs if name != ROUTES]
-        states = batch.predicting(hidden, parallel_state.get_context_parallel_group())
-        if self.head != "lm":
-            weight, bias = module.output_layer.weight.float(), module.output_layer.bias
-            values = (states.float() * weight).sum(-1)
-            return {"values" if self.head == "value" else "scores": values if bias is None else values + bias.float()}
-        shared = module.share_embeddings_and_output_weights
-        weight = module.shared_embedding_or_output_weight() if shared else module.output_layer.weight
-        return vocabulary_outputs(
-            states.to(weight.dtype),  # megatron-core turns the last stage's bfloat16 into float32
-            weight,
-            batch.pack.targets,
-            outputs,
-            temperature=temperature,
-            vocabulary=self._model.vocabulary,
-            candidates=batch.pack.candidates,
-            topk=self.topk,
-        )
-
     @torch.no_grad()
     def forward(
         self, rows: Sequence[Segment], outputs: Collection[str] = LOG_PROBS, *, temperature: float
@@ -236,9 +161,9 @@ class MegatronEngine(ScheduledEngine):
         for chunk in self._model.chunks:
             chunk.eval()
         batches, names = self._batches(rows, self.forward_batching), [name for name in outputs if name != ROUTES]
-        results = self._run(batches, outputs, temperature, None)
-        for batch in batches if ROUTES in outputs and self._routes is not None else ():
-            self._routes.keep(batch)
+        results = self._passes.run(batches, outputs, temperature, None)
+        for batch in batches if ROUTES in outputs else ():
+            self._passes.routes.keep(batch)
         if not self.holds_outputs:
             return {}
         return {name: torch.cat([result[name] for result in results]).cpu().numpy() for name in names}
@@ -255,15 +180,7 @@ class MegatronEngine(ScheduledEngine):
     ) -> TrainStepResult:
         """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
         optimizer = self._require_optimizer()
-        for chunk in self._model.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        batches = self._batches(rows, self.update_batching)
-        results = self._run(batches, outputs, temperature, loss)
-        total = self._conclude(batches, results)
-        optimizer.prepare_grads()
-        norm = math.nan if total.refused else float(optimizer.get_grad_norm())
+        total, norm = self._gradients(optimizer, rows, loss, outputs, temperature)
         if not total.refused and not math.isfinite(norm):
             total.refused = f"the gradient norm is {norm}"
         if not total.refused:
@@ -271,6 +188,25 @@ class MegatronEngine(ScheduledEngine):
             optimizer.step_with_ready_grads()
         metrics = {} if total.refused else total.metrics()
         return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, total.refused, total.tokens)
+
+    def _gradients(
+        self, optimizer: Any, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float
+    ) -> tuple[StepAccumulator, float]:
+        """The optimizer's gradients: what the passes came to, and the norm. In float16 the largest scale with which nothing
+        overflows is found anew in each step, as with the FSDP engine."""
+        for scale in LOSS_SCALES if self._model.dtype == torch.float16 else (1.0,):
+            for chunk in self._model.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            batches = self._batches(rows, self.update_batching)
+            total = self._conclude(batches, self._passes.run(batches, outputs, temperature, loss, scale))
+            optimizer.prepare_grads()
+            norm = math.nan if total.refused else float(optimizer.get_grad_norm())
+            if total.refused or math.isfinite(norm):
+                break
+        scale_gradients(optimizer, 1.0 / scale)
+        return total, norm / scale
 
     def _conclude(self, batches: Sequence[ModelBatch], results: Sequence[Any]) -> StepAccumulator:
         """What all ranks' micro-batches came to."""
@@ -280,8 +216,8 @@ class MegatronEngine(ScheduledEngine):
                 mine.refused = mine.refused or f"the loss of micro-batch {number} is {value} ({names})"
             else:
                 mine.add(metrics)
-        for batch in batches if self._routes is not None else ():
-            changed = self._routes.changed(batch)
+        for batch in batches if self._replays else ():
+            changed = self._passes.routes.changed(batch)
             if counts and changed is not None:
                 valid = changed[changed >= 0]
                 mine.add({f"{self.role}/router_replay/changed_frac": (float(valid.sum()), len(valid))})
@@ -380,19 +316,3 @@ class MegatronEngine(ScheduledEngine):
     def load_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.load_optimizer`."""
         load_state(Path(directory), self._require_optimizer(), self._model.chunks, self._schedule)
-
-
-def _sum_gradients(chunks: list[DistributedDataParallel], _tokens: Any = None, **options: Any) -> None:
-    """Add gradients over ranks; they are divided by nothing, for the loss has its counts already."""
-    finalize_model_grads(chunks, None, **options)
-
-
-def _loss(
-    batch: ModelBatch, hidden: torch.Tensor, computed: dict[str, torch.Tensor], loss: MicroLoss
-) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """The scalar to differentiate, no count to divide by, and (value, metrics, whose rows)."""
-    tied = hidden.sum() * 0.0 + sum(column.sum() * 0.0 for column in computed.values())
-    scalar, metrics = loss(MicroBatch(batch.rows, **computed)) if batch.rows else (tied, {})  # type: ignore[arg-type]
-    root = scalar + tied if torch.isfinite(scalar) else tied
-    uids = ", ".join(dict.fromkeys(row.uid for row in batch.rows[:4]))
-    return root, torch.zeros((), dtype=torch.int), (float(scalar.detach()), metrics, f"prompts {uids}")

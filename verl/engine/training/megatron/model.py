@@ -65,7 +65,10 @@ def build(
         hf_config, dtype, settings, int(setting(megatron, "tensor_model_parallel_size", 1)), head
     )
     plain = bridge.get_model(
-        wrap_with_ddp=False, bf16=dtype == torch.bfloat16, post_model_creation_callbacks=[_prepare(head, hf_config)]
+        wrap_with_ddp=False,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        post_model_creation_callbacks=[_prepare(head, hf_config)],
     )
     for chunk in plain:
         chunk.to(device).requires_grad_(trainable)

@@ -44,6 +44,8 @@ def build_optimizer(chunks: Sequence[Any], optim: OptimConfig, megatron: Any, dt
         "adam_beta2": optim.betas[1],
         "clip_grad": 0.0,
         "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "loss_scale": 1.0 if dtype == torch.float16 else None,  # the engine's own comes before it
         "params_dtype": dtype,
         "use_distributed_optimizer": bool(setting(megatron, "use_distributed_optimizer", True)),
         **overrides,
@@ -67,6 +69,15 @@ def clip_gradients(optimizer: Any, norm: float, limit: float | None) -> None:
         if parameters := part.get_parameters():
             decoupled = part.config.use_precision_aware_optimizer
             clip_grads.clip_grad_by_total_norm_fp32(parameters, limit, norm, decoupled)
+
+
+def scale_gradients(optimizer: Any, factor: float) -> None:
+    """Multiply the gradients that the next step takes."""
+    for part in _parts(optimizer) if factor != 1.0 else ():
+        for parameter in part.get_parameters():
+            name = "decoupled_grad" if part.config.use_precision_aware_optimizer else "grad"
+            if (gradient := getattr(parameter, name)) is not None:
+                gradient.mul_(factor)
 
 
 def build_schedule(optimizer: Any, optim: OptimConfig, total: int) -> Schedule | CoreSchedule:
