@@ -241,7 +241,7 @@ REFUSED = {
         "metrics of the experts' load", "actor.router_replay"
     ),
     "*.rollout.full_determinism": Absent("a switch for it", "trainer.seed, which seeds every response"),
-    "*.model.lora.merge": Absent("merging for the sampler", "leave it False: it gets the adapter"),
+    "critic.model.lora.merge": Absent("a sampler of values", "set it to False"),
     "data.balance_dp_token": Absent("balancing by tokens", "data.use_dynamic_bsz=True"),
     "*.model.lora.type": Absent("an adapter of another kind", "type=lora", (*OFF, "lora")),
     "*.model.lora.dropout": Absent("dropout in adapters", "set it to 0"),
