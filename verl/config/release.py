@@ -77,7 +77,6 @@ FEATURES: dict[str, Absent] = {
     "*.rollout.prometheus.enable": Absent("engine metrics over HTTP", "set it to False"),
     "*.rollout.trace.backend": Absent("traces", "leave it null"),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
-    "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
 """Keys of the schema, or globs, whose values need a missing feature unless they are false, null or empty."""
 NO_STEP = {"torch.optim": {"LBFGS", "Optimizer", "SparseAdam", "lr_scheduler", "swa_utils"}}

@@ -230,7 +230,7 @@ REFUSED = [
     (["reward_model.weights={model: 1}"], ["model needs reward_model.enable=True"]),
     (["reward_model.weights={function: high}"], ["function: a weight is a number"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
-    (["skip.rollout.enable=True"], ["replay"]),
+    (["skip.rollout.enable=True", "algorithm.filter_groups.enable=True"], ["sampled by itself"]),
     ([TORCH, "global_profiler.steps=[0,1]"], ["counted from 1"]),
     (
         [TORCH, "global_profiler.steps=[1]", f"+{ARR}.actor.profiler.tool_config.torch.contents=[nonsense]"],

@@ -77,16 +77,16 @@ class SkipRolloutConfig(Group):
     """Record sampled batches and replay them.
 
     Attributes:
-        enable: Record, and replay what is recorded.
-        dump_dir: Where batches are kept.
+        enable: Record the trajectories of each step, and use recorded ones instead of sampling; scores are computed anew.
+        dump_dir: Where they are kept, below project and experiment.
         steps: Only these steps; empty = all.
-        action: `cache`: use a recorded batch if there is one.
+        action: `cache`: those of the same step; `repeat`: the latest ones up to the step.
     """
 
     enable: bool = False
     dump_dir: FilePath = "~/.verl/rollout_dump"
     steps: list[int] = items(low=0)
-    action: str = "cache"
+    action: str = choice("cache", "cache", "repeat")
 
 
 class SkipConfig(Group):
