@@ -52,12 +52,19 @@ class GlobalProfilerConfig(Group):
         steps: Steps to profile.
         profile_continuous_steps: One profile over neighbouring steps.
         save_path: Folder of the profiles.
+        finish_hook_cmd: Shell command that runs once after the last profiled step, with VERL_PROFILE_SAVE_PATH, _TOOL,
+            _RANK, _PID and _ROLE in its environment. One that fails is told, and the run goes on.
+        finish_hook_all_ranks: On every rank that is profiled, whatever `finish_hook_ranks` names.
+        finish_hook_ranks: On these of the ranks that are profiled; empty = on all of them.
     """
 
     tool: str | None = choice(None, *PROFILERS)
     steps: list[int] | None = None
     profile_continuous_steps: bool = False
     save_path: FilePath = "outputs/profile"
+    finish_hook_cmd: str | None = None
+    finish_hook_all_ranks: bool = False
+    finish_hook_ranks: list[int] = items(low=0)
     global_tool_config: GlobalToolConfig = sub(GlobalToolConfig)
 
 
