@@ -64,7 +64,6 @@ _FULL = {"full": Absent("the KL of whole distributions, which needs all logits,"
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "name": {"trtllm": Absent("TensorRT-LLM as sampling engine", "rollout.name=vllm or native")},
     "strategy": {"mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2")},
-    "loss_mode": {"reverse_kl_topk": Absent("reverse KL of few tokens", "k1 with use_policy_gradient=True")},
     "kl_loss_type": _FULL,
     "kl_penalty": _FULL,
     "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
