@@ -66,7 +66,10 @@ REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "strategy": {"mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2")},
     "kl_loss_type": _FULL,
     "kl_penalty": _FULL,
-    "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
+    "backend": {
+        "nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl"),
+        "delta_sharded": Absent("a transfer of what changed alone", "rollout.checkpoint_engine.backend=nccl"),
+    },
 }
 """By the last part of the key: values of other systems."""
 FEATURES: dict[str, Absent] = {

@@ -167,7 +167,6 @@ REFUSED = [
     # 18
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
     (["algorithm.adv_estimator=gae", "critic.model.path={model}/.."], ["critic.model.path=", "config.json"]),
-    ([*TAUGHT, f"{LOSS}.loss_mode=reverse_kl_topk"], ["closest: k1 with use_policy_gradient"]),
     (
         [f"{ARR}.actor.use_kl_loss=True", f"{ARR}.ref.model.path={{model}}/.."],
         ["ref.model.path=", "config.json"],
