@@ -431,6 +431,10 @@ def distilled(mode: str, new: list[float], teacher: list[float], least: float | 
     if mode == "forward_kl_topk":
         term = math.fsum(math.exp(nu) * (nu - v) for v, nu in zip(new, teacher, strict=True))
         return max(term, 0.0), [-math.exp(nu) * m if term > 0 else 0.0 for nu, m in zip(teacher, moves, strict=True)]
+    if mode == "reverse_kl_topk":
+        term = math.fsum(math.exp(v) * (v - nu) for v, nu in zip(new, teacher, strict=True))
+        slopes = [math.exp(v) * (1 + v - nu) * m for v, nu, m in zip(new, teacher, moves, strict=True)]
+        return max(term, 0.0), [slope if term > 0 else 0.0 for slope in slopes]
     u = new[0] - teacher[0]
     near = clip(u, -20.0, 20.0)
     k3 = math.exp(-near) + near - 1

@@ -97,3 +97,15 @@ def test_a_teacher_of_another_vocabulary_is_refused(
         assert main(tiny.overrides(tmp_path / "out", *ON, *words)) == 2
         said = capfd.readouterr().err
         assert part in said and "distillation.teacher_models" in said
+
+
+def test_the_reverse_kl_of_a_teacher_that_is_the_policy_is_zero(tiny: TinyRun, tmp_path: Path) -> None:
+    loss = "distillation.distillation_loss"
+    words = [ON[0], f"{loss}.loss_mode=reverse_kl_topk", f"{loss}.topk=4", f"{loss}.use_task_rewards=False"]
+    short = ("trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.test_freq=-1")
+    for number, teacher in enumerate((tiny.model, tiny.root / "teacher_1")):
+        model = f"{TEACHERS}.teacher_model.model_path={teacher}"
+        one_update = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
+        found = trained(tiny, tmp_path / str(number), *words, model, one_update, *short)[1]
+        same = found["distillation/teacher_mass"] == pytest.approx(found["distillation/student_mass"], rel=1e-5)
+        assert same == (number == 0) and (found["distillation/loss"] < 1e-6) == (number == 0)

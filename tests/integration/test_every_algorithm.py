@@ -33,6 +33,7 @@ DISTILLED = {
         f"{LOSS}.topk=8",
         f"{LOSS}.use_task_rewards=False",
     ],
+    "the policy's most likely tokens": [f"{LOSS}.loss_mode=reverse_kl_topk", f"{LOSS}.topk=8"],
     "a policy gradient": [
         f"{LOSS}.loss_mode=k1",
         f"{LOSS}.use_policy_gradient=True",

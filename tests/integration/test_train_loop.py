@@ -70,6 +70,21 @@ def test_same_seed_same_run_whatever_the_reward_processes(fork_server, tiny, fin
     assert weights(other, 1) != weights(out, 1), "another seed is another run"
 
 
+def test_recorded_steps_are_used_instead_of_sampling(fork_server, tiny, tmp_path) -> None:
+    words = ["skip.rollout.enable=True", f"skip.rollout.dump_dir={tmp_path}/kept", "trainer.total_training_steps=2"]
+    done = fork_server.run(tiny.overrides(tmp_path / "first", *words))
+    assert done.status == 0, done.stderr[-3000:]
+    assert [path.name for path in sorted((tmp_path / "kept/verl_examples/gsm8k").iterdir())] == ["1.jsonl", "2.jsonl"]
+    other = "actor_rollout_ref.rollout.top_p=0.2"  # another sampler, whose responses nobody asks for
+    for action in ("cache", "repeat"):
+        again = tmp_path / action
+        done = fork_server.run(tiny.overrides(again, *words, other, f"skip.rollout.action={action}"))
+        assert done.status == 0, done.stderr[-3000:]
+        assert weights(again, 2) == weights(tmp_path / "first", 2)
+        names = ("critic/score/mean", "actor/pg_loss", "response_length/mean")
+        assert all(records(again)[2][name] == records(tmp_path / "first")[2][name] for name in names)
+
+
 def test_val_only_with_shorter_responses(fork_server, tiny, tmp_path) -> None:
     out = tmp_path / "out"
     done = fork_server.run(tiny.overrides(out, "trainer.val_only=True", "actor_rollout_ref.rollout.response_length=5"))

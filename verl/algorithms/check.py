@@ -11,7 +11,7 @@ from verl.config.layout import own_pools, policy_placement
 from verl.config.matching import nearest
 from verl.config.model_facts import ModelFacts
 from verl.config.report import ACTOR, ROLLOUT, Report
-from verl.config.schema.algorithm import GROUP_ESTIMATORS, TEACHER_KEYS
+from verl.config.schema.algorithm import GROUP_ESTIMATORS, TEACHER_KEYS, TOPK_MODES
 from verl.config.schema.base import Root
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -204,7 +204,7 @@ def _distillation_loss(report: Report) -> None:
     mode, gradient = report.at(f"{_LOSS}.loss_mode"), loss.use_policy_gradient
     if loss.loss_mode in ("kl", "k1") and not gradient:
         report.refuse(mode, "its gradient does not see the teacher; use k2, k3, or use_policy_gradient=True")
-    if loss.loss_mode == "forward_kl_topk":
+    if loss.loss_mode in TOPK_MODES:
         vocabulary = report.facts.text.get("vocab_size") if report.facts is not None else None
         if gradient:
             report.notice(f"{mode} with use_policy_gradient=True: it says nothing of the token that was sampled")

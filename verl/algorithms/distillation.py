@@ -20,13 +20,13 @@ from verl.algorithms.flat_tokens import Metrics, MicroBatchColumns
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_loss import CLIP_KEYS, CLIP_RATIO_C, DPPO_CLIP_RATIO_C, LossInputs
 from verl.algorithms.registry import LOSSES
-from verl.config.schema.algorithm import DistillationLossConfig
+from verl.config.schema.algorithm import TOPK_MODES, DistillationLossConfig
 from verl.config.schema.base import Map, setting
 
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
 
-TOPK = "forward_kl_topk"
+FORWARD = TOPK_MODES[0]
 
 
 def topk_terms(student: Tensor, teacher: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def topk_terms(student: Tensor, teacher: Tensor) -> Tensor:
     [..., k] → [...].
 
     `student`, `teacher`: their log-probs of those tokens. A token of −inf, which is not in the student's vocabulary, is
-    left out.
+    left out. With the two exchanged it is the reverse KL, over any k tokens.
     """
     terms = teacher.exp() * (teacher - student)
     return terms.masked_fill(student == float("-inf"), 0.0).sum(-1).clamp(min=0)
@@ -45,15 +45,17 @@ class Distillation:
 
     Metrics, means over the tokens in the loss unless said: distillation/loss (aggregated), abs_loss, loss_min,
     loss_max, the shares that limits cut (loss_clamped_ratio, log_prob_clamped_ratio); with a policy gradient what its
-    loss logs; of the k most likely tokens student_mass and teacher_mass with _min and _max, overlap_ratio and
-    overlap_token_advantage.
+    loss logs; of the k tokens that are compared student_mass and teacher_mass with _min and _max, and with
+    forward_kl_topk overlap_ratio and overlap_token_advantage.
     """
 
     def __init__(self, config: DistillationLossConfig):
         self.config = config
-        self.topk = config.loss_mode == TOPK
+        self.topk = config.loss_mode in TOPK_MODES
+        self.forward = config.loss_mode == FORWARD
         #: What the engine's pass has to give beside log-probs and entropy.
-        self.outputs = ("candidate_log_probs", "candidates_in_topk") if self.topk else ()
+        outputs = ("candidate_log_probs", "candidates_in_topk")
+        self.outputs = outputs[: 1 + self.forward] if self.topk else ()
         self.coefficient = float(config.distillation_loss_coef) if config.use_task_rewards else 1.0
 
     def __call__(
@@ -95,13 +97,15 @@ class Distillation:
             teacher = columns["teacher_log_probs"]
             student, teacher, metrics = self._from_below(inputs, inputs.log_probs, teacher)
             return kl_penalty(student, teacher, self.config.loss_mode), metrics
-        if micro.candidate_log_probs is None or micro.candidates_in_topk is None:
-            raise ValueError("forward_kl_topk needs the engine's candidate_log_probs and candidates_in_topk")
+        if missing := [name for name in self.outputs if getattr(micro, name) is None]:
+            raise ValueError(f"{self.config.loss_mode} needs the engine's {' and '.join(missing)}")
         teacher = columns["teacher_topk_log_probs"]
-        student, overlap = micro.candidate_log_probs, micro.candidates_in_topk
-        metrics = self._overlap(inputs, student.detach(), teacher, overlap)
+        assert micro.candidate_log_probs is not None
+        student = micro.candidate_log_probs
+        metrics = self._overlap(inputs, student.detach(), teacher, micro.candidates_in_topk)
         student, teacher, limited = self._from_below(inputs, student, teacher)
-        return topk_terms(student, teacher), metrics | limited
+        terms = topk_terms(student, teacher) if self.forward else topk_terms(teacher, student)
+        return terms, metrics | limited
 
     def _from_below(self, inputs: LossInputs, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         """Both log-probs limited from below, and the share of tokens of which one was."""
@@ -113,11 +117,13 @@ class Distillation:
         limited = torch.where(student == float("-inf"), student, student.clamp(min=least))
         return limited, teacher.clamp(min=least), self._told(inputs, log_prob_clamped_ratio=below)
 
-    def _overlap(self, inputs: LossInputs, student: Tensor, teacher: Tensor, overlap: Tensor) -> Metrics:
-        """How far the two agree on the most likely tokens. The advantage is the mean of −ν(v)·(log ν(v) − logp(v)) over
+    def _overlap(self, inputs: LossInputs, student: Tensor, teacher: Tensor, overlap: Tensor | None) -> Metrics:
+        """What the k tokens have of both, and with `overlap` how far the two agree on the most likely tokens. The advantage is the mean of −ν(v)·(log ν(v) − logp(v)) over
         tokens that are among the k of both, 0 where there is none."""
-        gains = torch.where(overlap > 0, teacher.exp() * (student - teacher), 0.0).sum(-1)
         values = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
+        if overlap is None:
+            return self._told(inputs, ("student_mass", "teacher_mass"), **values)
+        gains = torch.where(overlap > 0, teacher.exp() * (student - teacher), 0.0).sum(-1)
         values["overlap_token_advantage"] = gains / overlap.sum(-1).clamp(min=1)
         return self._told(inputs, ("student_mass", "teacher_mass"), overlap_ratio=overlap.mean(-1), **values)
 

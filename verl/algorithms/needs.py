@@ -14,6 +14,7 @@ from typing import Any
 from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.registry import ESTIMATORS, LOSSES
+from verl.config.schema.algorithm import TOPK_MODES
 from verl.config.schema.base import setting
 from verl.config.schema.entries import Config
 from verl.errors import UserError
@@ -110,6 +111,9 @@ def passes(config: Config, updates_per_step: int) -> list[Pass]:
     needed = needed_columns(config)
     if updates_per_step > 1 and not parse_correction(config.algorithm.rollout_correction).bypass:
         needed |= {"old_log_probs"}
+    reverse = teacher_roles(config) and config.distillation.distillation_loss.loss_mode == "reverse_kl_topk"
+    if reverse:
+        needed |= {"old_log_probs"}
     if config.algorithm.use_pf_ppo:  # the update is of responses drawn again, what is logged of all
         needed |= {"old_log_probs"}
     replay = setting(config.actor_rollout_ref.actor, "router_replay.mode", "disabled")
@@ -121,7 +125,19 @@ def passes(config: Config, updates_per_step: int) -> list[Pass]:
     if TEACHER in chosen:
         at = chosen.index(TEACHER)
         chosen[at : at + 1] = [replace(TEACHER, role=role) for role in teacher_roles(config)]
-    return [forward.only(needed) for forward in chosen]
+    chosen = [forward.only(needed) for forward in chosen]
+    if reverse:
+        # The policy says which tokens are compared, the teachers their log-probs.
+        ids, asked = {"topk_ids": "teacher_topk_ids"}, {"candidate_log_probs": "teacher_topk_log_probs"}
+        chosen = [
+            replace(forward, outputs={**forward.outputs, **ids})
+            if forward.name == OLD_LOG_PROB.name
+            else replace(forward, outputs=asked)
+            if forward.name == TEACHER.name
+            else forward
+            for forward in chosen
+        ]
+    return chosen
 
 
 def with_old_log_probs(chosen: list[Pass]) -> list[Pass]:
@@ -140,5 +156,5 @@ def teacher_columns(config: Config) -> frozenset[str]:
     """Columns of the teachers that the loss reads; none where distillation is off."""
     if not teacher_roles(config):
         return frozenset()
-    topk = config.distillation.distillation_loss.loss_mode == "forward_kl_topk"
+    topk = config.distillation.distillation_loss.loss_mode in TOPK_MODES
     return _TOPK if topk else frozenset({"teacher_log_probs"})

@@ -1,4 +1,4 @@
-"""The asynchronous entry points of the public system in terms of the one loop.
+"""The asynchronous entry points of the public system in terms of the one loop, and single keys that are computed.
 
 Both of its generations are read: `async_training.*` with `rollout.*`, and `trainer.v1.*`. What they ask for is told by
 `trainer.weight_sync_every`, `max_staleness` and `max_steps_per_version`, and is said once.
@@ -19,7 +19,8 @@ THRESHOLD, EVERY = "async_training.staleness_threshold", "async_training.trigger
 BATCHES = "async_training.require_batches"
 PROMPTS, TEST = "rollout.total_rollout_steps", "rollout.test_freq"
 MEMORY = "actor_rollout_ref.rollout.standalone_gpu_memory_utilization"
-KEYS = (MODE, LIMIT, V1_EVERY, THRESHOLD, EVERY, BATCHES, PROMPTS, TEST, MEMORY)
+MERGE = "actor_rollout_ref.model.lora.merge"
+KEYS = (MODE, LIMIT, V1_EVERY, THRESHOLD, EVERY, BATCHES, PROMPTS, TEST, MEMORY, MERGE)
 """Keys that stand for others by a computation."""
 _MODES = ("sync", "colocate_async", "separate_async")
 
@@ -66,6 +67,9 @@ def settle(
     _modes(settings)
     if given.get(MEMORY) is not None:
         _memory(settings)
+    if given.get(MERGE):
+        # The other samplers merge the adapter in any case.
+        settings.mean(MERGE, {"actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora": False})
 
 
 def _memory(settings: _Settings) -> None:

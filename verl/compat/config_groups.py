@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from verl.config.schema.actor import ActorConfig as _ActorConfig
@@ -11,6 +13,20 @@ from verl.config.schema.algorithm import AlgorithmConfig as AlgoConfig
 from verl.config.schema.algorithm import RolloutCorrectionConfig as _RolloutCorrectionConfig
 from verl.config.schema.fields import fields_of
 from verl.config.schema.training import CheckpointConfig
+
+
+@dataclass
+class BaseConfig(Mapping[str, Any]):
+    """Base of plug-ins' own dataclasses of keys: fields as attributes and as a mapping."""
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
 
 
 class ActorConfig(_ActorConfig):

@@ -88,6 +88,7 @@ _SCHEMAS = (
 # Path that plug-ins import → one of our modules (the whole of it), or "module: names", a name of ours behind "=".
 _TABLE = {
     **{path: target for path, (target, _) in ENTRY_POINTS.items()},
+    "verl.base_config": "verl.compat.config_groups: BaseConfig",
     "verl.protocol": "verl.compat.data_proto: DataProto DataProtoItem pad_dataproto_to_divisor unpad_dataproto",
     "verl.trainer.config": "verl.compat.config_groups: AlgoConfig RolloutCorrectionConfig CheckpointConfig",
     "verl.trainer.config.algorithm": "verl.compat.config_groups: AlgoConfig RolloutCorrectionConfig",

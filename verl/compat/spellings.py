@@ -189,6 +189,7 @@ NO_EFFECT: dict[str, str] = {
     ),
     "{actor_rollout_ref.actor, actor_rollout_ref.ref, actor_rollout_ref.rollout, critic}.profiler.{tool, save_path, "
     "relocate_results, finish_hook_*}": "one profiler for all roles: global_profiler.*",
+    "global_profiler.relocate_results": "profiles are written to save_path; nsys's, which Ray places, by finish_hook_cmd",
     "critic.nccl_timeout": "actor_rollout_ref.nccl_timeout counts for all process groups",
     "trainer.profile_interval": "global_profiler.steps chooses the steps",
     "*.mixed_precision": "compute is in dtype, sums over ranks in float32 (mixed_precision.{param, reduce}_dtype)",
@@ -241,12 +242,11 @@ REFUSED = {
         "metrics of the experts' load", "actor.router_replay"
     ),
     "*.rollout.full_determinism": Absent("a switch for it", "trainer.seed, which seeds every response"),
-    "*.model.lora.merge": Absent("merging for the sampler", "leave it False: it gets the adapter"),
+    "critic.model.lora.merge": Absent("a sampler of values", "set it to False"),
     "data.balance_dp_token": Absent("balancing by tokens", "data.use_dynamic_bsz=True"),
     "*.model.lora.type": Absent("an adapter of another kind", "type=lora", (*OFF, "lora")),
     "*.model.lora.dropout": Absent("dropout in adapters", "set it to 0"),
     "trainer.checkpoint_callback_class": Absent("a callback for checkpoints", "trainer.default_hdfs_dir"),
-    "global_profiler.{relocate_results, finish_hook_cmd}": Absent("work on profiles", "a later command"),
     "async_training.use_dynamic_resource_scheduling": Absent("trainers that sample", "rollout.nnodes"),
     "async_training.hybrid_res_pool": Absent("a pool on a part of a node", "pools of whole nodes"),
     "actor_rollout_ref.rollout.disaggregation.enabled": Absent(

@@ -64,10 +64,12 @@ _FULL = {"full": Absent("the KL of whole distributions, which needs all logits,"
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "name": {"trtllm": Absent("TensorRT-LLM as sampling engine", "rollout.name=vllm or native")},
     "strategy": {"mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2")},
-    "loss_mode": {"reverse_kl_topk": Absent("reverse KL of few tokens", "k1 with use_policy_gradient=True")},
     "kl_loss_type": _FULL,
     "kl_penalty": _FULL,
-    "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
+    "backend": {
+        "nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl"),
+        "delta_sharded": Absent("a transfer of what changed alone", "rollout.checkpoint_engine.backend=nccl"),
+    },
 }
 """By the last part of the key: values of other systems."""
 FEATURES: dict[str, Absent] = {
@@ -77,7 +79,6 @@ FEATURES: dict[str, Absent] = {
     "*.rollout.prometheus.enable": Absent("engine metrics over HTTP", "set it to False"),
     "*.rollout.trace.backend": Absent("traces", "leave it null"),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
-    "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
 """Keys of the schema, or globs, whose values need a missing feature unless they are false, null or empty."""
 NO_STEP = {"torch.optim": {"LBFGS", "Optimizer", "SparseAdam", "lr_scheduler", "swa_utils"}}

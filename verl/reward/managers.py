@@ -5,7 +5,7 @@
 With `reward_manager.source=importlib` a class with `run_single` scores one response at a time, as responses finish; any
 other is called with a whole batch and returns a reward tensor. Scores are returned and limited as those of a function.
 A class that a plug-in registers (`verl.reward.user_function.register`) is treated like one of `source=importlib`. The
-built-in managers are settings of `RewardRunner`, not classes.
+built-in managers are settings of `RewardRunner`; the classes of their names are for plug-ins alone.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def register(name: str) -> Callable[[type], type]:
 def get_reward_manager_cls(name: str) -> type:
     """The class registered under a name. ValueError naming the known ones."""
     if name not in REWARD_MANAGER_REGISTRY:
-        names = ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none (the built-in managers are no classes)"
+        names = ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none"
         raise ValueError(f"Unknown reward manager: {name}. Registered classes: {names}")
     return REWARD_MANAGER_REGISTRY[name]
 

@@ -9,15 +9,18 @@ driver passes the calls on.
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.config.schema.base import Root, setting
 from verl.config.schema.entries import Config, SFTConfig
 from verl.tracking.check import ROLES
+from verl.tracking.console import notice
 
 if TYPE_CHECKING:
     from verl.platform import Platform
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProfilePlan:
-    """What one process does. `options` are the tool's arguments, name → value, those of its roles together."""
+    """What one process does. `options` are the tool's arguments, name → value, those of its roles together; `hook`: a
+    shell command after the last step, in an environment with `variables`."""
 
     tool: str
     steps: tuple[int, ...]
@@ -33,6 +37,8 @@ class ProfilePlan:
     folder: Path
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    hook: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
 
     def starts(self, step: int) -> bool:
         """A profile begins with this step."""
@@ -77,7 +83,14 @@ def plan_for(config: Root, roles: Sequence[str], rank: int) -> ProfilePlan | Non
     shared = setting(config, "global_profiler").global_tool_config.get(plan.tool) or {}
     for name, value in (shared.to_dict() if hasattr(shared, "to_dict") else shared).items():
         plan.options.setdefault(name, value)
-    return plan
+    profiler = setting(config, "global_profiler")
+    if not profiler.finish_hook_cmd or not (
+        profiler.finish_hook_all_ranks or rank in (profiler.finish_hook_ranks or [rank])
+    ):
+        return plan
+    about = {"SAVE_PATH": plan.folder, "TOOL": plan.tool, "RANK": rank, "ROLE": "-".join(chosen)}
+    variables = {f"VERL_PROFILE_{name}": str(value) for name, value in about.items()}
+    return replace(plan, hook=profiler.finish_hook_cmd, variables=variables)
 
 
 def _wanted(groups: dict[str, Any], role: str, rank: int) -> bool:
@@ -126,7 +139,16 @@ class StepProfiler:
 
     def stop(self, step: int) -> list[str]:
         """A step has ended; returns the files that were written."""
-        return self.close() if self.plan.ends(step) else []
+        written = self.close() if self.plan.ends(step) else []
+        if self.plan.hook and step == self.plan.steps[-1]:
+            self._run_hook(self.plan.hook)
+        return written
+
+    def _run_hook(self, command: str) -> None:
+        variables = os.environ | self.plan.variables | {"VERL_PROFILE_PID": str(os.getpid())}
+        ran = subprocess.run(command, shell=True, env=variables, capture_output=True, text=True)
+        if ran.returncode:
+            notice(f"global_profiler.finish_hook_cmd ended with status {ran.returncode}: {ran.stderr.strip()[-300:]}")
 
     def close(self) -> list[str]:
         """The run ends, maybe in the middle of a profile: what there is of it is written."""

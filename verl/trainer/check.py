@@ -32,7 +32,7 @@ def check(config: Root, report: Report) -> None:
         _lengths(report)
         _engine_layout(report)
     if report.ppo:
-        for rules in (_batches, _pools, _policy_layout, _staleness, _without_effect):
+        for rules in (_batches, _pools, _policy_layout, _staleness, _recorded, _without_effect):
             rules(report)
     elif config.entry == "sft":
         _ranks(report, policy_placement(report.config), report.config.engine.strategy, own_model=True)
@@ -44,6 +44,17 @@ def check(config: Root, report: Report) -> None:
                 report.refuse(key, f"a number of steps, or {EACH_EPOCH}")
     if config.entry in ("ppo", "sft"):
         _resume(report)
+
+
+def _recorded(report: Report) -> None:
+    """What recorded steps cannot stand for."""
+    trainer, algorithm = report.config.trainer, report.config.algorithm
+    ahead = trainer.max_staleness or trainer.weight_sync_every > 1
+    if report.config.skip.rollout.enable and (
+        ahead or algorithm.filter_groups.enable or algorithm.adv_estimator == "remax"
+    ):
+        why = "steps are recorded where each one is sampled by itself: without max_staleness, filter_groups and remax"
+        report.refuse("skip.rollout.enable=True", why)
 
 
 def _lengths(report: Report) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from verl.algorithms.batch_advantages import compute_advantages, rows_of_update
 from verl.algorithms.needs import passes, with_old_log_probs
 from verl.config import Config
+from verl.rollout.recorded import Recorded
 from verl.rollout.schedule import evict_stale, open_schedule
 from verl.trainer.parts import Parts
 from verl.trainer.step_record import StepRecord
@@ -48,6 +49,7 @@ class PPOTrainer:
         self.colocation = parts.colocation
         self.record = StepRecord(config, parts, self.schedule)
         self.probe = SyncProbe(config, parts)
+        self.recorded = Recorded.of(config)
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -95,7 +97,13 @@ class PPOTrainer:
         responses = self.config.data.train_batch_size * parts.rollouts.settings.per_prompt
         progress = parts.tracking.progress("responses", total=responses, beat=parts.phases.beat)
         with parts.phases("gen", waits_for=f"{responses} responses of the sampler"):
-            batch = parts.loop.run(self.schedule.take(parts.rollouts, step, progress))
+            batch = None if self.recorded is None else self.recorded.load(step)
+            if batch is not None:
+                self.schedule.due(step)  # the data goes on as if its prompts had been sampled
+            else:
+                batch = parts.loop.run(self.schedule.take(parts.rollouts, step, progress))
+                if self.recorded is not None:
+                    self.recorded.save(step, batch)
         self.record.sampled = parts.workers.sampler.stats()
         return batch
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from verl.algorithms.distillation import FORWARD
 from verl.algorithms.needs import needed_columns, teacher_roles
 from verl.config import Config
 from verl.config.layout import own_pools
@@ -71,7 +72,10 @@ def actor_engine(config: Config, total_steps: int, platform: Platform, *, shared
     shared: a sampler of this process is to work on its tensors (one rank only).
     """
     arr = config.actor_rollout_ref
-    engine = _engine(config, arr.model.path, arr.actor, platform, log_prob_cfg=arr.rollout, shared=shared)
+    loss = config.distillation.distillation_loss
+    reverse = teacher_roles(config) and loss.loss_mode == "reverse_kl_topk"
+    options: dict[str, Any] = {"topk": loss.topk} if reverse else {}
+    engine = _engine(config, arr.model.path, arr.actor, platform, log_prob_cfg=arr.rollout, shared=shared, **options)
     engine.schedule(total_steps)
     return engine
 
@@ -102,7 +106,7 @@ def teacher_engine(config: Config, role: str, teacher: Any, platform: Platform) 
     if "teacher" in own_pools(config):
         placed = replace(placed, sequence=1)  # the reference's is that of the policy's ranks
     model = _frozen(arr.model)
-    topk = loss.topk if loss.loss_mode == "forward_kl_topk" else 0
+    topk = loss.topk if loss.loss_mode == FORWARD else 0
     try:
         size, needed = _vocabulary(path, model), _vocabulary(arr.model.path, arr.model)
         if size < needed:

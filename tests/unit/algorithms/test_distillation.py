@@ -16,6 +16,7 @@ from verl.algorithms.distillation import Distillation, topk_terms
 from verl.algorithms.flat_tokens import MODES, count_denominators, trajectory_tokens
 from verl.algorithms.objective import ActorObjective
 from verl.config.schema.actor import KL_NAMES
+from verl.config.schema.algorithm import TOPK_MODES
 from verl.engine.training.base import MicroBatch
 from verl.engine.training.optimizer import StepAccumulator
 from verl.trajectory import segments_of
@@ -87,10 +88,10 @@ class Case:
 
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("mode", [*KL_NAMES, "forward_kl_topk"])
+@pytest.mark.parametrize("mode", [*KL_NAMES, *TOPK_MODES])
 def test_it_is_the_loop_in_any_split(mode: str, gradient: bool, clamped: bool) -> None:
     for seed, aggregate in enumerate(MODES):
-        case = Case(seed, mode == "forward_kl_topk")
+        case = Case(seed, mode in TOPK_MODES)
         least, limit = (-1.6, 0.4) if clamped else (None, None)
         loss = settings(loss_mode=mode, use_policy_gradient=gradient, log_prob_min_clamp=least, loss_max_clamp=limit)
         cfg = actor(loss_agg_mode=aggregate, clip_ratio_c=3.0)

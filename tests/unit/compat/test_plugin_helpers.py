@@ -15,6 +15,7 @@ import torch
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.rollout.test_agents import BROKEN, CALL, TOOLS, play
 from verl.compat import model_merger
+from verl.compat.config_groups import BaseConfig
 from verl.config import load
 from verl.config.schema.base import Map
 from verl.data.files import DataError
@@ -53,6 +54,11 @@ class Outer:
     steps: int = 1
 
 
+@dataclass
+class OfAPlugIn(BaseConfig):
+    steps: int = 1
+
+
 def test_small_helpers(tmp_path: Path) -> None:
     from omegaconf import OmegaConf
     from verl.experimental.agent_loop.utils import build_gpt_oss_tool_response_text
@@ -70,6 +76,7 @@ def test_small_helpers(tmp_path: Path) -> None:
     made = omega_conf_to_dataclass(OmegaConf.create({"_target_": "x.Y", "inner": {"rate": 2.0}}), Outer)
     assert made == Outer(Inner(2.0), 1)
     assert omega_conf_to_dataclass(OmegaConf.create({"_target_": f"{__name__}.Inner", "rate": 3})) == Inner(3)
+    assert dict(OfAPlugIn(4)) == {"steps": 4} and OfAPlugIn()["steps"] == 1
     group = load(["trainer.seed=3"]).trainer
     assert omega_conf_to_dataclass(group) is group
     (tmp_path / "own.py").write_text("class Own: ...")

@@ -211,6 +211,12 @@ def test_asynchronous_keys_that_cannot_be(override, words):
     assert len(error.value.problems) == 1
 
 
+def test_merging_is_a_setting_of_vllm():
+    for word, kwargs in (("True", {"enable_lora": False}), ("False", {})):
+        rollout = load([f"{ARR}.model.lora.merge={word}", f"{ARR}.model.lora.rank=8"]).actor_rollout_ref.rollout
+        assert rollout.engine_kwargs.vllm == kwargs
+
+
 def test_memory_of_samplers_on_devices_of_their_own():
     key, own = f"{ARR}.rollout.standalone_gpu_memory_utilization", f"{ARR}.rollout.nnodes=1"
     for words, share in (([own], 0.8), ([], 0.5), ([own, f"{ARR}.rollout.gpu_memory_utilization=0.6"], 0.8)):

@@ -166,7 +166,6 @@ REFUSED = [
     # 18
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
     (["algorithm.adv_estimator=gae", "critic.model.path={model}/.."], ["critic.model.path=", "config.json"]),
-    ([*TAUGHT, f"{LOSS}.loss_mode=reverse_kl_topk"], ["closest: k1 with use_policy_gradient"]),
     (
         [f"{ARR}.actor.use_kl_loss=True", f"{ARR}.ref.model.path={{model}}/.."],
         ["ref.model.path=", "config.json"],
@@ -229,7 +228,7 @@ REFUSED = [
     (["reward_model.weights={model: 1}"], ["model needs reward_model.enable=True"]),
     (["reward_model.weights={function: high}"], ["function: a weight is a number"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
-    (["skip.rollout.enable=True"], ["replay"]),
+    (["skip.rollout.enable=True", "algorithm.filter_groups.enable=True"], ["sampled by itself"]),
     ([TORCH, "global_profiler.steps=[0,1]"], ["counted from 1"]),
     (
         [TORCH, "global_profiler.steps=[1]", f"+{ARR}.actor.profiler.tool_config.torch.contents=[nonsense]"],

@@ -7,6 +7,7 @@ import json
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,9 @@ def config(tool: str | None = "torch", steps: Any = (2,), **changes: Any) -> Any
         "steps": steps and list(steps),
         "profile_continuous_steps": False,
         "save_path": "out",
+        "finish_hook_cmd": None,
+        "finish_hook_all_ranks": False,
+        "finish_hook_ranks": [],
         "global_tool_config": {"torch_memory": memory, "nsys": changes.pop("nsys", {})},
     } | changes
     roles = {"actor": actor, "ref": ref, "rollout": rollout}
@@ -59,6 +63,23 @@ ON = {"enable": True}
 def test_which_ranks_profile(changes: dict[str, Any], roles: tuple[str, ...], ranks: list[int]) -> None:
     cfg = config(**changes)
     assert [rank for rank in range(4) if plan_for(cfg, roles, rank)] == ranks
+
+
+def test_a_command_runs_once_after_the_last_profiled_step(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    hook = 'echo "$VERL_PROFILE_SAVE_PATH $VERL_PROFILE_TOOL $VERL_PROFILE_RANK $VERL_PROFILE_ROLE" >> ran; false'
+    for rank, more in ((0, {}), (1, {"finish_hook_ranks": [0]})):
+        cfg = config(steps=(2, 3), actor=ON | {"all_ranks": True}, finish_hook_cmd=hook, **more)
+        plan = plan_for(cfg, ("actor",), rank)
+        assert plan is not None
+        tool = SimpleNamespace(start=lambda: None, stop=lambda base: [])
+        profiler = StepProfiler(plan, tool)
+        for step in (1, 2, 3, 4):
+            profiler.start(step)
+            profiler.stop(step)
+            assert (tmp_path / "ran").exists() == (rank == 1 or step >= 3)
+    assert (tmp_path / "ran").read_text() == "out torch 0 actor\n"
+    assert "finish_hook_cmd ended with status 1" in capsys.readouterr().err
 
 
 def test_a_plan_names_its_roles_joins_their_contents_and_takes_the_tools_arguments() -> None:

@@ -112,13 +112,17 @@ class AlgorithmConfig(Group):
     gdpo_reward_weights: list[float] | None = None
 
 
+TOPK_MODES = ("forward_kl_topk", "reverse_kl_topk")
+
+
 class DistillationLossConfig(Group):
     """What is minimised.
 
     Attributes:
         loss_mode: The term per token, u = log π − log ν of the sampled token: names as `actor.kl_loss_type` without
-            `+`; `forward_kl_topk`: KL from teacher to policy over the teacher's most likely tokens.
-        topk: How many tokens `forward_kl_topk` compares.
+            `+`; `forward_kl_topk`: KL from teacher to policy over the teacher's most likely tokens;
+            `reverse_kl_topk`: from policy to teacher over those that were the policy's at the start of the step.
+        topk: How many tokens these two compare.
         use_policy_gradient: True: −term is the advantage in a policy loss; False: the term itself is minimised.
         use_task_rewards: Added to the actor's loss; False: distillation alone.
         distillation_loss_coef: Weight beside the actor's loss.
@@ -131,7 +135,7 @@ class DistillationLossConfig(Group):
         clip_ratio_high: ε above 1.
     """
 
-    loss_mode: str = choice("k3", *KL_NAMES, "forward_kl_topk")
+    loss_mode: str = choice("k3", *KL_NAMES, *TOPK_MODES)
     topk: int = key(32, low=1)
     use_policy_gradient: bool = False
     use_task_rewards: bool = True

@@ -52,12 +52,19 @@ class GlobalProfilerConfig(Group):
         steps: Steps to profile.
         profile_continuous_steps: One profile over neighbouring steps.
         save_path: Folder of the profiles.
+        finish_hook_cmd: Shell command that runs once after the last profiled step, with VERL_PROFILE_SAVE_PATH, _TOOL,
+            _RANK, _PID and _ROLE in its environment. One that fails is told, and the run goes on.
+        finish_hook_all_ranks: On every rank that is profiled, whatever `finish_hook_ranks` names.
+        finish_hook_ranks: On these of the ranks that are profiled; empty = on all of them.
     """
 
     tool: str | None = choice(None, *PROFILERS)
     steps: list[int] | None = None
     profile_continuous_steps: bool = False
     save_path: FilePath = "outputs/profile"
+    finish_hook_cmd: str | None = None
+    finish_hook_all_ranks: bool = False
+    finish_hook_ranks: list[int] = items(low=0)
     global_tool_config: GlobalToolConfig = sub(GlobalToolConfig)
 
 
@@ -77,16 +84,16 @@ class SkipRolloutConfig(Group):
     """Record sampled batches and replay them.
 
     Attributes:
-        enable: Record, and replay what is recorded.
-        dump_dir: Where batches are kept.
+        enable: Record the trajectories of each step, and use recorded ones instead of sampling; scores are computed anew.
+        dump_dir: Where they are kept, below project and experiment.
         steps: Only these steps; empty = all.
-        action: `cache`: use a recorded batch if there is one.
+        action: `cache`: those of the same step; `repeat`: the latest ones up to the step.
     """
 
     enable: bool = False
     dump_dir: FilePath = "~/.verl/rollout_dump"
     steps: list[int] = items(low=0)
-    action: str = "cache"
+    action: str = choice("cache", "cache", "repeat")
 
 
 class SkipConfig(Group):
