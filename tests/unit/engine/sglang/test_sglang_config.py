@@ -13,7 +13,9 @@ from verl.config import load
 from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.sglang import SGLang, kwargs
+from verl.engine.rollout.sglang.adapter import adapter_arguments
 from verl.engine.rollout.sglang.arguments import EngineSettings, engine_arguments, request_arguments
+from verl.errors import UserError
 from verl.preflight.check import check
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -53,7 +55,8 @@ def test_without_sglang_the_machine_lacks_it(problems: Any) -> None:
     [
         ([f"{ARGUMENTS}.page_sise=16"], "nearest: page_size"),
         ([f"{ARGUMENTS}.tp_size=2"], "tensor_model_parallel_size sets it"),
-        ([f"{ROLLOUT}.data_parallel_size=2"], "is one copy"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"], "on a CPU SGLang's processes"),
+        (["actor_rollout_ref.model.lora_rank=4"], "engine_kwargs.sglang.enable_lora=False"),
         ([f"{ROLLOUT}.repetition_penalty=1.2", f"{ROLLOUT}.val_kwargs.repetition_penalty=1"], "set 1"),
         (
             [f"{ROLLOUT}.min_p=0.1", f"{ARGUMENTS}.enable_deterministic_inference=True"],
@@ -78,6 +81,21 @@ def test_the_engines_own_arguments_win() -> None:
     arguments = engine_arguments(settings, vocabulary=100, cpu=True)
     assert arguments["attention_backend"] == "intel_amx" and arguments["enable_memory_saver"] is False
     assert engine_arguments(settings, vocabulary=100, cpu=False)["enable_memory_saver"] is True
+
+
+def test_devices_of_an_engine_and_its_adapter() -> None:
+    spread = {"tensor_parallel_size": 2, "data_parallel_size": 4}
+    sizes = ("tp_size", "attn_dp_size", "ep_size")
+    for more, expected in ((spread | {"expert_parallel_size": 8}, (8, 4, 8)), (spread, (2, 1, 1))):
+        arguments = engine_arguments(EngineSettings("model", 64, **more), vocabulary=100, cpu=False)
+        assert tuple(arguments[size] for size in sizes) == expected
+    with pytest.raises(UserError, match="on a CPU"):
+        engine_arguments(EngineSettings("model", 64, **spread), vocabulary=100, cpu=True)
+    described = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "layers.0.v_proj"]}
+    arguments = engine_arguments(EngineSettings("model", 64, lora=described), vocabulary=100, cpu=False)
+    assert arguments["lora_target_modules"] == ["q_proj", "v_proj"] and arguments["max_lora_rank"] == 4
+    with pytest.raises(UserError, match="alpha_pattern"):
+        adapter_arguments(described | {"alpha_pattern": {"q_proj": 1}}, cpu=False)
 
 
 def test_log_probs_of_a_cut_distribution_are_asked_for() -> None:
