@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ ARGUMENTS = f"+{ROLLOUT}.engine_kwargs.sglang"
 def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Those of a run of sglang with more words, as if SGLang were installed, or not."""
 
-    def run(*words: str, installed: bool = True) -> list[str]:
+    def run(*words: str, installed: bool = True, argv: Sequence[str] = (), entry: str = "ppo") -> list[str]:
         def version(record: SGLang) -> str:
             if not installed:
                 raise EnginePackageError("sglang is not installed; supported are ==0.5.23")
@@ -35,14 +36,22 @@ def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(SGLang, "installed", version)
         monkeypatch.setattr(kwargs, "sglang_arguments", lambda: frozenset({"page_size", "attention_backend"}))
         monkeypatch.setitem(sys.modules, "sglang", None)  # an import would fail
-        argv = TinyRun(tmp_path).overrides(tmp_path / "out", f"{ROLLOUT}.name=sglang", *words)
-        return [f"{problem.kind}: {problem}" for problem in check(load(argv)).problems]
+        argv = argv or TinyRun(tmp_path).overrides(tmp_path / "out", f"{ROLLOUT}.name=sglang")
+        return [f"{problem.kind}: {problem}" for problem in check(load([*argv, *words], entry)).problems]
 
     return run
 
 
 def test_an_installed_sglang_is_fine_and_is_not_imported(problems: Any) -> None:
     assert problems(f"{ARGUMENTS}.page_size=16") == []
+
+
+def test_generation_has_its_keys_elsewhere(problems: Any, tmp_path: Path) -> None:
+    run = TinyRun(tmp_path)
+    argv = (f"model.path={run.model}", f"data.path={run.train}", f"data.output_path={tmp_path}/o.parquet")
+    sampler = ("rollout.name=sglang", "trainer.device=cpu", "model.lora_rank=4")
+    found = problems(*sampler, argv=argv, entry="generation")
+    assert any("set rollout.engine_kwargs.sglang.enable_lora=False" in problem for problem in found)
 
 
 def test_without_sglang_the_machine_lacks_it(problems: Any) -> None:

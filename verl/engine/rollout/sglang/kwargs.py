@@ -90,7 +90,7 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
         c.lacks(f"{key}.name=sglang", str(error))
     for where, message in problems(rollout.engine_kwargs.sglang, accepted):
         c.refuse(where.replace("rollout.", f"{key}.", 1), message)
-    model, cpu = c.config.actor_rollout_ref.model, c.config.trainer.device == "cpu"
+    model, cpu = c.config.select(f"{key.removesuffix('rollout')}model"), c.config.select("trainer.device") == "cpu"
     copies = rollout.data_parallel_size if rollout.expert_parallel_size > 1 else 1
     if cpu and (rollout.tensor_model_parallel_size or 1) * copies > 1:
         c.refuse(f"{key}.tensor_model_parallel_size", NO_CPU_RANKS)
