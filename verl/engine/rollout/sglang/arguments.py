@@ -13,8 +13,6 @@ from verl.engine.registry import sampler_dtype
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.settings import longest
 from verl.engine.rollout.sglang.adapter import adapter_arguments
-from verl.engine.rollout.sglang.kwargs import NO_CPU_RANKS
-from verl.errors import UserError
 
 _MARGIN = 8  # SGLang keeps some tokens of its context length for itself
 
@@ -84,10 +82,7 @@ def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
 
 
 def engine_arguments(s: EngineSettings, *, vocabulary: int, cpu: bool) -> dict[str, Any]:
-    """Arguments of SGLang's ServerArgs. vocabulary: number of its tokens. UserError for an engine of several processes on a
-    CPU."""
-    if cpu and s.devices > 1:
-        raise UserError(f"{s.devices} devices for one engine: {NO_CPU_RANKS}")
+    """Arguments of SGLang's ServerArgs. vocabulary: number of its tokens."""
     arguments: dict[str, Any] = {
         "model_path": s.model_path,
         "tokenizer_path": s.tokenizer_path or s.model_path,

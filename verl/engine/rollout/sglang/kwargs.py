@@ -41,7 +41,6 @@ FIXED: dict[str, str] = {
 
 
 NO_PENALTY = "SGLang's penalty is not the one of the other engines; set 1"
-NO_CPU_RANKS = "on a CPU SGLang's processes together compute other log-probs than the model has; set 1"
 _MERGED = "set {key}.engine_kwargs.sglang.enable_lora=False, so that it gets merged weights"
 
 
@@ -92,8 +91,6 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
         c.refuse(where.replace("rollout.", f"{key}.", 1), message)
     model, cpu = c.config.select(f"{key.removesuffix('rollout')}model"), c.config.select("trainer.device") == "cpu"
     copies = rollout.data_parallel_size if rollout.expert_parallel_size > 1 else 1
-    if cpu and (rollout.tensor_model_parallel_size or 1) * copies > 1:
-        c.refuse(f"{key}.tensor_model_parallel_size", NO_CPU_RANKS)
     if (model.lora_rank or model.lora_adapter_path) and rollout.engine_kwargs.sglang.get("enable_lora") is not False:
         for applies, place in (
             (cpu, "on a CPU, whose memory it cannot pin"),
