@@ -43,7 +43,7 @@ def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Without a device there is no memory to pin, which SGLang's LoRA layers and its record of routes do in any case. The process
 # of the tests, where transformers builds models, keeps its torch.
-if multiprocessing.parent_process() is not None:
+if getattr(multiprocessing.current_process(), "_inheriting", False):
     for _name in ("tensor", "zeros", "empty"):
         setattr(torch, _name, _unpinned(getattr(torch, _name)))
     torch.Tensor.pin_memory = lambda self, *_: self
