@@ -12,6 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from verl.engine.rollout.sglang import ENGINE as SGLANG
+
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -43,13 +45,13 @@ def installed(recipe: Path) -> list[str]:
             continue
         for command in re.split(r"&&|;", rest):
             if match := re.search(r"pip install (.*)", command):
-                plain = re.sub(r"\$\{[^}]*\}|(?:-r|--index-url) \S+|--no-deps", "", match[1])
+                plain = re.sub(r"\$\{[^}]*\}|(?:-r|--index-url) \S+|--no-deps|--no-build-isolation", "", match[1])
                 words += [w.strip("\"'") for w in plain.split()]
     return words
 
 
-def test_there_are_three() -> None:
-    assert [r.suffix for r in RECIPES] == [".cpu", ".cuda", ".npu"]
+def test_there_are_five() -> None:
+    assert [r.suffix for r in RECIPES] == [".cpu", ".cuda", ".cuda-megatron", ".cuda-sglang", ".npu"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.suffix[1:])
@@ -76,8 +78,9 @@ class TestRecipe:
     def test_one_version_of_each(self, recipe: Path) -> None:
         pins: dict[str, set[str]] = {}
         for other in RECIPES:
+            of_sglang = other.suffix == ".cuda-sglang"  # which asks for a torch of its own
             for word in installed(other):
-                if not word.startswith("/"):
+                if not word.startswith("/") and not (of_sglang and word.startswith("torch==")):
                     pins.setdefault(Requirement(word).name, set()).add(str(Requirement(word).specifier))
         assert all(len(found) == 1 for found in pins.values()), pins
         wheel = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.M)
@@ -100,7 +103,9 @@ class TestRecipe:
         page = (ROOT / "docs/images.md").read_text()
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `docker/{recipe.name}`")]
         for word in installed(recipe):
-            if word.startswith(("torch==", "torch-npu==", "ray==", "peft==", "transformers==", "vllm==")):
+            if word.startswith(
+                ("torch==", "torch-npu==", "ray==", "peft==", "transformers==", "vllm==", "sglang==", "megatron-core==")
+            ):
                 assert word.split("==")[1] in row, (word, row)
 
 
@@ -109,6 +114,12 @@ def test_the_cuda_pins_are_those_of_vllm() -> None:
     assert {"torch==2.13.0", "torchvision==0.28.0", "torchaudio==2.11.0", "vllm==0.32.0"} <= set(
         installed(ROOT / "docker/Dockerfile.cuda")
     )
+
+
+def test_the_pins_of_sglang_s_image_are_those_of_sglang() -> None:
+    """What the version that the engine supports says of itself (read from its metadata)."""
+    pins = set(installed(ROOT / "docker/Dockerfile.cuda-sglang"))
+    assert {f"sglang{SGLANG.versions}", "torch==2.14.1", "transformers==5.19.0"} <= pins
 
 
 def test_what_must_not_go_into_an_image_is_left_out() -> None:

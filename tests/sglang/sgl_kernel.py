@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -40,8 +41,10 @@ def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-# Without a device there is no memory to pin, which SGLang's LoRA layers and its record of routes do in any case.
-for _name in ("tensor", "zeros", "empty"):
-    setattr(torch, _name, _unpinned(getattr(torch, _name)))
-torch.Tensor.pin_memory = lambda self, *_: self
-torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+# Without a device there is no memory to pin, which SGLang's LoRA layers and its record of routes do in any case. The process
+# of the tests, where transformers builds models, keeps its torch.
+if getattr(multiprocessing.current_process(), "_inheriting", False):
+    for _name in ("tensor", "zeros", "empty"):
+        setattr(torch, _name, _unpinned(getattr(torch, _name)))
+    torch.Tensor.pin_memory = lambda self, *_: self
+    torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)

@@ -24,6 +24,8 @@ class EngineSettings:
     model_path: str
     max_model_len: int
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
     gpu_memory_utilization: float = 0.5
     dtype: str = "auto"
     max_num_seqs: int = 256
@@ -42,6 +44,16 @@ class EngineSettings:
     lora: Mapping[str, Any] | None = None
     record_routes: bool = False
 
+    @property
+    def copies(self) -> int:
+        """Copies of all but the experts, which they share. Copies that share nothing are engines of their own."""
+        return self.data_parallel_size if self.expert_parallel_size > 1 else 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of the engine, with a process for each."""
+        return self.tensor_parallel_size * self.copies
+
 
 def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
     """Keyword arguments of SGLangEngine for `actor_rollout_ref.rollout`. UserError for a data type it does not have.
@@ -51,7 +63,7 @@ def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     same = (
         "gpu_memory_utilization max_num_seqs max_num_batched_tokens enable_chunked_prefill enable_prefix_caching "
-        "enforce_eager load_format free_cache_engine"
+        "enforce_eager load_format free_cache_engine data_parallel_size expert_parallel_size"
     )
     return {name: rollout[name] for name in same.split()} | {
         "model_path": str(model.path),
@@ -80,7 +92,11 @@ def engine_arguments(s: EngineSettings, *, vocabulary: int, cpu: bool) -> dict[s
         "load_format": s.load_format,
         "dtype": s.dtype,
         "context_length": s.max_model_len + _MARGIN,
-        "tp_size": s.tensor_parallel_size,
+        # SGLang counts all devices of an engine here, those of its copies too; dp_size would be copies that take no new
+        # weights.
+        "tp_size": s.devices,
+        "attn_dp_size": s.copies,
+        "ep_size": s.expert_parallel_size,
         "max_running_requests": s.max_num_seqs,
         "mem_fraction_static": s.gpu_memory_utilization,
         "chunked_prefill_size": s.max_num_batched_tokens if s.enable_chunked_prefill else -1,

@@ -82,7 +82,7 @@ class SGLangEngine(HostedEngine):
         self._eos = list(end_token_ids(config, s.model_path, None) if eos_token_ids is None else eos_token_ids)
         self._sleeps = s.free_cache_engine and not cpu
         self._bucket_bytes, self._max_model_len = bucket_bytes, s.max_model_len
-        self._adapter = Adapter(s.lora, s.tensor_parallel_size) if s.lora is not None else None
+        self._adapter = Adapter(s.lora, s.devices) if s.lora is not None else None
         super().__init__(s, ready=s.load_format != "dummy" and s.lora is None)
         try:
             self._images = ImageInputs(ENGINE, config) if sees_images(config) else None
@@ -236,7 +236,7 @@ class SGLangEngine(HostedEngine):
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        payloads = [MultiprocessingSerializer.serialize(bucket) for _ in range(self._settings.tensor_parallel_size)]
+        payloads = [MultiprocessingSerializer.serialize(bucket) for _ in range(self._settings.devices)]
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
         self._agreed(self._manager.update_weights_from_tensor(request))
 

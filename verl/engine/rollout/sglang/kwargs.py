@@ -20,7 +20,8 @@ FIXED: dict[str, str] = {
     "json_model_override_args": "actor_rollout_ref.model.override_config sets it",
     "skip_tokenizer_init": "a tokenizer is loaded for stop strings (rollout.stop)",
     "tp_size": "rollout.tensor_model_parallel_size sets it",
-    "dp_size": "rollout.data_parallel_size sets it",
+    "dp_size": "copies of a model are engines of their own",
+    "attn_dp_size": "rollout.data_parallel_size sets it, with expert_parallel_size",
     "pp_size": "rollout.pipeline_model_parallel_size sets it",
     "ep_size": "rollout.expert_parallel_size sets it",
     "dtype": "rollout.dtype sets it",
@@ -40,6 +41,7 @@ FIXED: dict[str, str] = {
 
 
 NO_PENALTY = "SGLang's penalty is not the one of the other engines; set 1"
+_MERGED = "set {key}.engine_kwargs.sglang.enable_lora=False, so that it gets merged weights"
 
 
 def problems(arguments: Mapping[str, Any], accepted: Collection[str]) -> list[tuple[str, str]]:
@@ -87,9 +89,16 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
         c.lacks(f"{key}.name=sglang", str(error))
     for where, message in problems(rollout.engine_kwargs.sglang, accepted):
         c.refuse(where.replace("rollout.", f"{key}.", 1), message)
-    for name in ("data_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"):
-        if (rollout.get(name) or 1) > 1:
-            c.refuse(f"{key}.{name}", "an SGLang engine is one copy, split by tensor_model_parallel_size alone; set 1")
+    model, cpu = c.config.select(f"{key.removesuffix('rollout')}model"), c.config.select("trainer.device") == "cpu"
+    copies = rollout.data_parallel_size if rollout.expert_parallel_size > 1 else 1
+    if (model.lora_rank or model.lora_adapter_path) and rollout.engine_kwargs.sglang.get("enable_lora") is not False:
+        for applies, place in (
+            (cpu, "on a CPU, whose memory it cannot pin"),
+            (copies > 1, "to several copies of attention"),
+            (c.facts is not None and c.facts.vision, "to a model that sees images"),
+        ):
+            if applies:
+                c.refuse(f"{key}.name=sglang", f"SGLang adds no adapters {place}: {_MERGED.format(key=key)}")
     deterministic = bool(rollout.engine_kwargs.sglang.get("enable_deterministic_inference"))
     if not deterministic:
         c.notice(
