@@ -39,6 +39,7 @@ ALLOWED: dict[tuple[str, str], str] = {
         "a small HTTP server on the loopback: what comes is read as JSON"
     ),
     ("process-pickle", "benchmarks/weight_sync.py"): "two processes of the benchmark itself",
+    ("process-pickle", "benchmarks/weight_sync_ranks.py"): "ranks and a receiver of the benchmark itself",
 }
 
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}

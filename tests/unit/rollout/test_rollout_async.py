@@ -97,7 +97,7 @@ class Run:
             [
                 "algorithm.adv_estimator=grpo", f"trainer.max_staleness={staleness}", "trainer.save_freq=1",
                 f"data.train_batch_size={BATCH}", f"actor_rollout_ref.rollout.n={N}",
-                "trainer.val_before_train=False", "trainer.max_refused_steps=1", *more,
+                "trainer.val_before_train=False", "trainer.sync_proof=off", "trainer.max_refused_steps=1", *more,
             ]
         )  # fmt: skip
         settings_ = RolloutSettings(SamplingParams(max_tokens=64), n=N, seed=3)
