@@ -132,7 +132,7 @@ class SyncProbe:
         self._bounds = NOISE["float32" if names == ["float32"] * 2 else "half"]
         # Replayed routes come with the responses: a probe has none, and its experts may differ by rounding.
         replays = actor.router_replay.mode != "disabled"
-        self._adapted = reference_is_base(config)
+        self._adapted, self._ahead = reference_is_base(config), config.trainer.max_staleness > 0
         self._on = self._mode != "off" and rollout.temperature > 0 and not replays and not rollout.quantization
         self._rows: list[ProbeRow] = []
         self._level = True  # both sides have the same weights
@@ -260,6 +260,8 @@ class SyncProbe:
             return await asyncio.gather(*(ask(row) for row in rows), return_exceptions=True)
 
         results = self._parts.loop.run(together())
+        if not self._ahead:
+            sampler.stats()  # what the probe took is no part of the next step's
         return [(r.token_ids, r.log_probs) if isinstance(r, Completion) else (_NONE, _NONE) for r in results]
 
 

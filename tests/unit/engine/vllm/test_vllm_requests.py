@@ -78,13 +78,13 @@ def test_routes_are_those_of_layers_with_experts_and_of_every_token(tokens: int)
     rows = SimpleNamespace(logprobs=[-1.0, -2.0, -3.0])
     response = SimpleNamespace(token_ids=[5, 9, 5], logprobs=rows, finish_reason="stop", routed_experts=routes)
     live, output = Live("a", [1, 2], [0]), SimpleNamespace(outputs=[response])
-    assert live.completion(output).routed_experts is None
+    assert completion(live, output).routed_experts is None
     if tokens == 4:
-        recorded = live.completion(output, [0, 2]).routed_experts
+        recorded = completion(live, output, [0, 2]).routed_experts
         assert recorded.dtype == np.int16 and recorded.tolist() == routes[:, [0, 2]].tolist()
     else:
         with pytest.raises(RuntimeError, match=r"vLLM returned routes \(., 3, 2\) of 2 \+ 3 tokens"):
-            live.completion(output, [0, 2])
+            completion(live, output, [0, 2])
 
 
 @pytest.mark.parametrize("log_probs", [None, [-1.0], [-1.0, -2.0, -3.0]])
