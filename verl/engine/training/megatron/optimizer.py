@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
@@ -169,7 +170,10 @@ def _sharded_state(optimizer: Any, chunks: Sequence[Any], *, is_loading: bool) -
 def save_state(directory: Path, optimizer: Any, chunks: Sequence[Any], schedule: Schedule | CoreSchedule) -> None:
     """Write the optimizer's state and the schedule's step. Collective."""
     on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
-    dist_checkpointing.save(_sharded_state(optimizer, chunks, is_loading=False), str(directory))
+    try:
+        dist_checkpointing.save(_sharded_state(optimizer, chunks, is_loading=False), str(directory))
+    finally:
+        filesystem_async._results_queue = None  # else the process behind it outlives a rank that is killed
     if this_rank() == 0:
         (directory / "schedule.json").write_text(json.dumps({"step": schedule.step}), "utf-8")
 
