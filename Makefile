@@ -116,7 +116,7 @@ test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed
 	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/rollout/test_adapters.py
 
 test-sglang: $(VENV)/sglang/.installed
-	OMP_NUM_THREADS=1 $(VENV)/sglang/bin/python -m pytest -rs -k sglang tests/contract/test_rollout_engine_contract.py \
+	OMP_NUM_THREADS=1 $(VENV)/sglang/bin/python -m pytest -rs -m "not long" -k sglang tests/contract/test_rollout_engine_contract.py \
 	  tests/contract/test_weight_receiver_contract.py tests/unit/engine/sglang tests/integration/test_sglang.py
 
 test-megatron: $(VENV)/megatron/.installed

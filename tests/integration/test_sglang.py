@@ -119,6 +119,7 @@ def test_two_steps(tmp_path: Path, fork_server: Any) -> None:
     assert_trained(out)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
 def test_two_steps_of_two_ranks_over_ray(tmp_path: Path, images: bool) -> None:
     """Two replicas of SGLang in hosts of their own, fed by two training ranks."""
