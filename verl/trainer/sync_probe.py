@@ -107,7 +107,8 @@ class Moves:
         if len(self.trainer) < FEWEST:
             return True
         apart = float(np.quantile(np.abs(self.sampler - self.trainer), 0.8))
-        return (not self.certain or self.slope >= FOLLOWS) and apart < CERTAIN * self.noise
+        # Log-probs that are not finite are another error, which names itself.
+        return (not self.certain or self.slope >= FOLLOWS) and not apart >= CERTAIN * self.noise
 
     def metrics(self) -> dict[str, float]:
         """training/sync_proof/*."""
@@ -146,9 +147,9 @@ class SyncProbe:
             return
         usable = (s for s in batch.segments if s.rollout_log_probs is not None and s.response_mask[:PREFIX].any())
         shortest = sorted(usable, key=lambda s: len(s.context_ids))[: 4 * ROWS]
-        by_prompt = {id(s): s for s in [*{s.uid: s for s in shortest}.values(), *shortest]}  # first one of each prompt
-        distinct = list(by_prompt.values())[:ROWS]
-        rows = [_row_of(segment, number) for number, segment in enumerate(distinct)]
+        one_of_each_prompt = {s.uid: s for s in shortest}.values()
+        distinct = {id(s): s for s in (*one_of_each_prompt, *shortest)}.values()  # then more of the same prompts
+        rows = [_row_of(segment, number) for number, segment in enumerate(list(distinct)[:ROWS])]
         with self._parts.phases("sync_proof"):
             for row, (drawn, log_probs) in zip(rows, self._sample(rows), strict=True):
                 row.drawn, row.sampler = drawn, log_probs
