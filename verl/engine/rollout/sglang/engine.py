@@ -300,6 +300,9 @@ class SGLangEngine(HostedEngine):
             # SGLang's own `shutdown` ends every child of this process, others' too.
             engine.tokenizer_manager._subprocess_watchdog.stop()
             engine.send_to_rpc.close(linger=0)
+            # A message to a process that is gone would keep the collection of these sockets waiting for ever.
+            for pipe in (engine.tokenizer_manager.send_to_scheduler, engine.tokenizer_manager.recv_from_detokenizer):
+                pipe.linger = 0
             end(self._processes, patience=0.0)
 
 
