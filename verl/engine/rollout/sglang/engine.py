@@ -300,10 +300,14 @@ class SGLangEngine(HostedEngine):
             # SGLang's own `shutdown` ends every child of this process, others' too.
             engine.tokenizer_manager._subprocess_watchdog.stop()
             engine.send_to_rpc.close(linger=0)
-            # A message to a process that is gone would keep the collection of these sockets waiting for ever.
-            for pipe in (engine.tokenizer_manager.send_to_scheduler, engine.tokenizer_manager.recv_from_detokenizer):
-                pipe.linger = 0
+            self._call(_close_sockets(engine.tokenizer_manager))
             end(self._processes, patience=0.0)
+
+
+async def _close_sockets(manager: Any) -> None:
+    """Close the sockets to SGLang's processes, in the loop that polls them. Messages to a process that is gone would
+    otherwise keep the garbage collection of their context waiting for ever."""
+    manager.send_to_scheduler.context.destroy(linger=0)
 
 
 async def _start(arguments: dict[str, Any], version: str, cpu: bool) -> Any:
