@@ -116,6 +116,17 @@ def metrics_of(step: int, total: int, rng: random.Random) -> dict[str, Any]:
     return record
 
 
+def times_of(record: dict[str, Any]) -> dict[str, Any]:
+    """The step's line of timeline.jsonl."""
+    begin = at = record["time"] - record["timing_s/step"]
+    spans: list[list[Any]] = []
+    for name in ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights"):
+        spans.append([name, at, at + record[f"timing_s/{name}"]])
+        at = spans[-1][2]
+    sampler = [spans[0][1:]]
+    return {"step": record["step"], "begin": begin, "end": record["time"], "sampler": sampler, "trainer": spans}
+
+
 def validation_of(t: float, rise: float, rng: random.Random) -> dict[str, float]:
     """Validation names of one source."""
     acc = min(0.99, max(0.0, 0.36 + 0.46 * rise + rng.gauss(0, 0.008)))
@@ -294,6 +305,9 @@ def events_of(steps: int, finished: bool) -> list[dict[str, Any]]:
     found.sort(key=lambda event: event["time"])
     if finished:
         time = START + 8.2 * steps
+        found.append(
+            {"event": "planned", "time": time, "gen": [2.0, 2.6], "memory": [3.0, 2.9], "message": "plan of the run"}
+        )
         found.append({"event": "run_end", "status": "finished", "time": time, "step": steps, "text": ""})
     return found
 
@@ -332,6 +346,7 @@ def make_run(
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / "trajectories" / f"{step}.jsonl").write_text(text, encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(times_of(x)) + "\n" for x in lines[1:]), encoding="utf-8")
     events = "".join(json.dumps(x) + "\n" for x in events_of(steps, finished))
     (folder / "events.jsonl").write_text(events, encoding="utf-8")
     return folder

@@ -144,10 +144,11 @@ class Page:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
-    def open(self, file: Path, fragment: str = "", timeout: float = 30) -> None:
-        """Load a file and wait until the page says it is ready."""
+    def open(self, file: Path | str, fragment: str = "", timeout: float = 30) -> None:
+        """Load a file or an address and wait until the page says it is ready."""
         self.call("Page.navigate", url="about:blank")
-        self.call("Page.navigate", url=file.resolve().as_uri() + fragment)
+        self.requests.clear()
+        self.call("Page.navigate", url=(file if isinstance(file, str) else file.resolve().as_uri()) + fragment)
         self.wait("document.documentElement?.dataset.ready === '1'", timeout)
 
     def wait(self, condition: str, timeout: float = 15) -> None:

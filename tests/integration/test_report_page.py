@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fake_run import make_run
+from tests.fake_run import make_run, metrics_of, responses_of, times_of
 from tests.integration import chromium
 from verl.report import write_report
+from verl.report.serve import open_server
 
 pytestmark = pytest.mark.skipif(chromium.find() is None, reason="no chromium or chrome binary on this machine")
 
@@ -226,3 +231,84 @@ def test_a_training_run_has_no_table_of_scores(page: chromium.Page, hostile_repo
     page.open(hostile_report)
     assert page.eval("document.getElementById('scores').hidden") is True
     assert page.eval("document.getElementById('curves').hidden") is False
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """(folder of a run that is going on, the address of its live page)."""
+    run = make_run(tmp_path / "run", 30, finished=False)
+    server, address = open_server([run])
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield run, address
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def grow(run: Path, step: int) -> None:
+    """Add a step to all files of a run."""
+    rng = random.Random(step)
+    record = metrics_of(step, 200, rng)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    with (run / "timeline.jsonl").open("a") as file:
+        file.write(json.dumps(times_of(record)) + "\n")
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "notice", "step": step, "message": f"news of step {step}"}) + "\n")
+    rows = "".join(json.dumps(row) + "\n" for row in responses_of(step, 200, rng, prompts=1))
+    (run / "trajectories" / f"{step}.jsonl").write_text(rows)
+
+
+def test_a_live_page_grows_and_keeps_what_the_reader_chose(page: chromium.Page, served: tuple[Path, str]) -> None:
+    run, address = served
+    page.open(address)
+    page.eval("window.kept = document.querySelector('[data-chart=reward]')")
+    choose = (
+        "const s = document.querySelector('[data-filter=step]'); s.value = '30'; s.dispatchEvent(new Event('change'))"
+    )
+    page.eval(f"(() => {{ {choose} }})()")
+    steps = "R.data.series.steps[R.data.series.steps.length - 1]"
+    assert page.eval(steps) == 30 and page.eval("document.querySelectorAll('svg.work rect').length") > 12
+    grow(run, 31)
+    page.wait(f"{steps} === 31")
+    assert page.eval("window.kept.isConnected") is True
+    assert "news of step 31" in page.eval("document.getElementById('events-body').textContent")
+    assert page.eval("document.querySelector('[data-filter=step]').value") == "30"
+    page.wait("document.querySelector('[data-filter=step]').textContent.includes('31')")
+    assert page.exceptions == [] and page.eval("document.documentElement.dataset.errors || ''") == ""
+    page.eval("document.querySelector('#responses-body a.open').click()")
+    page.wait("document.getElementById('panel').open")
+    response = page.eval("document.getElementById('panel').textContent")
+    grow(run, 32)
+    page.wait(f"{steps} === 32")
+    assert page.eval("document.getElementById('panel').textContent") == response
+
+
+def test_only_the_token_opens_a_live_page(served: tuple[Path, str]) -> None:
+    _, address = served
+    assert address.startswith("http://127.0.0.1:")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(address[:-2] + "x/", timeout=10)
+
+
+def test_two_runs_share_charts_and_differences_are_listed(page: chromium.Page, tmp_path: Path) -> None:
+    run, other = (make_run(tmp_path / name, 20, seed=seed) for name, seed in (("a", 1), ("b", 2)))
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace('"lr": 5e-05', '"lr": 1e-06'))
+    page.open(write_report(run, beside=other))
+    labels = page.eval("[...document.querySelectorAll('[data-chart=entropy] .legend li')].map(n => n.textContent)")
+    assert [label.split(" (")[0][:6] for label in labels] == ["policy", "policy"]
+    assert "actor_rollout_ref.actor.optim.lr" in page.eval("document.getElementById('differences').textContent")
+    assert "planned" in page.eval("document.getElementById('planned').textContent")
+    no_errors(page)
+
+
+def test_charts_without_change_are_folded(page: chromium.Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path, 20)
+    records = [json.loads(line) | {"actor/entropy": 0.25} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page.open(write_report(run))
+    assert page.eval("document.querySelector('#flat-charts [data-chart=entropy]') !== null") is True
+    assert page.eval("document.querySelector('#charts [data-chart=entropy]')") is None
+    no_errors(page)

@@ -22,6 +22,7 @@ from typing import Any
 from verl.data.files import written_whole
 from verl.report import summary
 from verl.report.charts import chart_list
+from verl.report.compare import differences, joined
 from verl.report.read import Metrics, Record, Run, kind_of, number, read_run, text_of
 from verl.report.responses import Packed, PageLimits, pack_responses
 from verl.tracking.jsonl import jsonable
@@ -29,39 +30,44 @@ from verl.tracking.names import rule
 
 SCRIPTS = (
     *("vendor/uPlot-LICENSE.js", "vendor/uPlot.iife.min.js", "core.js", "charts.js"),
-    *("scores.js", "responses.js", "tokens.js", "lists.js", "app.js"),
+    *("scores.js", "work.js", "responses.js", "tokens.js", "lists.js", "app.js"),
 )
 SERIES_BYTES = 2_000_000
 POINTS = 1_500
+LANES = 12
+"""Steps whose work is drawn over time."""
 
 _LOSSES = ("sampler_died", "sampler_silent", "cluster_lost")
 _UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def write_report(run_dir: Path, limits: PageLimits | None = None) -> Path:
-    """Write `run_dir/report.html`, whole or not at all, and return its path.
+def write_report(run_dir: Path, limits: PageLimits | None = None, beside: Path | None = None) -> Path:
+    """Write `run_dir/report.html`, whole or not at all, and return its path. beside: the folder of another run, whose
+    curves the charts show too.
 
     Raises FileNotFoundError if the folder is absent, OSError if it cannot be written. Files that are
     missing or torn only make the page shorter; it says what could not be read.
     """
-    page = build_page(read_run(Path(run_dir)), limits)
+    others = [read_run(beside)] if beside is not None else []
+    page = build_page(joined(read_run(Path(run_dir)), *others), limits)
     target = Path(run_dir) / "report.html"
-    with written_whole(target) as beside:
-        beside.write_bytes(page.encode("utf-8"))
+    with written_whole(target) as draft:
+        draft.write_bytes(page.encode("utf-8"))
     return target
 
 
-def build_page(run: Run, limits: PageLimits | None = None) -> str:
-    """The page's text for a run that was read."""
-    responses = pack_responses(run.response_files, run.unreadable, limits)
-    data = escape_json(page_data(run, responses))
+def build_page(run: Run, limits: PageLimits | None = None, data: Record | None = None) -> str:
+    """The page's text for a run that was read. data: its `page_data`, where that is there already."""
+    if data is None:
+        data = page_data(run, pack_responses(run.response_files, run.unreadable, limits))
     style = _part("vendor/uPlot.min.css") + _part("style.css")
     script = "\n".join(_part(name) for name in SCRIPTS)
     sources = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
-    policy = f"default-src 'none'; {sources}; img-src data:; base-uri 'none'; form-action 'none'"
+    connect = " connect-src 'self';" if data.get("live") else ""
+    policy = f"default-src 'none'; {sources};{connect} img-src data:; base-uri 'none'; form-action 'none'"
     title = html.escape(" · ".join(reversed(names(run))))
-    slots = {"title": title, "policy": html.escape(policy), "style": style, "script": script, "data": data}
+    slots = {"title": title, "policy": html.escape(policy), "style": style, "script": script, "data": escape_json(data)}
     # One pass over the template: text that was put in is never searched for slots again.
     return _SLOT.sub(lambda m: slots[m.group(1)], _part("page.html"))
 
@@ -69,7 +75,7 @@ def build_page(run: Run, limits: PageLimits | None = None) -> str:
 def page_data(run: Run, responses: Packed) -> Record:
     """The object the page's script reads; plain JSON types only."""
     project, experiment = names(run)
-    steps = run.metrics.steps
+    steps, curves = run.metrics.steps, run.curves or run.metrics
     times = [t for t in run.metrics.times if t is not None]
     return {
         "built": time.time(),
@@ -85,8 +91,11 @@ def page_data(run: Run, responses: Packed) -> Record:
         "device": summary.device_name(run),
         "facts": summary.facts(run),
         "headline": summary.headline(run.metrics),
-        "charts": chart_list(run.metrics),
-        "series": thin(run.metrics),
+        "charts": chart_list(curves, _other_name(run)),
+        "lanes": lanes(run.timeline),
+        "planned": planned(run),
+        "differences": differences(run, run.other) if run.other else None,
+        "series": thin(curves),
         "marks": _marks(run),
         "events": [_event(e) for e in run.events.shown],
         "eventCounts": dict(run.events.counts.most_common(60)),
@@ -99,12 +108,35 @@ def page_data(run: Run, responses: Packed) -> Record:
     }
 
 
+def lanes(timeline: list[Record]) -> list[Record]:
+    """The newest steps of `timeline.jsonl`: when the sampler had requests and what the trainer did."""
+    shown = [record for record in timeline if number(record.get("begin")) and number(record.get("end"))]
+    return [
+        {key: record.get(key) for key in ("step", "begin", "end", "sampler", "trainer")} for record in shown[-LANES:]
+    ]
+
+
+def planned(run: Run) -> list[tuple[str, float, float]]:
+    """(phase, planned, measured) of the newest comparison of the run with its plan."""
+    events = [event for event in run.events.marks if kind_of(event) == "planned"]
+    pairs = events[-1].items() if events else ()
+    return [(str(name), *pair) for name, pair in pairs if isinstance(pair, list) and all(map(number, pair))]
+
+
 def names(run: Run) -> tuple[str, str]:
     """(project, experiment) from the config, else from the folders' names."""
     folder = run.path.resolve()
     project = summary.lookup(run.config, "trainer.project_name") or folder.parent.name
     experiment = summary.lookup(run.config, "trainer.experiment_name") or folder.name
     return str(project), str(experiment)
+
+
+def _other_name(run: Run) -> str:
+    """The other run's experiment, or its folder where both have one name."""
+    if run.other is None:
+        return ""
+    name = names(run.other)[1]
+    return name if name != names(run)[1] else run.other.path.resolve().name
 
 
 def escape_json(value: Any) -> str:

@@ -13,11 +13,14 @@ from importlib import resources
 from typing import Any
 
 from verl.report import summary
+from verl.report.compare import OTHER
 from verl.report.read import Metrics
 from verl.tracking.metrics_table import regex_of
 
 _MOST = 8
 """Most lines that a pattern gives."""
+_FLAT = 5
+"""Steps after which a line without any change says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,27 @@ def _charts() -> list[Chart]:
 CHARTS = _charts()
 
 
-def chart_list(metrics: Metrics) -> list[dict[str, Any]]:
-    """The charts that a run has, as the page's script reads them: each with its lines in `series`."""
+def chart_list(metrics: Metrics, other: str = "") -> list[dict[str, Any]]:
+    """The charts that a run has, as the page's script reads them: each with its lines in `series`.
+
+    other: the name of another run, whose columns `joined` has added: each line is followed by that run's. `flat`: every
+    line has one value at all steps; such charts come last.
+    """
     charts = [_chart(chart, metrics) for chart in CHARTS]
-    return [chart for chart in charts if chart["series"]]
+    charts = [chart for chart in charts if chart["series"]]
+    for chart in charts:
+        values = [{v for v in metrics.columns[line["name"]] if v is not None} for line in chart["series"]]
+        chart["flat"] = len(metrics.steps) >= _FLAT and all(len(distinct) <= 1 for distinct in values)
+        if other and not chart["stack"]:
+            chart["series"] = [line for own in chart["series"] for line in _with_other(own, metrics, other)]
+    return sorted(charts, key=lambda chart: bool(chart["flat"]))
+
+
+def _with_other(line: dict[str, Any], metrics: Metrics, other: str) -> list[dict[str, Any]]:
+    name = OTHER + line["name"]
+    if name not in metrics.columns:
+        return [line]
+    return [line, line | {"name": name, "label": f"{line['label']} ({other})", "other": True}]
 
 
 def _chart(chart: Chart, metrics: Metrics) -> dict[str, Any]:

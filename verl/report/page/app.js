@@ -52,16 +52,16 @@
   };
 
   const overview = () => {
-    R.byId("project").append(...R.shown(D.project));
+    R.replace(R.byId("project"), ...R.shown(D.project));
     R.replace(R.byId("experiment"), ...R.shown(D.experiment));
     status();
-    R.byId("headline").append(...D.headline.map(figure));
+    R.replace(R.byId("headline"), ...D.headline.map(figure));
     const fact = ([label, value]) => R.el("div", {}, R.el("dt", {}, label), R.el("dd", {}, ...R.shown(value)));
     const top = [D.model && ["Model", D.model], D.device && ["Device", D.device]].filter(Boolean);
-    R.byId("facts").append(...[...top, ...D.facts].map(fact));
+    R.replace(R.byId("facts"), ...[...top, ...D.facts].map(fact));
     const torn = Object.entries(D.unreadable);
+    R.byId("unreadable").hidden = !torn.length;
     if (torn.length) {
-      R.byId("unreadable").hidden = false;
       R.byId("unreadable").textContent = "Could not be read and left out: " + torn.map(([file, count]) => `${count} ${count === 1 ? "line" : "lines"} of ${file}`).join(", ") + ".";
     }
     const every = D.series.every > 1 ? ` Each point of a curve stands for ${D.series.every} steps.` : "";
@@ -82,6 +82,37 @@
       R.redrawCharts();
     });
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => R.redrawCharts());
+  };
+
+  // The page of a server asks for what is new, and keeps what the reader has opened, chosen and zoomed.
+  const follow = () => {
+    let held = null;
+    const take = (responses) => { Object.assign(D.responses, responses); R.drawResponses(); };
+    const update = (fresh) => {
+      const { responses, ...rest } = fresh;
+      Object.assign(D, rest);
+      overview();
+      if (!alone) R.updateCharts();
+      R.drawWork();
+      R.drawEvents();
+      if (responses && R.byId("panel").open) held = responses; // its rows are counted by their places
+      else if (responses) take(responses);
+    };
+    R.byId("panel").addEventListener("close", () => { if (held) { take(held); held = null; } });
+    const ask = async () => {
+      try {
+        const answer = await fetch(`data?tag=${D.tag}&responses=${encodeURIComponent(D.responsesTag)}`);
+        R.byId("lost").hidden = answer.ok;
+        if (answer.status === 200) update(await answer.json());
+      } catch (gone) {
+        if (!(gone instanceof TypeError)) throw gone;
+        R.byId("lost").hidden = false;
+      } finally {
+        window.setTimeout(ask, 1000 * D.poll);
+      }
+    };
+    window.setTimeout(ask, 1000 * D.poll);
+    window.setInterval(status, 5000);
   };
 
   const live = () => {
@@ -105,10 +136,11 @@
   overview();
   R.setUpScores();
   if (!alone) R.setUpCharts();
-  R.setUpResponses();
-  R.setUpEvents();
+  R.drawWork();
+  R.drawResponses();
+  R.drawEvents();
   R.setUpConfig();
   R.setUpPanel();
-  live();
+  if (D.live) follow(); else live();
   document.documentElement.dataset.ready = "1";
 })();

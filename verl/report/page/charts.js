@@ -4,7 +4,7 @@
   const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
   const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((e) => [1, 2, 5].map((m) => m * 10 ** e)); // steps are whole numbers
   const SYNC = uPlot.sync("run");
-  const cards = [];
+  let cards = [], own = [];
   let smoothing = 0;
 
   // Exponential mean with the start's bias removed; gaps stay gaps.
@@ -24,6 +24,9 @@
     const [r, g, b] = [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16));
     return `rgba(${r},${g},${b},${a})`;
   };
+
+  // The line of another run has the colour of the one before it, which it is compared with.
+  const colorOf = (chart, i) => COLORS[(chart.series.slice(0, i + 1).filter((s) => !s.other).length - 1) % COLORS.length];
 
   const column = (name) => R.data.series.columns[name];
 
@@ -57,7 +60,7 @@
     const data = [R.data.series.steps], series = [{}], of = [-1];
     const few = R.data.series.steps.length <= 40;
     chart.series.forEach((s, i) => {
-      const color = R.css(COLORS[i % COLORS.length]);
+      const color = R.css(colorOf(chart, i));
       const weight = s.sparse || s.raw ? 0 : smoothing;
       const scale = s.right ? "r" : "y";
       if (weight) {
@@ -67,7 +70,7 @@
       }
       data.push(smooth(column(s.name), weight));
       series.push({
-        scale, stroke: color, width: s.sparse ? 1.5 : 1.75, spanGaps: true, dash: s.right ? [5, 3] : undefined,
+        scale, stroke: color, width: s.other ? 1 : s.sparse ? 1.5 : 1.75, spanGaps: true, dash: s.other ? [2, 2] : s.right ? [5, 3] : undefined,
         points: { show: Boolean(s.sparse) || few, size: s.sparse ? 6 : 4, fill: color, stroke: color },
       });
       of.push(i);
@@ -136,7 +139,7 @@
       this.node.addEventListener("keydown", (event) => this.key(event));
     }
 
-    colorName(i) { return this.chart.stack && i === this.chart.series.length ? "--muted" : COLORS[i % COLORS.length]; }
+    colorName(i) { return i === this.chart.series.length ? "--muted" : colorOf(this.chart, i); }
 
     describe() {
       const steps = R.data.series.steps;
@@ -194,6 +197,15 @@
       this.step.textContent = free ? "" : "step " + R.data.series.steps[idx];
     }
 
+    update(chart, zoomed) {
+      Object.assign(this.chart, chart);
+      if (chart.stack) chart.series.forEach((s, i) => { s.color = i; });
+      this.made = chart.stack ? stacked(chart) : plain(chart);
+      this.u.setData(this.made.data, !zoomed);
+      this.node.setAttribute("aria-label", this.describe());
+      this.read(this.u.cursor.idx);
+    }
+
     height() { return this.node.classList.contains("whole") ? 380 : 210; }
 
     fit() { if (this.u) this.u.setSize({ width: Math.max(200, this.plot.clientWidth), height: this.height() }); }
@@ -212,7 +224,7 @@
 
   const add = (chart) => {
     const card = new Card(chart);
-    R.byId("charts").append(card.node);
+    (chart.flat ? R.byId("flat-charts").lastElementChild : R.byId("charts")).append(card.node);
     cards.push(card);
     card.draw();
     return card;
@@ -231,28 +243,53 @@
     const go = () => {
       const name = input.value.trim();
       if (!names.includes(name)) { hint.textContent = name ? "This run has no metric of that name." : "Type or pick a name first."; return; }
-      add({ id: "own-" + name, title: name, series: [{ name, label: name.split("/").pop(), sparse: /^val/.test(name) }] }).node.focus();
+      own.push({ id: "own-" + name, title: name, series: [{ name, label: name.split("/").pop(), sparse: /^val/.test(name) }] });
+      add(own[own.length - 1]).node.focus();
       input.value = ""; hint.textContent = "";
     };
     R.byId("explore-add").addEventListener("click", go);
     input.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); go(); } });
   };
 
+  const drawAll = () => {
+    const flat = R.data.charts.filter((chart) => chart.flat).length, fold = R.byId("flat-charts");
+    R.replace(R.byId("charts"));
+    R.replace(fold.lastElementChild);
+    fold.hidden = !flat;
+    fold.firstElementChild.textContent = flat === 1 ? "1 chart without any change" : `${flat} charts without any change`;
+    cards = [];
+    zooming = true;
+    [...R.data.charts, ...own].forEach(add);
+    zooming = false;
+    R.byId("zoom-out").hidden = true;
+  };
+
+  const shape = (charts) => JSON.stringify(charts.map((chart) => [chart.id, chart.flat, chart.series.map((s) => s.name)]));
+  let drawn = "";
+
+  R.updateCharts = () => {
+    if (!cards.length) { R.setUpCharts(); return; }
+    if (shape(R.data.charts) !== drawn) { drawn = shape(R.data.charts); drawAll(); return; }
+    const zoomed = !R.byId("zoom-out").hidden;
+    zooming = true;
+    cards.forEach((card, i) => card.update(R.data.charts[i] || own[i - R.data.charts.length], zoomed));
+    zooming = false;
+  };
+
   R.setUpCharts = () => {
     const list = R.data.charts, box = R.byId("charts"), slider = R.byId("smooth"), out = R.byId("smooth-out");
+    R.byId("curve-tools").hidden = !list.length;
     if (!list.length) {
-      box.append(R.empty("No step is finished yet", "Curves appear here with the first record in metrics.jsonl."));
-      R.byId("curve-tools").hidden = true;
+      R.replace(box, R.empty("No step is finished yet", "Curves appear here with the first record in metrics.jsonl."));
       return;
     }
+    drawn = shape(list);
     smoothing = R.state.smooth === undefined ? defaultSmoothing(R.data.series.steps.length) : R.state.smooth;
     const show = () => { slider.value = smoothing; out.textContent = smoothing ? Number(smoothing).toFixed(2) : "off"; };
     show();
     slider.addEventListener("input", () => { smoothing = Number(slider.value); show(); R.save({ smooth: smoothing }); redraw(); });
-    zooming = true;
-    list.forEach(add);
-    zooming = false;
-    R.byId("zoom-out").hidden = true;
+    drawAll();
+    R.byId("flat-charts").addEventListener("toggle", () => cards.forEach((card) => card.fit()));
     R.byId("zoom-out").addEventListener("click", redraw);
     setUpExplorer();
     new ResizeObserver(() => cards.forEach((card) => card.fit())).observe(box);

@@ -31,20 +31,22 @@
     return out;
   };
 
-  R.setUpEvents = () => {
+  let chosen = "", limit = 30;
+
+  R.drawEvents = () => {
     const events = [...R.data.events].reverse(), body = R.byId("events-body");
-    if (!events.length) { body.append(R.empty("Nothing to report", "Notices, failed rewards, refused updates and saves are listed here.")); return; }
+    if (!events.length) { R.replace(body, R.empty("Nothing to report", "Notices, failed rewards, refused updates and saves are listed here.")); return; }
     const kinds = Object.entries(R.data.eventCounts);
-    const pick = R.el("select", { "aria-label": "Kind of event", onchange: () => render() }, R.el("option", { value: "" }, `all kinds (${R.data.eventTotal})`),
+    const pick = R.el("select", { "aria-label": "Kind of event", onchange: () => { chosen = pick.value; render(); } }, R.el("option", { value: "" }, `all kinds (${R.data.eventTotal})`),
       ...kinds.map(([kind, count]) => R.el("option", { value: kind }, `${R.plain(kind.replace(/_/g, " "))} (${count})`)));
-    let limit = 30;
+    pick.value = chosen;
     const render = () => {
       const found = folded(events.filter((e) => !pick.value || e.kind === pick.value));
       const more = found.length > limit && R.el("button", { type: "button", class: "more", onclick: () => { limit += 200; render(); } }, `Show more (${found.length - limit} left)`);
       R.replace(body, R.el("ol", { class: "events" }, ...found.slice(0, limit).map(eventNode)), more || "",
         R.data.eventTotal > events.length ? R.el("p", { class: "hint" }, `The newest ${events.length} of ${R.data.eventTotal}; all are in events.jsonl.`) : "");
     };
-    R.byId("event-tools").append(pick);
+    if (!R.byId("event-tools").contains(document.activeElement)) R.replace(R.byId("event-tools"), pick);
     render();
   };
 
@@ -63,7 +65,17 @@
       R.el("dl", { class: "config" }, ...entries.flatMap(([key, value]) => [
         R.el("dt", {}, R.plain(key)), R.el("dd", { class: value === "null" ? "muted" : "" }, ...R.shown(value || "''"))]))));
 
+  const differences = () => {
+    const rows = R.data.differences;
+    if (!rows) return;
+    const cell = (value) => R.el("td", {}, ...R.shown(value));
+    const table = R.el("table", { class: "scores" }, R.el("thead", {}, R.el("tr", {}, ...["differs in", "this run", "other run"].map((t) => R.el("th", {}, t)))),
+      R.el("tbody", {}, ...rows.map((row) => R.el("tr", { class: "first" }, ...row.map(cell)))));
+    R.byId("config-body").before(R.el("div", { class: "table-box", id: "differences" }, rows.length ? table : R.empty("The same settings", "The two runs differ in no key and no version.")));
+  };
+
   R.setUpConfig = () => {
+    differences();
     const body = R.byId("config-body");
     if (!R.data.config.length && !R.data.versions.length) { body.append(R.empty("No config.yaml in this folder", "The resolved config is written when a run starts.")); return; }
     const search = R.el("input", { type: "search", placeholder: "search keys and values", "aria-label": "Search the config", spellcheck: "false", oninput: () => render() });

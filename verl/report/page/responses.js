@@ -137,14 +137,16 @@
 
   const distinct = (key) => [...new Set(A.rows.map((row) => row[key] || ""))].sort();
 
-  R.setUpResponses = () => {
+  R.drawResponses = () => {
     if (!A.rows.length) {
-      R.byId("responses-body").append(R.empty("No responses yet", "A few whole groups of each step are kept in trajectories/ as the run goes."));
+      R.replace(R.byId("responses-body"), R.empty("No responses yet", "A few whole groups of each step are kept in trajectories/ as the run goes."));
       return;
     }
     const form = R.byId("filters");
+    if (form.contains(document.activeElement)) { render(); return; } // not under someone's hands
     form.hidden = false;
-    form.addEventListener("submit", (event) => event.preventDefault());
+    form.onsubmit = (event) => event.preventDefault();
+    R.replace(form);
     const sources = distinct("d"), ends = distinct("f");
     const steps = [...A.steps].reverse();
     form.append(
