@@ -277,6 +277,12 @@ def test_a_live_page_grows_and_keeps_what_the_reader_chose(page: chromium.Page, 
     assert page.eval("document.querySelector('[data-filter=step]').value") == "30"
     page.wait("document.querySelector('[data-filter=step]').textContent.includes('31')")
     assert page.exceptions == [] and page.eval("document.documentElement.dataset.errors || ''") == ""
+    (run / "trajectories" / "now.jsonl").write_text('{"uid": "u", "input": "a question", "output": "just finished"}\n')
+    page.eval(
+        "(() => { const s = document.querySelector('[data-filter=step]'); s.value = 'newest'; s.dispatchEvent(new Event('change')); })()"
+    )
+    page.wait("document.getElementById('responses-body').textContent.includes('just finished')")
+    assert "refused update" not in page.eval("document.getElementById('alarms').textContent")
     page.eval("document.querySelector('#responses-body a.open').click()")
     page.wait("document.getElementById('panel').open")
     response = page.eval("document.getElementById('panel').textContent")

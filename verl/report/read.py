@@ -200,8 +200,11 @@ def read_mapping(path: Path, unreadable: Counter[str]) -> Record:
 
 
 def response_files(run_dir: Path) -> dict[int, Path]:
-    """Files `trajectories/{step}.jsonl` by step, in order; other names are ignored."""
-    files = {int(p.stem): p for p in (run_dir / "trajectories").glob("*.jsonl") if p.stem.isdecimal()}
+    """Files `trajectories/{step}.jsonl` by step, in order, `now.jsonl` last; other names are ignored."""
+    folder = run_dir / "trajectories"
+    files = {int(p.stem): p for p in folder.glob("*.jsonl") if p.stem.isdecimal()}
+    if (now := folder / "now.jsonl").is_file():  # of the step under way
+        files[max(files, default=0) + 1] = now
     return dict(sorted(files.items()))
 
 

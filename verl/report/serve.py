@@ -39,7 +39,14 @@ class FollowedRun:
 
     def state(self) -> str:
         """Changes with any of the files that a page is made of."""
-        names = ("metrics.jsonl", "events.jsonl", "timeline.jsonl", "config.yaml", "trajectories")
+        names = (
+            "metrics.jsonl",
+            "events.jsonl",
+            "timeline.jsonl",
+            "config.yaml",
+            "trajectories",
+            "trajectories/now.jsonl",
+        )
         parts = []
         for name in names:
             try:
@@ -99,7 +106,7 @@ class LivePage:
         self._run = joined(self._run, *others)
         files = self._run.response_files
         newest = next(reversed(files.values()), None)
-        key = f"{len(files)}-{newest.stem}-{newest.stat().st_size}" if newest else "0"
+        key = f"{len(files)}-{newest.stem}-{newest.stat().st_size}" if newest is not None else "0"
         if key != self._responses[0]:
             self._responses = key, pack_responses(files, self._run.unreadable)
         self._data = page_data(self._run, self._responses[1])

@@ -107,12 +107,13 @@ class RolloutManager:
         config: Config | Map | None = None,
         event: Callable[..., None] | None = None,
         processes: Callable[[], LoopProcesses] | None = None,
+        shown: Callable[[Trajectory], None] = lambda _: None,
     ):
         self.settings, self.requests = settings, ResumableGeneration(engine)
         setup = LoopSetup(tokenizer, config)
         loops.load_listed(setup.loops_file)
         self._attempts = Attempts(self.requests, settings, setup, decode=decode, event=event, processes=processes)
-        self._on_finished = on_finished
+        self._on_finished, self._shown = on_finished, shown
         self._groups: list[PromptGroup] = []  # begun and not taken, in draw order
         self._open: list[PromptGroup] = []  # with responses to be waited for, those of `sample` too
         self._scoring: dict[Trajectory, asyncio.Task[None]] = {}
@@ -221,13 +222,20 @@ class RolloutManager:
             trajectory = await self._attempts.trajectory(group.prompt, index, params, prefix)
             group.finish(trajectory)
             if trajectory.score_error is None and trajectory.score is None:
-                self._scoring[trajectory] = asyncio.ensure_future(self._on_finished(trajectory))
+                self._scoring[trajectory] = asyncio.ensure_future(self._score(trajectory, show=not prefix))
+            elif not prefix:
+                self._shown(trajectory)
 
         groups = [PromptGroup(prompt, n) for prompt in prompts]
         for group in groups:
             group.sampling = [spawn(respond(group, number)) for number in numbers]
         self._open += groups
         return groups
+
+    async def _score(self, trajectory: Trajectory, show: bool) -> None:
+        await self._on_finished(trajectory)
+        if show:
+            self._shown(trajectory)
 
     async def _all_of(self, groups: Sequence[PromptGroup], on_progress: OnProgress | None) -> Batch:
         """The batch of these groups once all responses are back. An error, or a signal that was noted, ends all that is

@@ -14,6 +14,8 @@ from verl.tracking.jsonl import write_lines
 from verl.trajectory import Batch, Trajectory, data_uris
 
 SAMPLED = 64
+FINISHED = 32
+"""Responses of the step under way that are shown as they finish."""
 IMAGES_SHOWN = 16
 """Images of tools and environments that the report has of a dialogue."""
 _DIGITS = 6
@@ -105,27 +107,37 @@ def report_rows(step: int, trajectories: Sequence[Trajectory], texts: TokenTexts
     return rows
 
 
+def finished_row(step: int, t: Trajectory, tokenizer: Any) -> dict[str, Any]:
+    """The row of a response that has finished and is not trained on yet: texts and dialogue, without tokens."""
+    return _shown_row(step, t, prompt_text(t, tokenizer), tokenizer)
+
+
+def _shown_row(step: int, t: Trajectory, text: str, tokenizer: Any) -> dict[str, Any]:
+    return _row(step, t, text, tokenizer) | {
+        "index": t.index,
+        "data_source": t.prompt.data_source,
+        "score_error": t.score_error,
+        "parts": dict(t.score_parts),
+        "length": t.length if t.length or not t.text else None,  # None: a text that came without tokens
+        "finish_reason": t.finish_reason if "agent_loop" not in t.extra else t.status,
+        "versions": list(t.versions),
+        **_dialogue(t),
+    }
+
+
 def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[str, Any]:
     mask = np.asarray(t.response_mask, dtype=bool)
     trained = mask if t.loss_mask is None else np.asarray(t.loss_mask, dtype=bool)
     advantage = None
     if t.advantages is not None and trained.any():
         advantage = round(float(np.asarray(t.advantages, dtype=np.float64)[trained].mean()), _DIGITS)
-    return _row(step, t, text, texts.tokenizer) | {
-        "index": t.index,
-        "data_source": t.prompt.data_source,
-        "score_error": t.score_error,
-        "parts": dict(t.score_parts),
+    return _shown_row(step, t, text, texts.tokenizer) | {
         "advantage": advantage,
-        "length": t.length if t.length or not t.text else None,  # None: a text that came without tokens
-        "finish_reason": t.finish_reason if "agent_loop" not in t.extra else t.status,
-        "versions": list(t.versions),
         "tokens": texts(t.response_ids),
         "mask": mask.astype(int).tolist(),
         "log_probs": _rounded(t.old_log_probs, mask),
         "rollout_log_probs": _rounded(t.rollout_log_probs, mask),
         "advantages": _rounded(t.advantages, None),
-        **_dialogue(t),
     }
 
 

@@ -32,6 +32,8 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DATA_REPORT = "data_report.jsonl"
 TRAJECTORIES = "trajectories"
+NOW = "now.jsonl"
+"""Among the trajectories: responses of the step under way."""
 SUPERSEDED = "superseded"
 LOCK = ".running"
 PATIENCE_S = 10.0

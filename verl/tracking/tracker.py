@@ -11,14 +11,16 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from verl.config.schema.base import Root, setting
 from verl.tracking import console, responses
+from verl.tracking.jsonl import line
 from verl.tracking.metrics_table import NOT_ON_CONSOLE, in_order, with_aliases
 from verl.tracking.names import Number, plain_metrics
-from verl.tracking.run_folder import TRAJECTORIES, LiveReport, RunFolder, mask_secrets
+from verl.tracking.run_folder import NOW, TRAJECTORIES, LiveReport, RunFolder, mask_secrets
 from verl.tracking.trackers import ALIASES, Tracker, TrackerSession, Unavailable, open_tracker
 from verl.trajectory import Trajectory
 
@@ -46,6 +48,8 @@ class Tracking:
         self._dumper = responses.Dumper(self.event)
         self._progress: console.Progress | None = None
         self._step = 0
+        self._finished = 0
+        self._now = self.run_dir / TRAJECTORIES / NOW
         self._bad_names: set[str] = set()
         self._validations: list[tuple[int, dict[str, Number]]] = []
         self._status: str | None = None
@@ -169,6 +173,21 @@ class Tracking:
         """Rows that cannot be used into data_report.jsonl, in place of what it says."""
         self._folder.data_report(records)
 
+    def finished(self, trajectory: Trajectory) -> None:
+        """Show a response of the step under way in trajectories/now.jsonl, which the page takes for the newest step;
+        `dump_trajectories` removes the file."""
+        if self._progress is None or self._finished >= responses.FINISHED:
+            return
+        self._finished += 1
+        row = responses.finished_row(self._step + 1, trajectory, self.tokenizer)
+        try:
+            self._now.parent.mkdir(exist_ok=True)
+            with self._now.open("ab") as file:
+                file.write(line(row))
+        except OSError as error:
+            self._finished = responses.FINISHED
+            self._write_event("dump_failed", {"path": str(self._now), "error": str(error)})
+
     def dump_trajectories(self, step: int, batch: Iterable[Trajectory]) -> None:
         """Up to 64 responses in whole groups to trajectories/{step}.jsonl; all to `trainer.rollout_data_dir`.
 
@@ -178,6 +197,7 @@ class Tracking:
         if self._texts.tokenizer is not self.tokenizer:
             self._texts = responses.TokenTexts(self.tokenizer)
         every = list(batch)
+        self._forget_finished()
         rows = responses.report_rows(step, responses.sampled(every), self._texts)
         self._dumper.submit(self.run_dir / TRAJECTORIES / f"{step}.jsonl", rows)
         self._dump_all("rollout_data_dir", step, every)
@@ -198,6 +218,11 @@ class Tracking:
         if self._trackers and (count := int(setting(self._trainer, "log_val_generations", 0))) > 0:
             rows = _table_rows(step, every, count, self.tokenizer)
             self._tell_trackers(lambda tracker: tracker.table(step, rows))
+
+    def _forget_finished(self) -> None:
+        self._finished = 0
+        with suppress(OSError):
+            self._now.unlink(missing_ok=True)
 
     def _dump_all(self, key: str, step: int, every: list[Trajectory]) -> None:
         if directory := setting(self._trainer, key):
@@ -252,6 +277,7 @@ class Tracking:
         if self._progress is not None:
             self._progress.close()
         self._dumper.close()
+        self._forget_finished()
         self._tell_trackers(lambda tracker: tracker.close())
         if self._status == "finished":
             self.notice(f"finished; {self.run_dir} {self._contents()}")

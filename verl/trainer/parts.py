@@ -120,6 +120,7 @@ def open_rollouts(
         config=config,
         event=tracking.event,
         processes=partial(LoopProcesses, processes, config) if processes else None,
+        shown=tracking.finished,
     )
 
 

@@ -18,6 +18,7 @@ from verl.algorithms.registry import ESTIMATORS
 from verl.algorithms.value_loss import explained_variance
 from verl.config import Config
 from verl.config.layout import policy_placement
+from verl.planning import compare
 from verl.rollout.schedule import PromptSchedule
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import StepTimes, Timeline, profiled
@@ -31,6 +32,8 @@ from verl.workers.update_plan import Refusal, UpdateResult
 
 REJECTED_SHARE = 0.05
 """Share of rejected responses above which a run says that they stay in their groups' statistics."""
+_PLANNED = 3
+"""After so many steps a run is held against its plan for the first time."""
 
 
 class DisagreementError(RuntimeError):
@@ -123,6 +126,7 @@ class StepRecord:
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)
         self._proof: dict[str, float] = {}
+        self._steps = 0
         self._announced: set[str] = set()
         self._config, self._parts, self._schedule = config, parts, schedule
         self._bound = first_step_bound(config, parts.workers.policy.compute_dtype)
@@ -267,6 +271,10 @@ class StepRecord:
             metrics |= self._images.metrics(batch, self.sampled)
         self._say_rejected(step, metrics)
         self._parts.tracking.log(step, metrics)
+        self._steps += 1
+        tracking = self._parts.tracking
+        if self._steps == _PLANNED and (pairs := compare.compared(self._config, tracking.run_dir)):
+            tracking.event("planned", pairs)  # for the page; the end of the run shows the comparison
 
     def _skipped_rows(self, step: int) -> dict[str, int]:
         """training/skipped_rows: rows that failed when they were drawn since the last step; {} where none did."""
