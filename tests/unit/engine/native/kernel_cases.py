@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from verl.engine.rollout.base import SamplingParams
-from verl.engine.rollout.native import layer_kernels, paged_kernels, sampling_kernels
+from verl.engine.rollout.native import paged_kernels, sampling_kernels
 from verl.engine.rollout.native import step as step_rows
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, KVSlotTable
 from verl.engine.rollout.native.decode_plan import DecodePlan
@@ -123,28 +123,3 @@ def test_ids_come_from_the_host_or_from_the_step_before() -> None:
     step[step_rows.TOKEN], step[step_rows.POSITION] = [7, -1, 9, -3], [5, 6, 7, 8]
     ids, positions = paged_kernels.inputs(torch.from_numpy(step), torch.tensor([11, 12, 13], dtype=torch.int32))
     assert ids.tolist() == [7, 11, 9, 13] and positions.tolist() == [5, 6, 7, 8]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_parts_of_a_layer_are_those_of_transformers(dtype: torch.dtype) -> None:
-    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
-
-    torch.manual_seed(0)
-    joined = torch.randn(1, 5, 3 * 4 * 24).to(dtype)
-    x = joined[..., 96:192].view(1, 5, 4, 24)
-    for norm, offset in ((Qwen3RMSNorm(24), 0.0), (Gemma2RMSNorm(24), 1.0)):
-        norm.weight.data.normal_()
-        expected = norm(x)
-        found = layer_kernels.rms_norm(x, norm.weight.detach(), 1e-6, offset)
-        torch.testing.assert_close(found.to(expected.dtype), expected.detach(), atol=1e-5, rtol=1e-2)
-    k, (cos, sin) = torch.randn(1, 2, 5, 24).to(dtype), torch.randn(2, 1, 5, 24)
-    for found, expected in zip(
-        layer_kernels.rotate(x.transpose(1, 2), k, cos, sin),
-        apply_rotary_pos_emb(x.transpose(1, 2), k, cos, sin),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    gate, up = joined[..., :30], joined[..., 40:70]
-    found = layer_kernels.swiglu(gate, up)
-    torch.testing.assert_close(found, torch.nn.functional.silu(gate) * up, atol=1e-6, rtol=1e-2)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import sampler_reference
+from tests import operator_references
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import ops
 from verl.engine.rollout.native.engine import NativeEngine
 from verl.engine.rollout.native.runner import FastLinears
 from verl.platform.cpu import CpuPlatform
+from verl.platform.cuda_fused import FUSED
 
 
 class StandIn:
@@ -38,12 +38,12 @@ class StandIn:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The processor as a device that Triton compiles for. Call it with a recorder of graphs."""
-    library = sampler_reference.install()
+    operator_references.install()
 
     def use(recorder: Any = None) -> None:
         monkeypatch.setattr(CpuPlatform, "has_triton", lambda self: True)
         monkeypatch.setattr(CpuPlatform, "graph_recorder", lambda self: recorder)
-        monkeypatch.setattr(ops, "load", lambda kind: library)
+        monkeypatch.setattr(CpuPlatform, "fused_operators", lambda self: FUSED)
 
     return use
 

@@ -50,7 +50,8 @@ if __name__ == "__main__":
     import torch
     import triton
 
-    from verl.engine.rollout.native import layer_kernels, paged_kernels, sampling_kernels
+    from verl.engine.rollout.native import paged_kernels, sampling_kernels
+    from verl.platform import cuda_kernels
 
     heads = {"HEADS": 8, "D": 128, "DV": 128, "BD": 128, "BDV": 128, "COLS": 128}
     compiled(paged_kernels._inputs, "i32 i32 i64 i64", {})
@@ -75,7 +76,13 @@ if __name__ == "__main__":
     compiled(sampling_kernels._threshold, "fp32 fp64 i32 i32", {"C": 1024})
     compiled(sampling_kernels._chunk_sums, "fp32 i32 i32 fp32 fp32 i32", {"C": 1024})
     compiled(sampling_kernels._draw, "fp32 fp64 i32 i32 fp32 fp32 i32 i32", {"C": 1024, "N": 256})
-    compiled(layer_kernels._rms_norm, "bf16 fp32 fp32", {"PARTS": 8, "D": 128, "BD": 128, "ROUND": True})
-    rotated = {"HEADS": 16, "KV": 8, "D": 128, "H": 16, "BH": 64}
-    compiled(layer_kernels._rotate, "fp32 fp32 fp32 fp32 fp32 fp32", rotated)
-    compiled(layer_kernels._swiglu, "bf16 bf16 bf16", {"C": 1024})
+    norm, block = {"BLOCK": 128}, {"BLOCK": 1024}
+    compiled(cuda_kernels._rms_norm, "bf16 fp32 bf16 fp32", norm)
+    compiled(cuda_kernels._rms_norm_backward, "bf16 bf16 fp32 fp32 bf16 fp32", norm)
+    compiled(cuda_kernels._rotate, "bf16 bf16 fp32 fp32 bf16 bf16", {"BACK": True, "H": 16, "KV": 8, "D": 64})
+    compiled(cuda_kernels._swiglu, "bf16 bf16 bf16", block)
+    compiled(cuda_kernels._swiglu_backward, "bf16 bf16 bf16 bf16 bf16 bf16", block)
+    compiled(cuda_kernels._merge_attention, "bf16 fp32 bf16 fp32 i64", {"H": 16, "D": 128})
+    kinds = {"ENTROPY": True, "SQUARES": True}
+    compiled(cuda_kernels._head_forward, "bf16 i64 fp32 fp32", kinds | {"BLOCK": 4096})
+    compiled(cuda_kernels._head_backward, "bf16 fp32 i64 fp32 fp32 fp32", kinds | block)

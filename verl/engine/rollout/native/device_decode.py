@@ -17,14 +17,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verl.engine.rollout.native import ops
 from verl.engine.rollout.native import step as step_rows
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout
 from verl.engine.rollout.native.graphs import DecodeGraphs
 from verl.engine.rollout.native.scheduler import Request, Scheduler
 from verl.models.attention import AttentionOptions
 from verl.platform import platform_of
+from verl.platform.operators import define, ops
 
+define(
+    "verl.engine.rollout.native.paged_kernels",
+    "inputs(Tensor step, Tensor tokens) -> (Tensor, Tensor)",
+    "store(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor step) -> ()",
+    "partial(Tensor query, Tensor keys, Tensor values, Tensor step, Tensor(a!) out, Tensor(b!) lse, bool prompts, "
+    "float scale, float softcap, int window) -> ()",
+    "merge(Tensor parts, Tensor lse, Tensor step, Tensor? sinks, ScalarType dtype) -> Tensor",
+)
+define(
+    "verl.engine.rollout.native.sampling_kernels",
+    "threshold(Tensor logits, Tensor top_p, Tensor step) -> Tensor",
+    "chunk_sums(Tensor logits, Tensor lowest, Tensor step) -> (Tensor, Tensor, Tensor)",
+    "draw(Tensor logits, Tensor uniform, Tensor lowest, Tensor step, Tensor largest, Tensor sums, Tensor best, "
+    "Tensor(a!) tokens) -> ()",
+)
 _PROGRAMS = 256  # of one launch: sequences are cut until there are so many, at most into _MOST_SPLITS
 _MOST_SPLITS = 16
 
@@ -58,18 +73,18 @@ def paged_attention(
     compute: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Store the new keys and values of a step and attend: query [1, Hq, rows, D] → [1, rows, Hq, Dv] in `compute`."""
-    kernels, rows, heads = torch.ops.verl_sampler, step.shape[1], keys.shape[2]
+    rows, heads = step.shape[1], keys.shape[2]
     splits = 1
     while rows * heads * splits < _PROGRAMS and splits < _MOST_SPLITS:
         splits *= 2
-    kernels.store(key, value, keys, values, step)
+    ops.store(key, value, keys, values, step)
     shape = rows, query.shape[1], splits, 2
     lse = torch.empty(shape, dtype=torch.float32, device=step.device)
     parts = torch.empty(*shape, values.shape[-1], dtype=torch.float32, device=step.device)
     numbers = options.scaling, options.softcap or 0.0, options.sliding_window or 0
     for prompts in (True, False):
-        kernels.partial(query, keys, values, step, parts, lse, prompts, *numbers)
-    return kernels.merge(parts, lse, step, options.sinks, compute)
+        ops.partial(query, keys, values, step, parts, lse, prompts, *numbers)
+    return ops.merge(parts, lse, step, options.sinks, compute)
 
 
 class DeviceDecoder:
@@ -137,15 +152,15 @@ class DeviceDecoder:
 
     def _logits(self, rows: int) -> Tensor:
         self._plan.step = step = self._step[: self._most_rows * rows].view(-1, rows)
-        ids, positions = torch.ops.verl_sampler.inputs(step, self._before)
+        ids, positions = ops.inputs(step, self._before)
         return self._forward(ids, positions, self._plan)
 
     def _draw(self, logits: Tensor, rows: int) -> None:
-        kernels, step = torch.ops.verl_sampler, self._step[: self._most_rows * rows].view(-1, rows)
+        step = self._step[: self._most_rows * rows].view(-1, rows)
         uniform, top_p = self._step[: 4 * rows].view(torch.float64).view(2, rows)
-        lowest = kernels.threshold(logits, top_p, step)
-        sums = kernels.chunk_sums(logits, lowest, step)
-        kernels.draw(logits, uniform, lowest, step, *sums, self._tokens[: 2 * rows].view(2, rows))
+        lowest = ops.threshold(logits, top_p, step)
+        sums = ops.chunk_sums(logits, lowest, step)
+        ops.draw(logits, uniform, lowest, step, *sums, self._tokens[: 2 * rows].view(2, rows))
 
     def _fetch(self, requests: Sequence[Request], rows: int) -> Drawn:
         host = self._hosts[0][1][: 2 * rows]
@@ -162,12 +177,11 @@ class DeviceDecoder:
 
 
 def compiles(device: torch.device, dtype: torch.dtype) -> str:
-    """Load the kernels and try them on one response: why they cannot be used, "" if they give what torch gives."""
+    """Try the kernels on one response: why they cannot be used, "" if they give what torch gives."""
     platform = platform_of(device)
     if not platform.has_triton():
         return f"Triton does not compile for {platform.name} devices here"
     try:
-        ops.load(device.type)
         return "" if _agrees(device, dtype) else "its kernels give other results than torch"
     except Exception as error:  # a compiler of its own, which fails in its own ways
         return f"its kernels do not compile: {type(error).__name__}: {error}"

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from verl.engine.rollout.native.decode_plan import DecodePlan
 from verl.engine.rollout.native.device_decode import DeviceDecoder
-from verl.engine.rollout.native.fused_layers import FusedLayers
 from verl.engine.rollout.native.graphs import warn_of, why_not
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler
 from verl.engine.rollout.native.vision import ImageEncoder
 from verl.models import attention
 from verl.models.adapters import adapted_layers, is_adapted, merged_weight
+from verl.models.fused_layers import FusedLayers
 from verl.models.inputs import model_inputs
 from verl.models.routing import Routing
 from verl.platform import platform_of
@@ -231,7 +231,7 @@ class Runner:
         self._pool = scheduler.responses.pool
         self._decode = DecodePlan(scheduler.prompts, scheduler.responses)
         self._scheduler = scheduler
-        self._fused: FusedLayers | None = None
+        self._fused = FusedLayers(model)
         #: Decodes on a device that Triton compiles for, from the cache of a paged pool; None: `decode` does.
         self.device_decode: DeviceDecoder | None = None
         self._forbidden = torch.tensor(sorted(set(forbidden)), dtype=torch.int64, device=self.device)
@@ -244,7 +244,6 @@ class Runner:
             capture = None
         forward = partial(self._forward, keep=0)
         self.device_decode = DeviceDecoder(forward, self._scheduler, max_model_len, capture)
-        self._fused = FusedLayers(self.model)
 
     @property
     def _captures(self) -> bool:
@@ -262,8 +261,7 @@ class Runner:
         """The model as the sampler wants it (evaluation mode, our attention, fast products), put back at the end."""
         lower, keep = self._dtype != torch.float32, not self._captures
         cast = torch.autocast(self.device.type, dtype=self._dtype, enabled=lower, cache_enabled=keep)
-        fused = nullcontext() if self._fused is None else self._fused.active()
-        with torch.no_grad(), attention.sampling_mode(self.model), self.linears.active(), fused, cast:
+        with torch.no_grad(), attention.sampling_mode(self.model), self.linears.active(), self._fused.active(), cast:
             yield
 
     def prefill(self, work: Prefill) -> Tensor:

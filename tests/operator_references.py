@@ -1,6 +1,6 @@
-"""The sampler's operators in torch on the processor, slow and plain: what its Triton kernels compute.
+"""Our operators (`torch.ops.verl`) in torch on the processor, slow and plain: what their Triton kernels compute.
 
-`install` registers them, so that the sampler's decode step for devices runs here; on a pretend device too.
+`install` registers them, so that the paths for devices run here; on a pretend device too.
 `MOVED` counts the bytes of keys and values that attention reads and writes, which the operators' arguments do not tell.
 """
 
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.engine.rollout.native import ops, sampling
+from verl.engine.rollout.native import device_decode, sampling  # noqa: F401 - defines the sampler's operators
 from verl.engine.rollout.native import step as s
+from verl.platform import cuda_fused  # noqa: F401 - defines those of training
+from verl.platform.operators import LIBRARY
 
 MOVED: Counter[str] = Counter()
 _CHUNK = 1024
@@ -110,32 +112,84 @@ def draw(
     tokens[1] = probs.gather(1, drawn[:, None])[:, 0].log().view(torch.int32)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    wide = x.float()
-    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if offset == 0.0:
-        normal = normal.to(x.dtype).float()
-    return (normal * (weight.float() + offset)).to(torch.promote_types(x.dtype, weight.dtype))
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    inverse = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (x.float() * inverse * (weight.float() + offset)).to(dtype).contiguous(), inverse.reshape(-1)
 
 
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    def one(x: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)
-        out = x * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
-        return out.transpose(1, 2).contiguous().transpose(1, 2)
-
-    return one(q), one(k)
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, offset: float, inverse: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    inverse = inverse.view(*x.shape[:-1], 1)
+    normed, scaled = x.float() * inverse, grad.float() * (weight.float() + offset)
+    along = (scaled * normed).mean(-1, keepdim=True)
+    dw = (grad.float() * normed).reshape(-1, x.shape[-1]).sum(0)
+    return ((scaled - normed * along) * inverse).to(x.dtype).contiguous(), dw
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate) * up
+    return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    g, d, sigmoid = gate.float(), grad.float(), gate.float().sigmoid()
+    dg = d * up.float() * sigmoid * (1 + g * (1 - sigmoid))
+    return swiglu(gate, up), dg.to(gate.dtype), (d * g * sigmoid).to(gate.dtype)
+
+
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, back: bool
+) -> tuple[Tensor, ...]:  # fmt: skip
+    def turned(x: Tensor) -> Tensor:
+        wide, c, s = (t.float() for t in (x, cos[:, None], sin[:, None]))
+        halves = (wide * s if back else wide).chunk(2, -1)
+        other = torch.cat((halves[1], -halves[0]), -1) if back else torch.cat((-halves[1], halves[0]), -1) * s
+        return (wide * c + other).to(dtype)[0].transpose(0, 1).contiguous().transpose(0, 1)[None]
+
+    assert len(q) == len(cos) == 1
+    return turned(q), turned(k)
+
+
+def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, index: Tensor) -> None:
+    assert out.is_contiguous() and lse.is_contiguous() and other.is_contiguous() and other_lse.is_contiguous()
+    mine = lse[:, index]
+    joint = torch.logaddexp(mine, other_lse)
+    weight, other_weight = ((x - joint).exp().t()[..., None] for x in (mine, other_lse))
+    out[index] = (out[index] * weight + other * other_weight).to(out.dtype)
+    lse[:, index] = joint
+
+
+def head_forward(
+    z: Tensor, targets: Tensor, state: Tensor, picked: Tensor, start: int, entropy: bool, squares: bool
+) -> None:
+    assert all(x.is_contiguous() for x in (z, targets, state, picked))
+    (top, total, weighted, twice), wide = state.clone(), z.float()
+    most = torch.maximum(top, wide.amax(1))
+    shrink, e = (top - most).exp(), (wide - most[:, None]).exp()
+    moved = torch.where(total > 0, (top - most) * total, 0.0)
+    state[0], state[1] = most, total * shrink + e.sum(1)
+    state[2] = (weighted + moved) * shrink + (e * (wide - most[:, None])).sum(1) if entropy else weighted
+    state[3] = twice * shrink**2 + e.square().sum(1) if squares else twice
+    places = targets - start
+    inside = (places >= 0) & (places < z.shape[1])
+    picked.copy_(torch.where(inside, wide.gather(1, places.clamp(0, z.shape[1] - 1)), picked))
+
+
+def head_backward(
+    z: Tensor, stats: Tensor, targets: Tensor, grad: Tensor, entropy: Tensor | None, squares: Tensor | None, start: int
+) -> None:
+    assert z.is_contiguous() and targets.is_contiguous() and grad.is_contiguous() and stats.stride(1) == 1
+    log_pi = z.float() - stats[0][:, None]
+    pi, factor, places = log_pi.exp(), -grad.float().sum(1, keepdim=True).expand_as(z), targets - start
+    factor = factor if entropy is None else factor - entropy[:, None] * (log_pi + stats[1][:, None])
+    factor = factor if squares is None else factor + 2 * squares[:, None] * (pi - stats[2][:, None])
+    inside = (places >= 0) & (places < z.shape[1])
+    chosen = torch.zeros(z.shape).scatter_add_(1, places.clamp(0, z.shape[1] - 1), grad.float() * inside)
+    z.copy_(pi * factor + chosen)
 
 
 @cache
-def install() -> torch.library.Library:
-    """Compute the sampler's operators on the processor by these functions. What is returned must be kept."""
-    library = torch.library.Library("verl_sampler", "IMPL", "CPU")
-    for schema in (schema for schemas in ops._SCHEMAS.values() for schema in schemas):
-        name = schema.partition("(")[0]
-        library.impl(name, globals()[name])
-    return library
+def install() -> None:
+    """Compute our operators on the processor by these functions."""
+    for operator in LIBRARY._op_defs:
+        LIBRARY.impl(operator, globals()[operator.partition("::")[2]], "CPU")
