@@ -33,20 +33,24 @@ def matrix(rows: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "options", "splits"),
+    ("dtype", "heads", "widths", "options", "splits"),
     [
-        (torch.float32, (4, 2), {}, 1),
-        (torch.float32, (6, 2), {"sliding_window": 20}, 2),
-        (torch.float32, (2, 2), {"softcap": 5.0, "sinks": torch.tensor([0.5, -1.0])}, 4),
-        (torch.float16, (4, 1), {}, 2),
+        (torch.float32, (4, 2), (24, 16), {}, 1),
+        (torch.float32, (14, 2), (64, 64), {"sliding_window": 20}, 2),
+        (torch.float32, (2, 2), (24, 16), {"softcap": 5.0, "sinks": torch.tensor([0.5, -1.0])}, 4),
+        (torch.float16, (5, 1), (80, 80), {"sliding_window": 20, "sinks": torch.linspace(-1, 1, 5)}, 2),
+        (torch.float16, (20, 1), (96, 96), {}, 1),  # more than a program takes
+        (torch.float32, (1, 1), (192, 128), {}, 4),
     ],
 )
-def test_paged_attention_is_that_of_the_decode_plan(dtype: Any, heads: Any, options: Any, splits: int) -> None:
+def test_paged_attention_is_that_of_the_decode_plan(
+    dtype: Any, heads: Any, widths: Any, options: Any, splits: int
+) -> None:
     """Groups of 9, 1 and 2 responses: more than a tile holds, alone, and a row that stands for no response."""
     torch.manual_seed(0)
     pool = KVBlockPool(KVCacheLayout(1, 16, 96), torch.device("cpu"), dtype, dtype)
     prompts, responses = KVSlotTable(pool, 4, from_end=True), KVSlotTable(pool, 16)
-    stores = pool.layer(0, heads[1], 24, 16)
+    stores = pool.layer(0, heads[1], *widths)
     for tensor in stores:
         tensor.normal_()
     groups = [SimpleNamespace(prompt=np.zeros(n), slot=prompts.acquire(n), shift=0) for n in (37, 5, 64)]
@@ -59,7 +63,7 @@ def test_paged_attention_is_that_of_the_decode_plan(dtype: Any, heads: Any, opti
     plan, device_step = DecodePlan(prompts, responses), torch.from_numpy(step[:used].copy())
     slots, lengths = np.array([(r.slot, len(r.tokens)) for r in requests]).T
     plan.prepare(slots, lengths, *np.array([(r.group.slot, len(r.group.prompt)) for r in requests]).T)
-    q, k, v = (torch.randn(1, h, 16, d).to(dtype) for h, d in ((heads[0], 24), (heads[1], 24), (heads[1], 16)))
+    q, k, v = (torch.randn(1, h, 16, d).to(dtype) for h, d in ((heads[0], widths[0]), *((heads[1], w) for w in widths)))
     settings = AttentionOptions(0.3, **options)
     pool.calls.start()
     expected = plan.attend(torch.nn.Identity(), *(x[:, :, :12] for x in (q, k, v)), settings)
@@ -73,7 +77,7 @@ def test_paged_attention_is_that_of_the_decode_plan(dtype: Any, heads: Any, opti
     for tensor, before in zip(stores, stored, strict=True):
         assert torch.equal(tensor[rows, 0, :, columns], before[rows, 0, :, columns])
         tensor.copy_(before)
-    parts = torch.full((16, heads[0], splits, 2, 16), torch.nan)
+    parts = torch.full((16, heads[0], splits, 2, widths[1]), torch.nan)
     lse = torch.full((16, heads[0], splits, 2), torch.nan)
     numbers = 0.3, settings.softcap or 0.0, settings.sliding_window or 0
     for which in (True, False):

@@ -232,7 +232,7 @@ def test_a_kernel_that_gives_something_else_is_not_used(
     model = made(tmp_path, "qwen3")
     plain = short_responses(model)[0]
     device(StandIn())
-    monkeypatch.setattr("verl.engine.rollout.native.device_decode._agrees", lambda device, dtype: False)
+    monkeypatch.setattr("verl.engine.rollout.native.device_decode._agrees", lambda *_: False)
     with pytest.warns(UserWarning, match="without graphs: its kernels give other results"):
         assert short_responses(model) == (plain, None)
 

@@ -57,6 +57,7 @@ if __name__ == "__main__":
     compiled(paged_kernels._inputs, "i32 i32 i64 i64", {})
     compiled(paged_kernels._store, "bf16 bf16 bf16 bf16 i32", heads | {"H": 8})
     for kind, prompts, per, width in (
+        ("bf16", True, 20, 256),
         ("bf16", True, 2, 128),
         ("bf16", True, 8, 128),
         ("bf16", False, 5, 80),
@@ -64,9 +65,11 @@ if __name__ == "__main__":
         ("fp32", True, 8, 128),
     ):
         of_heads, itemsize = max(16, triton.next_power_of_2(width)), torch.bfloat16 if kind == "bf16" else torch.float32
-        m = max(16, triton.next_power_of_2(per * (paged_kernels.TILE if prompts else 1)))
+        at_once = min(per, paged_kernels._MOST_QUERIES)
+        m = max(16, triton.next_power_of_2(at_once * (paged_kernels.TILE if prompts else 1)))
         n = paged_kernels.keys_at_once(128, (of_heads, of_heads), itemsize)
         sizes = {"D": width, "DV": width, "BD": of_heads, "BDV": of_heads, "M": m, "N": n, "SPLITS": 2, "PER": per}
+        sizes["AT_ONCE"] = at_once
         kinds = {"PROMPTS": prompts, "WINDOW": width == 80, "SOFTCAP": width == 80}
         compiled(
             paged_kernels._partial, f"{kind} {kind} {kind} i32 fp32 fp32", heads | sizes | kinds, 8 if m > 64 else 4

@@ -10,7 +10,8 @@ nor the addresses of a step depend on where the cache holds a response.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.engine.rollout.native import step as step_rows
+from verl.engine.rollout.native.architecture import Heads
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout
 from verl.engine.rollout.native.graphs import DecodeGraphs
 from verl.engine.rollout.native.scheduler import Request, Scheduler
@@ -176,36 +178,44 @@ class DeviceDecoder:
         return Drawn(requests, result)
 
 
-def compiles(device: torch.device, dtype: torch.dtype) -> str:
-    """Try the kernels on one response: why they cannot be used, "" if they give what torch gives."""
+def compiles(device: torch.device, dtype: torch.dtype, heads: Iterable[Heads]) -> str:
+    """Try the kernels on one response for each kind of attention call: why they cannot be used, "" if they give what
+    torch gives."""
     platform = platform_of(device)
     if not platform.has_triton():
         return f"Triton does not compile for {platform.name} devices here"
     try:
-        return "" if _agrees(device, dtype) else "its kernels give other results than torch"
+        wrong = [shape for shape in heads if not _agrees(device, dtype, *shape)]
     except Exception as error:  # a compiler of its own, which fails in its own ways
         return f"its kernels do not compile: {type(error).__name__}: {error}"
+    return f"its kernels give other results than torch for heads {wrong[0]}" if wrong else ""
 
 
 @torch.no_grad()
-def _agrees(device: torch.device, dtype: torch.dtype) -> bool:
-    """A prompt of 20 tokens in two blocks and a response of 5 in a third."""
-    layout = KVCacheLayout(1, 16, 3)
-    numbers = torch.linspace(-3, 3, 4 * 2 * 16 * 64).view(4, 1, 2, 16, 64)
-    keys, values = numbers.sin().to(device, dtype), (numbers * 3).cos().to(device, dtype)
-    matrix = np.zeros((step_rows.most_rows(32, layout.cols), 1), np.int32)
-    matrix[[step_rows.LENGTH, step_rows.PROMPT_LENGTH, step_rows.COUNT], 0] = 5, 20, 1
+def _agrees(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int, value_width: int) -> bool:
+    """A prompt of 70 tokens in two blocks and a response of 5 in a third."""
+    layout, kinds = KVCacheLayout(1, 64, 3), platform_of(device).key_dtype(dtype)
+    matrix = np.zeros((step_rows.most_rows(128, layout.cols), 1), np.int32)
+    matrix[[step_rows.LENGTH, step_rows.PROMPT_LENGTH, step_rows.COUNT], 0] = 5, 70, 1
     matrix[step_rows.TABLES :, 0] = 2, 0, 2, 1
+
+    def made(number: int, *shape: int) -> Tensor:
+        values = torch.arange(math.prod(shape), dtype=torch.float64).add(number).mul(number).sin()
+        return values.view(shape).to(device, dtype)
+
+    keys, values = (made(n, 3, 1, kv_heads, 64, w) for n, w in ((2, width), (3, value_width)))
+    keys = keys.to(kinds)
     query, key, value = (
-        numbers.view(-1, 64)[n : n + h].view(1, h, 1, 64).to(device, dtype) for n, h in ((9, 4), (3, 2), (5, 2))
+        made(n, 1, h, 1, w) for n, h, w in ((5, heads, width), (6, kv_heads, width), (7, kv_heads, value_width))
     )
+    scale = width**-0.5
     step = torch.from_numpy(matrix).to(device)
-    computed = paged_attention(query, key, value, keys, values, step, AttentionOptions(0.2), dtype)
+    computed = paged_attention(query, key, value, keys, values, step, AttentionOptions(scale), dtype)
 
     def seen(stored: Tensor) -> Tensor:
-        prompt, response = stored[:2, 0].transpose(0, 1).flatten(1, 2)[:, :20], stored[2, 0, :, :5]
-        return torch.cat((prompt, response), 1).float().repeat_interleave(2, 0)
+        prompt, response = stored[:2, 0].transpose(0, 1).flatten(1, 2)[:, :70], stored[2, 0, :, :5]
+        return torch.cat((prompt, response), 1).float().repeat_interleave(heads // kv_heads, 0)
 
-    weights = (query[0].float() @ seen(keys).transpose(1, 2) * 0.2).softmax(-1)
+    weights = (query[0].float() @ seen(keys).transpose(1, 2) * scale).softmax(-1)
     expected = (weights @ seen(values)).transpose(0, 1)[None]
     return torch.allclose(computed.float(), expected, atol=1e-4 if dtype == torch.float32 else 2e-2)

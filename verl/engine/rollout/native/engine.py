@@ -89,13 +89,13 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         device = next(model.parameters()).device
         self._platform = platform_of(device)
         # Measured where cache_tokens are given, too: it refuses a model that never asks for attention.
-        per_token = bytes_per_token(model, compute)
+        per_token, heads = bytes_per_token(model, compute)
         if cache_tokens is None:
             share, later = gpu_memory_utilization, bytes_to_come(model, compute)
             cache_tokens = default_cache_tokens(
                 per_token, device, max_num_seqs, max_model_len, engines, share=share, taken_later=later
             )
-        reason = "experts are recorded" if record_routes else compiles(device, compute)
+        reason = "experts are recorded" if record_routes else compiles(device, compute, heads)
         paged = not reason
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs, paged=paged)
         self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute, paged=paged)
