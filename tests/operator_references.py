@@ -22,9 +22,26 @@ MOVED: Counter[str] = Counter()
 _CHUNK = 1024
 
 
-def inputs(step: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    token = step[s.TOKEN].long()
-    return torch.where(token < 0, tokens[(-1 - token).clamp(min=0)].long(), token), step[s.POSITION].long()
+def inputs(step: Tensor, tokens: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    token, rows = step[s.TOKEN].long(), step[s.LENGTH].nonzero()[:, 0]
+    ids = torch.where(token < 0, tokens[(-1 - token).clamp(min=0)].long(), token)
+    at = step[s.LENGTH, rows].long() - 1
+    seen[step[s.TABLES + 2 * (at // seen.shape[1]), rows].long(), at % seen.shape[1]] = ids[rows].int()
+    return ids, step[s.POSITION].long()
+
+
+def penalise(logits: Tensor, seen: Tensor, step: Tensor) -> Tensor:
+    out, penalties = logits.clone(), step[s.PENALTY].contiguous().view(torch.float32).tolist()
+    for tile in range(step.shape[1]):
+        start, count = step[[s.START, s.COUNT], tile].tolist()
+        of_prompts = [(row, s.PROMPT_LENGTH, 1) for row in step[s.ORDER, start : start + count].tolist()]
+        for row, length, kind in (*of_prompts, (tile, s.LENGTH, 0)):
+            count = int(step[length, row])
+            blocks = step[s.TABLES + kind :: 2, tile][: -(-count // seen.shape[1])]
+            ids = seen[blocks.long()].flatten()[:count].long()
+            values = logits[row, ids]
+            out[row, ids] = torch.where(values > 0, values / penalties[row], values * penalties[row])
+    return out
 
 
 def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, step: Tensor) -> None:

@@ -39,7 +39,7 @@ def matrix(rows: int) -> np.ndarray:
         (torch.float32, (14, 2), (64, 64), {"sliding_window": 20}, 2),
         (torch.float32, (2, 2), (24, 16), {"softcap": 5.0, "sinks": torch.tensor([0.5, -1.0])}, 4),
         (torch.float16, (5, 1), (80, 80), {"sliding_window": 20, "sinks": torch.linspace(-1, 1, 5)}, 2),
-        (torch.float16, (20, 1), (96, 96), {}, 1),  # more than a program takes
+        (torch.float32, (20, 1), (96, 96), {}, 1),  # more than a program takes
         (torch.float32, (1, 1), (192, 128), {}, 4),
     ],
 )
@@ -125,5 +125,36 @@ def test_draws_are_those_of_the_torch_code() -> None:
 def test_ids_come_from_the_host_or_from_the_step_before() -> None:
     step = matrix(4)
     step[step_rows.TOKEN], step[step_rows.POSITION] = [7, -1, 9, -3], [5, 6, 7, 8]
-    ids, positions = paged_kernels.inputs(torch.from_numpy(step), torch.tensor([11, 12, 13], dtype=torch.int32))
+    step[step_rows.LENGTH], step[step_rows.TABLES + 2] = [1, 0, 18, 17], [5, 6, 0, 3]
+    step[step_rows.TABLES] = 2
+    seen = torch.zeros(6, 16, dtype=torch.int32)
+    ids, positions = paged_kernels.inputs(torch.from_numpy(step), torch.tensor([11, 12, 13], dtype=torch.int32), seen)
     assert ids.tolist() == [7, 11, 9, 13] and positions.tolist() == [5, 6, 7, 8]
+    assert seen.to_sparse().indices().T.tolist() == [[0, 1], [2, 0], [3, 0]] and seen.sum() == 9 + 7 + 13
+
+
+def test_penalties_are_of_prompts_and_responses() -> None:
+    """Three responses of a prompt of 20 tokens, one of them without a penalty; tokens come twice."""
+    torch.manual_seed(0)
+    pool = KVBlockPool(KVCacheLayout(1, 16, 12), torch.device("cpu"), torch.float32, torch.float32)
+    prompts, responses = KVSlotTable(pool, 4, from_end=True), KVSlotTable(pool, 4)
+    group, seen = (
+        SimpleNamespace(prompt=np.zeros(20), slot=prompts.acquire(20), shift=0),
+        torch.randint(0, 30, (12, 16)),
+    )
+    requests = [
+        request(group, responses.acquire(n), n, repetition_penalty=by) for n, by in ((3, 1.5), (17, 1.0), (30, 0.8))
+    ]
+    step, logits = matrix(4), torch.randn(4, 40)
+    step_rows.fill_draws(step, requests)
+    step_rows.fill_places(step, requests, {}, (prompts, responses))
+    found = sampling_kernels.penalise(logits, seen.int(), torch.from_numpy(step))
+    for row, r in enumerate(requests):
+        parts = ((prompts, group.slot, 20), (responses, r.slot, len(r.tokens)))
+        ids = torch.cat([seen[table.blocks[slot]].flatten()[:n] for table, slot, n in parts]).unique()
+        by = r.sampling.repetition_penalty
+        expected = logits[row].scatter(
+            0, ids, torch.where(logits[row, ids] > 0, logits[row, ids] / by, logits[row, ids] * by)
+        )
+        torch.testing.assert_close(found[row], expected)
+    assert torch.equal(found[3], logits[3])

@@ -54,10 +54,12 @@ if __name__ == "__main__":
     from verl.platform import cuda_kernels
 
     heads = {"HEADS": 8, "D": 128, "DV": 128, "BD": 128, "BDV": 128, "COLS": 128}
-    compiled(paged_kernels._inputs, "i32 i32 i64 i64", {})
+    compiled(paged_kernels._inputs, "i32 i32 i32 i64 i64", {"COLS": 128})
+    compiled(sampling_kernels._penalise, "fp32 i32 i32 fp32", {"COLS": 128})
     compiled(paged_kernels._store, "bf16 bf16 bf16 bf16 i32", heads | {"H": 8})
     for kind, prompts, per, width in (
         ("bf16", True, 20, 256),
+        ("fp32", True, 16, 192),
         ("bf16", True, 2, 128),
         ("bf16", True, 8, 128),
         ("bf16", False, 5, 80),
@@ -65,7 +67,7 @@ if __name__ == "__main__":
         ("fp32", True, 8, 128),
     ):
         of_heads, itemsize = max(16, triton.next_power_of_2(width)), torch.bfloat16 if kind == "bf16" else torch.float32
-        at_once = min(per, paged_kernels._MOST_QUERIES)
+        at_once = paged_kernels.queries_at_once(per, of_heads, itemsize)
         m = max(16, triton.next_power_of_2(at_once * (paged_kernels.TILE if prompts else 1)))
         n = paged_kernels.keys_at_once(128, (of_heads, of_heads), itemsize)
         sizes = {"D": width, "DV": width, "BD": of_heads, "BDV": of_heads, "M": m, "N": n, "SPLITS": 2, "PER": per}

@@ -29,7 +29,7 @@ from verl.platform.operators import define, ops
 
 define(
     "verl.engine.rollout.native.paged_kernels",
-    "inputs(Tensor step, Tensor tokens) -> (Tensor, Tensor)",
+    "inputs(Tensor step, Tensor tokens, Tensor(a!) seen) -> (Tensor, Tensor)",
     "store(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor step) -> ()",
     "partial(Tensor query, Tensor keys, Tensor values, Tensor step, Tensor(a!) out, Tensor(b!) lse, bool prompts, "
     "float scale, float softcap, int window) -> ()",
@@ -37,6 +37,7 @@ define(
 )
 define(
     "verl.engine.rollout.native.sampling_kernels",
+    "penalise(Tensor logits, Tensor seen, Tensor step) -> Tensor",
     "threshold(Tensor logits, Tensor top_p, Tensor step) -> Tensor",
     "chunk_sums(Tensor logits, Tensor lowest, Tensor step) -> (Tensor, Tensor, Tensor)",
     "draw(Tensor logits, Tensor uniform, Tensor lowest, Tensor step, Tensor largest, Tensor sums, Tensor best, "
@@ -48,10 +49,12 @@ _MOST_SPLITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that are being drawn, one for each of `requests`; `result` waits for them and their log-probs."""
+    """Tokens that are being drawn, one for each of `requests`; `result` waits for them and their log-probs, `record`
+    keeps the routes of the pass."""
 
     requests: Sequence[Request]
     result: Callable[[], tuple[list[int], list[float]]]
+    record: Callable[[], None] = lambda: None
 
 
 class PagedPlan:
@@ -108,6 +111,8 @@ class DeviceDecoder:
         self._step = torch.zeros(self._most_rows * batch, dtype=torch.int32, device=pool.device)
         # the tokens of a step and their log-probs; `_before` those of the step before, which a step reads
         self._tokens, self._before = torch.zeros(2, 2 * batch, dtype=torch.int32, device=pool.device)
+        #: The tokens whose keys the blocks hold, [blocks, cols]: what repetition penalties look at.
+        self.seen = torch.zeros(pool.layout.blocks, pool.layout.cols, dtype=torch.int32, device=pool.device)
         # used in turn: a step is settled when the next one has been launched
         pinned = self._platform.pinned
         self._hosts = [(pinned(len(self._step)), pinned(len(self._tokens))) for _ in range(2)]
@@ -117,49 +122,39 @@ class DeviceDecoder:
         """Launch a step that feeds each request's newest token and draws the next one. drawing: rows of the step
         before, which draws tokens that are not known here yet."""
         rows = step_rows.bucket(len(requests))
-        self._upload(requests, rows, drawing)
-        (self._run if self.graphs is None else self.graphs.run)(rows)
+        penalised = self._upload(requests, rows, drawing)
+        (self._run if self.graphs is None else self.graphs.run)(rows, penalised)
         return self._fetch(requests, rows)
-
-    def logits(self, requests: Sequence[Request]) -> Tensor:
-        """The logits of the step alone; every newest token is known."""
-        self._upload(requests, len(requests), {})
-        return self._logits(len(requests))
 
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
         """Launch a draw from logits [len(requests), V] that some other pass has made."""
         rows = len(requests)
-        self._hosts.reverse()
-        matrix = self._matrix(rows)
-        step_rows.fill_draws(matrix, requests)
-        self._send(step_rows.TOKEN * rows)
-        self._draw(logits, rows)
+        self._draw(logits, rows, self._upload(requests, rows, None))
         return self._fetch(requests, rows)
 
-    def _matrix(self, rows: int) -> np.ndarray:
-        flat: np.ndarray = self._hosts[0][0].numpy()
-        return flat[: self._most_rows * rows].reshape(-1, rows)
-
-    def _upload(self, requests: Sequence[Request], rows: int, drawing: dict[Request, int]) -> None:
+    def _upload(self, requests: Sequence[Request], rows: int, drawing: dict[Request, int] | None) -> bool:
+        """Send the step's matrix, without its places where drawing is None; whether tokens are penalised, which needs
+        the places."""
         self._hosts.reverse()
-        matrix = self._matrix(rows)
+        flat: np.ndarray = self._hosts[0][0].numpy()
+        matrix = flat[: self._most_rows * rows].reshape(-1, rows)
         step_rows.fill_draws(matrix, requests)
-        self._send(step_rows.fill_places(matrix, requests, drawing, self._tables) * rows)
+        penalised, used = any(r.sampling.repetition_penalty != 1.0 for r in requests), step_rows.TOKEN
+        if penalised or drawing is not None:
+            used = step_rows.fill_places(matrix, requests, drawing or {}, self._tables)
+        self._step[: used * rows].copy_(self._hosts[0][0][: used * rows], non_blocking=True)
+        return penalised
 
-    def _send(self, count: int) -> None:
-        self._step[:count].copy_(self._hosts[0][0][:count], non_blocking=True)
-
-    def _run(self, rows: int) -> None:
-        self._draw(self._logits(rows), rows)
-
-    def _logits(self, rows: int) -> Tensor:
+    def _run(self, rows: int, penalised: bool) -> None:
         self._plan.step = step = self._step[: self._most_rows * rows].view(-1, rows)
-        ids, positions = ops.inputs(step, self._before)
-        return self._forward(ids, positions, self._plan)
+        ids, positions = ops.inputs(step, self._before, self.seen)
+        self._draw(self._forward(ids, positions, self._plan), rows, penalised)
 
-    def _draw(self, logits: Tensor, rows: int) -> None:
+    def _draw(self, logits: Tensor, rows: int, penalised: bool) -> None:
         step = self._step[: self._most_rows * rows].view(-1, rows)
         uniform, top_p = self._step[: 4 * rows].view(torch.float64).view(2, rows)
+        if penalised:
+            logits = ops.penalise(logits, self.seen, step)
         lowest = ops.threshold(logits, top_p, step)
         sums = ops.chunk_sums(logits, lowest, step)
         ops.draw(logits, uniform, lowest, step, *sums, self._tokens[: 2 * rows].view(2, rows))

@@ -18,7 +18,6 @@ from verl.engine.rollout.native import step as step_rows
 
 TILE = step_rows.TILE
 _TILE_BYTES = 16 << 10
-_MOST_QUERIES = 16  # of a response and a key head in a program; more would not fit its registers
 _MASKED = tl.constexpr(-1e30)  # finite: a part without a visible key has a tiny weight, and no NaN
 _LENGTH = tl.constexpr(step_rows.LENGTH)
 _PROMPT_LENGTH = tl.constexpr(step_rows.PROMPT_LENGTH)
@@ -31,11 +30,16 @@ _TABLES = tl.constexpr(step_rows.TABLES)
 
 
 @triton.jit
-def _inputs(step, tokens, ids, positions, rows):
+def _inputs(step, tokens, seen, ids, positions, rows, COLS: tl.constexpr):
     row = tl.program_id(0)
     token = tl.load(step + _TOKEN * rows + row)
     earlier = tl.load(tokens + tl.maximum(-1 - token, 0))
-    tl.store(ids + row, tl.where(token < 0, earlier, token).to(tl.int64))
+    token = tl.where(token < 0, earlier, token)
+    tl.store(ids + row, token.to(tl.int64))
+    at = tl.load(step + _LENGTH * rows + row) - 1
+    if at >= 0:
+        block = tl.load(step + (_TABLES + 2 * (at // COLS)) * rows + row).to(tl.int64)
+        tl.store(seen + block * COLS + at % COLS, token)
     tl.store(positions + row, tl.load(step + _POSITION * rows + row).to(tl.int64))
 
 
@@ -145,10 +149,11 @@ def _merge(
     tl.store(out + (row * HEADS + head) * DV + dv, merged.to(out.dtype.element_ty), mask=dv < DV)
 
 
-def inputs(step: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and positions int64 [rows] of a step; tokens int32: those that the step before drew."""
+def inputs(step: Tensor, tokens: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and positions int64 [rows] of a step; the ids go into `seen`, int32 [blocks, cols], too. tokens int32: those
+    that the step before drew."""
     ids, positions = (torch.empty(step.shape[1], dtype=torch.int64, device=step.device) for _ in range(2))
-    _inputs[(step.shape[1],)](step, tokens, ids, positions, step.shape[1])
+    _inputs[(step.shape[1],)](step, tokens, seen, ids, positions, step.shape[1], seen.shape[1])
     return ids, positions
 
 
@@ -166,6 +171,11 @@ def keys_at_once(cols: int, widths: tuple[int, int], dtype: torch.dtype) -> int:
     return max(16, min(64, cols, _TILE_BYTES // (max(widths) * dtype.itemsize)))
 
 
+def queries_at_once(per: int, width: int, dtype: torch.dtype) -> int:
+    """How many queries of a response and a key head a program of `partial` takes."""
+    return min(per, max(1, 2 * _TILE_BYTES // (TILE * width * dtype.itemsize)))
+
+
 def partial(
     query: Tensor, keys: Tensor, values: Tensor, step: Tensor, out: Tensor, lse: Tensor,
     prompts: bool, scale: float, softcap: float, window: int,
@@ -174,9 +184,9 @@ def partial(
     [rows, Hq, splits, 2, Dv] and [rows, Hq, splits, 2], at 1 of the last but one for prompts. 0: no softcap, no window."""
     rows, heads, splits = step.shape[1], keys.shape[2], lse.shape[2]
     per, d, dv = query.shape[1] // heads, query.shape[-1], values.shape[-1]
-    at_once = min(per, _MOST_QUERIES)
-    m = max(16, triton.next_power_of_2(at_once * (TILE if prompts else 1)))
     widths = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(dv))
+    at_once = queries_at_once(per, max(widths), keys.dtype)
+    m = max(16, triton.next_power_of_2(at_once * (TILE if prompts else 1)))
     sizes = (
         heads,
         per,

@@ -206,12 +206,12 @@ class Runner:
     """The model, its fast linear layers, and the two ways to call it. forbidden: tokens that are never sampled; images:
     of a model that takes images.
 
-    `routes`, with record_routes: the experts that the tokens of the newest pass went to, int16 [tokens, layers, k].
+    `routes`, with record_routes: the experts that the tokens of the newest pass went to, int64 [tokens, layers, k].
     """
 
     #: Whether `routes` are kept.
     record_routes = False
-    routes: np.ndarray | None = None
+    routes: Tensor | None = None
 
     def __init__(
         self,
@@ -276,7 +276,10 @@ class Runner:
         plan = PrefillPlan(self._pool, work.spans)
         keep = self._tensor(distinct if len(distinct) else np.zeros(1, np.int64))
         media = self._images.of_spans(work.spans) if seeing and self._images is not None else None
-        logits = self._forward(self._tensor(ids), self._tensor(positions), plan, keep, media)
+        tokens = self._tensor(ids)
+        logits = self._forward(tokens, self._tensor(positions), plan, keep, media)
+        if self.device_decode is not None:
+            self.device_decode.seen.view(-1).index_copy_(0, plan.places(1), tokens.int())
         in_order = np.array_equal(distinct, rows)
         return logits[: len(rows)] if in_order else logits.index_select(0, self._tensor(back))
 
@@ -303,7 +306,7 @@ class Runner:
         with attention.use(plan), routing or nullcontext():
             out = self.model(**model_inputs(ids, positions, media), **choice)
         self._pool.calls.finish()
-        self.routes = None if routing is None else routing.recorded().cpu().numpy().astype(np.int16)
+        self.routes = None if routing is None else routing.recorded()
         rows = out.logits[0]
         if not self._chooses and isinstance(keep, Tensor):
             rows = rows.index_select(0, keep)
