@@ -154,9 +154,9 @@ def _fused_operators() -> FusedOperators | None:
 
     try:
         x = torch.ones(2, 8, device="cuda")
-        FUSED.rms_norm(x, x[0], 1e-6)
+        FUSED.rms_norm(x, x[0], 1e-6, 0.0)
     except Exception as error:  # Triton's stages have errors of their own
-        text = "training is slower: Triton's kernels cannot be built here, which takes a C compiler (gcc)"
+        text = "training and sampling are slower: Triton's kernels cannot be built here, which takes a C compiler (gcc)"
         warnings.warn(f"{text}: {error}", RuntimeWarning, stacklevel=2)
         return None
     return FUSED

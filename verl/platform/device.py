@@ -62,24 +62,22 @@ def half_precision_peak(name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class FusedOperators:
-    """Operators of a device, with gradients.
+    """Operators of a device, with gradients, and results of the type that products take or the inputs' wider one.
 
-    rms_norm  (x [..., D], weight [D], eps) → weight·x/√(mean x² + eps), for x and weight of one data type
+    rms_norm  (x [..., D], weight [D], eps, offset) → (offset + weight)·x/√(mean x² + eps)
     swiglu    (gate, up [..., D]) → silu(gate)·up
-    rotate    (x [B, H, S, D], cos, sin [B, 1, S, D]) → x·cos + (−second half of x, first half)·sin
+    rotate    (q and k [1, H, S, D], cos, sin [1, S, D]) → of both ·cos + (−second half, first half)·sin
 
-    mixes_types: x may be of another type than weight, cos and sin, B is 1, and results are of the type that products
-    take. Then swiglu has no gradient, but swiglu_backward (gradient, gate, up) → (silu(gate)·up, gradients of gate and
-    up), and merge_attention and the two functions of `head` (see `verl.platform.cuda_fused`) are there.
+    Where swiglu has no gradient swiglu_backward (gradient, gate, up) → (silu(gate)·up, gradients of gate and up) is
+    there. merge_attention and the two functions of `head` see `verl.platform.cuda_kernels`.
     """
 
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
     swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     swiglu_backward: Callable[..., Any] | None = None
     merge_attention: Callable[..., Any] | None = None
     head: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-    mixes_types: bool = False
 
 
 class Platform(ABC):
@@ -220,7 +218,7 @@ class Platform(ABC):
         return None
 
     def fused_operators(self) -> FusedOperators | None:
-        """The device's own operators for parts of a model, None where it has none (`verl.engine.training.fsdp.fuse`)."""
+        """The device's own operators for parts of a model, None where it has none (`verl.models.fused_layers`)."""
         return None
 
     def has_triton(self) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,29 @@ class NpuPlatform(Accelerator):
 
     def fused_operators(self) -> FusedOperators:
         npu: Any = importlib.import_module("torch_npu")
-        return FusedOperators(
-            rms_norm=lambda x, weight, eps: npu.npu_rms_norm(x, weight, eps)[0],
-            swiglu=lambda gate, up: npu.npu_swiglu(torch.cat((gate, up), -1), -1),
-            rotate=npu.npu_rotary_mul,
-        )
+
+        def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+            x, weight = _of_one_type(x, weight + offset if offset else weight)
+            y: Tensor = npu.npu_rms_norm(x, weight, eps)[0]
+            return y
+
+        def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, cos, sin = _of_one_type(q, k, cos[:, None], sin[:, None])
+            return npu.npu_rotary_mul(q, cos, sin), npu.npu_rotary_mul(k, cos, sin)
+
+        return FusedOperators(rms_norm, lambda gate, up: npu.npu_swiglu(torch.cat((gate, up), -1), -1), rotate)
 
     def own_tracer(self, options: dict[str, Any]) -> Any:
         return _NpuTrace(options)
 
 
 PLATFORM = NpuPlatform()
+
+
+def _of_one_type(*tensors: Tensor) -> list[Tensor]:
+    """In the widest of their types: the operators take one."""
+    return [x.to(reduce(torch.promote_types, (x.dtype for x in tensors))) for x in tensors]
+
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 _ROWS, _OVER_ROWS, _ONE_OUTPUT = 0, 2, 3  # group types; the operator returns one tensor, not one per group

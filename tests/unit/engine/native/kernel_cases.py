@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from verl.engine.rollout.base import SamplingParams
-from verl.engine.rollout.native import layer_kernels, paged_kernels, sampling_kernels
+from verl.engine.rollout.native import paged_kernels, sampling_kernels
 from verl.engine.rollout.native import step as step_rows
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, KVSlotTable
 from verl.engine.rollout.native.decode_plan import DecodePlan
@@ -33,20 +33,24 @@ def matrix(rows: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "options", "splits"),
+    ("dtype", "heads", "widths", "options", "splits"),
     [
-        (torch.float32, (4, 2), {}, 1),
-        (torch.float32, (6, 2), {"sliding_window": 20}, 2),
-        (torch.float32, (2, 2), {"softcap": 5.0, "sinks": torch.tensor([0.5, -1.0])}, 4),
-        (torch.float16, (4, 1), {}, 2),
+        (torch.float32, (4, 2), (24, 16), {}, 1),
+        (torch.float32, (14, 2), (64, 64), {"sliding_window": 20}, 2),
+        (torch.float32, (2, 2), (24, 16), {"softcap": 5.0, "sinks": torch.tensor([0.5, -1.0])}, 4),
+        (torch.float16, (5, 1), (80, 80), {"sliding_window": 20, "sinks": torch.linspace(-1, 1, 5)}, 2),
+        (torch.float32, (20, 1), (96, 96), {}, 1),  # more than a program takes
+        (torch.float32, (1, 1), (192, 128), {}, 4),
     ],
 )
-def test_paged_attention_is_that_of_the_decode_plan(dtype: Any, heads: Any, options: Any, splits: int) -> None:
+def test_paged_attention_is_that_of_the_decode_plan(
+    dtype: Any, heads: Any, widths: Any, options: Any, splits: int
+) -> None:
     """Groups of 9, 1 and 2 responses: more than a tile holds, alone, and a row that stands for no response."""
     torch.manual_seed(0)
     pool = KVBlockPool(KVCacheLayout(1, 16, 96), torch.device("cpu"), dtype, dtype)
     prompts, responses = KVSlotTable(pool, 4, from_end=True), KVSlotTable(pool, 16)
-    stores = pool.layer(0, heads[1], 24, 16)
+    stores = pool.layer(0, heads[1], *widths)
     for tensor in stores:
         tensor.normal_()
     groups = [SimpleNamespace(prompt=np.zeros(n), slot=prompts.acquire(n), shift=0) for n in (37, 5, 64)]
@@ -59,7 +63,7 @@ def test_paged_attention_is_that_of_the_decode_plan(dtype: Any, heads: Any, opti
     plan, device_step = DecodePlan(prompts, responses), torch.from_numpy(step[:used].copy())
     slots, lengths = np.array([(r.slot, len(r.tokens)) for r in requests]).T
     plan.prepare(slots, lengths, *np.array([(r.group.slot, len(r.group.prompt)) for r in requests]).T)
-    q, k, v = (torch.randn(1, h, 16, d).to(dtype) for h, d in ((heads[0], 24), (heads[1], 24), (heads[1], 16)))
+    q, k, v = (torch.randn(1, h, 16, d).to(dtype) for h, d in ((heads[0], widths[0]), *((heads[1], w) for w in widths)))
     settings = AttentionOptions(0.3, **options)
     pool.calls.start()
     expected = plan.attend(torch.nn.Identity(), *(x[:, :, :12] for x in (q, k, v)), settings)
@@ -73,7 +77,7 @@ def test_paged_attention_is_that_of_the_decode_plan(dtype: Any, heads: Any, opti
     for tensor, before in zip(stores, stored, strict=True):
         assert torch.equal(tensor[rows, 0, :, columns], before[rows, 0, :, columns])
         tensor.copy_(before)
-    parts = torch.full((16, heads[0], splits, 2, 16), torch.nan)
+    parts = torch.full((16, heads[0], splits, 2, widths[1]), torch.nan)
     lse = torch.full((16, heads[0], splits, 2), torch.nan)
     numbers = 0.3, settings.softcap or 0.0, settings.sliding_window or 0
     for which in (True, False):
@@ -121,30 +125,36 @@ def test_draws_are_those_of_the_torch_code() -> None:
 def test_ids_come_from_the_host_or_from_the_step_before() -> None:
     step = matrix(4)
     step[step_rows.TOKEN], step[step_rows.POSITION] = [7, -1, 9, -3], [5, 6, 7, 8]
-    ids, positions = paged_kernels.inputs(torch.from_numpy(step), torch.tensor([11, 12, 13], dtype=torch.int32))
+    step[step_rows.LENGTH], step[step_rows.TABLES + 2] = [1, 0, 18, 17], [5, 6, 0, 3]
+    step[step_rows.TABLES] = 2
+    seen = torch.zeros(6, 16, dtype=torch.int32)
+    ids, positions = paged_kernels.inputs(torch.from_numpy(step), torch.tensor([11, 12, 13], dtype=torch.int32), seen)
     assert ids.tolist() == [7, 11, 9, 13] and positions.tolist() == [5, 6, 7, 8]
+    assert seen.to_sparse().indices().T.tolist() == [[0, 1], [2, 0], [3, 0]] and seen.sum() == 9 + 7 + 13
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_parts_of_a_layer_are_those_of_transformers(dtype: torch.dtype) -> None:
-    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
-
+def test_penalties_are_of_prompts_and_responses() -> None:
+    """Three responses of a prompt of 20 tokens, one of them without a penalty; tokens come twice."""
     torch.manual_seed(0)
-    joined = torch.randn(1, 5, 3 * 4 * 24).to(dtype)
-    x = joined[..., 96:192].view(1, 5, 4, 24)
-    for norm, offset in ((Qwen3RMSNorm(24), 0.0), (Gemma2RMSNorm(24), 1.0)):
-        norm.weight.data.normal_()
-        expected = norm(x)
-        found = layer_kernels.rms_norm(x, norm.weight.detach(), 1e-6, offset)
-        torch.testing.assert_close(found.to(expected.dtype), expected.detach(), atol=1e-5, rtol=1e-2)
-    k, (cos, sin) = torch.randn(1, 2, 5, 24).to(dtype), torch.randn(2, 1, 5, 24)
-    for found, expected in zip(
-        layer_kernels.rotate(x.transpose(1, 2), k, cos, sin),
-        apply_rotary_pos_emb(x.transpose(1, 2), k, cos, sin),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    gate, up = joined[..., :30], joined[..., 40:70]
-    found = layer_kernels.swiglu(gate, up)
-    torch.testing.assert_close(found, torch.nn.functional.silu(gate) * up, atol=1e-6, rtol=1e-2)
+    pool = KVBlockPool(KVCacheLayout(1, 16, 12), torch.device("cpu"), torch.float32, torch.float32)
+    prompts, responses = KVSlotTable(pool, 4, from_end=True), KVSlotTable(pool, 4)
+    group, seen = (
+        SimpleNamespace(prompt=np.zeros(20), slot=prompts.acquire(20), shift=0),
+        torch.randint(0, 30, (12, 16)),
+    )
+    requests = [
+        request(group, responses.acquire(n), n, repetition_penalty=by) for n, by in ((3, 1.5), (17, 1.0), (30, 0.8))
+    ]
+    step, logits = matrix(4), torch.randn(4, 40)
+    step_rows.fill_draws(step, requests)
+    step_rows.fill_places(step, requests, {}, (prompts, responses))
+    found = sampling_kernels.penalise(logits, seen.int(), torch.from_numpy(step))
+    for row, r in enumerate(requests):
+        parts = ((prompts, group.slot, 20), (responses, r.slot, len(r.tokens)))
+        ids = torch.cat([seen[table.blocks[slot]].flatten()[:n] for table, slot, n in parts]).unique()
+        by = r.sampling.repetition_penalty
+        expected = logits[row].scatter(
+            0, ids, torch.where(logits[row, ids] > 0, logits[row, ids] / by, logits[row, ids] * by)
+        )
+        torch.testing.assert_close(found[row], expected)
+    assert torch.equal(found[3], logits[3])

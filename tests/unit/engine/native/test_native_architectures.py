@@ -132,7 +132,7 @@ def test_log_probs_are_the_models_own(arch: str) -> None:
         assert (preempted > 0) == bool(size)
     layout = engine._pool.layout
     stored = layout.blocks * layout.rows * layout.cols
-    assert sum(tensor.nbytes for tensor in engine._pool.tensors()) == stored * bytes_per_token(model, torch.float32)
+    assert sum(tensor.nbytes for tensor in engine._pool.tensors()) == stored * bytes_per_token(model, torch.float32)[0]
 
 
 @pytest.mark.parametrize(

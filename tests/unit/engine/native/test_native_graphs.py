@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import sampler_reference
+from tests import operator_references
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native import ops
 from verl.engine.rollout.native.engine import NativeEngine
 from verl.engine.rollout.native.runner import FastLinears
 from verl.platform.cpu import CpuPlatform
+from verl.platform.cuda_fused import FUSED
 
 
 class StandIn:
@@ -38,12 +38,12 @@ class StandIn:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The processor as a device that Triton compiles for. Call it with a recorder of graphs."""
-    library = sampler_reference.install()
+    operator_references.install()
 
     def use(recorder: Any = None) -> None:
         monkeypatch.setattr(CpuPlatform, "has_triton", lambda self: True)
         monkeypatch.setattr(CpuPlatform, "graph_recorder", lambda self: recorder)
-        monkeypatch.setattr(ops, "load", lambda kind: library)
+        monkeypatch.setattr(CpuPlatform, "fused_operators", lambda self: FUSED)
 
     return use
 
@@ -63,7 +63,8 @@ STOPS = {"eos_token_ids": range(0, 200, 9)}
         ("gemma3_text", {"sliding_window": 16}, VARIED, {}, DRAWS[:1]),
         ("qwen3", {}, EMPTIED, {"max_num_seqs": 40}, DRAWS),
         ("qwen3", {}, VARIED, {"cache_tokens": 416}, DRAWS[:2]),  # somebody loses its place
-        ("qwen3", {}, VARIED[:6], {}, [{"repetition_penalty": 1.3}, {}]),
+        ("qwen3", {}, VARIED, {}, [{"repetition_penalty": 1.3}, {}, {"repetition_penalty": 0.9, "top_p": 0.8}]),
+        ("qwen3_moe", {}, VARIED, {"cache_tokens": 416, "record_routes": True}, DRAWS[:1]),
     ],
 )
 def test_steps_on_a_device_give_the_same_responses(
@@ -95,11 +96,11 @@ def test_steps_on_a_device_give_the_same_responses(
     device(StandIn())
     found, engine = responses()
     decode = engine._runner.device_decode
-    assert decode is not None and decode.graphs is not None
-    assert decode.graphs.replays > 20 or draws[0].get("repetition_penalty")
+    assert decode is not None and (options.get("record_routes") or decode.graphs.replays > 20)
     for a, b in zip(plain, found, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish_reason == b.finish_reason
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+        np.testing.assert_array_equal(a.routed_experts, b.routed_experts)
     if "cache_tokens" in options:
         assert any(c.num_preempted for c in found)
 
@@ -232,7 +233,7 @@ def test_a_kernel_that_gives_something_else_is_not_used(
     model = made(tmp_path, "qwen3")
     plain = short_responses(model)[0]
     device(StandIn())
-    monkeypatch.setattr("verl.engine.rollout.native.device_decode._agrees", lambda device, dtype: False)
+    monkeypatch.setattr("verl.engine.rollout.native.device_decode._agrees", lambda *_: False)
     with pytest.warns(UserWarning, match="without graphs: its kernels give other results"):
         assert short_responses(model) == (plain, None)
 

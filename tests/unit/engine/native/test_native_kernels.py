@@ -50,12 +50,16 @@ if __name__ == "__main__":
     import torch
     import triton
 
-    from verl.engine.rollout.native import layer_kernels, paged_kernels, sampling_kernels
+    from verl.engine.rollout.native import paged_kernels, sampling_kernels
+    from verl.platform import cuda_kernels
 
     heads = {"HEADS": 8, "D": 128, "DV": 128, "BD": 128, "BDV": 128, "COLS": 128}
-    compiled(paged_kernels._inputs, "i32 i32 i64 i64", {})
+    compiled(paged_kernels._inputs, "i32 i32 i32 i64 i64", {"COLS": 128})
+    compiled(sampling_kernels._penalise, "fp32 i32 i32 fp32", {"COLS": 128})
     compiled(paged_kernels._store, "bf16 bf16 bf16 bf16 i32", heads | {"H": 8})
     for kind, prompts, per, width in (
+        ("bf16", True, 20, 256),
+        ("fp32", True, 16, 192),
         ("bf16", True, 2, 128),
         ("bf16", True, 8, 128),
         ("bf16", False, 5, 80),
@@ -63,9 +67,11 @@ if __name__ == "__main__":
         ("fp32", True, 8, 128),
     ):
         of_heads, itemsize = max(16, triton.next_power_of_2(width)), torch.bfloat16 if kind == "bf16" else torch.float32
-        m = max(16, triton.next_power_of_2(per * (paged_kernels.TILE if prompts else 1)))
+        at_once = paged_kernels.queries_at_once(per, of_heads, itemsize)
+        m = max(16, triton.next_power_of_2(at_once * (paged_kernels.TILE if prompts else 1)))
         n = paged_kernels.keys_at_once(128, (of_heads, of_heads), itemsize)
         sizes = {"D": width, "DV": width, "BD": of_heads, "BDV": of_heads, "M": m, "N": n, "SPLITS": 2, "PER": per}
+        sizes["AT_ONCE"] = at_once
         kinds = {"PROMPTS": prompts, "WINDOW": width == 80, "SOFTCAP": width == 80}
         compiled(
             paged_kernels._partial, f"{kind} {kind} {kind} i32 fp32 fp32", heads | sizes | kinds, 8 if m > 64 else 4
@@ -75,7 +81,13 @@ if __name__ == "__main__":
     compiled(sampling_kernels._threshold, "fp32 fp64 i32 i32", {"C": 1024})
     compiled(sampling_kernels._chunk_sums, "fp32 i32 i32 fp32 fp32 i32", {"C": 1024})
     compiled(sampling_kernels._draw, "fp32 fp64 i32 i32 fp32 fp32 i32 i32", {"C": 1024, "N": 256})
-    compiled(layer_kernels._rms_norm, "bf16 fp32 fp32", {"PARTS": 8, "D": 128, "BD": 128, "ROUND": True})
-    rotated = {"HEADS": 16, "KV": 8, "D": 128, "H": 16, "BH": 64}
-    compiled(layer_kernels._rotate, "fp32 fp32 fp32 fp32 fp32 fp32", rotated)
-    compiled(layer_kernels._swiglu, "bf16 bf16 bf16", {"C": 1024})
+    norm, block = {"BLOCK": 128}, {"BLOCK": 1024}
+    compiled(cuda_kernels._rms_norm, "bf16 fp32 bf16 fp32", norm)
+    compiled(cuda_kernels._rms_norm_backward, "bf16 bf16 fp32 fp32 bf16 fp32", norm)
+    compiled(cuda_kernels._rotate, "bf16 bf16 fp32 fp32 bf16 bf16", {"BACK": True, "H": 16, "KV": 8, "D": 64})
+    compiled(cuda_kernels._swiglu, "bf16 bf16 bf16", block)
+    compiled(cuda_kernels._swiglu_backward, "bf16 bf16 bf16 bf16 bf16 bf16", block)
+    compiled(cuda_kernels._merge_attention, "bf16 fp32 bf16 fp32 i64", {"H": 16, "D": 128})
+    kinds = {"ENTROPY": True, "SQUARES": True}
+    compiled(cuda_kernels._head_forward, "bf16 i64 fp32 fp32", kinds | {"BLOCK": 4096})
+    compiled(cuda_kernels._head_backward, "bf16 fp32 i64 fp32 fp32 fp32", kinds | block)

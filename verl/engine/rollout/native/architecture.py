@@ -39,15 +39,23 @@ def _unfit(model: Any) -> str:
     return ""
 
 
+Heads = tuple[int, int, int, int]
+"""Of an attention call: heads of queries and of keys, widths of keys and of values."""
+
+
 class _Measure:
     """An `AttentionPlan` that counts the numbers of keys and values that one token brings."""
 
     keys = 0
     values = 0
 
+    def __init__(self) -> None:
+        self.heads: set[Heads] = set()
+
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         self.keys += key.shape[1] * key.shape[3]
         self.values += value.shape[1] * value.shape[3]
+        self.heads.add((query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -61,8 +69,9 @@ def bytes_to_come(model: nn.Module, compute: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def bytes_per_token(model: Any, compute: torch.dtype) -> int:
-    """Keys and values of one token in all attention calls of a pass, seen in a pass of one token.
+def bytes_per_token(model: Any, compute: torch.dtype) -> tuple[int, set[Heads]]:
+    """Keys and values of one token in all attention calls of a pass, and the heads of these calls, seen in a pass of one
+    token.
 
     The configuration would not do: layers differ in their sizes (Gemma 4, MiMo), some architectures repeat keys before
     they attend (JetMoE), attend twice in a layer or go through their layers several times. UserError for a model that
@@ -78,4 +87,4 @@ def bytes_per_token(model: Any, compute: torch.dtype) -> int:
             f"function that is set, so its tokens would not see each other; {INSTEAD}"
         )
     key_bytes = platform_of(device).key_dtype(compute).itemsize
-    return plan.keys * key_bytes + plan.values * compute.itemsize
+    return plan.keys * key_bytes + plan.values * compute.itemsize, plan.heads

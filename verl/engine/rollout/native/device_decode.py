@@ -10,31 +10,51 @@ nor the addresses of a step depend on where the cache holds a response.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verl.engine.rollout.native import ops
 from verl.engine.rollout.native import step as step_rows
+from verl.engine.rollout.native.architecture import Heads
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout
 from verl.engine.rollout.native.graphs import DecodeGraphs
 from verl.engine.rollout.native.scheduler import Request, Scheduler
 from verl.models.attention import AttentionOptions
 from verl.platform import platform_of
+from verl.platform.operators import define, ops
 
+define(
+    "verl.engine.rollout.native.paged_kernels",
+    "inputs(Tensor step, Tensor tokens, Tensor(a!) seen) -> (Tensor, Tensor)",
+    "store(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor step) -> ()",
+    "partial(Tensor query, Tensor keys, Tensor values, Tensor step, Tensor(a!) out, Tensor(b!) lse, bool prompts, "
+    "float scale, float softcap, int window) -> ()",
+    "merge(Tensor parts, Tensor lse, Tensor step, Tensor? sinks, ScalarType dtype) -> Tensor",
+)
+define(
+    "verl.engine.rollout.native.sampling_kernels",
+    "penalise(Tensor logits, Tensor seen, Tensor step) -> Tensor",
+    "threshold(Tensor logits, Tensor top_p, Tensor step) -> Tensor",
+    "chunk_sums(Tensor logits, Tensor lowest, Tensor step) -> (Tensor, Tensor, Tensor)",
+    "draw(Tensor logits, Tensor uniform, Tensor lowest, Tensor step, Tensor largest, Tensor sums, Tensor best, "
+    "Tensor(a!) tokens) -> ()",
+)
 _PROGRAMS = 256  # of one launch: sequences are cut until there are so many, at most into _MOST_SPLITS
 _MOST_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that are being drawn, one for each of `requests`; `result` waits for them and their log-probs."""
+    """Tokens that are being drawn, one for each of `requests`; `result` waits for them and their log-probs, `record`
+    keeps the routes of the pass."""
 
     requests: Sequence[Request]
     result: Callable[[], tuple[list[int], list[float]]]
+    record: Callable[[], None] = lambda: None
 
 
 class PagedPlan:
@@ -58,18 +78,18 @@ def paged_attention(
     compute: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Store the new keys and values of a step and attend: query [1, Hq, rows, D] → [1, rows, Hq, Dv] in `compute`."""
-    kernels, rows, heads = torch.ops.verl_sampler, step.shape[1], keys.shape[2]
+    rows, heads = step.shape[1], keys.shape[2]
     splits = 1
     while rows * heads * splits < _PROGRAMS and splits < _MOST_SPLITS:
         splits *= 2
-    kernels.store(key, value, keys, values, step)
+    ops.store(key, value, keys, values, step)
     shape = rows, query.shape[1], splits, 2
     lse = torch.empty(shape, dtype=torch.float32, device=step.device)
     parts = torch.empty(*shape, values.shape[-1], dtype=torch.float32, device=step.device)
     numbers = options.scaling, options.softcap or 0.0, options.sliding_window or 0
     for prompts in (True, False):
-        kernels.partial(query, keys, values, step, parts, lse, prompts, *numbers)
-    return kernels.merge(parts, lse, step, options.sinks, compute)
+        ops.partial(query, keys, values, step, parts, lse, prompts, *numbers)
+    return ops.merge(parts, lse, step, options.sinks, compute)
 
 
 class DeviceDecoder:
@@ -91,6 +111,8 @@ class DeviceDecoder:
         self._step = torch.zeros(self._most_rows * batch, dtype=torch.int32, device=pool.device)
         # the tokens of a step and their log-probs; `_before` those of the step before, which a step reads
         self._tokens, self._before = torch.zeros(2, 2 * batch, dtype=torch.int32, device=pool.device)
+        #: The tokens whose keys the blocks hold, [blocks, cols]: what repetition penalties look at.
+        self.seen = torch.zeros(pool.layout.blocks, pool.layout.cols, dtype=torch.int32, device=pool.device)
         # used in turn: a step is settled when the next one has been launched
         pinned = self._platform.pinned
         self._hosts = [(pinned(len(self._step)), pinned(len(self._tokens))) for _ in range(2)]
@@ -100,52 +122,42 @@ class DeviceDecoder:
         """Launch a step that feeds each request's newest token and draws the next one. drawing: rows of the step
         before, which draws tokens that are not known here yet."""
         rows = step_rows.bucket(len(requests))
-        self._upload(requests, rows, drawing)
-        (self._run if self.graphs is None else self.graphs.run)(rows)
+        penalised = self._upload(requests, rows, drawing)
+        (self._run if self.graphs is None else self.graphs.run)(rows, penalised)
         return self._fetch(requests, rows)
-
-    def logits(self, requests: Sequence[Request]) -> Tensor:
-        """The logits of the step alone; every newest token is known."""
-        self._upload(requests, len(requests), {})
-        return self._logits(len(requests))
 
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
         """Launch a draw from logits [len(requests), V] that some other pass has made."""
         rows = len(requests)
-        self._hosts.reverse()
-        matrix = self._matrix(rows)
-        step_rows.fill_draws(matrix, requests)
-        self._send(step_rows.TOKEN * rows)
-        self._draw(logits, rows)
+        self._draw(logits, rows, self._upload(requests, rows, None))
         return self._fetch(requests, rows)
 
-    def _matrix(self, rows: int) -> np.ndarray:
-        flat: np.ndarray = self._hosts[0][0].numpy()
-        return flat[: self._most_rows * rows].reshape(-1, rows)
-
-    def _upload(self, requests: Sequence[Request], rows: int, drawing: dict[Request, int]) -> None:
+    def _upload(self, requests: Sequence[Request], rows: int, drawing: dict[Request, int] | None) -> bool:
+        """Send the step's matrix, without its places where drawing is None; whether tokens are penalised, which needs
+        the places."""
         self._hosts.reverse()
-        matrix = self._matrix(rows)
+        flat: np.ndarray = self._hosts[0][0].numpy()
+        matrix = flat[: self._most_rows * rows].reshape(-1, rows)
         step_rows.fill_draws(matrix, requests)
-        self._send(step_rows.fill_places(matrix, requests, drawing, self._tables) * rows)
+        penalised, used = any(r.sampling.repetition_penalty != 1.0 for r in requests), step_rows.TOKEN
+        if penalised or drawing is not None:
+            used = step_rows.fill_places(matrix, requests, drawing or {}, self._tables)
+        self._step[: used * rows].copy_(self._hosts[0][0][: used * rows], non_blocking=True)
+        return penalised
 
-    def _send(self, count: int) -> None:
-        self._step[:count].copy_(self._hosts[0][0][:count], non_blocking=True)
-
-    def _run(self, rows: int) -> None:
-        self._draw(self._logits(rows), rows)
-
-    def _logits(self, rows: int) -> Tensor:
+    def _run(self, rows: int, penalised: bool) -> None:
         self._plan.step = step = self._step[: self._most_rows * rows].view(-1, rows)
-        ids, positions = torch.ops.verl_sampler.inputs(step, self._before)
-        return self._forward(ids, positions, self._plan)
+        ids, positions = ops.inputs(step, self._before, self.seen)
+        self._draw(self._forward(ids, positions, self._plan), rows, penalised)
 
-    def _draw(self, logits: Tensor, rows: int) -> None:
-        kernels, step = torch.ops.verl_sampler, self._step[: self._most_rows * rows].view(-1, rows)
+    def _draw(self, logits: Tensor, rows: int, penalised: bool) -> None:
+        step = self._step[: self._most_rows * rows].view(-1, rows)
         uniform, top_p = self._step[: 4 * rows].view(torch.float64).view(2, rows)
-        lowest = kernels.threshold(logits, top_p, step)
-        sums = kernels.chunk_sums(logits, lowest, step)
-        kernels.draw(logits, uniform, lowest, step, *sums, self._tokens[: 2 * rows].view(2, rows))
+        if penalised:
+            logits = ops.penalise(logits, self.seen, step)
+        lowest = ops.threshold(logits, top_p, step)
+        sums = ops.chunk_sums(logits, lowest, step)
+        ops.draw(logits, uniform, lowest, step, *sums, self._tokens[: 2 * rows].view(2, rows))
 
     def _fetch(self, requests: Sequence[Request], rows: int) -> Drawn:
         host = self._hosts[0][1][: 2 * rows]
@@ -161,37 +173,44 @@ class DeviceDecoder:
         return Drawn(requests, result)
 
 
-def compiles(device: torch.device, dtype: torch.dtype) -> str:
-    """Load the kernels and try them on one response: why they cannot be used, "" if they give what torch gives."""
+def compiles(device: torch.device, dtype: torch.dtype, heads: Iterable[Heads]) -> str:
+    """Try the kernels on one response for each kind of attention call: why they cannot be used, "" if they give what
+    torch gives."""
     platform = platform_of(device)
     if not platform.has_triton():
         return f"Triton does not compile for {platform.name} devices here"
     try:
-        ops.load(device.type)
-        return "" if _agrees(device, dtype) else "its kernels give other results than torch"
+        wrong = [shape for shape in heads if not _agrees(device, dtype, *shape)]
     except Exception as error:  # a compiler of its own, which fails in its own ways
         return f"its kernels do not compile: {type(error).__name__}: {error}"
+    return f"its kernels give other results than torch for heads {wrong[0]}" if wrong else ""
 
 
 @torch.no_grad()
-def _agrees(device: torch.device, dtype: torch.dtype) -> bool:
-    """A prompt of 20 tokens in two blocks and a response of 5 in a third."""
-    layout = KVCacheLayout(1, 16, 3)
-    numbers = torch.linspace(-3, 3, 4 * 2 * 16 * 64).view(4, 1, 2, 16, 64)
-    keys, values = numbers.sin().to(device, dtype), (numbers * 3).cos().to(device, dtype)
-    matrix = np.zeros((step_rows.most_rows(32, layout.cols), 1), np.int32)
-    matrix[[step_rows.LENGTH, step_rows.PROMPT_LENGTH, step_rows.COUNT], 0] = 5, 20, 1
+def _agrees(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int, value_width: int) -> bool:
+    """A prompt of 70 tokens in two blocks and a response of 5 in a third."""
+    layout, kinds = KVCacheLayout(1, 64, 3), platform_of(device).key_dtype(dtype)
+    matrix = np.zeros((step_rows.most_rows(128, layout.cols), 1), np.int32)
+    matrix[[step_rows.LENGTH, step_rows.PROMPT_LENGTH, step_rows.COUNT], 0] = 5, 70, 1
     matrix[step_rows.TABLES :, 0] = 2, 0, 2, 1
+
+    def made(number: int, *shape: int) -> Tensor:
+        values = torch.arange(math.prod(shape), dtype=torch.float64).add(number).mul(number).sin()
+        return values.view(shape).to(device, dtype)
+
+    keys, values = (made(n, 3, 1, kv_heads, 64, w) for n, w in ((2, width), (3, value_width)))
+    keys = keys.to(kinds)
     query, key, value = (
-        numbers.view(-1, 64)[n : n + h].view(1, h, 1, 64).to(device, dtype) for n, h in ((9, 4), (3, 2), (5, 2))
+        made(n, 1, h, 1, w) for n, h, w in ((5, heads, width), (6, kv_heads, width), (7, kv_heads, value_width))
     )
+    scale = width**-0.5
     step = torch.from_numpy(matrix).to(device)
-    computed = paged_attention(query, key, value, keys, values, step, AttentionOptions(0.2), dtype)
+    computed = paged_attention(query, key, value, keys, values, step, AttentionOptions(scale), dtype)
 
     def seen(stored: Tensor) -> Tensor:
-        prompt, response = stored[:2, 0].transpose(0, 1).flatten(1, 2)[:, :20], stored[2, 0, :, :5]
-        return torch.cat((prompt, response), 1).float().repeat_interleave(2, 0)
+        prompt, response = stored[:2, 0].transpose(0, 1).flatten(1, 2)[:, :70], stored[2, 0, :, :5]
+        return torch.cat((prompt, response), 1).float().repeat_interleave(heads // kv_heads, 0)
 
-    weights = (query[0].float() @ seen(keys).transpose(1, 2) * 0.2).softmax(-1)
+    weights = (query[0].float() @ seen(keys).transpose(1, 2) * scale).softmax(-1)
     expected = (weights @ seen(values)).transpose(0, 1)[None]
     return torch.allclose(computed.float(), expected, atol=1e-4 if dtype == torch.float32 else 2e-2)

@@ -12,7 +12,8 @@ import asyncio
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, check_request, not_finite
+from verl.engine.rollout.base import (
+    Completion,
+    RecordedRoutes,
+    RolloutEngine,
+    SamplingParams,
+    check_request,
+    not_finite,
+)
 from verl.engine.rollout.native.architecture import bytes_per_token, bytes_to_come, refuse_unfit
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, default_cache_tokens
 from verl.engine.rollout.native.device_decode import Drawn, compiles
@@ -89,13 +97,13 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         device = next(model.parameters()).device
         self._platform = platform_of(device)
         # Measured where cache_tokens are given, too: it refuses a model that never asks for attention.
-        per_token = bytes_per_token(model, compute)
+        per_token, heads = bytes_per_token(model, compute)
         if cache_tokens is None:
             share, later = gpu_memory_utilization, bytes_to_come(model, compute)
             cache_tokens = default_cache_tokens(
                 per_token, device, max_num_seqs, max_model_len, engines, share=share, taken_later=later
             )
-        reason = "experts are recorded" if record_routes else compiles(device, compute)
+        reason = compiles(device, compute, heads)
         paged = not reason
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs, paged=paged)
         self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute, paged=paged)
@@ -106,8 +114,9 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._runner = Runner(model, self._scheduler, compute, forbidden, self._images)
         self._runner.record_routes = record_routes
         if paged:
-            self._runner.decode_on_device(max_model_len, None if enforce_eager else self._platform.graph_recorder())
-        elif not record_routes and self._platform.graph_recorder() is not None:
+            eager = enforce_eager or record_routes
+            self._runner.decode_on_device(max_model_len, None if eager else self._platform.graph_recorder())
+        elif self._platform.graph_recorder() is not None:
             warnings.warn(f"sampling is slower, by torch's operators and without graphs: {reason}", stacklevel=2)
         self._drawn: Drawn | None = None  # what the device draws while its step before is settled
         self._scheduler.settle = self._settle_drawn
@@ -208,8 +217,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """One forward pass and what follows from it: on a device from the pass before, while this one runs."""
         begin = time.monotonic()
         with self._runner.ready():
-            if self._drawn is not None and any(map(_penalised, self._scheduler.running)):
-                self._settle_drawn()  # the penalty is of all tokens so far
             work = self._scheduler.prefill()
             rows = self._scheduler.decode() if work is None else [request for request, _ in work.sampled]
             drawn = self._launch(work, rows)
@@ -221,40 +228,48 @@ class NativeEngine(RolloutEngine, WeightReceiver):
 
     def _launch(self, work: Prefill | None, rows: list[Request]) -> Drawn | None:
         """Make a pass and draw the next token of each of `rows`; None if nobody gets one."""
-        device = self._runner.device_decode
-        eager = device is None or any(map(_penalised, rows))
-        logits: Tensor | None = None
+        device, drawn = self._runner.device_decode, None
         if work is not None:
             logits = self._runner.prefill(work)
-        elif rows and device is None:
-            logits = self._runner.decode(rows)
-        elif rows and device is not None and eager:
-            logits = device.logits(rows)
-        if self._runner.routes is not None:
-            self._record(work, rows, self._runner.routes)
-        if not rows:
+            if rows:
+                drawn = self._draw(rows, logits) if device is None else device.draw(logits, rows)
+        elif not rows:
             return None
-        if eager:
-            assert logits is not None
-            drawn = self._draw(rows, logits)
-        elif logits is not None:
-            drawn = device.draw(logits, rows)
+        elif device is None:
+            drawn = self._draw(rows, self._runner.decode(rows))
         else:
             before = self._drawn.requests if self._drawn is not None else ()
             drawn = device.decode(rows, {request: row for row, request in enumerate(before)})
+        if self._runner.routes is not None:
+            record = self._recording(work, rows, self._runner.routes)
+            if drawn is None:  # those of the pass before come first
+                self._settle_drawn()
+                record()
+            else:
+                drawn = replace(drawn, record=record)
         for request in rows:
             request.in_flight += 1
         return drawn
 
-    def _record(self, work: Prefill | None, rows: list[Request], routes: np.ndarray) -> None:
-        """Keep the routes of a pass, [tokens, layers, k]: of a prefill, or of the newest token of each row."""
-        pieces = [(row.routes, len(row.tokens) - 1, 1) for row in rows]
+    def _recording(self, work: Prefill | None, rows: list[Request], routes: Tensor) -> Callable[[], None]:
+        """What waits for the routes of a pass, [tokens, layers, k], and keeps them: of a prefill, or of the newest token
+        of each row that goes on."""
+        pieces: list[tuple[Request | None, RecordedRoutes, int, int]]
+        pieces = [(row, row.routes, row.length - 1, 1) for row in rows]
         if work is not None:
-            pieces = [(span.routes, span.start, len(span.ids)) for span in work.spans]
-        at = 0
-        for recorded, start, count in pieces:
-            recorded.add(start, routes[at : at + count])
-            at += count
+            pieces = [(None, span.routes, span.start, len(span.ids)) for span in work.spans]
+        host = self._platform.pinned(routes.numel()).copy_(routes.flatten().int(), non_blocking=True)
+        wait = self._platform.marker()
+
+        def record() -> None:
+            wait()
+            experts, at = host.numpy().reshape(routes.shape).astype(np.int16), 0
+            for request, recorded, start, count in pieces:
+                if request is None or self._requests.get(request.id) is request:
+                    recorded.add(start, experts[at : at + count])
+                at += count
+
+        return record
 
     def _draw(self, requests: list[Request], logits: Tensor) -> Drawn:
         """Draw the next token of each request by torch's operators."""
@@ -271,6 +286,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         drawn, self._drawn = self._drawn, None
         if drawn is None:
             return False
+        drawn.record()
         for request, token, log_prob in zip(drawn.requests, *drawn.result(), strict=True):
             request.in_flight -= 1
             if self._requests.get(request.id) is not request:
@@ -408,7 +424,3 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self.abort()
         self._scheduler.forget_cache()
         self._pool.drop()
-
-
-def _penalised(request: Request) -> bool:
-    return request.sampling.repetition_penalty != 1.0

@@ -1,4 +1,5 @@
-"""Decode steps replayed from captured graphs: one for each batch size that `verl.engine.rollout.native.step.bucket` knows.
+"""Decode steps replayed from captured graphs: one for each batch size that `verl.engine.rollout.native.step.bucket` knows,
+and another where tokens are penalised.
 
 On a GPU a decode step of a small batch costs more to launch than to compute. A step reads lengths, blocks and draws
 from one matrix on the device, so a graph of a batch size serves all steps of it.
@@ -34,26 +35,26 @@ def warn_of(reason: str) -> None:
 
 
 class DecodeGraphs:
-    """Runs `step(rows)`, from a graph where there is one. A step that runs twice must do the same."""
+    """Runs `step(rows, penalised)`, from a graph where there is one. A step that runs twice must do the same."""
 
-    def __init__(self, step: Callable[[int], None], capture: GraphRecorder):
+    def __init__(self, step: Callable[[int, bool], None], capture: GraphRecorder):
         self._step, self._capture = step, capture
-        self._graphs: dict[int, Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
         self._refused = False
         self.replays = 0
 
-    def run(self, rows: int) -> None:
-        """One step of so many rows. The first of a batch size is launched, then captured for those to come."""
-        graph = self._graphs.get(rows)
+    def run(self, rows: int, penalised: bool) -> None:
+        """One step of so many rows. The first of a kind is launched, then captured for those to come."""
+        graph = self._graphs.get((rows, penalised))
         if graph is not None:
             graph()
             self.replays += 1
             return
-        self._step(rows)
+        self._step(rows, penalised)
         if self._refused:
             return
         try:
-            self._graphs[rows] = self._capture(partial(self._step, rows))
+            self._graphs[rows, penalised] = self._capture(partial(self._step, rows, penalised))
         except RuntimeError as error:
             self._refused = True
             self.clear()

@@ -30,11 +30,16 @@ _TABLES = tl.constexpr(step_rows.TABLES)
 
 
 @triton.jit
-def _inputs(step, tokens, ids, positions, rows):
+def _inputs(step, tokens, seen, ids, positions, rows, COLS: tl.constexpr):
     row = tl.program_id(0)
     token = tl.load(step + _TOKEN * rows + row)
     earlier = tl.load(tokens + tl.maximum(-1 - token, 0))
-    tl.store(ids + row, tl.where(token < 0, earlier, token).to(tl.int64))
+    token = tl.where(token < 0, earlier, token)
+    tl.store(ids + row, token.to(tl.int64))
+    at = tl.load(step + _LENGTH * rows + row) - 1
+    if at >= 0:
+        block = tl.load(step + (_TABLES + 2 * (at // COLS)) * rows + row).to(tl.int64)
+        tl.store(seen + block * COLS + at % COLS, token)
     tl.store(positions + row, tl.load(step + _POSITION * rows + row).to(tl.int64))
 
 
@@ -62,12 +67,13 @@ def _store(
 def _partial(
     query, keys, values, step, out, lse, rows, query_row, query_head, scale, softcap, window,
     PROMPTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HEADS: tl.constexpr, PER: tl.constexpr,
-    COLS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, head, split = tl.program_id(0), tl.program_id(1) % HEADS, tl.program_id(2)
     m, n, d, dv = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BD), tl.arange(0, BDV)
-    number = m // PER  # of the response in the tile
+    number = m // AT_ONCE  # of the response in the tile
+    of_head = tl.program_id(1) // HEADS * AT_ONCE + m % AT_ONCE  # which of the queries of the head
     if PROMPTS:
         count = tl.load(step + _COUNT * rows + tile)
         row = tl.load(
@@ -82,8 +88,8 @@ def _partial(
         row = tile + number * 0
         before = tl.load(step + _PROMPT_LENGTH * rows + tile)
     if count > 0:
-        valid = number < count
-        lanes = row * query_row + (head * PER + m % PER) * query_head
+        valid = (number < count) & (of_head < PER)
+        lanes = row * query_row + (head * PER + of_head) * query_head
         q = tl.load(query + lanes[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         q = q.to(keys.dtype.element_ty)
         each = tl.cdiv(tl.cdiv(length, N), SPLITS) * N
@@ -116,7 +122,7 @@ def _partial(
             acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
             largest = top
         total = tl.where(total > 0, total, 1.0)
-        part = (row * HEADS * PER + head * PER + m % PER) * (2 * SPLITS) + split * 2 + (1 if PROMPTS else 0)
+        part = (row * HEADS * PER + head * PER + of_head) * (2 * SPLITS) + split * 2 + (1 if PROMPTS else 0)
         tl.store(lse + part, largest + tl.log(total), mask=valid)
         wanted = valid[:, None] & (dv < DV)[None, :]
         tl.store(out + part[:, None] * DV + dv[None, :], acc / total[:, None], mask=wanted)
@@ -143,10 +149,11 @@ def _merge(
     tl.store(out + (row * HEADS + head) * DV + dv, merged.to(out.dtype.element_ty), mask=dv < DV)
 
 
-def inputs(step: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and positions int64 [rows] of a step; tokens int32: those that the step before drew."""
+def inputs(step: Tensor, tokens: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and positions int64 [rows] of a step; the ids go into `seen`, int32 [blocks, cols], too. tokens int32: those
+    that the step before drew."""
     ids, positions = (torch.empty(step.shape[1], dtype=torch.int64, device=step.device) for _ in range(2))
-    _inputs[(step.shape[1],)](step, tokens, ids, positions, step.shape[1])
+    _inputs[(step.shape[1],)](step, tokens, seen, ids, positions, step.shape[1], seen.shape[1])
     return ids, positions
 
 
@@ -164,6 +171,11 @@ def keys_at_once(cols: int, widths: tuple[int, int], dtype: torch.dtype) -> int:
     return max(16, min(64, cols, _TILE_BYTES // (max(widths) * dtype.itemsize)))
 
 
+def queries_at_once(per: int, width: int, dtype: torch.dtype) -> int:
+    """How many queries of a response and a key head a program of `partial` takes."""
+    return min(per, max(1, 2 * _TILE_BYTES // (TILE * width * dtype.itemsize)))
+
+
 def partial(
     query: Tensor, keys: Tensor, values: Tensor, step: Tensor, out: Tensor, lse: Tensor,
     prompts: bool, scale: float, softcap: float, window: int,
@@ -172,12 +184,24 @@ def partial(
     [rows, Hq, splits, 2, Dv] and [rows, Hq, splits, 2], at 1 of the last but one for prompts. 0: no softcap, no window."""
     rows, heads, splits = step.shape[1], keys.shape[2], lse.shape[2]
     per, d, dv = query.shape[1] // heads, query.shape[-1], values.shape[-1]
-    m = max(16, triton.next_power_of_2(per * (TILE if prompts else 1)))
     widths = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(dv))
-    sizes = heads, per, keys.shape[3], d, dv, m, keys_at_once(keys.shape[3], widths, keys.dtype), *widths, splits
+    at_once = queries_at_once(per, max(widths), keys.dtype)
+    m = max(16, triton.next_power_of_2(at_once * (TILE if prompts else 1)))
+    sizes = (
+        heads,
+        per,
+        at_once,
+        keys.shape[3],
+        d,
+        dv,
+        m,
+        keys_at_once(keys.shape[3], widths, keys.dtype),
+        *widths,
+        splits,
+    )
     strides, numbers = (query.stride(2), query.stride(1)), (scale, softcap, window)
     kinds = prompts, window > 0, softcap > 0.0
-    _partial[(rows, heads, splits)](
+    _partial[(rows, heads * triton.cdiv(per, at_once), splits)](
         query, keys, values, step, out, lse, rows, *strides, *numbers, *kinds, *sizes, num_warps=8 if m > 64 else 4, num_stages=2,
     )  # fmt: skip
 

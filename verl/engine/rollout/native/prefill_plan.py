@@ -78,7 +78,7 @@ class PrefillPlan:
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan`."""
         layer = self._pool.calls.number(module)
-        self._pool.write(layer, key, value, self._places(key.shape[1]))
+        self._pool.write(layer, key, value, self.places(key.shape[1]))
         query, key, value = (t.to(self._pool.compute) for t in (query, key, value))
         if (kernel := self._kernel(query, value, options)) is not None:
             return self._at_once(kernel, layer, query, key, value, options.scaling)
@@ -133,7 +133,8 @@ class PrefillPlan:
             blocks = np.array(table.blocks[slot // g.rows], np.int64)[at // g.cols]
             yield np.stack((blocks * g.rows + slot % g.rows, at % g.cols))
 
-    def _places(self, heads: int) -> Tensor:
+    def places(self, heads: int) -> Tensor:
+        """Where the tokens' keys go, int64 [tokens × heads]: rows of the flat view [.., D] of a layer."""
         if heads not in self._index:
             rows, cols = (np.concatenate(parts) for parts in zip(*self._slots, strict=True))
             index = self._pool.layout.flat_index(rows, cols, heads)

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from verl.engine.rollout.native.decode_plan import DecodePlan
 from verl.engine.rollout.native.device_decode import DeviceDecoder
-from verl.engine.rollout.native.fused_layers import FusedLayers
 from verl.engine.rollout.native.graphs import warn_of, why_not
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler
 from verl.engine.rollout.native.vision import ImageEncoder
 from verl.models import attention
 from verl.models.adapters import adapted_layers, is_adapted, merged_weight
+from verl.models.fused_layers import FusedLayers
 from verl.models.inputs import model_inputs
 from verl.models.routing import Routing
 from verl.platform import platform_of
@@ -206,12 +206,12 @@ class Runner:
     """The model, its fast linear layers, and the two ways to call it. forbidden: tokens that are never sampled; images:
     of a model that takes images.
 
-    `routes`, with record_routes: the experts that the tokens of the newest pass went to, int16 [tokens, layers, k].
+    `routes`, with record_routes: the experts that the tokens of the newest pass went to, int64 [tokens, layers, k].
     """
 
     #: Whether `routes` are kept.
     record_routes = False
-    routes: np.ndarray | None = None
+    routes: Tensor | None = None
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class Runner:
         self._pool = scheduler.responses.pool
         self._decode = DecodePlan(scheduler.prompts, scheduler.responses)
         self._scheduler = scheduler
-        self._fused: FusedLayers | None = None
+        self._fused = FusedLayers(model)
         #: Decodes on a device that Triton compiles for, from the cache of a paged pool; None: `decode` does.
         self.device_decode: DeviceDecoder | None = None
         self._forbidden = torch.tensor(sorted(set(forbidden)), dtype=torch.int64, device=self.device)
@@ -244,7 +244,6 @@ class Runner:
             capture = None
         forward = partial(self._forward, keep=0)
         self.device_decode = DeviceDecoder(forward, self._scheduler, max_model_len, capture)
-        self._fused = FusedLayers(self.model)
 
     @property
     def _captures(self) -> bool:
@@ -262,8 +261,7 @@ class Runner:
         """The model as the sampler wants it (evaluation mode, our attention, fast products), put back at the end."""
         lower, keep = self._dtype != torch.float32, not self._captures
         cast = torch.autocast(self.device.type, dtype=self._dtype, enabled=lower, cache_enabled=keep)
-        fused = nullcontext() if self._fused is None else self._fused.active()
-        with torch.no_grad(), attention.sampling_mode(self.model), self.linears.active(), fused, cast:
+        with torch.no_grad(), attention.sampling_mode(self.model), self.linears.active(), self._fused.active(), cast:
             yield
 
     def prefill(self, work: Prefill) -> Tensor:
@@ -278,7 +276,10 @@ class Runner:
         plan = PrefillPlan(self._pool, work.spans)
         keep = self._tensor(distinct if len(distinct) else np.zeros(1, np.int64))
         media = self._images.of_spans(work.spans) if seeing and self._images is not None else None
-        logits = self._forward(self._tensor(ids), self._tensor(positions), plan, keep, media)
+        tokens = self._tensor(ids)
+        logits = self._forward(tokens, self._tensor(positions), plan, keep, media)
+        if self.device_decode is not None:
+            self.device_decode.seen.view(-1).index_copy_(0, plan.places(1), tokens.int())
         in_order = np.array_equal(distinct, rows)
         return logits[: len(rows)] if in_order else logits.index_select(0, self._tensor(back))
 
@@ -305,7 +306,7 @@ class Runner:
         with attention.use(plan), routing or nullcontext():
             out = self.model(**model_inputs(ids, positions, media), **choice)
         self._pool.calls.finish()
-        self.routes = None if routing is None else routing.recorded().cpu().numpy().astype(np.int16)
+        self.routes = None if routing is None else routing.recorded()
         rows = out.logits[0]
         if not self._chooses and isinstance(keep, Tensor):
             rows = rows.index_select(0, keep)

@@ -16,7 +16,14 @@ from verl.engine.rollout.native import step as step_rows
 
 _TEMPERATURE = tl.constexpr(step_rows.TEMPERATURE)
 _LOG_MIN_P = tl.constexpr(step_rows.LOG_MIN_P)
+_PENALTY = tl.constexpr(step_rows.PENALTY)
 _TOP_K = tl.constexpr(step_rows.TOP_K)
+_LENGTH = tl.constexpr(step_rows.LENGTH)
+_PROMPT_LENGTH = tl.constexpr(step_rows.PROMPT_LENGTH)
+_ORDER = tl.constexpr(step_rows.ORDER)
+_START = tl.constexpr(step_rows.START)
+_COUNT = tl.constexpr(step_rows.COUNT)
+_TABLES = tl.constexpr(step_rows.TABLES)
 _LOWEST = tl.constexpr(-(2**31))
 _CHUNK = 1024
 
@@ -54,6 +61,24 @@ def _lowest_key(logits, vocab, temperature, least, largest, target, MASS: tl.con
         # the first of the sixteen is below or at the wanted one always
         bound += tl.maximum(tl.sum((reached >= target).to(tl.int64)) - 1, 0) * width
     return bound
+
+
+@triton.jit
+def _penalise(logits, seen, step, out, rows, vocab, COLS: tl.constexpr):
+    """Tokens that come twice are written twice, the same each time: `logits` stays as it is."""
+    tile, prompts, c = tl.program_id(0), tl.program_id(1), tl.arange(0, COLS)
+    start = tl.load(step + _START * rows + tile)
+    count = tl.load(step + _COUNT * rows + tile) if prompts == 1 else 1
+    for number in range(count):
+        row = tl.load(step + _ORDER * rows + start + number) if prompts == 1 else tile
+        length = tl.load(step + (_PROMPT_LENGTH if prompts == 1 else _LENGTH) * rows + row)
+        penalty = tl.load(step + _PENALTY * rows + row).to(tl.float32, bitcast=True)
+        for at in range(0, length if penalty != 1.0 else 0, COLS):
+            block = tl.load(step + (_TABLES + prompts + 2 * (at // COLS)) * rows + tile).to(tl.int64)
+            token = tl.load(seen + block * COLS + c, mask=at + c < length, other=vocab)
+            place, inside = row.to(tl.int64) * vocab + token, token < vocab
+            value = tl.load(logits + place, mask=inside, other=0.0)
+            tl.store(out + place, tl.where(value > 0, value / penalty, value * penalty), mask=inside)
 
 
 @triton.jit
@@ -131,6 +156,14 @@ def _draw(
     log_prob = (x - top) - tl.log(total).to(tl.float32)
     tl.store(tokens + row, token)
     tl.store(tokens + stride + row, log_prob.to(tl.int32, bitcast=True))
+
+
+def penalise(logits: Tensor, seen: Tensor, step: Tensor) -> Tensor:
+    """Logits [rows, V], those of tokens of a row's prompt and response by its penalty; seen int32 [blocks, cols]: the
+    tokens whose keys the blocks of the cache hold."""
+    out, rows = logits.clone(), step.shape[1]
+    _penalise[(rows, 2)](logits, seen, step, out, rows, logits.shape[1], seen.shape[1])
+    return out
 
 
 def threshold(logits: Tensor, top_p: Tensor, step: Tensor) -> Tensor:

@@ -20,15 +20,16 @@ UNIFORM = 0  # float64, two rows: the draw
 TOP_P = 2  # float64, two rows
 TEMPERATURE = 4  # float32; 0: greedy
 LOG_MIN_P = 5  # float32; -inf: none
-TOP_K = 6  # 0: all
-TOKEN = 7  # the newest token, or -1 - the row of the step before that draws it
-LENGTH = 8  # of the response, its newest token included
-PROMPT_LENGTH = 9
-POSITION = 10  # of the newest token, as the model counts
-ORDER = 11  # rows by prompt
-START = 12  # of a tile: its first place in ORDER
-COUNT = 13  # of a tile: its rows
-TABLES = 14  # then, in turn, the k-th block of each row's response and of each tile's prompt
+PENALTY = 6  # float32, of tokens of the prompt and the response; 1: none
+TOP_K = 7  # 0: all
+TOKEN = 8  # the newest token, or -1 - the row of the step before that draws it
+LENGTH = 9  # of the response, its newest token included
+PROMPT_LENGTH = 10
+POSITION = 11  # of the newest token, as the model counts
+ORDER = 12  # rows by prompt
+START = 13  # of a tile: its first place in ORDER
+COUNT = 14  # of a tile: its rows
+TABLES = 15  # then, in turn, the k-th block of each row's response and of each tile's prompt
 
 
 def bucket(rows: int) -> int:
@@ -54,9 +55,9 @@ def fill_draws(step: np.ndarray, requests: Sequence[Request]) -> None:
     step[:TOKEN] = 0
     wide = step[UNIFORM : TOP_P + 2].reshape(2, -1).view(np.float64)
     wide[0, :count], wide[1, :count] = uniforms(rows.seed, rows.call, rows.position), rows.top_p
-    narrow = step[TEMPERATURE : LOG_MIN_P + 1].view(np.float32)
+    narrow = step[TEMPERATURE : PENALTY + 1].view(np.float32)
     with np.errstate(divide="ignore"):
-        narrow[:, :count] = rows.temperature, np.log(rows.min_p)
+        narrow[:, :count] = rows.temperature, np.log(rows.min_p), rows.penalty
     step[TOP_K, :count] = np.minimum(rows.top_k, np.iinfo(np.int32).max).clip(0)
 
 
@@ -71,7 +72,7 @@ def fill_places(
     for row, request in enumerate(requests):
         group, length = request.group, request.length
         assert group is not None
-        token = -1 - drawing[request] if request.in_flight else request.tokens[-1]
+        token = -1 - drawing[request] if request.in_flight else request.tokens[-1] if request.tokens else 0
         prompt = len(group.prompt)
         step[TOKEN : POSITION + 1, row] = token, length, prompt, prompt + length - 1 + group.shift
         places.setdefault(group.slot, []).append(row)

@@ -1,25 +1,21 @@
 """Normalisation, gated MLP and layers with adapters with fewer passes over memory, in place of the model's own.
 
 Written as single operations, a normalisation costs four times what it must backward, and a gated MLP keeps twice
-what it must; peft's layer takes five more passes over memory than its products, and casts the input first. A
-replacement is used only where a probe shows that it computes the same function as the module it replaces; anything
-unusual keeps its own code. They are in force inside `active()` only, as `forward` of single modules, so a sampler that
-shares the model sees it untouched.
+what it must; peft's layer takes five more passes over memory than its products, and casts the input first. A sampler
+that shares the model sees it untouched.
 
     y = w·x/rms(x)                     keeps x and 1/rms
     y = (silu(xGᵀ) ∘ xUᵀ)Dᵀ            keeps x and the two products; the gate is computed again backward
     y = W·x + b + s·B·(A·x)            keeps x and A·x; the adapter is added in place, forward and backward
 
-On a device with operators of its own for these (`Platform.fused_operators`) they compute the norm and the gate, and the
-rotation of queries and keys in the attention's module. Where products write float32, those of weights' gradients are
+On a device with operators of its own for these (`verl.models.fused_layers`) they compute the norm and the gate, and the
+rotation of queries and keys. Where products write float32, those of weights' gradients are
 added to the gradient by the product itself, of every linear layer.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,66 +23,28 @@ from torch import nn
 
 from verl.models.adapters import NAME, is_adapted
 from verl.models.attention import product_dtype
+from verl.models.fused_layers import Forward, FusedLayers, gated, mlp_for, norm_for
 from verl.platform import platform_of
 from verl.platform.device import FusedOperators
 
 
-class FusedForwards:
-    """The replacements that fit a model. Cheap to build; holds no tensors of its own."""
+class FusedForwards(FusedLayers):
+    """The replacements that fit a model in training."""
 
-    def __init__(self, model: nn.Module | None = None):
-        self.forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
-        self.rotations: dict[str, Callable[..., Any]] = {}
-        self.add(() if model is None else model.modules())
-
-    def add(self, modules: Iterable[nn.Module], *, gated: bool = True) -> None:
-        """Look at modules one by one, while their weights are whole. gated=False leaves gated MLPs alone."""
-        for module in modules:
-            fused = _operators(module)
-            forward = _norm_for(module, fused) or _adapted_for(module)
-            forward = forward or ((_mlp_for(module, fused) or _linear_for(module)) if gated else None)
-            if fused is not None and (rotation := _rotation_for(module, fused)):
-                self.rotations[type(module).__module__] = rotation
-            if forward is not None and "forward" not in module.__dict__:
-                self.forwards.append((module, forward))
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Use the replacements until the block ends."""
-        for module, forward in self.forwards:
-            module.__dict__["forward"] = forward
-        own = {name: getattr(sys.modules[name], _ROTATION) for name in self.rotations}
-        for name, rotation in self.rotations.items():
-            setattr(sys.modules[name], _ROTATION, rotation)
-        try:
-            yield
-        finally:
-            for name, rotation in own.items():
-                setattr(sys.modules[name], _ROTATION, rotation)
-            for module, _ in self.forwards:
-                module.__dict__.pop("forward", None)
+    def forward_for(
+        self, module: nn.Module, operators: FusedOperators | None, *, gated: bool = True
+    ) -> Forward | None:  # fmt: skip
+        """See `FusedLayers`. gated=False leaves gated MLPs and plain linear layers alone."""
+        forward = norm_for(module, _norm if operators is None else operators.rms_norm) or _adapted_for(module)
+        return forward or ((_mlp_for(module, operators) or _linear_for(module)) if gated else None)
 
 
 # -- normalisation -----------------------------------------------------------------------------------------
 
 
-def _norm_for(module: nn.Module, fused: FusedOperators | None) -> Callable[..., Any] | None:
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    is_norm = type(module).__name__.endswith("RMSNorm") and isinstance(eps, float)
-    if not is_norm or not isinstance(weight, torch.Tensor) or weight.ndim != 1:
-        return None
-    for offset in (0.0, 1.0):
-
-        def forward(x: torch.Tensor, offset: float = offset) -> torch.Tensor:
-            if fused is not None and (fused.mixes_types or x.dtype == module.weight.dtype):
-                return fused.rms_norm(x, module.weight + offset if offset else module.weight, eps)
-            with torch.autocast(x.device.type, enabled=False):
-                return _RMSNorm.apply(x, module.weight, eps, offset)
-
-        if _same(module, forward, torch.linspace(-2, 3, 3 * weight.shape[0]).view(3, -1)):
-            return forward
-    return None
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> Any:
+    with torch.autocast(x.device.type, enabled=False):
+        return _RMSNorm.apply(x, weight, eps, offset)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -122,21 +80,19 @@ class _RMSNorm(torch.autograd.Function):
 # -- gated MLP ---------------------------------------------------------------------------------------------
 
 
-def _mlp_for(module: nn.Module, fused: FusedOperators | None) -> Callable[..., Any] | None:
+def _mlp_for(module: nn.Module, fused: FusedOperators | None) -> Forward | None:
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
         return None
+    if fused is not None and fused.swiglu_backward is None:
+        return mlp_for(module, partial(gated, fused.swiglu))
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = layers
-        if fused is not None and fused.swiglu_backward is None:
-            return down(fused.swiglu(gate(x), up(x)))  # type: ignore[misc]
+    def compute(x: torch.Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Any:
         dtype = product_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
-            return _GatedMLP.apply(x, gate.weight, up.weight, down.weight, dtype, fused)  # type: ignore[union-attr]
+            return _GatedMLP.apply(x, gate.weight, up.weight, down.weight, dtype, fused)
 
-    width = layers[0].in_features  # type: ignore[union-attr]
-    return forward if _same(module, forward, torch.linspace(-2, 3, 3 * width).view(3, -1)) else None
+    return mlp_for(module, compute)
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -174,40 +130,10 @@ class _GatedMLP(torch.autograd.Function):
         return dx, d_gate, d_up, d_down, None, None
 
 
-# -- rotation of queries and keys --------------------------------------------------------------------------
-
-_ROTATION = "apply_rotary_pos_emb"
-
-
-def _rotation_for(module: nn.Module, fused: FusedOperators) -> Callable[..., Any] | None:
-    """What stands in for the function of that name that an attention's code calls; None where it computes otherwise."""
-    own = getattr(sys.modules.get(type(module).__module__), _ROTATION, None)
-    if own is None or not type(module).__name__.endswith("Attention"):
-        return None
-
-    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any) -> Any:
-        fits = q.ndim == 4 and cos.ndim == 3 and cos.shape[-1] == q.shape[-1]
-        fits = fits and (len(q) == len(cos) == 1 if fused.mixes_types else cos.dtype == q.dtype)
-        if more or named or not fits:
-            return own(q, k, cos, sin, *more, **named)
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return fused.rotate(q, cos, sin), fused.rotate(k, cos, sin)
-
-    device = next(module.parameters()).device
-    q, k, cos, sin = torch.linspace(-2, 3, 96).view(4, 1, 1, 3, 8).to(device)
-    try:
-        expected = own(q, k, cos[:, 0], sin[:, 0])
-        pairs = zip(rotate(q, k, cos[:, 0], sin[:, 0]), expected, strict=True)
-        same = all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5) for ours, theirs in pairs)
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        return None
-    return rotate if same else None
-
-
 # -- linear layers ------------------------------------------------------------------------
 
 
-def _adapted_for(module: Any) -> Callable[..., Any] | None:
+def _adapted_for(module: Any) -> Forward | None:
     """The replacement for an adapted torch.nn.Linear; None for anything else."""
     if not is_adapted(module) or type(module.base_layer) is not nn.Linear or list(module.lora_A) != [NAME]:
         return None
@@ -226,7 +152,7 @@ def _adapted_for(module: Any) -> Callable[..., Any] | None:
     return forward
 
 
-def _linear_for(module: nn.Module) -> Callable[..., Any] | None:
+def _linear_for(module: nn.Module) -> Forward | None:
     """Of a torch.nn.Linear, where a product adds itself to a float32 gradient of its weight in one pass."""
     if type(module) is not nn.Linear or not platform_of(module.weight.device).has_widening_product():
         return None
@@ -307,29 +233,3 @@ def _add_gradient(weight: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) 
             weight.grad.add_(grad.t() @ rows)
         return None
     return (grad.t() @ rows).to(weight.dtype)
-
-
-# -- probes ------------------------------------------------------------------------------------------------
-
-
-def _operators(module: nn.Module) -> FusedOperators | None:
-    """Of the device that a module's weights are on."""
-    like = next(module.parameters(), None)
-    return None if like is None else platform_of(like.device).fused_operators()
-
-
-@torch.no_grad()
-def _same(module: nn.Module, forward: Callable[..., Any], x: torch.Tensor) -> bool:
-    """True if the replacement gives what the module gives, on one input in the weights' own type."""
-    like = next(module.parameters())
-    x = x.to(device=like.device, dtype=like.dtype)
-    try:
-        expected = module(x)
-    except (TypeError, ValueError, RuntimeError):
-        expected = None
-    if not isinstance(expected, torch.Tensor):
-        return False
-    # Measured by the output: beside a fixed number small weights hide which function it is, and zeros say nothing.
-    size = float(expected.abs().max())
-    tolerance = 1e-5 if like.dtype == torch.float32 else 1e-2
-    return size > 0 and torch.allclose(forward(x), expected, rtol=tolerance, atol=tolerance * size)
