@@ -14,6 +14,7 @@ from verl.models import attention
 from verl.models.attention import AttentionOptions
 from verl.models.inputs import model_inputs
 from verl.models.layers import is_recurrent
+from verl.models.recurrent import run, takes_attention
 from verl.platform import platform_of
 
 INSTEAD = "use another rollout engine (rollout.name=vllm)"
@@ -27,10 +28,10 @@ def refuse_unfit(model: Any) -> None:
 
 
 def _unfit(model: Any) -> str:
-    if not getattr(model, "_supports_attention_backend", False):
+    if not takes_attention(model):
         return "it has its own attention that cannot be replaced"
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if other_kinds := sorted(kinds - ATTENTION_LAYERS):
+    if is_recurrent(model) and (other_kinds := sorted(kinds - ATTENTION_LAYERS)):
         return f"its layers of kind {', '.join(other_kinds)} are no attention over all tokens or a window of them"
     if is_recurrent(model):
         return "it carries a state along the row beside keys and values"
@@ -40,15 +41,21 @@ def _unfit(model: Any) -> str:
 
 
 class _Measure:
-    """An `AttentionPlan` that counts the numbers of keys and values that one token brings."""
+    """An `AttentionPlan` that counts the numbers of keys and values that one token brings, and the bytes of a state."""
 
     keys = 0
     values = 0
+    state_bytes = 0
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         self.keys += key.shape[1] * key.shape[3]
         self.values += value.shape[1] * value.shape[3]
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def mix(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        out, state = run(layer, hidden, None)
+        self.state_bytes += sum(x.nbytes for x in state)
+        return out
 
 
 def bytes_to_come(model: nn.Module, compute: torch.dtype) -> int:
@@ -61,8 +68,9 @@ def bytes_to_come(model: nn.Module, compute: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def bytes_per_token(model: Any, compute: torch.dtype) -> int:
-    """Keys and values of one token in all attention calls of a pass, seen in a pass of one token.
+def cache_bytes(model: Any, compute: torch.dtype) -> tuple[int, int]:
+    """Keys and values of one token in all attention calls of a pass, and a sequence's state in all layers of linear
+    attention, seen in a pass of one token.
 
     The configuration would not do: layers differ in their sizes (Gemma 4, MiMo), some architectures repeat keys before
     they attend (JetMoE), attend twice in a layer or go through their layers several times. UserError for a model that
@@ -78,4 +86,4 @@ def bytes_per_token(model: Any, compute: torch.dtype) -> int:
             f"function that is set, so its tokens would not see each other; {INSTEAD}"
         )
     key_bytes = platform_of(device).key_dtype(compute).itemsize
-    return plan.keys * key_bytes + plan.values * compute.itemsize
+    return plan.keys * key_bytes + plan.values * compute.itemsize, plan.state_bytes

@@ -279,6 +279,8 @@ class Runner:
         keep = self._tensor(distinct if len(distinct) else np.zeros(1, np.int64))
         media = self._images.of_spans(work.spans) if seeing and self._images is not None else None
         logits = self._forward(self._tensor(ids), self._tensor(positions), plan, keep, media)
+        if self._pool.states is not None:
+            self._pool.states.copy(self._scheduler.handed_on(work))
         in_order = np.array_equal(distinct, rows)
         return logits[: len(rows)] if in_order else logits.index_select(0, self._tensor(back))
 
