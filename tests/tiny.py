@@ -6,6 +6,7 @@ decodes exactly, one token per UTF-8 byte, so lengths in tests are easy to predi
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,37 @@ VISION_TEMPLATE = CHAT_TEMPLATE.replace(
     "{%- endfor -%}{%- endif -%}{{ '<|im_end|>' + '\n' }}",
 )
 VOCAB_SIZE = 256 + len(SPECIAL)
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_EXPERTS |= {"shared_expert_intermediate_size": 24}
+LINEAR_ATTENTION: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _EXPERTS,
+    "qwen3_next": _DELTA | _EXPERTS,
+    "olmo_hybrid": _DELTA,
+    "kimi_linear": {
+        "layer_types": _DELTA["layer_types"],
+        "mlp_layer_types": ["dense", "dense"],
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 4,
+        "head_dim": 4,
+        "num_key_value_heads": 4,
+        "v_head_dim": 12,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+}
+if find_spec("transformers.models.kimi_linear") is None:
+    del LINEAR_ATTENTION["kimi_linear"]
+"""Overrides of `tiny_config` for models whose layers of linear attention carry a state along each sequence."""
 
 
 def tiny_tokenizer(

@@ -48,6 +48,10 @@ class AttentionPlan(Protocol):
         `module` is the layer that asks; it may ask more than once in a pass.
         """
 
+    def mix(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """hidden [1, S, H] of the packed tokens → output [1, S, H] of a layer that carries a state along each sequence
+        (`verl.models.recurrent`)."""
+
 
 _current = threading.local()
 
@@ -61,6 +65,11 @@ def use(plan: AttentionPlan) -> Iterator[None]:
         yield
     finally:
         _current.plan = before
+
+
+def in_use() -> bool:
+    """True inside of `use`."""
+    return getattr(_current, "plan", None) is not None
 
 
 def current() -> AttentionPlan:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.config.model_facts import ATTENTION_LAYERS
+from verl.models.recurrent import recurrent_layers
 
 if TYPE_CHECKING:
     import torch
@@ -114,11 +115,12 @@ def _layer_bytes(c: Any) -> int:
 
 
 def is_recurrent(module: torch.nn.Module) -> bool:
-    """True if some layer carries a state along the row, so that two sequences must not share one."""
+    """True if some layer carries a state along the row that no plan hands to it (`verl.models.recurrent`), so that two
+    sequences must not share one."""
     text = module.config.get_text_config()  # type: ignore[operator, union-attr]
-    kinds = set(getattr(text, "layer_types", None) or ())
+    kinds = list(getattr(text, "layer_types", None) or ())
     if kinds:
-        return bool(kinds - ATTENTION_LAYERS)
+        return sum(kind not in ATTENTION_LAYERS for kind in kinds) > len(recurrent_layers(module))
     return any(word in type(m).__name__.lower() for m in module.modules() for word in _STATEFUL)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from verl.models import flash_attention
 from verl.models.attention import AttentionOptions, TokenSpan, product_dtype
+from verl.models.recurrent import PackedStates
 from verl.platform import platform_of
 
 # Largest number of scores of one tile, and what one more tile costs counted in scores (measured: about 150 µs
@@ -148,6 +149,14 @@ class PackedPlan:
     def flash_parts(self) -> list[flash_attention.KernelCall]:
         """The pack as calls of a flash kernel."""
         return flash_attention.parts_of(self.segments, self.device)
+
+    @cached_property
+    def _states(self) -> PackedStates:
+        return PackedStates(self.segments, self.device)
+
+    def mix(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """See `AttentionPlan.mix`."""
+        return self._states.mix(layer, hidden)
 
     def tiles_for(self, window: int | None) -> list[Tile]:
         """The tiles; with a sliding window, tiles whose masks know of it."""

@@ -18,7 +18,7 @@ from torch.utils import swap_tensors
 
 from verl.config.schema.base import setting
 from verl.errors import UserError
-from verl.models import attention, overrides
+from verl.models import attention, overrides, recurrent
 from verl.models.inputs import sees_images
 from verl.versions import refuse_holes
 
@@ -83,6 +83,7 @@ def load_model(
         )
     if packed:
         check_supported(module, path)
+        recurrent.attach(module)
     return module.eval()
 
 
@@ -174,6 +175,7 @@ def build_model(path: str | Path, model_cfg: ModelConfig | None = None, *, head:
         why = f"{type(error).__name__}: {error}"
         raise UserError(f"model.path={path}: cannot be built as {_WORDS[head]}: {why}") from error
     check_supported(module, path)
+    recurrent.attach(module)
     _without_values(module)
     if module.can_generate() and Path(where, "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(where)
@@ -306,7 +308,7 @@ def check_supported(module: PreTrainedModel, path: str | Path) -> None:
 
 def _differs(module: PreTrainedModel, config: PreTrainedConfig) -> str:
     """What an architecture does beside the attention function that ours would silently leave out; "" for nothing."""
-    if not getattr(module, "_supports_attention_backend", False):
+    if not recurrent.takes_attention(module):
         return "has its own attention that cannot be replaced"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "attends in chunks"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import tiny_config
+from tests.tiny import LINEAR_ATTENTION, tiny_config
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.native.architecture import bytes_per_token
+from verl.engine.rollout.native.architecture import cache_needs
 from verl.engine.rollout.native.cache import AttentionCalls
 from verl.engine.rollout.native.engine import NativeEngine
 from verl.errors import UserError
@@ -60,9 +60,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Scaled logits; a bias in the head.
     "cohere": {"logit_scale": 0.25},
     "phi": {},
-}
+} | LINEAR_ATTENTION
 
-SLOW = ("gemma3n_text", "hrm_text", "mimo_v2_flash")
+SLOW = ("gemma3n_text", "hrm_text", "mimo_v2_flash", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_next")
 
 
 def built(arch: str) -> Any:
@@ -132,7 +132,7 @@ def test_log_probs_are_the_models_own(arch: str) -> None:
         assert (preempted > 0) == bool(size)
     layout = engine._pool.layout
     stored = layout.blocks * layout.rows * layout.cols
-    assert sum(tensor.nbytes for tensor in engine._pool.tensors()) == stored * bytes_per_token(model, torch.float32)[0]
+    assert sum(tensor.nbytes for tensor in engine._pool.tensors()) == stored * cache_needs(model, torch.float32).token
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import LINEAR_ATTENTION, tiny_model, tiny_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native.engine import NativeEngine
 from verl.errors import UserError
+from verl.models.recurrent import recurrent_layers
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3", scale=8.0)
+LINEAR = "qwen3_5_text"  # every other layer carries a state along each sequence
+
+
+@pytest.fixture(scope="module", params=["qwen3", pytest.param(LINEAR, marks=pytest.mark.long)])
+def model_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    arch = request.param
+    return tiny_model(tmp_path_factory.mktemp("model"), arch, scale=8.0, **LINEAR_ATTENTION.get(arch, {}))
 
 
 @pytest.fixture
@@ -62,13 +67,14 @@ def test_a_response_does_not_depend_on_the_batch(model: Any) -> None:
     assert together[0] != tokens(run(engine_of(model), [(work[0][0], replace(DRAWN, seed=77), None)]))[0]
 
 
-def test_a_late_member_uses_the_cached_prompt(model: Any) -> None:
+@pytest.mark.parametrize(("model_path", "prefilled"), [("qwen3", 1), (LINEAR, 12)], indirect=["model_path"])
+def test_a_late_member_uses_the_cached_prompt(model: Any, prefilled: int) -> None:
     engine = engine_of(model)
     first = run(engine, [(prompt(0), GREEDY, "g")])
     assert first[0].prefilled == 12
     again = run(engine, [(prompt(0), GREEDY, "g")])
     assert tokens(again) == tokens(first)
-    assert again[0].prefilled == 1  # the last one again, for its logits
+    assert again[0].prefilled == prefilled  # the last one again, for its logits; with a state that has passed it, all
     other = run(engine, [(prompt(1), GREEDY, "g")])  # the name used again for another prompt
     assert tokens(other) == tokens(run(engine_of(model), [(prompt(1), GREEDY, None)]))
 
@@ -97,15 +103,20 @@ def dialogue(engine: NativeEngine, number: int, *, session: bool, how: SamplingP
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("model_path", "more"),
     [
-        {},
-        {"max_num_batched_tokens": 7},
-        {"cache_tokens": 400},
-        {"max_num_seqs": 2},
-        {"cut": 9},
-        {"how": "end"},
+        ("qwen3", {}),
+        ("qwen3", {"max_num_batched_tokens": 7}),
+        ("qwen3", {"cache_tokens": 400}),
+        ("qwen3", {"max_num_seqs": 2}),
+        ("qwen3", {"cut": 9}),
+        ("qwen3", {"how": "end"}),
+        (LINEAR, {"cut": 9}),
+        pytest.param(LINEAR, {}, marks=pytest.mark.long),
+        pytest.param(LINEAR, {"max_num_batched_tokens": 7}, marks=pytest.mark.long),
+        pytest.param(LINEAR, {"max_num_seqs": 2}, marks=pytest.mark.long),
     ],
+    indirect=["model_path"],
     ids=str,
 )
 def test_later_turns_prefill_only_what_is_new(model: Any, more: dict[str, Any]) -> None:
@@ -131,7 +142,9 @@ def test_later_turns_prefill_only_what_is_new(model: Any, more: dict[str, Any]) 
     if not more:
         new = [[1 + 3 + i] * 3 for i in range(5)]  # the last token of the turn before, and what was said after it
         if cut:
-            new = [[n[0], n[1] - 1, n[2]] for n in new]
+            # a state does not forget what is taken back: all that follows the first prompt is computed again
+            again = [12 + 3 + i + 12 - cut if engine._pool.states else -1 for i in range(5)]
+            new = [[n[0], n[1] + again[i] - (again[i] > 0), n[2]] for i, n in enumerate(new)]
         assert [[done.prefilled for done in turns[1:]] for turns in found] == new
     if more == {"max_num_seqs": 2}:
         assert found[4][3].prefilled == 1 + 3 + 4, "those that wait keep their places"
@@ -144,7 +157,7 @@ def test_new_weights_end_what_sessions_share(model: Any) -> None:
         first = await engine.generate(prompt(0), GREEDY, request_id="s", session="s")
         with torch.no_grad():
             model.lm_head.weight.mul_(-1.0)
-            model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
+            model.model.layers[-1].self_attn.k_proj.weight.mul_(0.5)
         engine.weights_updated(1)
         longer = [*prompt(0), *first.token_ids.tolist(), 5]
         return [
@@ -304,7 +317,7 @@ def test_new_weights_in_the_middle_of_an_response(model: Any) -> None:
             await asyncio.sleep(0)
         with torch.no_grad():
             model.lm_head.weight.neg_()
-            model.model.layers[0].self_attn.k_proj.weight.neg_()
+            model.model.layers[-1].self_attn.k_proj.weight.neg_()
         engine.weights_updated(1)
         return await task
 
@@ -323,7 +336,8 @@ def test_training_sees_the_model_as_it_was(model: Any) -> None:
     engine = engine_of(model, dtype="bfloat16")
     run(engine, [(prompt(0), GREEDY, None)])
     assert model.training and model.config._attn_implementation == before
-    assert all("forward" not in m.__dict__ for m in model.modules())
+    if not recurrent_layers(model):
+        assert all("forward" not in m.__dict__ for m in model.modules())
     loss = model(torch.tensor([prompt(0)]), labels=torch.tensor([prompt(0)])).loss
     loss.backward()
     assert all(p.grad is not None and p.dtype == torch.float32 for p in model.parameters())
@@ -385,8 +399,8 @@ def test_one_group_has_one_prompt(model: Any) -> None:
 
 
 def test_unknown_layers_are_refused(model: Any) -> None:
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(UserError, match="linear_attention"):
+    model.config.layer_types = ["linear_attention", "conv"]
+    with pytest.raises(UserError, match=r"conv.* are no attention"):
         engine_of(model)
 
 

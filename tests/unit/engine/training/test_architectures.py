@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import tiny_config, tiny_model
-from tests.unit.engine.training.engine_cases import rows_of
+from tests.tiny import LINEAR_ATTENTION, tiny_config, tiny_model
+from tests.unit.engine.training.engine_cases import assert_close, rows_of
 from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.engine.training.fsdp.tensor_parallel import TensorParallel
 from verl.errors import UserError
@@ -40,7 +40,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0}
     },
-}
+} | LINEAR_ATTENTION
 
 
 def built(arch: str) -> Any:
@@ -78,6 +78,22 @@ def test_log_probs_and_gradients_are_the_models_own(tmp_path: Path, arch: str) -
         theirs = torch.zeros_like(parameter) if gradients[name] is None else gradients[name]
         difference = float(torch.linalg.vector_norm(parameter.grad - theirs))
         assert difference <= 1e-3 * max(1e-3, float(torch.linalg.vector_norm(theirs))), name
+
+
+@pytest.mark.parametrize("arch", sorted(LINEAR_ATTENTION.keys() - {"qwen3_next", "qwen3_5_moe_text", "olmo_hybrid"}))
+def test_states_begin_with_each_sequence_and_pass_from_prompt_to_responses(tmp_path: Path, arch: str) -> None:
+    """Layers are recomputed in the backward pass. Prompts shorter than the convolution and longer than a chunk of the delta rule, responses of one token too."""
+    module = built(arch)
+    rows = rows_of([(1, [3, 1]), (70, [2, 1, 67, 9]), (2, [5]), (2, [1, 2, 3])])
+    module.save_pretrained(tmp_path)
+    log_probs, gradients = alone(module, rows)
+    model = {"enable_gradient_checkpointing": True}
+    engine = FSDPEngine(tmp_path, role_cfg=FP32, model_cfg=model, device="cpu", longest=140)
+    np.testing.assert_allclose(engine.forward(rows, temperature=1.0)["log_probs"], log_probs, atol=1e-5)
+    result = engine.step(rows, lambda batch: (batch.log_probs.sum(), {}), temperature=1.0)
+    assert result.tokens == 1 + 70 + 2 + 2 + sum(row.length - 1 for row in rows)  # each prompt once
+    ours = {n: p.grad for n, p in engine.module.named_parameters()}
+    assert_close(ours, {n: g if g is not None else torch.zeros_like(ours[n]) for n, g in gradients.items()}, 1e-5)
 
 
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from verl.models import attention
 from verl.models.attention import AttentionOptions
 from verl.models.inputs import model_inputs
 from verl.models.layers import is_recurrent
+from verl.models.recurrent import run, takes_attention
 from verl.platform import platform_of
 
 INSTEAD = "use another rollout engine (rollout.name=vllm)"
@@ -27,10 +28,10 @@ def refuse_unfit(model: Any) -> None:
 
 
 def _unfit(model: Any) -> str:
-    if not getattr(model, "_supports_attention_backend", False):
+    if not takes_attention(model):
         return "it has its own attention that cannot be replaced"
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if other_kinds := sorted(kinds - ATTENTION_LAYERS):
+    if is_recurrent(model) and (other_kinds := sorted(kinds - ATTENTION_LAYERS)):
         return f"its layers of kind {', '.join(other_kinds)} are no attention over all tokens or a window of them"
     if is_recurrent(model):
         return "it carries a state along the row beside keys and values"
@@ -44,10 +45,11 @@ Heads = tuple[int, int, int, int]
 
 
 class _Measure:
-    """An `AttentionPlan` that counts the numbers of keys and values that one token brings."""
+    """An `AttentionPlan` that counts the numbers of keys and values that one token brings, and the bytes of a state."""
 
     keys = 0
     values = 0
+    state_bytes = 0
 
     def __init__(self) -> None:
         self.heads: set[Heads] = set()
@@ -57,6 +59,11 @@ class _Measure:
         self.values += value.shape[1] * value.shape[3]
         self.heads.add((query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def mix(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        out, state = run(layer, hidden, None)
+        self.state_bytes += sum(x.nbytes for x in state)
+        return out
 
 
 def bytes_to_come(model: nn.Module, compute: torch.dtype) -> int:
@@ -68,10 +75,18 @@ def bytes_to_come(model: nn.Module, compute: torch.dtype) -> int:
     return 12 * trained + compute.itemsize * copied
 
 
+class CacheNeeds(NamedTuple):
+    """What a model keeps while it samples: bytes of a token's keys and values in all attention calls of a pass, bytes of
+    a sequence's state in all layers of linear attention, and the heads of the attention calls."""
+
+    token: int
+    state: int
+    heads: set[Heads]
+
+
 @torch.no_grad()
-def bytes_per_token(model: Any, compute: torch.dtype) -> tuple[int, set[Heads]]:
-    """Keys and values of one token in all attention calls of a pass, and the heads of these calls, seen in a pass of one
-    token.
+def cache_needs(model: Any, compute: torch.dtype) -> CacheNeeds:
+    """What a model keeps while it samples, seen in a pass of one token.
 
     The configuration would not do: layers differ in their sizes (Gemma 4, MiMo), some architectures repeat keys before
     they attend (JetMoE), attend twice in a layer or go through their layers several times. UserError for a model that
@@ -87,4 +102,4 @@ def bytes_per_token(model: Any, compute: torch.dtype) -> tuple[int, set[Heads]]:
             f"function that is set, so its tokens would not see each other; {INSTEAD}"
         )
     key_bytes = platform_of(device).key_dtype(compute).itemsize
-    return plan.keys * key_bytes + plan.values * compute.itemsize, plan.heads
+    return CacheNeeds(plan.keys * key_bytes + plan.values * compute.itemsize, plan.state_bytes, plan.heads)

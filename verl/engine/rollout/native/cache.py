@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verl.engine.rollout.native.states import StatePool
 from verl.errors import UserError
 from verl.platform import platform_of
 from verl.platform.host_resources import total_memory
@@ -86,12 +87,16 @@ def default_cache_tokens(
     at the moment: a resumed run must schedule exactly as the first one did. One sequence always has room."""
     # whole blocks of at most 16 × 128 tokens, and both tables as if all their sequences were longest
     largest = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
+    room = cache_room(device, engines, share=share, taken_later=taken_later)
+    least = (-(-max_model_len // _NARROWEST) + 1) * _NARROWEST if platform_of(device).on_host else 0
+    return min(largest, max(room // per_token, least))
+
+
+def cache_room(device: torch.device, engines: int = 1, *, share: float, taken_later: int) -> int:
+    """Bytes of the share of memory; see `default_cache_tokens`."""
     platform = platform_of(device)
-    if platform.on_host:
-        room, least = total_memory() // engines / 2, (-(-max_model_len // _NARROWEST) + 1) * _NARROWEST
-    else:
-        room, least = platform.room(device.index or 0) - taken_later, 0
-    return min(largest, max(int(room * share) // per_token, least))
+    room = total_memory() // engines / 2 if platform.on_host else platform.room(device.index or 0) - taken_later
+    return int(room * share)
 
 
 class AttentionCalls:
@@ -130,6 +135,7 @@ class KVBlockPool:
 
     Keys may be kept in a wider data type than `compute`, in which values are kept and attention's inputs come.
     paged: kernels read single sequences by their block tables, so blocks need no zeros, and no neighbours.
+    states: of a model with layers of linear attention.
     """
 
     def __init__(
@@ -140,9 +146,10 @@ class KVBlockPool:
         compute: torch.dtype,
         *,
         paged: bool = False,
+        states: StatePool | None = None,
     ):
         self.layout = layout
-        self.paged = paged
+        self.paged, self.states = paged, states
         self.device = device
         self.key_dtype = key_dtype
         self.compute = compute
@@ -201,6 +208,8 @@ class KVBlockPool:
     def drop(self) -> None:
         """Free the memory (no table may hold a block)."""
         self._layers.clear()
+        if self.states is not None:
+            self.states.drop()
 
 
 class KVSlotTable:
@@ -213,19 +222,24 @@ class KVSlotTable:
         self.slots = -(-slots // g.rows) * g.rows
         self.lengths = np.zeros(self.slots, np.int64)  # tokens there is room for, which a step then writes
         self.taken = np.zeros(self.slots, bool)
+        self.states = np.zeros(self.slots, np.int64)  # of slots that are taken, in the pool's, if it has any
         self.blocks: list[list[int]] = [[] for _ in range(self.slots // g.rows)]
         self.version = 0
         self._limit = slots
 
     def acquire(self, length: int = 0) -> int | None:
-        """The first free slot, with room for `length` tokens; None (and no change) when slots or pool are full."""
-        if self.taken.sum() == self._limit:
+        """The first free slot, with room for `length` tokens and a state; None (and no change) when slots, pool or
+        states are full."""
+        states = self.pool.states
+        if self.taken.sum() == self._limit or (states is not None and not states.free):
             return None
         slot = int(np.argmin(self.taken))
         if not self.reserve(slot, length):
             return None
         self.taken[slot] = True
         self.version += 1
+        if states is not None:
+            self.states[slot] = states.take()
         return slot
 
     def reserve(self, slot: int, length: int) -> bool:
@@ -248,6 +262,8 @@ class KVSlotTable:
         g = self.pool.layout
         self.taken[slot], self.lengths[slot] = False, 0
         self.version += 1
+        if self.pool.states is not None:
+            self.pool.states.give(int(self.states[slot]))
         block_row = slot // g.rows
         longest = int(self.lengths[block_row * g.rows : (block_row + 1) * g.rows].max())
         while len(self.blocks[block_row]) > -(-longest // g.cols):
@@ -297,7 +313,7 @@ class KVSlotTable:
             for block in present[block_rows:]:
                 self.pool.give(int(block))
         self.blocks = blocks
-        lengths = self.lengths[old]
+        lengths, self.states[: len(old)] = self.lengths[old], self.states[old]
         self.lengths[:], self.taken[:] = 0, False
         self.lengths[: len(old)], self.taken[: len(old)] = lengths, True
         self.version += 1

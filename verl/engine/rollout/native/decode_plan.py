@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from verl.engine.rollout.native.cache import KVSlotTable
 from verl.models.attention import AttentionOptions
+from verl.models.recurrent import run
 from verl.platform import platform_of
 
 # Finite, so that a slot without any visible key gives a useless row with a tiny weight, and no NaN.
@@ -298,6 +299,14 @@ class DecodePlan:
             total = torch.logaddexp(lse_own, lse_prompt)
             out.mul_(torch.sigmoid(total - options.sinks.float())[..., None])
         return out.to(self._pool.compute)[None]
+
+    def mix(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """See `AttentionPlan`."""
+        pool, numbers = self._pool.states, self._responses.table.states[self._slots]
+        assert pool is not None
+        out, after = run(layer, hidden.transpose(0, 1), pool.read(layer, numbers))
+        pool.write(layer, numbers, after)
+        return out.transpose(0, 1)
 
     def _window(self, window: int | None) -> int | None:
         """The window if any response has outgrown it; masks without one are smaller."""

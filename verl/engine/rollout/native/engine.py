@@ -29,14 +29,15 @@ from verl.engine.rollout.base import (
     check_request,
     not_finite,
 )
-from verl.engine.rollout.native.architecture import bytes_per_token, bytes_to_come, refuse_unfit
-from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, default_cache_tokens
+from verl.engine.rollout.native.architecture import bytes_to_come, cache_needs, refuse_unfit
+from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, cache_room, default_cache_tokens
 from verl.engine.rollout.native.device_decode import Drawn, compiles
 from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
 from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler, Stopper
+from verl.engine.rollout.native.states import StatePool
 from verl.engine.rollout.native.vision import ImageEncoder
-from verl.models import positions
+from verl.models import positions, recurrent
 from verl.models.adapters import PlainView, exported, is_adapted
 from verl.models.checkpoint_names import CheckpointViews
 from verl.models.inputs import VisionInputs, special_token_ids
@@ -90,6 +91,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: the embedded sampler computes in {' or '.join(_DTYPES)}")
         refuse_unfit(model)
+        recurrent.attach(model)
         compute = _DTYPES[dtype]
         self._eos = frozenset(int(i) for i in eos_token_ids)
         self._max_model_len = max_model_len
@@ -97,16 +99,19 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         device = next(model.parameters()).device
         self._platform = platform_of(device)
         # Measured where cache_tokens are given, too: it refuses a model that never asks for attention.
-        per_token, heads = bytes_per_token(model, compute)
+        needs = cache_needs(model, compute)
+        room = {"share": gpu_memory_utilization, "taken_later": bytes_to_come(model, compute)}
+        states = None
+        if needs.state:
+            states = StatePool.fit(needs.state, cache_room(device, engines, **room), max_num_seqs, device)
+            room["share"] /= 2
         if cache_tokens is None:
-            share, later = gpu_memory_utilization, bytes_to_come(model, compute)
-            cache_tokens = default_cache_tokens(
-                per_token, device, max_num_seqs, max_model_len, engines, share=share, taken_later=later
-            )
-        reason = compiles(device, compute, heads)
+            cache_tokens = default_cache_tokens(needs.token, device, max_num_seqs, max_model_len, engines, **room)
+        reason = "" if states is None else "layers of linear attention"
+        reason = reason or compiles(device, compute, needs.heads)
         paged = not reason
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs, paged=paged)
-        self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute, paged=paged)
+        self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute, paged=paged, states=states)
         self._scheduler = Scheduler(self._pool, max_num_seqs, max_num_batched_tokens)
         vision = VisionInputs.of(model)
         self._images = None if vision is None else ImageEncoder(model, vision)

@@ -6,6 +6,7 @@ is a call of torch's attention.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.models.attention import AttentionOptions
 from verl.models.flash_attention import Kernel, KernelCall, fits
 from verl.models.inputs import ImageContext, text_axes
+from verl.models.recurrent import run
 from verl.platform import platform_of
 from verl.trajectory import Media
 
@@ -51,6 +53,12 @@ class PrefillSpan:
     def first(self) -> int:
         """Number of the first token in prompt + response."""
         return self.start + (self.prompt[2] if self.prompt is not None else 0)
+
+    @property
+    def earlier_state(self) -> int:
+        """The state that the tokens follow, where they are not their sequence's first."""
+        table, slot = (self.table, self.slot) if self.start or self.prompt is None else self.prompt[:2]
+        return int(table.states[slot])
 
     @property
     def positions(self) -> np.ndarray:
@@ -92,6 +100,34 @@ class PrefillPlan:
             if span.prompt is not None:
                 k, v = self._join(layer, *span.prompt, k, v)
             out[:, here] = self._one(query[:, :, here], k, v, options).transpose(1, 2)
+        return out
+
+    @cached_property
+    def _together(self) -> list[list[tuple[PrefillSpan, int]]]:
+        """Spans of one length that all follow a state or none, each with its first token's number in the pass. A prompt
+        comes after the responses that were scheduled before it and before those after it: it may begin again."""
+        alike: dict[tuple[int, bool, int], list[tuple[PrefillSpan, int]]] = defaultdict(list)
+        prompts, start = set(), 0
+        for span in self._spans:
+            turn = 1 if span.prompt is None else 2 if span.prompt[1] in prompts else 0
+            if span.prompt is None:
+                prompts.add(span.slot)
+            alike[turn, span.first > 0, len(span.ids)].append((span, start))
+            start += len(span.ids)
+        return [alike[key] for key in sorted(alike)]
+
+    def mix(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """See `AttentionPlan`."""
+        states, out = self._pool.states, torch.empty_like(hidden)
+        assert states is not None
+        for batch in self._together:
+            places = [slice(start, start + len(span.ids)) for span, start in batch]
+            earlier = [span.earlier_state for span, _ in batch if span.first]
+            before = states.read(layer, earlier) if earlier else None
+            computed, after = run(layer, torch.stack([hidden[0, place] for place in places]), before)
+            states.write(layer, [span.table.states[span.slot] for span, _ in batch], after)
+            for place, row in zip(places, computed, strict=True):
+                out[0, place] = row
         return out
 
     def _kernel(self, query: Tensor, value: Tensor, options: AttentionOptions) -> Kernel | None:

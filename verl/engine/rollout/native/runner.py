@@ -280,6 +280,8 @@ class Runner:
         logits = self._forward(tokens, self._tensor(positions), plan, keep, media)
         if self.device_decode is not None:
             self.device_decode.seen.view(-1).index_copy_(0, plan.places(1), tokens.int())
+        if self._pool.states is not None:
+            self._pool.states.copy(self._scheduler.handed_on(work))
         in_order = np.array_equal(distinct, rows)
         return logits[: len(rows)] if in_order else logits.index_select(0, self._tensor(back))
 

@@ -156,6 +156,10 @@ class Scheduler:
         # True if tokens that were being drawn are known now: tokens of a request that loses its place must be
         self.settle: Callable[[], bool] = lambda: False
 
+    @property
+    def _stateful(self) -> bool:
+        return self.responses.pool.states is not None
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError when its group is being sampled with another prompt."""
         if (other := self._same_group(request.group_key)) is not None:
@@ -242,6 +246,8 @@ class Scheduler:
         common = next((i for i, (old, other) in pairs if old != other), len(tokens))
         # The newest token is always computed: it gives the logits.
         request.computed = min(earlier.computed, common, len(tokens) - 1)
+        if self._stateful and request.computed < earlier.computed:
+            request.computed = 0  # the state is that after all tokens
         request.routes, request.prompt_routes = earlier.routes, group.routes
         request.routes.cut(request.computed)
         request.prompt, request.images, request.group_key = group.prompt, group.images, group.group_key
@@ -255,7 +261,8 @@ class Scheduler:
         assert group is not None
         start, length = group.computed, len(group.prompt)
         if start == length and not request.tokens and id(group) not in last_row:
-            start -= 1  # cached earlier: its last token again gives the logits
+            # cached earlier: its last token again gives the logits, where there is no state that has passed it
+            start = 0 if self._stateful else start - 1
         if start < length:
             ids = group.prompt[start:][: max(0, self._budget - work.tokens)].tolist()
             if not ids:
@@ -281,6 +288,11 @@ class Scheduler:
         if request.computed == len(request.tokens):
             request.ready = True
             work.sampled.append((request, work.tokens - 1))
+
+    def handed_on(self, work: Prefill) -> list[tuple[int, int]]:
+        """States of prompts, and those of the responses that begin with them."""
+        begun = [(request, request.group) for request, _ in work.sampled if request.group and not request.tokens]
+        return [(int(self.prompts.states[g.slot]), int(self.responses.states[r.slot])) for r, g in begun]
 
     # ---- decode
 

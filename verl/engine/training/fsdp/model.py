@@ -30,7 +30,7 @@ from verl.engine.training.process_group import on_all_ranks
 from verl.engine.training.settings import named_dtype
 from verl.engine.training.weight_files import WeightSource, open_source
 from verl.errors import UserError
-from verl.models import attention, positions, pretrained
+from verl.models import attention, positions, pretrained, recurrent
 from verl.models.inputs import sees_images, takes_features
 from verl.models.layers import is_recurrent, layer_configs
 from verl.platform import platform_of
@@ -84,6 +84,7 @@ def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) 
         attention.register()
         pretrained.check_supported(module, settings.path or type(module).__name__)
         module.set_attn_implementation(attention.IMPLEMENTATION)
+        recurrent.attach(module)
     positions.settle(module, settings.longest)
     module.to(settings.device)  # type: ignore[arg-type]
     adapter, lora = None, settings.lora
