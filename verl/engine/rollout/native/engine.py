@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, check_request, not_finite
+from verl.engine.rollout.base import Completion, OnTokens, RolloutEngine, SamplingParams, check_request, not_finite
 from verl.engine.rollout.native.architecture import bytes_per_token, bytes_to_come, refuse_unfit
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, default_cache_tokens
 from verl.engine.rollout.native.device_decode import Drawn, compiles
@@ -59,6 +59,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     record_routes: completions say which experts their tokens went to; no captured graphs then.
     owns_weights: nobody else uses the model's tensors: `sleep` takes them to host memory.
     """
+
+    streams = True
 
     def __init__(
         self,
@@ -131,6 +133,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         group: str | None = None,
         session: str | None = None,
         media: Media | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`."""
         prompt = np.asarray(prompt_ids, np.int64)
@@ -147,6 +150,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             stop_ids=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._eos),
             images=images,
             session=session,
+            on_tokens=on_tokens,
         )
         self._scheduler.add(request)
         self._requests[request_id] = request
@@ -279,6 +283,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 raise not_finite(request.written, self._version)
             request.tokens.append(token)
             request.log_probs.append(log_prob)
+            if request.on_tokens is not None:
+                request.on_tokens([token])
             if not request.versions or request.versions[-1] != self._version:
                 request.versions.append(self._version)
             if reason := self._stopper.reason(request):
