@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, OnTokens, RolloutEngine, SamplingParams
 from verl.rollout.record import Place, Record, SegmentRecord
 from verl.rollout.session import Session
 
@@ -26,9 +26,13 @@ class ScriptedRecord(Record):
         super().__init__()
         self.send = send
 
-    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
+    async def call(
+        self, place: Place, sampling: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> tuple[Completion, SegmentRecord]:
         self.begin(place)
         completion = await self.send(place.ids(), sampling, place.shown)
+        for token in completion.token_ids.tolist() if on_tokens is not None else ():
+            on_tokens([token])
         return completion, self.add(place, completion)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.base import Completion, OnTokens, SamplingParams
 from verl.rollout import loops
 from verl.rollout.loop_processes import LoopEnded, LoopFailed, LoopProcesses
 from verl.rollout.record import (
@@ -92,13 +92,16 @@ class Attempt(Record):
         self._session = self.id if more_follow else None
         self._asked = 0
 
-    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
+    async def call(
+        self, place: Place, sampling: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> tuple[Completion, SegmentRecord]:
         """Sample what follows a place; returns it with the segment that holds it. Call k of a trajectory draws by
         (seed, k, position in the call)."""
         self.begin(place)
         ids, number = place.ids(), self._asked
         self._asked += 1
         segment = place.segment
+        streamed = on_tokens is not None and self._requests.engine.streams
         media = segment.media if segment is not None and place.extends else self.media_of(ids, place.shown)
         completion = await self._requests.generate(
             ids,
@@ -107,6 +110,7 @@ class Attempt(Record):
             group=None if number or place.shown else self._group_of(ids),
             session=self._session,
             media=media,
+            **({"on_tokens": on_tokens} if streamed else {}),
         )
         if number:  # an earlier call has computed all of its tokens but the last one it sampled
             computed = min(place.length, segment.length - 1) if segment is not None else 0

@@ -1,6 +1,6 @@
 """Sessions over HTTP, on loopback: what a program that speaks to an OpenAI-compatible URL is given.
 
-    http://127.0.0.1:PORT/TOKEN/v1      OpenAI's base URL of one session; what its paths answer: `openai_routes`
+    http://127.0.0.1:PORT/TOKEN/v1      OpenAI's base URL of one session; what its paths answer: `verl.rollout.dialects`
 
 TOKEN is of one session and cannot be guessed; the body of a request is read only after it. A request whose client
 closes the connection before the answer is cancelled: nothing of it is recorded. The server is asyncio's, one for each
@@ -14,21 +14,26 @@ import json
 import secrets
 import socket
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Awaitable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from verl.data.rows import BadRow
+from verl.rollout.dialects import ROUTES, Handler, Result
+from verl.rollout.dialects.turns import NotFound
 from verl.rollout.event_loop import spawn
-from verl.rollout.openai_routes import ROUTES, Handler, Result
 
 _MOST_BYTES = 64 * 2**20  # of a body
 _HEAD_BYTES = 2**14
 _MOST_CONNECTIONS = 1024  # of one session, and of all clients that have sent no token
 _READ_SECONDS = 60.0  # in which a head, a body, and an answer must pass; a connection may be idle for so long
 _LINGER_SECONDS = 2.0
+
+
+T = TypeVar("T")
 
 
 class _Refused(Exception):
@@ -94,25 +99,50 @@ class _Connection:
         self._head = spawn(_read_head(self._reader))
         while True:
             head = await asyncio.wait_for(self._head, _READ_SECONDS)
-            session, handler = self._route(head)
+            session, handler, name = self._route(head)
             data = await self._body(head.headers)
             # Read while the answer is made: it fails when the client closes the connection.
             self._head = spawn(_read_head(self._reader))
-            answer = spawn(_answer(session, handler, data))
+            answer = spawn(self._answer(session, handler, name, data, head.last))
             try:
                 await asyncio.wait({self._head, answer}, return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done() and isinstance(self._head.exception(), EOFError | OSError):
                     return
-                status, result = await answer
-                self._write(status, result, "Connection: close\r\n" * head.last)
+                await answer
             finally:
                 answer.cancel()
             await asyncio.wait_for(self._writer.drain(), _READ_SECONDS)
             if head.last:
                 return
 
-    def _route(self, head: _Head) -> tuple[Any, Handler]:
-        """The session and the handler of a request."""
+    async def _answer(self, session: Any, handler: Handler, name: str, data: bytes, last: bool) -> None:
+        """Write what answers a request. An error of a stream that has begun is its last event."""
+        header = "Connection: close\r\n" * last
+        status, result = await _guarded(_answer(session, handler, name, data))
+        if isinstance(result, dict):
+            self._write(status, result, header)
+            return
+        async with aclosing(result):  # type: ignore[type-var]
+            status, first = await _guarded(anext(result))  # a request that cannot be sampled is refused by its status
+            if isinstance(first, dict):
+                self._write(status, first, header)
+                return
+            header += "" if last else "Transfer-Encoding: chunked\r\n"
+            self._writer.write(_head_of(status, "text/event-stream", header))
+            while isinstance(first, str):
+                await self._chunk(first, last)
+                status, first = await _guarded(anext(result, None))
+            if first is not None:
+                await self._chunk(f"event: error\ndata: {json.dumps(first)}\n\n", last)
+            await self._chunk("", last)
+
+    async def _chunk(self, text: str, last: bool) -> None:
+        data = text.encode()
+        self._writer.write(data if last else f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        await asyncio.wait_for(self._writer.drain(), _READ_SECONDS)
+
+    def _route(self, head: _Head) -> tuple[Any, Handler, str]:
+        """The session, the handler of a request, and the id at the end of its path."""
         _, token, *parts = [*head.path.partition("?")[0].split("/"), ""]
         session, route = self._server.sessions.get(token), "/".join(parts).strip("/")
         if session is None:
@@ -121,13 +151,17 @@ class _Connection:
         self._server.connections.update({self._token: -1, token: 1})
         self._token = token
         self._check_limit()
+        name = ""
+        if route not in ROUTES:
+            above, _, name = route.rpartition("/")
+            route = f"{above}/ID"
         if route not in ROUTES:
             raise _Refused(HTTPStatus.NOT_FOUND, f"no such path: /{route}; there are /{', /'.join(ROUTES)}")
         method, handler = ROUTES[route]
         if head.method != method:
             message = f"/{route} takes {method}, not {head.method}"
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, message, f"Allow: {method}\r\n")
-        return session, handler
+        return session, handler, name
 
     def _check_limit(self) -> None:
         if self._server.connections[self._token] > _MOST_CONNECTIONS:
@@ -143,15 +177,10 @@ class _Connection:
         except ValueError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}") from error
 
-    def _write(self, status: HTTPStatus, result: Result, header: str = "") -> None:
-        kind, data = "application/json", b""
-        if isinstance(result, dict):
-            data = json.dumps(result).encode()
-        else:
-            kind = "text/event-stream"
-            data = "".join(f"data: {part}\n\n" for part in [*map(json.dumps, result), "[DONE]"]).encode()
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n{header}"
-        self._writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    def _write(self, status: HTTPStatus, result: dict[str, Any], header: str = "") -> None:
+        data = json.dumps(result).encode()
+        header += f"Content-Length: {len(data)}\r\n"
+        self._writer.write(_head_of(status, "application/json", header) + data)
 
     async def _refuse(self, refused: _Refused) -> None:
         with suppress(OSError, TimeoutError):
@@ -166,14 +195,23 @@ class _Connection:
                     pass
 
 
-async def _answer(session: Any, handler: Handler, data: bytes) -> tuple[HTTPStatus, Result]:
+def _head_of(status: HTTPStatus, kind: str, header: str) -> bytes:
+    return f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n{header}\r\n".encode()
+
+
+async def _answer(session: Any, handler: Handler, name: str, data: bytes) -> Result:
+    body = json.loads(data) if data else {}
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    return await handler(session, body | ({"id": name} if name else {}))
+
+
+async def _guarded(answer: Awaitable[T]) -> tuple[HTTPStatus, T | dict[str, Any]]:
+    """What is answered, or the error in its place."""
     try:
-        body = json.loads(data) if data else {}
-        if not isinstance(body, dict):
-            raise ValueError("the body must be a JSON object")
-        return HTTPStatus.OK, await handler(session, body)
-    except (ValueError, TypeError, KeyError, BadRow) as error:
-        status = HTTPStatus.BAD_REQUEST
+        return HTTPStatus.OK, await answer
+    except (ValueError, TypeError, KeyError, AttributeError, BadRow, NotFound) as error:
+        status = HTTPStatus.NOT_FOUND if isinstance(error, NotFound) else HTTPStatus.BAD_REQUEST
         return status, _error(status, f"{type(error).__name__}: {error}", getattr(error, "code", None))
     except Exception as error:
         status = HTTPStatus.INTERNAL_SERVER_ERROR
@@ -182,7 +220,8 @@ async def _answer(session: Any, handler: Handler, data: bytes) -> tuple[HTTPStat
 
 def _error(status: HTTPStatus, message: str, code: str | None = None) -> dict[str, Any]:
     kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    about = {"message": message, "type": kind, "param": None, "code": code}
+    return {"type": "error", "error": about}  # as clients of OpenAI and of Anthropic read it
 
 
 async def _read_head(reader: asyncio.StreamReader) -> _Head:

@@ -19,7 +19,7 @@ import itertools
 import math
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ import numpy as np
 
 from verl.config.schema.base import Map, select
 from verl.config.schema.entries import Config
-from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.base import Completion, OnTokens, SamplingParams
 from verl.errors import UserError
 from verl.platform.child_process import ChildProcess, ParentChannel, encode
 from verl.platform.host_resources import usable
@@ -86,6 +86,10 @@ class _LoopProcess(ChildProcess):
         self.why = ""
         # Seconds without an answer, in which this process was not held up itself; before the first answer none.
         self.silence = -math.inf
+
+    def send_tokens(self, call: int, ids: Sequence[int]) -> None:
+        """Tell the process what a call has sampled so far."""
+        self.writer.write(encode({"call": call, "tokens": list(ids)}))
 
 
 class LoopProcesses:
@@ -211,7 +215,8 @@ class LoopProcesses:
         result: dict[str, Any] = {"call": message["call"]}
         try:
             sampling = SamplingParams(**message["sampling"])
-            completion, segment = await run.record.call(place, sampling)
+            on_tokens = partial(process.send_tokens, message["call"]) if message["streamed"] else None
+            completion, segment = await run.record.call(place, sampling, on_tokens)
             result["replaced"] = place.segment is not None and place.segment.parent is segment
             # Expert routes stay here, in the record: they are larger than all the rest.
             result["completion"] = asdict(replace(completion, routed_experts=None))
@@ -254,18 +259,26 @@ class _RemoteRecord(Record):
         self._number, self._child = run["run"], child
         self._sent: set[str] = set()
 
-    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
+    async def call(
+        self, place: Place, sampling: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> tuple[Completion, SegmentRecord]:
         """See `Attempt.call`."""
         self.begin(place)
         number = next(self._child.numbers)
         future: Answer = asyncio.get_running_loop().create_future()
-        self._child.calls[number] = (future, self, place)
+        self._child.calls[number] = (future, self, place, on_tokens)
         new = [vars(media) for media in place.shown if media.key not in self._sent]
         self._sent.update(media.key for media in place.shown)
         segments = [None if segment is None else segment.number for segment in (place.segment, place.follows)]
         shown = [media.key for media in place.shown]
         sent_place = (segments, place.length, place.inserted, shown, place.replaces)
-        message = {"run": self._number, "call": number, "place": sent_place, "media": new}
+        message = {
+            "run": self._number,
+            "call": number,
+            "place": sent_place,
+            "media": new,
+            "streamed": on_tokens is not None,
+        }
         self._child.channel.send(message | {"sampling": asdict(sampling)}, arrays=True)
         try:
             return await future
@@ -279,7 +292,7 @@ class _Child:
         self.channel, self._setup = channel, LoopSetup(tokenizer, config)
         loops.load_listed(self._setup.loops_file)
         self._runs: dict[int, asyncio.Task[None]] = {}
-        self.calls: dict[int, tuple[Answer, Record, Place]] = {}
+        self.calls: dict[int, tuple[Answer, Record, Place, OnTokens | None]] = {}
         self.numbers = itertools.count()
 
     async def serve(self) -> None:
@@ -303,7 +316,10 @@ class _Child:
         elif "ping" in message:
             self.channel.send({"pong": True})
         elif message["call"] in self.calls:
-            self._completed(message)
+            if "tokens" not in message:
+                self._completed(message)
+            elif (on_tokens := self.calls[message["call"]][3]) is not None:
+                on_tokens(message["tokens"])
 
     async def _run(self, message: dict[str, Any]) -> None:
         number = message["run"]
@@ -321,7 +337,7 @@ class _Child:
             del self._runs[number]
 
     def _completed(self, message: dict[str, Any]) -> None:
-        future, record, place = self.calls.pop(message["call"])
+        future, record, place, _ = self.calls.pop(message["call"])
         if "error" in message:
             if not future.done():
                 future.set_exception(RuntimeError(message["error"]))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.base import Completion, OnTokens, SamplingParams
 from verl.trajectory import UNKNOWN_EXPERT, Media
 
 NO_IDS = np.zeros(0, np.int64)
@@ -251,8 +251,11 @@ class Record:
         """Answers that were replaced when the same was asked again."""
         return len(self.segments) - len(self._order)
 
-    async def call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
-        """Sample what follows a place; returns it with the segment that holds it."""
+    async def call(
+        self, place: Place, sampling: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> tuple[Completion, SegmentRecord]:
+        """Sample what follows a place; returns it with the segment that holds it. on_tokens: gets the ids as they are
+        sampled, where the engine streams."""
         raise NotImplementedError
 
     def place(self, ids: np.ndarray, shown: tuple[Media, ...] = (), *, repeatable: bool = False) -> Place:

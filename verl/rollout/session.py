@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,11 @@ import numpy as np
 
 from verl.config.schema.base import Map, select
 from verl.config.schema.entries import Config
-from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.base import Completion, OnTokens, SamplingParams
 from verl.rollout.record import Place, Record, SegmentRecord
 from verl.rollout.tools.parsers import OWN_PARSERS, Stop, ToolCall, before_stop, parse
 from verl.rollout.turn_boundaries import Boundaries, Message, images_of, without_images
+from verl.rollout.turn_text import TurnText
 from verl.trajectory import Media
 
 Settings = SamplingParams | Mapping[str, Any] | None
@@ -120,7 +121,8 @@ class Session:
 
     latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue
     up to the latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how
-    long it took), and what a loop notes of it (`reward`). counts: what the run logs of the session.
+    long it took), and what a loop notes of it (`reward`). counts: what the run logs of the session. responses: by their
+    ids those that a program may go back to over HTTP, each with its dialogue.
     """
 
     def __init__(self, record: Record, sampling: SamplingParams, setup: LoopSetup):
@@ -135,6 +137,7 @@ class Session:
         self.messages: list[dict[str, Any]] = []
         self.turns: list[dict[str, float]] = []
         self.counts: Counter[str] = Counter()
+        self.responses: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
         self._began = time.monotonic()
 
     async def generate(self, prompt_ids: Any, sampling: Settings = None, media: Sequence[Media] = ()) -> Completion:
@@ -149,8 +152,10 @@ class Session:
         ids = np.asarray(prompt_ids, np.int64)
         return self.record.place(ids, tuple(media), repeatable=self._url is not None)
 
-    async def _call(self, place: Place, sampling: SamplingParams) -> tuple[Completion, SegmentRecord]:
-        completion, segment = await self.record.call(place, sampling)
+    async def _call(
+        self, place: Place, sampling: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> tuple[Completion, SegmentRecord]:
+        completion, segment = await self.record.call(place, sampling, on_tokens)
         self.latest = segment
         return completion, segment
 
@@ -173,13 +178,19 @@ class Session:
         self._opening = (list(messages), list(tools or ()), prompt_ids) if is_chat else None
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        on_text: Callable[[str], None] | None = None,
+        **sampling: Any,
     ) -> Reply:
         """Sample the next turn of a dialogue. Where it goes on from turns of this session their tokens stay as they
         were sampled.
 
         sampling: max_tokens, stop, stop_token_ids; over HTTP the message ends before the stop string. An image that a
-        message holds (`{"type": "image", "image": …}`) begins a segment. OutOfTokens if there is no room, BadRow where
+        message holds (`{"type": "image", "image": …}`) begins a segment. on_text: gets the message's content in pieces,
+        while it is sampled where the engine streams. OutOfTokens if there is no room, BadRow where
         the template refuses the messages or an image cannot be shown.
         """
         if wrong := [name for name in sampling if name not in _OWN]:
@@ -188,9 +199,14 @@ class Session:
         dialogue = [_normal(message) for message in messages]
         hashes = self._hashes(dialogue)
         place = self._prompt(dialogue, hashes, tools)
-        completion, segment = await self._call(place, self.fitting(place, sampling))
-        stop = sampling.get("stop") if self._url is not None else None
+        params, stop = self.fitting(place, sampling), sampling.get("stop") if self._url is not None else None
+        text = None
+        if on_text is not None:
+            text = TurnText(self.setup.tokenizer, self._read_format(tools), params.stop if stop else (), on_text)
+        completion, segment = await self._call(place, params, text.add if text else None)
         reply = await self._reply(place.total, completion, tools, stop)
+        if text is not None:
+            text.end(reply.message["content"])
         last = int(completion.token_ids[-1]) if len(completion.token_ids) else None
         if self.messages[:-1] == (before := without_images(dialogue)) and self._url is not None:
             del self.turns[-1:]  # the request is repeated
@@ -200,6 +216,16 @@ class Session:
         timing = {"at": start - self._began, "seconds": time.monotonic() - start}
         self.turns.append({name: round(value, 4) for name, value in timing.items()})
         return reply
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Any = None) -> np.ndarray:
+        """What the next turn of a dialogue would be sampled after, int64 [P]. BadRow as of `chat`."""
+        dialogue = [_normal(message) for message in messages]
+        return self._prompt(dialogue, self._hashes(dialogue), tools).ids()
+
+    def _read_format(self, tools: Any) -> str:
+        """The format of which calls and channels are read in a turn; "" if none are. The channels of gpt-oss are there
+        without tools, too: its template takes no content that holds their marks."""
+        return self.setup.tool_format if tools or self.setup.tool_format == "gpt-oss" else ""
 
     def fitting(self, place: Place, settings: Mapping[str, Any]) -> SamplingParams:
         """The settings of a turn at a place, with a budget of what a segment may still have behind its context, and the
@@ -301,10 +327,8 @@ class Session:
         else:
             content = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
             content = before_stop(content, completion, stop)
-            # The channels of gpt-oss are there without tools, too: its template takes no content that holds
-            # their marks.
-            if tools or self.setup.tool_format == "gpt-oss":
-                content, parsed_calls = parse(self.setup.tool_format, content, tools)
+            if tool_format := self._read_format(tools):
+                content, parsed_calls = parse(tool_format, content, tools)
                 calls = parsed_calls if tools else []
         calls = [replace(call, id=self._unique(call.id)) for call in calls]
         message: dict[str, Any] = {"role": "assistant", "content": content}

@@ -58,6 +58,11 @@ class Boundaries:
             raise BadRow("this model sees no images", "use a vision-language model")
         return images
 
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """True if the generation prompt begins the model's thinking."""
+        return self.chat.text(_SHORT).rstrip().endswith("<think>")
+
     def image_parts(self, cells: Sequence[Any]) -> list[dict[str, Any]]:
         """Images as parts of a message, decoded. BadRow where the model cannot see them."""
         images = [decoded(open_image(cell, Path())) for cell in cells]

@@ -42,9 +42,11 @@ class Client:
         connection.close()
         if answer.headers["Content-Type"] != "text/event-stream":
             return answer.status, json.loads(text)
-        *parts, done, rest = text.split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
-        return answer.status, [json.loads(part.removeprefix("data: ")) for part in parts]
+        *parts, rest = text.split("\n\n")
+        assert rest == ""
+        data = [part.rpartition("data: ")[2] for part in parts]
+        assert (data[-1] == "[DONE]") == ("completions" in path)
+        return answer.status, [json.loads(part) for part in data if part != "[DONE]"]
 
     def chat(self, messages: Any = HI, **body: Any) -> Any:
         status, answer = self.ask("/chat/completions", {"messages": messages, **body})
@@ -106,7 +108,13 @@ def test_a_session_over_http() -> None:
     ("path", "body", "message"),
     [
         ("chat/completions", {}, "messages must be a list"),
-        ("chat/completions", {"messages": HI, "n": 2}, "n must be 1"),
+        ("chat/completions", {"messages": HI, "n": 0}, "n must be a number"),
+        ("completions", {"prompt": "a", "n": 2}, "n must be 1"),
+        ("responses", {"input": "Hi", "tools": [{"type": "web_search"}]}, "the tool web_search"),
+        ("responses", {"input": "Hi", "text": {"format": {"type": "json_schema"}}}, "response_format json_schema"),
+        ("messages", {"messages": HI, "tool_choice": {"type": "tool", "name": "add"}}, "tool_choice"),
+        ("messages", {"messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "the tool bash"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "a content block document"),
         ("chat/completions", {"messages": HI, "tool_choice": {"type": "function"}}, "tool_choice"),
         ("chat/completions", {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
         ("completions", {"prompt": []}, "prompt must be a text, a list of token ids"),
@@ -156,24 +164,22 @@ def test_a_stop_string_is_in_the_tokens_and_not_in_the_message() -> None:
     assert text == f"One. STOPTwo.{END}"
 
 
-def test_a_stream_is_the_finished_turn() -> None:
+def test_a_stream_of_pieces_and_then_its_calls() -> None:
     def check(client: Client) -> None:
         usage = {"include_usage": True}
-        turn, end, used = client.chat(tools=TOOLS, stream=True, stream_options=usage, logprobs=True)
-        assert {part["object"] for part in (turn, end, used)} == {"chat.completion.chunk"}
-        (choice,) = turn["choices"]
-        assert choice["finish_reason"] is None and choice["logprobs"]["content"][0]["token"] == "<"
-        delta = choice["delta"]
-        assert (delta["role"], [call["index"] for call in delta["tool_calls"]]) == ("assistant", [0, 1])
-        assert end["choices"][0] | {"logprobs": 0} == {
-            "index": 0, "delta": {}, "finish_reason": "tool_calls", "logprobs": 0
-        }  # fmt: skip
-        assert used["choices"] == [] and used["usage"]["completion_tokens"] == len(choice["token_ids"])
+        *parts, used = client.chat(tools=TOOLS, stream=True, stream_options=usage, logprobs=True)
+        assert {part["object"] for part in (*parts, used)} == {"chat.completion.chunk"}
+        *texts, turn, logged, end = [part["choices"][0] for part in parts]
+        assert [text["delta"]["content"] for text in texts] == list("So:") and turn["finish_reason"] is None
+        assert texts[0]["delta"]["role"] == "assistant" and logged["logprobs"]["content"][3]["token"] == "<"
+        assert [call["index"] for call in turn["delta"]["tool_calls"]] == [0, 1]
+        assert end == {"index": 0, "delta": {}, "finish_reason": "tool_calls", "logprobs": None}
+        assert used["choices"] == [] and used["usage"]["completion_tokens"] == len(logged["token_ids"])
         _, parts = client.ask("/completions", {"prompt": ["abc", "d"], "stream": True})
         texts = [(c["index"], c["text"], c["finish_reason"]) for part in parts for c in part["choices"]]
         assert texts == [(0, "ab", None), (0, "", "stop"), (1, "c", None), (1, "", "stop")]
 
-    serve(check, CALL * 2 + END, "ab", "c")
+    serve(check, "So:" + CALL * 2 + END, "ab", "c")
 
 
 @pytest.mark.parametrize("prompt", [["ab", "ab"], [[66, 67], [66, 67]], ["ab"], [66, 67]])

@@ -7,8 +7,9 @@ torch-free, so that the driver can hold it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -100,8 +101,17 @@ class EngineDead(RuntimeError):
     ends_the_run = True
 
 
+OnTokens = Callable[[Sequence[int]], None]
+"""Called with the ids of tokens as they are sampled."""
+
+
 class RolloutEngine(ABC):
-    """One sampling engine. Calls are made on one event loop; `generate` may be awaited many times at once."""
+    """One sampling engine. Calls are made on one event loop; `generate` may be awaited many times at once.
+
+    streams: `generate` takes `on_tokens`, and calls it on that loop with the ids of new tokens as they are sampled, all
+    of them before it returns."""
+
+    streams: ClassVar[bool] = False
 
     @abstractmethod
     async def generate(

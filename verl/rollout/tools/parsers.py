@@ -264,6 +264,16 @@ _MARKED: dict[str, tuple[str, str, ReadBody, str]] = {
 """Format → what a call stands between, its reader, and what may stand before the first."""
 _MARKED["qwen"] = _MARKED["hermes"]
 
+
+def marks(tool_format: str) -> tuple[str, ...] | None:
+    """What calls and thinking of a format begin or end with: text before them is the message's, whatever follows. None
+    where only a whole turn can be read."""
+    if tool_format in OWN_PARSERS or tool_format not in _MARKED:
+        return None
+    begin, _, _, section = _MARKED[tool_format]
+    return tuple(mark for mark in (begin, section, "</think>", "</seed:think>") if mark)
+
+
 PARSERS: dict[str, Read] = {
     **{name: _between(*marked) for name, marked in _MARKED.items()},
     "llama3_json": _llama,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from verl.engine.rollout.base import (
     Completion,
+    OnTokens,
     RecordedRoutes,
     RolloutEngine,
     SamplingParams,
@@ -68,6 +69,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     record_routes: completions say which experts their tokens went to; no captured graphs then.
     owns_weights: nobody else uses the model's tensors: `sleep` takes them to host memory.
     """
+
+    streams = True
 
     def __init__(
         self,
@@ -145,6 +148,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         group: str | None = None,
         session: str | None = None,
         media: Media | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`."""
         prompt = np.asarray(prompt_ids, np.int64)
@@ -161,6 +165,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             stop_ids=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._eos),
             images=images,
             session=session,
+            on_tokens=on_tokens,
         )
         self._scheduler.add(request)
         self._requests[request_id] = request
@@ -300,6 +305,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 raise not_finite(request.written, self._version)
             request.tokens.append(token)
             request.log_probs.append(log_prob)
+            if request.on_tokens is not None:
+                request.on_tokens([token])
             if not request.versions or request.versions[-1] != self._version:
                 request.versions.append(self._version)
             if reason := self._stopper.reason(request):

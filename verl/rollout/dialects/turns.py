@@ -1,0 +1,138 @@
+"""What the dialects share: which settings of a request take effect, a turn as it is sampled, and the form of streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from verl.engine.rollout.base import Completion
+from verl.rollout.event_loop import spawn
+from verl.rollout.session import Reply, Session
+from verl.rollout.tools.toolbox import warn_once
+from verl.rollout.turn_text import Thinking
+
+MODEL = "policy"
+Result = dict[str, Any] | AsyncIterator[str]
+"""A body of JSON, or the server-sent events of a stream."""
+Handler = Callable[[Any, dict[str, Any]], Awaitable[Result]]
+"""Answers a request: a session, and the body; of a path that ends with an id, the id is in the body."""
+Messages = list[dict[str, Any]]
+
+
+class NotFound(LookupError):
+    """A path names something that is not there."""
+
+    code = "not_found"
+
+
+def settings(session: Session, *, most: Any, stop: Any, choice: Any = None, form: Any = None) -> dict[str, Any]:
+    """The settings of a request that take effect: most tokens of the turn, stop strings. ValueError for those that would
+    be silently wrong: a choice of tools other than auto, none and required; a format (by its type) other than text."""
+    if form not in (None, "text"):
+        problem = (
+            f"response_format {form} is not supported: no sampling engine of this release constrains what is written"
+        )
+        raise ValueError(f"{problem}; ask without it and check the text")
+    if choice == "required":
+        session.counts["required_tool_choices"] += 1
+        effect = "taken as auto: the policy decides whether it calls (counted in agent/required_tool_choices)"
+        warn_once("tool_choice=required", "auto", effect, of="request")
+    elif choice not in (None, "auto", "none"):
+        raise ValueError(
+            f"tool_choice {json.dumps(choice)} is not supported: the policy decides whether it calls, and no sampling "
+            "engine of this release constrains what is written; use auto, required (taken as auto) or none"
+        )
+    return {name: value for name, value in (("max_tokens", most), ("stop", stop)) if value}
+
+
+async def streamed(
+    session: Session, messages: Messages, tools: Any, chosen: Mapping[str, Any], n: int = 1
+) -> AsyncIterator[tuple[int, str | Reply]]:
+    """The content of n turns in pieces, each with the number of its turn, and the whole turn after its last piece."""
+    queue: asyncio.Queue[tuple[int, str | asyncio.Task[Reply]]] = asyncio.Queue()
+
+    def ask(number: int) -> asyncio.Task[Reply]:
+        turn = session.chat(messages, tools, on_text=lambda text: queue.put_nowait((number, text)), **chosen)
+        task = spawn(turn)
+        task.add_done_callback(lambda done: queue.put_nowait((number, done)))
+        return task
+
+    turns = [ask(number) for number in range(n)]
+    try:
+        while n:
+            number, part = await queue.get()
+            if isinstance(part, asyncio.Task):
+                n -= 1
+                yield number, await part
+            else:
+                yield number, part
+    finally:
+        for task in turns:
+            task.cancel()
+
+
+Pieces = AsyncIterator[tuple[str, str] | Reply]
+"""A turn as (`thinking` or `text`, what is new of it), then the whole turn."""
+
+
+def thinking(session: Session) -> Thinking:
+    """What splits the next turn."""
+    return Thinking(open=session.setup.boundaries.opens_thinking)
+
+
+async def pieces(
+    session: Session, split: Thinking, messages: Messages, tools: Any, chosen: Mapping[str, Any]
+) -> Pieces:
+    """A turn, split as it comes."""
+    async with aclosing(streamed(session, messages, tools, chosen)) as parts:
+        async for _, part in parts:
+            ended = isinstance(part, Reply)
+            for piece in split.feed("" if isinstance(part, Reply) else part, last=ended):
+                yield piece
+            if isinstance(part, Reply):
+                yield part
+
+
+async def whole(parts: Pieces) -> tuple[dict[str, str], Reply]:
+    """The thinking and the text by these names, and the turn."""
+    texts: dict[str, str] = {}
+    async for part in parts:
+        if isinstance(part, Reply):
+            return texts, part
+        kind, piece = part
+        texts[kind] = texts.get(kind, "") + piece
+    raise AssertionError("pieces end with the turn")
+
+
+def event(data: Any, name: str = "") -> str:
+    """A server-sent event; data: what is written as JSON, or a text."""
+    text = data if isinstance(data, str) else json.dumps(data)
+    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+
+
+def new_id(kind: str) -> str:
+    """An id of its own."""
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
+def as_json(arguments: Any) -> str:
+    """The arguments of a call."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool in the form that templates take."""
+    about = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in about.items() if value is not None}}
+
+
+def stop_found(session: Session, completion: Completion, stops: Sequence[str]) -> str | None:
+    """The stop string of a request that ended a turn."""
+    if completion.finish_reason != "stop" or not stops:
+        return None
+    text = session.setup.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=False)
+    return next((stop for stop in stops if stop in text), None)
