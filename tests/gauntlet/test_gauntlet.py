@@ -15,6 +15,7 @@ from tests.integration.test_vision_runs import VisionRun
 from tests.kinds import ToolRun, critic, tools
 from tests.runs import TinyRun
 from tests.tiny import tiny_model
+from verl.proving.run import main as prove
 from verl.trainer.main_ppo import main
 
 SHORT = ("trainer.save_freq=-1", "trainer.test_freq=-1", "data.val_files=null", "trainer.val_before_train=False")
@@ -115,6 +116,26 @@ def test_a_right_run_says_nothing(kind: str, made: dict[str, TinyRun], quiet: No
     words = ["actor_rollout_ref.actor.use_kl_loss=True", "trainer.total_training_steps=3"]
     assert main(made[kind].overrides(tmp_path / "out", *KINDS[kind][1](made[kind]), *SHORT, *words)) == 0
     assert '"check_' not in (tmp_path / "out/events.jsonl").read_text()
+
+
+PROVABLE = [pytest.param(f, id=f.patch.__name__, marks=pytest.mark.long) for f in FAULTS if f.prove]
+
+
+@pytest.mark.parametrize("fault", PROVABLE)
+def test_prove_finds_the_fault(
+    fault: Fault,
+    made: dict[str, TinyRun],
+    quiet: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fault.patch(monkeypatch)
+    kind = made[fault.kind]
+    words = kind.overrides(tmp_path / "out", *KINDS[fault.kind][1](kind), *fault.words)
+    assert prove(["--out", str(tmp_path / "proof"), *words]) == 1
+    said = capsys.readouterr()
+    assert re.search(rf"verl prove: {fault.prove}: (FAILED|look)", said.err), said.out
 
 
 def test_the_page_is_the_list() -> None:
