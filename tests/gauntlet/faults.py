@@ -92,13 +92,13 @@ def packed_once(m: pytest.MonkeyPatch) -> None:
     m.setattr(runner.FastLinears, "invalidate", lambda self: None)
 
 
-@fault("the adapter is sent and bound to nothing", "verl-omni #552, verl #3516", words=(LORA,), prove="weights",
+@fault("the adapter is sent and bound to nothing", "verl-omni #552, verl #3516", words=(LORA,), prove="adapter",
        **follows)  # fmt: skip
 def adapter_unbound(m: pytest.MonkeyPatch) -> None:
     m.setattr(runner, "merged_weight", lambda layer: layer.base_layer.weight.detach())
 
 
-@fault("the adapter is bound with a wrong scale", "verl #7453", words=(LORA,), prove="weights", **follows)
+@fault("the adapter is bound with a wrong scale", "verl #7453", words=(LORA,), prove="adapter", **follows)
 def adapter_scaled(m: pytest.MonkeyPatch) -> None:
     def half(merged: Any, layer: Any) -> torch.Tensor:
         return 0.5 * (merged(layer) + layer.base_layer.weight.detach())
@@ -261,7 +261,7 @@ def tools_trained(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("the end token is left out of the loss where it is the padding token", "TRL #6357, #3091", by=CHECKS,
-       caught="tokens that the sampler drew and the mask leaves out", quick=True, prove="masks")  # fmt: skip
+       caught="tokens that the sampler drew and the mask leaves out", quick=True, prove="step")  # fmt: skip
 def end_masked(m: pytest.MonkeyPatch) -> None:
     masks(m, lambda mask: mask[-1:].fill(False))
 
@@ -336,14 +336,14 @@ def same_seed(m: pytest.MonkeyPatch) -> None:
     wrap(m, attempt, "response_seed", lambda seed, run, uid, index: seed(run, uid, 0))
 
 
-@fault("a reward function that fails gives 0", "NeMo-RL #431, open-r1 #134, OpenEnv #1025", prove="rewards")
+@fault("a reward function that fails gives 0", "NeMo-RL #431, open-r1 #134, OpenEnv #1025", prove="failing reward")
 def failure_is_zero(m: pytest.MonkeyPatch) -> None:
     from verl.reward.runner import RewardRunner
 
     m.setattr(RewardRunner, "_fail", lambda self, trajectory, outcome, label: setattr(trajectory, "score", 0.0))
 
 
-@fault("a response gets the score of the one before", "slime #36", prove="rewards")
+@fault("a response gets the score of the one before", "slime #36", prove="same scores again")
 def scores_shifted(m: pytest.MonkeyPatch) -> None:
     from verl.reward.runner import RewardRunner
 
@@ -467,6 +467,6 @@ def adapter_not_loaded(m: pytest.MonkeyPatch) -> None:
     m.setattr(FSDPEngine, "load_weights", lambda self, directory: None)
 
 
-@fault("a resume begins with a fresh optimizer", "", runs=2, prove="resume")
+@fault("a resume begins with a fresh optimizer", "", runs=2, prove="next update")
 def fresh_optimizer(m: pytest.MonkeyPatch) -> None:
     m.setattr(FSDPEngine, "load_optimizer", lambda self, directory: None)

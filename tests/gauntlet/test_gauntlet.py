@@ -133,9 +133,11 @@ def test_prove_finds_the_fault(
     fault.patch(monkeypatch)
     kind = made[fault.kind]
     words = kind.overrides(tmp_path / "out", *KINDS[fault.kind][1](kind), *fault.words)
-    assert prove(["--out", str(tmp_path / "proof"), *words]) == 1
+    status = prove(["--out", str(tmp_path / "proof"), *words])
     said = capsys.readouterr()
-    assert re.search(rf"verl prove: {fault.prove}: (FAILED|look)", said.err), said.out
+    verdict = re.search(rf"verl prove: {fault.prove}: (FAILED|look)", said.err)
+    assert verdict, said.out
+    assert status == (verdict[1] == "FAILED")
 
 
 def test_the_page_is_the_list() -> None:

@@ -71,7 +71,7 @@ def shortened(config: Config, folder: Path, rate: float) -> list[str]:
         trainer.default_local_dir={folder} trainer.default_hdfs_dir=null trainer.logger=[] trainer.resume_mode=auto
         trainer.total_training_steps={STEPS} trainer.save_freq=1000 trainer.test_freq=-1 trainer.val_before_train=False
         trainer.val_only=False trainer.critic_warmup=0 trainer.max_staleness=0 trainer.sync_proof=error
-        trainer.verify_weight_sync=True actor_rollout_ref.actor.checkpoint.async_save=False skip.rollout.enable=False
+        actor_rollout_ref.actor.checkpoint.async_save=False skip.rollout.enable=False
         actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"""
     rates = [
         f"{group}.{key}" for group in optim for key in (f"lr={rate}", "lr_warmup_steps=0", "lr_scheduler_type=constant")
@@ -114,14 +114,22 @@ def _checks(config: Config, tracking: Tracking) -> Iterator[Finding]:
         before = life.log_probs(batch)
         first = trainer.train(1, batch)
         yield sampling.routes(first)
-        trainer.push(1, first)
-        yield sampling.weights(life, first)
+        pushing = sampling.weights(life, first)
+        yield pushing
+        if pushing.measured == sampling.NOT_ARRIVED:
+            return  # the sampler has a mixture
+        yield training.identities(life, 1, batch, first)
+        trainer.colocation.to_training()
         pushed = life.log_probs(batch)
         parts.checkpoints.save(1, trainer.schedule.state(1), batch, {})
+        trainer.colocation.to_sampling()
         following = life.sampled(2)
         trainer.colocation.to_training()
         yield sampling.log_probs(life, following, "log-probs, step 2")
-        trainer.train(2, following)
+        again = trainer.train(2, following)
+        trainer.push(2, again)
+        yield training.identities(life, 2, following, again)
+        trainer.colocation.to_training()
         second = [now - then for now, then in zip(life.log_probs(batch), pushed, strict=True)]
     with Life.open(training.cut_otherwise(config), tracking) as life:
         trainer, saved = life.trainer, tracking.run_dir / SAVED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from verl.algorithms.agreement import first_step_bound
@@ -10,6 +12,9 @@ from verl.proving.life import Life
 from verl.trainer.image_checks import changes_of, probes_of
 from verl.trainer.sync_probe import SamplerDoesNotFollow
 from verl.trajectory import Batch
+from verl.weight_sync.verify import WeightSyncError
+
+NOT_ARRIVED = "not all weights arrived"
 
 
 def log_probs(life: Life, batch: Batch, name: str = "log-probs") -> Finding:
@@ -50,9 +55,13 @@ def images(life: Life, batch: Batch) -> Finding:
     )
 
 
-def weights(life: Life, metrics: dict[str, float]) -> Finding:
-    """What the probe says of a push after an update; metrics: of that push."""
+def weights(life: Life, metrics: dict[str, Any]) -> Finding:
+    """Push what an update made, and what the probe says of it. metrics: of that update, gets the push's."""
     name = "adapter" if life.config.actor_rollout_ref.model.lora_rank else "weights"
+    try:
+        life.trainer.push(1, metrics)
+    except WeightSyncError as error:
+        return Finding(name, NOT_ARRIVED, "all", FAILED, str(error))
     moved, slope = metrics.get("training/sync_proof/moved"), metrics.get("training/sync_proof/slope")
     if moved is None:
         return Finding(name, "no probe with this configuration: see log-probs, step 2", verdict=SKIPPED)

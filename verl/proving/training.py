@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from verl.algorithms.batch_advantages import copied
 from verl.config import Config
-from verl.proving.finding import Finding
+from verl.proving.finding import FAILED, OK, Finding
 from verl.proving.life import Life, relative
 from verl.trajectory import Batch, Trajectory
 
@@ -28,6 +29,14 @@ def cut_otherwise(config: Config) -> Config:
         setattr(group, f"{prefix}_micro_batch_size_per_gpu", size)
     actor.use_dynamic_bsz = critic.use_dynamic_bsz = rollout.log_prob_use_dynamic_bsz = alone
     return config
+
+
+def identities(life: Life, step: int, batch: Batch, metrics: dict[str, Any]) -> Finding:
+    """What the checks of each step say (`verl.trainer.step_checks`)."""
+    record = life.trainer.record
+    causes = record.checks.causes(step, batch, record.updates, metrics)
+    verdict = FAILED if causes else OK
+    return Finding("step", f"{len(causes)} wrong", "0", verdict, "; ".join(causes))
 
 
 def micro_batches(life: Life, batch: Batch, expected: dict[str, float]) -> Finding:

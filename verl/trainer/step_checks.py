@@ -47,17 +47,24 @@ class StepChecks:
     def after_step(
         self, step: int, batch: Batch, updates: Mapping[str, UpdateResult], metrics: Mapping[str, Any]
     ) -> None:
-        """Check what the step's batch, updates and metrics say."""
-        for cause in (
+        """Check a step, and announce what is wrong."""
+        for cause in self.causes(step, batch, updates, metrics):
+            self._announce(f"check_{cause.partition(':')[0]}", f"step {step}: {cause}", step=step)
+
+    def causes(
+        self, step: int, batch: Batch, updates: Mapping[str, UpdateResult], metrics: Mapping[str, Any]
+    ) -> list[str]:
+        """What is wrong by the step's batch, updates and metrics, each as "name: cause"."""
+        causes = [
             *self._of_sampling(step, batch),
             *self._of_advantages(batch),
             *self._of_losses(updates, metrics),
             *self._of_reference(step, batch),
             *self._of_push(metrics),
-        ):
-            self._announce(f"check_{cause.partition(':')[0]}", f"step {step}: {cause}", step=step)
+        ]
         moves = metrics.get("actor/grad_norm", 0) and metrics.get("actor/lr", 0)
         self._updated = self._updated or bool(moves)
+        return causes
 
     def _of_sampling(self, step: int, batch: Batch) -> Iterator[str]:
         written = [s for s in batch.segments if s.rollout_log_probs is not None]

@@ -132,8 +132,8 @@ class StepRecord:
         seeing = getattr(parts.stream.dataset, "images", None) is not None
         self._images = ImageRecord(parts) if seeing else None
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, self.counters)
-        self._checks = StepChecks(config, parts, schedule, self._announce_once)
-        self._updates: Mapping[str, UpdateResult] = {}
+        self.checks = StepChecks(config, parts, schedule, self._announce_once)
+        self.updates: Mapping[str, UpdateResult] = {}
 
     def announce(self, step: int, total_steps: int) -> None:
         """Say what a user does not expect of a run that starts at `step`."""
@@ -175,7 +175,7 @@ class StepRecord:
     def of_updates(self, step: int, batch: Batch, updates: Mapping[str, UpdateResult]) -> dict[str, Any]:
         """Metrics of the updates of a step, by role; what was refused is dumped and counted."""
         metrics: dict[str, Any] = {}
-        self._updates = updates
+        self.updates = updates
         for update in updates.values():
             self.counters.skipped_updates += update.skipped
             metrics |= update.metrics
@@ -270,8 +270,8 @@ class StepRecord:
         if self._images is not None:
             metrics |= self._images.metrics(batch, self.sampled)
         self._say_rejected(step, metrics)
-        self._checks.after_step(step, batch, self._updates, metrics)
-        self._updates = {}
+        self.checks.after_step(step, batch, self.updates, metrics)
+        self.updates = {}
         self._parts.tracking.log(step, metrics)
 
     def _skipped_rows(self, step: int) -> dict[str, int]:
