@@ -112,6 +112,7 @@ def check_listed(record: dict, own: Collection[str] = ()) -> dict:
 def records(run: Path, own: Collection[str] = ()) -> dict[int, dict]:
     """metrics.jsonl as step → record, the last of each step; the part that must not vary between equal runs."""
     found: dict[int, dict] = {}
+    assert '"event": "check_' not in (run / "events.jsonl").read_text(), "a check of each step found an error"
     for line in (run / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "step" in record and "event" not in record:

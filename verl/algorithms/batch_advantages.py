@@ -230,12 +230,13 @@ def rows_of_update(batch: Batch, algorithm: Any, seed: int | Sequence[int]) -> t
         weights = resampling_weights(np.array([t.score for t in rows], np.float64), method, power)
     weights = np.minimum(weights, 1e300) + 1e-8
     drawn = np.random.default_rng(seed).choice(len(rows), size=len(rows), p=weights / weights.sum())
-    chosen = [_copy(rows[i]) for i in np.sort(drawn)]
+    chosen = [copied(rows[i]) for i in np.sort(drawn)]
     ratio = len(np.unique(drawn)) / len(rows)
     return Batch(chosen, batch.meta), {"training/pf_ppo/unique_ratio": ratio}
 
 
-def _copy(trajectory: Trajectory) -> Trajectory:
+def copied(trajectory: Trajectory) -> Trajectory:
+    """A trajectory of its own over the same arrays: columns that are put on it do not reach the original."""
     out = copy.copy(trajectory)
     out.segments = [copy.copy(segment) for segment in trajectory.segments]
     for segment in out.segments:

@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str | Callable[[list[str]], int], str]] = {
     "report": ("verl.cli.report", "build the page of a run: verl report RUN"),
     "export": ("verl.cli.export", "copy a run's model out: verl export RUN OUT"),
     "plan": ("verl.cli.plan", "predict memory and time of a run, propose layouts: verl plan key=value …"),
+    "prove": ("verl.proving.run", "check a training command on its model and data: verl prove key=value …"),
 }
 """Name → its function, or the module whose `main` it is, and what it does."""
 

@@ -15,6 +15,7 @@ import math
 import re
 import statistics
 import time
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,23 @@ def build_page(run: Run, limits: PageLimits | None = None, data: Record | None =
     slots = {"title": title, "policy": html.escape(policy), "style": style, "script": script, "data": escape_json(data)}
     # One pass over the template: text that was put in is never searched for slots again.
     return _SLOT.sub(lambda m: slots[m.group(1)], _part("page.html"))
+
+
+def table_page(title: str, intro: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A page in the report's style that holds one table, of plain text; no script."""
+    style = _part("style.css")
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
+    head, *body = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in (header, *rows))
+    table = "".join(f"<tr>{cells}</tr>" for cells in body)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark">\n<title>{html.escape(title)}</title>'
+        f'<style>{style}</style></head>\n<body><main><section class="masthead"><h1>{html.escape(title)}</h1>'
+        f'<p>{html.escape(intro)}</p></section>\n<section><div class="table-box"><table class="scores"><thead><tr>'
+        f"{head.replace('td>', 'th>')}</tr></thead><tbody>{table}</tbody></table></div></section></main></body></html>\n"
+    )
 
 
 def page_data(run: Run, responses: Packed) -> Record:

@@ -40,6 +40,7 @@ class Counters:
     skipped_updates: int = 0
     refused_steps: int = 0
     refused_in_a_row: int = 0
+    skipped_rows: int = 0
 
     def state(self) -> dict[str, int]:
         """For the checkpoint."""

@@ -54,11 +54,7 @@ class PPOTrainer:
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
         parts, trainer = self.parts, self.config.trainer
-        self.colocation.to_training()
-        self.step = parts.checkpoints.resume()
-        self.record.announce(self.step, self.total_steps)
-        self.record.proven(self.weight_sync.push(self.versions.at(self.step + 1)))
-        self.colocation.to_sampling()
+        self.start()
         parts.tracking.start_progress(self.total_steps, self.step)
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:
             self._validate(first=True)
@@ -69,16 +65,24 @@ class PPOTrainer:
         parts.checkpoints.finish()
         parts.tracking.finish("finished")
 
+    def start(self) -> None:
+        """Resume, and give the sampler its first weights."""
+        self.colocation.to_training()
+        self.step = self.parts.checkpoints.resume()
+        self.record.announce(self.step, self.total_steps)
+        self.record.proven(self.weight_sync.push(self.versions.at(self.step + 1)))
+        self.colocation.to_sampling()
+
     def _train_step(self, step: int) -> None:
         parts, record = self.parts, self.record
         with record.timed(step):
-            batch = self._sample(step)
-            metrics = self._score(step, batch)
+            batch = self.sample(step)
+            metrics = self.score(step, batch)
             self.probe.begin(batch)
             self.colocation.to_training()
             self.probe.before_update()
-            metrics |= self._train(step, batch)
-            record.synced(self._push(step, metrics), self.versions.at(step) + 1)
+            metrics |= self.train(step, batch)
+            record.synced(self.push(step, metrics), self.versions.at(step) + 1)
             metrics |= self._validate() if self._due(self.config.trainer.test_freq, step) else {}
             parts.tracking.dump_trajectories(step, batch)
             if self._due(self.config.trainer.save_freq, step):
@@ -91,7 +95,7 @@ class PPOTrainer:
         record.check_limits(step, metrics)
         self.probe.check()
 
-    def _sample(self, step: int) -> Batch:
+    def sample(self, step: int) -> Batch:
         """The step's groups, oldest draws first; those of the steps that may follow are begun with them."""
         parts = self.parts
         responses = self.config.data.train_batch_size * parts.rollouts.settings.per_prompt
@@ -107,7 +111,8 @@ class PPOTrainer:
         self.record.sampled = parts.workers.sampler.stats()
         return batch
 
-    def _score(self, step: int, batch: Batch) -> dict[str, float]:
+    def score(self, step: int, batch: Batch) -> dict[str, float]:
+        """Wait for the batch's missing scores; RewardErrorLimit where too many failed."""
         parts = self.parts
         with parts.phases("reward", waits_for="scores of the last responses"):
             parts.loop.run(parts.rollouts.scored(batch))
@@ -116,7 +121,7 @@ class PPOTrainer:
             parts.rewards.check_errors(batch)
         return self.schedule.metrics | evicted
 
-    def _train(self, step: int, batch: Batch) -> dict[str, Any]:
+    def train(self, step: int, batch: Batch) -> dict[str, Any]:
         """From scores to new weights; fills the token-level columns on the way."""
         parts, phases, roles = self.parts, self.parts.phases, self.parts.workers.roles
         self.record.check_images(step, batch, self.colocation)
@@ -138,7 +143,7 @@ class PPOTrainer:
         parts.stream.update(batch)
         return metrics | drawn | self.record.of_updates(step, batch, updates)
 
-    def _push(self, step: int, metrics: dict[str, Any]) -> SyncResult:
+    def push(self, step: int, metrics: dict[str, Any]) -> SyncResult:
         """Weights of this step to the sampler; responses in flight go on with them, and new ones begin. Adds the
         proof's metrics."""
         parts, trainer = self.parts, self.config.trainer

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from verl.tracking.console import notice, spare
 if TYPE_CHECKING:
     from verl.config import Config, EvalConfig, GenerationConfig, SFTConfig
     from verl.tracking.tracker import Tracking
+    from verl.trainer.parts import Parts
 
     RunConfig = Config | EvalConfig | GenerationConfig | SFTConfig
 
@@ -129,14 +132,26 @@ def _stopped(tracking: Tracking, status: str, message: str, code: int) -> int:
 
 def train_ppo(config: Config, tracking: Tracking) -> None:
     """Build the parts and train by reinforcement."""
+    from verl.planning import compare
+    from verl.tracking.profiler import announce
+    from verl.trainer.ppo_trainer import PPOTrainer
+
+    with running(config, tracking) as (parts, total_steps):
+        announce(config, total_steps, tracking.notice)
+        tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
+        PPOTrainer(config, parts, total_steps).fit()
+        if pairs := compare.compared(config, tracking.run_dir):
+            tracking.event("planned", pairs, message=compare.lines(pairs))
+
+
+@contextmanager
+def running(config: Config, tracking: Tracking) -> Iterator[tuple[Parts, int]]:
+    """The parts of a run and its number of steps; all processes and models are given back at the end."""
     import asyncio
 
-    from verl.planning import compare
     from verl.rollout.event_loop import BackgroundLoop
-    from verl.tracking.profiler import announce
     from verl.tracking.timer import Phases, Watchdog
     from verl.trainer.parts import build_parts
-    from verl.trainer.ppo_trainer import PPOTrainer
 
     phases = Phases()
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event)
@@ -145,14 +160,10 @@ def train_ppo(config: Config, tracking: Tracking) -> None:
         with phases("start-up", waits_for="data, models and workers"):
             parts, total_steps = build_parts(config, tracking, loop, phases, watchdog.hooks(tracking))
         try:
-            announce(config, total_steps, tracking.notice)
-            tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
             gc.collect()
             gc.freeze()  # a full collection would look at torch's hundreds of thousands of objects again each time
             with interrupt.patient():
-                PPOTrainer(config, parts, total_steps).fit()
-            if pairs := compare.compared(config, tracking.run_dir):
-                tracking.event("planned", pairs, message=compare.lines(pairs))
+                yield parts, total_steps
         finally:
             loop.run(parts.rollouts.stop())
             parts.checkpoints.finish()

@@ -26,6 +26,7 @@ from verl.tracking.tracker import Tracking
 from verl.trainer.colocation import Colocation
 from verl.trainer.image_checks import ImageRecord
 from verl.trainer.parts import Parts
+from verl.trainer.step_checks import StepChecks
 from verl.trajectory import COLUMNS, Batch, Trajectory
 from verl.weight_sync.verify import SyncResult
 from verl.workers.update_plan import Refusal, UpdateResult
@@ -135,6 +136,8 @@ class StepRecord:
         seeing = getattr(parts.stream.dataset, "images", None) is not None
         self._images = ImageRecord(parts) if seeing else None
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, self.counters)
+        self.checks = StepChecks(config, parts, schedule, self._announce_once)
+        self.updates: Mapping[str, UpdateResult] = {}
 
     def announce(self, step: int, total_steps: int) -> None:
         """Say what a user does not expect of a run that starts at `step`."""
@@ -176,6 +179,7 @@ class StepRecord:
     def of_updates(self, step: int, batch: Batch, updates: Mapping[str, UpdateResult]) -> dict[str, Any]:
         """Metrics of the updates of a step, by role; what was refused is dumped and counted."""
         metrics: dict[str, Any] = {}
+        self.updates = updates
         for update in updates.values():
             self.counters.skipped_updates += update.skipped
             metrics |= update.metrics
@@ -270,6 +274,8 @@ class StepRecord:
         if self._images is not None:
             metrics |= self._images.metrics(batch, self.sampled)
         self._say_rejected(step, metrics)
+        self.checks.after_step(step, batch, self.updates, metrics)
+        self.updates = {}
         self._parts.tracking.log(step, metrics)
         self._steps += 1
         tracking = self._parts.tracking
@@ -280,6 +286,7 @@ class StepRecord:
         """training/skipped_rows: rows that failed when they were drawn since the last step; {} where none did."""
         stream = self._parts.stream
         skipped, stream.skipped = stream.skipped, []
+        self.counters.skipped_rows += len(skipped)
         for record in skipped:
             self._parts.tracking.event("row_skipped", step=step, **record)
         return {"training/skipped_rows": len(skipped)} if skipped else {}

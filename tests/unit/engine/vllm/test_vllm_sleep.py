@@ -221,4 +221,4 @@ def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
     settings = SimpleNamespace(max_staleness=0, verify_weight_sync=False, partial_rollout=True)
     trainer.config = SimpleNamespace(trainer=settings)  # type: ignore[assignment]
     trainer.probe = SimpleNamespace(before_push=lambda: None, after_push=lambda version: {})  # type: ignore[assignment]
-    assert trainer._push(1, {}) is RESULT and calls == ["pause", "push", "wake", "resume"]
+    assert trainer.push(1, {}) is RESULT and calls == ["pause", "push", "wake", "resume"]

@@ -1,0 +1,44 @@
+"""Writes docs/gauntlet.md from `FAULTS`: `python -m tests.gauntlet.page`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.gauntlet.faults import FAULTS, Fault
+
+PAGE = Path(__file__).parents[2] / "docs" / "gauntlet.md"
+HEAD = """# Silent errors, and what finds them
+
+Systems of this kind have had errors that raise nothing: the run trains, on something else. The table lists such errors as they were
+reported in public threads of other systems. `tests/gauntlet` injects each into this system by a patch of a line or two and starts a normal run
+of a tiny model on a CPU; the run must name the cause within two steps. A normal run has, by itself:
+
+- the **verification of the first push**: every weight is compared after the first transfer to the sampler ([weight-sync.md](weight-sync.md));
+- the **first batch compared**: log-probs of sampler and trainer must agree within the rounding of their precisions;
+- the **probe at each push**: the sampler's log-probs of a few tokens must move as the trainer's do ([weight-sync.md](weight-sync.md));
+- **images blanked at the first step**: the log-probs of a response must depend on the images before it ([vision.md](vision.md));
+- the **check of each step** (`verl/trainer/step_checks.py`): identities between numbers that the step has computed anyway. A difference is an
+  event `check_mask`, `check_data`, `check_baseline`, `check_pairing`, `check_loss`, `check_ratio`, `check_reference` or `check_update`, shown
+  as a notice the first time; the run goes on.
+
+"Steps" counts until the error is named; 0 is before the first step. "`verl prove`" names the check of [prove.md](prove.md) that is to find the error
+before a run; those in bold are injected under it, too. "not caught" means that a normal run does not notice.
+
+"""
+
+
+def row(fault: Fault) -> str:
+    """A line of the table."""
+    caught, steps = (fault.by, str(fault.steps)) if fault.caught else ("**not caught**", "")
+    prove = f"**{fault.prove}**" if fault.prove and fault.proved else fault.prove
+    return f"| {fault.title} | {fault.source} | {caught} | {steps} | {prove} |"
+
+
+def text() -> str:
+    """The page."""
+    table = ["| error | reported | named by | steps | `verl prove` |", "|---|---|---|---|---|", *map(row, FAULTS)]
+    return HEAD + "\n".join(table) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text())

@@ -1,0 +1,191 @@
+"""Identities that hold in every step of a right run, checked with what the step has computed anyway.
+
+A wrong mask, denominator, baseline, reference or position raises nothing: the run trains, on something else. Each check
+compares two numbers that are equal unless a part is wrong; a difference is an event `check_NAME`, and the first of a
+name a notice that says the cause. They cost passes over arrays of the driver, and no pass of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from verl.algorithms.agreement import FAR
+from verl.algorithms.needs import needed_columns
+from verl.config import Config
+from verl.engine.registry import float_name
+from verl.rollout.schedule import PromptSchedule
+from verl.trainer.parts import Parts
+from verl.trajectory import Batch, Segment
+from verl.workers.update_plan import UpdateResult
+
+ROUNDING = {"float32": 1e-3, "half": 0.1}
+"""Of the mean |advantage|: how far a loss may be from its value at ratio 1, where old log-probs are of another pass."""
+CENTRED = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")
+"""Estimators whose advantages add up to 0 over a group and order its responses as their scores do."""
+_TINY = 1e-4
+
+
+class StepChecks:
+    """Of one run. `announce` is of `StepRecord`."""
+
+    def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule, announce: Callable[..., None]):
+        self._config, self._parts, self._schedule, self._announce = config, parts, schedule, announce
+        actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+        self._bound = "float32" if float_name(parts.workers.policy.compute_dtype) == "float32" else "half"
+        weighted = config.algorithm.rollout_correction.rollout_is or config.algorithm.rollout_correction.bypass_mode
+        plain = actor.policy_loss.loss_mode == "vanilla" and not weighted
+        self._knows_loss = plain and not config.distillation.enabled
+        other = config.actor_rollout_ref.ref.model.path or model.lora_adapter_path
+        self._has_reference = "ref_log_probs" in needed_columns(config) and not other
+        simple = not (config.algorithm.filter_groups.enable or config.data.sampler.class_path)
+        self._counts = simple and not config.trainer.max_staleness and config.trainer.weight_sync_every == 1
+        self._still, self._updated = 0, False
+
+    def after_step(
+        self, step: int, batch: Batch, updates: Mapping[str, UpdateResult], metrics: Mapping[str, Any]
+    ) -> None:
+        """Check a step, and announce what is wrong."""
+        for cause in self.causes(step, batch, updates, metrics):
+            self._announce(f"check_{cause.partition(':')[0]}", f"step {step}: {cause}", step=step)
+
+    def causes(
+        self, step: int, batch: Batch, updates: Mapping[str, UpdateResult], metrics: Mapping[str, Any]
+    ) -> list[str]:
+        """What is wrong by the step's batch, updates and metrics, each as "name: cause"."""
+        causes = [
+            *self._of_sampling(step, batch),
+            *self._of_advantages(batch),
+            *self._of_losses(updates, metrics),
+            *self._of_reference(step, batch),
+            *self._of_push(metrics),
+        ]
+        moves = metrics.get("actor/grad_norm", 0) and metrics.get("actor/lr", 0)
+        self._updated = self._updated or bool(moves)
+        return causes
+
+    def _of_sampling(self, step: int, batch: Batch) -> Iterator[str]:
+        written = [s for s in batch.segments if s.rollout_log_probs is not None]
+        if left_out := sum(int((s.rollout_log_probs[~s.response_mask] != 0).any()) for s in written):
+            yield (
+                f"mask: {left_out} of {len(written)} responses have tokens that the sampler drew and the mask leaves "
+                "out, so they are not trained on"
+            )
+        position, stream = self._schedule.position(step), self._parts.stream
+        drawn = position["epoch"] * stream.steps_per_epoch + position["offset"] // stream.batch_size
+        if self._counts and not self._parts.counters.skipped_rows and drawn != step:
+            yield f"data: the position in the data is that of step {drawn}: rows were skipped or are drawn again"
+
+    def _of_advantages(self, batch: Batch) -> Iterator[str]:
+        if self._config.algorithm.adv_estimator not in CENTRED:
+            return
+        for group in batch.groups():
+            # Where rejected responses are left out of the baseline they have none, and add nothing to the sum.
+            rows = [t for t in group if t.scored and t.advantages is not None and t.advantages.any()]
+            values = np.array([t.advantages[t.response_mask][0] for t in rows], np.float64)
+            size = np.abs(values).max(initial=0.0)
+            if sum(t.scored for t in group) < 2 or not rows:
+                continue
+            if abs(values.sum()) > len(rows) * _TINY * max(1.0, size):
+                yield (
+                    f"baseline: the advantages of prompt {rows[0].uid} add up to {values.sum():.3g}, not 0: their "
+                    "baseline is not the mean of their group"
+                )
+                return
+            order = np.argsort([t.score for t in rows], kind="stable")
+            if not self._config.algorithm.use_kl_in_reward and (np.diff(values[order]) < -_TINY * size).any():
+                yield (
+                    f"pairing: the advantages of prompt {rows[0].uid} are not in the order of its scores: they are "
+                    "those of other responses, or have the wrong sign"
+                )
+                return
+
+    def _of_losses(self, updates: Mapping[str, UpdateResult], metrics: Mapping[str, Any]) -> Iterator[str]:
+        """The loss of each role's first mini-batch, where the new policy or value still is the old one."""
+        actor, critic = self._config.actor_rollout_ref.actor, self._config.critic
+        terms: list[tuple[str, Any, Callable[[Segment], np.ndarray]]] = [
+            ("critic/vf_loss", critic, lambda s: (s.values - s.returns) ** 2 / 2),
+            # Advantages may cancel; entropies do not, and are aggregated by the same mask and denominator.
+            ("actor/entropy_loss", actor, lambda s: s.entropy),
+        ]
+        terms += [("actor/pg_loss", actor, lambda s: -s.advantages)] if self._knows_loss else []
+        for name, settings, term in terms:
+            update = updates.get(name.partition("/")[0])
+            if update is None or update.first is None:
+                continue
+            (mini, reported), segments = update.first, update.first[0].usable
+            if name not in reported or any(s.loss_mask is None or term(s) is None for s in segments):
+                continue
+            counted = sum(int(np.count_nonzero(s.loss_mask)) for s in segments)
+            if mini.denominators.tokens != counted:
+                yield (
+                    f"loss: the first mini-batch is divided by {mini.denominators.tokens} tokens and has {counted} to "
+                    "train on: a mask is in the loss's numerator and not in its denominator"
+                )
+                break
+            expected, size = self._aggregated(segments, term, settings)
+            if abs(reported[name] - expected) > ROUNDING[self._bound] * size + 1e-6:
+                yield (
+                    f"loss: {name} of the first mini-batch is {reported[name]:.4g}; its rows and masks give "
+                    f"{expected:.4g}: a mask or a denominator of the loss is wrong (normalised per micro-batch?)"
+                )
+                break
+        updates_of_actor = updates["actor"].updates if "actor" in updates and self._knows_loss else 0
+        if updates_of_actor > 1 and metrics.get("actor/ppo_kl") == 0 and metrics.get("actor/lr"):
+            yield (
+                f"ratio: after {updates_of_actor} updates the policy is exactly the old one: old log-probs are "
+                "computed anew for each, and nothing is ever clipped"
+            )
+
+    def _aggregated(
+        self, segments: list[Segment], term: Callable[[Segment], np.ndarray], settings: Any
+    ) -> tuple[float, float]:
+        """A term of each token, aggregated over a mini-batch by loss_agg_mode, and its size; counted anew, float64."""
+        own: dict[int, int] = {}
+        for segment in segments:
+            key = id(segment.trajectory or segment)
+            own[key] = own.get(key, 0) + int(np.count_nonzero(segment.loss_mask))
+        longest = float(settings.loss_scale_factor or self._config.data.max_response_length)
+        divisors: dict[str, Callable[[int], float]] = {
+            "token-sum": lambda tokens: 1.0,
+            "token-mean": lambda tokens: sum(own.values()),
+            "seq-mean-token-sum": lambda tokens: len(own),
+            "seq-mean-token-mean": lambda tokens: len(own) * tokens,
+            "seq-mean-token-sum-norm": lambda tokens: len(own) * longest,
+        }
+        value = size = 0.0
+        for segment in segments:
+            divisor = divisors[settings.loss_agg_mode](own[id(segment.trajectory or segment)])
+            values = term(segment)[segment.loss_mask].astype(np.float64) / max(1.0, divisor)
+            value, size = value + values.sum(), size + np.abs(values).sum()
+        return value, size
+
+    def _of_reference(self, step: int, batch: Batch) -> Iterator[str]:
+        rows = [t for t in batch if t.ref_log_probs is not None and t.old_log_probs is not None and t.policy_tokens]
+        if not self._has_reference or not rows:
+            return
+        apart = np.concatenate([np.abs(t.ref_log_probs - t.old_log_probs)[t.response_mask] for t in rows])
+        kind, limit = FAR[self._bound]
+        difference = float(apart.max() if kind == "max" else apart.mean())
+        if step == 1 and difference > limit:
+            yield (
+                f"reference: before the first update the reference is the policy, and their log-probs differ by "
+                f"{difference:.3g} nats ({kind}): it is another model, or scored at another temperature"
+            )
+        elif self._updated and not apart.any():
+            yield (
+                "reference: the policy was updated and the reference has exactly its log-probs: it moves with it, and "
+                "the KL term does nothing"
+            )
+
+    def _of_push(self, metrics: Mapping[str, Any]) -> Iterator[str]:
+        moved, tokens = metrics.get("training/sync_proof/moved"), metrics.get("training/sync_proof/tokens")
+        updated = metrics.get("actor/grad_norm", 0) > 0 and metrics.get("actor/lr", 0) > 0
+        self._still = self._still + 1 if tokens and moved == 0 and updated else 0
+        if self._still == 2:
+            yield (
+                "update: two updates with a gradient and a learning rate changed no log-prob at all: the optimizer "
+                "does not hold the weights that compute, or its steps are lost in their precision"
+            )
