@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.integration.test_agent_runs import WORDS as TOOLS
 from tests.integration.test_reward_models import ASKS
@@ -246,6 +248,28 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_and_back(train, alone,
     assert_close(records(two), records(down), [2, 3])
     up = train(from_step(alone, 1, tmp_path / "up"), *TWO)
     assert_close(records(alone), records(up), [2, 3])
+
+
+@pytest.mark.long
+def test_experts_on_two_ranks_train_as_in_one_process(train, tmp_path) -> None:
+    """To 1e-5: Adam's epsilon is far above the rounding of gradients, of which it would make steps of the learning rate."""
+    words = (
+        f"actor_rollout_ref.model.path={tiny_model(tmp_path / 'moe', 'qwen3_moe')}",
+        "actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-4",
+        "trainer.test_freq=-1",
+    )
+    spread = (*words, *VERIFIED, f"{FSDP}.expert_parallel_size=2")
+    alone, two = train(tmp_path / "alone", *words), train(tmp_path / "two", *spread)
+    for step in (1, 2, 3):
+        for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"):
+            assert records(two)[step][name] == pytest.approx(records(alone)[step][name], abs=1e-5), (step, name)
+    ones, others = (
+        AutoModelForCausalLM.from_pretrained(run / "global_step_3/actor").state_dict() for run in (alone, two)
+    )
+    for name, weight in ones.items():
+        torch.testing.assert_close(others[name], weight, rtol=0, atol=1e-5)
+    again = train(from_step(two, 1, tmp_path / "again"), *spread)
+    assert weights(again, 3) == weights(two, 3)
 
 
 @pytest.mark.long
