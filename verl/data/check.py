@@ -20,7 +20,7 @@ from verl.config.matching import nearest
 from verl.config.model_facts import ModelTrouble, find
 from verl.config.report import ACTOR, Report
 from verl.config.schema.base import Root
-from verl.data import sft
+from verl.data import pairs, sft
 from verl.data.files import DataError, RowFile, is_remote, open_file
 from verl.data.rows import RESERVED, RowRules, check_columns, check_plain_truth
 from verl.data.tokenizer import template_text
@@ -87,7 +87,8 @@ def _columns(report: Report, key: str, file: RowFile) -> None:
     """Check the columns of a file, and note which data sources and agent loops its rows name. DataError if one
     lacks."""
     if not report.ppo:
-        sft.check_columns(file, report.config.data)
+        columns = pairs.check_pair_columns if report.config.preference.loss else sft.check_columns
+        columns(file, report.config.data)
         return
     rules, warnings, sources = RowRules.of(report.config), io.StringIO(), set[str]()
     with contextlib.redirect_stderr(warnings):

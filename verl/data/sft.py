@@ -79,13 +79,16 @@ class SFTDataset(CheckedRows):
             raise DataError(f"supervised training needs a fast tokenizer (one with tokenizer.json): {why}")
         self._special = self._end_tokens()
         for file in self.source.files:
-            check_columns(file, config)
-        self._kept: dict[int, SFTRow] | None = {}
+            self._check_columns(file)
+        self._kept: dict[int, list[SFTRow]] | None = {}
         self._scan()
         self._refuse_too_long()
         self.refuse_too_many_bad(float(config.max_bad_row_ratio))
         good = np.array([i for i in range(len(self.source)) if i not in self.bad], np.int64)
         self.choose(good, max_samples, shuffle=config.shuffle, seed=int(config.seed or 0))
+
+    def _check_columns(self, file: RowFile) -> None:
+        check_columns(file, self.config)
 
     def _end_tokens(self) -> frozenset[int]:
         """Special tokens that may end a turn."""
@@ -95,23 +98,38 @@ class SFTDataset(CheckedRows):
 
     # -------------------------------------------------------------------------------------------- one row
 
-    def _render(self, row: Mapping[str, Any]) -> _Rendered:
+    def _render(self, row: Mapping[str, Any]) -> list[_Rendered]:
+        """The dialogues of a row, here one."""
         messages = dialogue(row, self.config, images=self._images is not None)
         images = cells_of(row.get(self.config.image_key))
         if self._images is not None:
             messages, images = with_images(messages, images)
-        if not self._renderer.has_template and _question_answer(self.config) and len(messages) == 2:
+        return [self._turns(row, messages, images, texts=_question_answer(self.config))]
+
+    def _turns(
+        self,
+        row: Mapping[str, Any],
+        messages: Sequence[dict[str, Any]],
+        images: Sequence[Any] = (),
+        *,
+        texts: bool,
+        skipped: int = 0,
+    ) -> _Rendered:
+        """A dialogue. texts: without a template question and answer are just joined. skipped: assistant turns at its
+        beginning that are not learned. Raises BadRow."""
+        if not self._renderer.has_template and texts and len(messages) == 2:
             question, response = messages[0]["content"], messages[1]["content"]
             whole = question + response + (self.tokenizer.eos_token or "")
             return _Rendered(whole, [(len(question), len(question) + len(response))])
         options = template_options(row, self.config)
         text = self._renderer.text(messages, generation=False, **options)
         try:
-            return _Rendered(text, self._finder.spans(messages, text, **options), images)
+            return _Rendered(text, self._finder.spans(messages, text, **options)[skipped:], images)
         except BadRow:
             if not self.config.ignore_input_ids_mismatch:
                 raise
-            return _Rendered(*self._finder.turns_alone(messages, **options), images)
+            text, spans = self._finder.turns_alone(messages, **options)
+            return _Rendered(text, spans[skipped:], images)
 
     def _encode(self, rendered: Sequence[_Rendered]) -> list[SFTRow]:
         if not rendered:
@@ -144,7 +162,7 @@ class SFTDataset(CheckedRows):
 
     def _with_media(self, index: int, row: SFTRow) -> SFTRow:
         """The row and what the model sees, decoded now. Raises BadRow if it is not what was measured."""
-        rendered = self._render(self.source.row(index))
+        rendered = self._render(self.source.row(index))[0]
         if self._images is None or not len(rendered.images):
             return row
         ids, media = self._images(rendered.text, rendered.images, self._folder(index))
@@ -167,18 +185,20 @@ class SFTDataset(CheckedRows):
         total, tokens = len(self.source), 0
         progress = CheckProgress(total)
         for start in range(0, total, CHUNK):
-            rendered: dict[int, _Rendered] = {}
+            rendered: dict[int, list[_Rendered]] = {}
             for index, row in enumerate(self.source.rows(start, min(start + CHUNK, total)), start):
                 with self._leaving_out(index):
                     rendered[index] = self._render(row)
-            for index, encoded in zip(rendered, self._encode(list(rendered.values())), strict=True):
+            encoded = iter(self._encode([entry for entries in rendered.values() for entry in entries]))
+            for index, entries in rendered.items():
+                rows = [next(encoded) for _ in entries]
                 with self._leaving_out(index):
-                    whole = self._expanded(index, encoded, rendered[index].images)
-                    self.lengths[index] = len(whole.ids)
-                    cut = self._cut(whole)
-                    tokens += len(cut.ids)
+                    whole = [self._expanded(index, row, entry.images) for row, entry in zip(rows, entries, strict=True)]
+                    self.lengths[index] = max(len(row.ids) for row in whole)
+                    cut = [self._cut(row) for row in whole]
+                    tokens += sum(len(row.ids) for row in cut)
                     if self._kept is not None:
-                        self._kept[index] = SFTRow(cut.ids.astype(np.int32), cut.mask)
+                        self._kept[index] = [SFTRow(row.ids.astype(np.int32), row.mask) for row in cut]
             if tokens > KEPT_TOKENS:
                 self._kept = None
             progress.at(start + CHUNK)
@@ -197,21 +217,24 @@ class SFTDataset(CheckedRows):
             ways = "data.truncation=left|right (cut them)"
             raise self.too_long(long, len(self.source), "data.max_length", self._limit, ways)
 
-    def __getitem__(self, item: int) -> SFTRow:
+    def __getitem__(self, item: int) -> Any:
         index = int(self._rows[item])
         try:
             return self._row(index)
         except BadRow as bad:
             raise BadRow(bad.problem, f"{self.where(index)}: {bad.detail}") from bad
 
-    def _row(self, index: int) -> SFTRow:
-        if self._kept is not None:
-            stored = self._kept[index]
-            row = SFTRow(stored.ids.astype(np.int64), stored.mask)
-        else:
-            rendered = self._render(self.source.row(index))
-            row = self._cut(self._expanded(index, self._encode([rendered])[0], rendered.images))
+    def _row(self, index: int) -> Any:
+        row = self._sequences(index)[0]
         return row if self._images is None else self._with_media(index, row)
+
+    def _sequences(self, index: int) -> list[SFTRow]:
+        """The row's dialogues, as they were measured."""
+        if self._kept is not None:
+            return [SFTRow(row.ids.astype(np.int64), row.mask) for row in self._kept[index]]
+        entries = self._render(self.source.row(index))
+        encoded = zip(self._encode(entries), entries, strict=True)
+        return [self._cut(self._expanded(index, row, entry.images)) for row, entry in encoded]
 
     @property
     def report(self) -> dict[str, Any]:

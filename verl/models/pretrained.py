@@ -47,11 +47,13 @@ def load_model(
     *,
     head: str = "lm",
     packed: bool = True,
+    trainable: bool = False,
 ) -> PreTrainedModel:
     """Any directory or hub id that AutoModelForCausalLM loads, in `dtype`, attention through verl's function.
 
     head: "value" for the same decoder under a linear layer to one number, which starts at 0 unless the directory has it
-    (transformers' token classifier with one label); "score" for a sequence classifier with one label.
+    (transformers' token classifier with one label); "score" for a sequence classifier with one label, whose layer starts
+    at 0 in the same way where it is `trainable`.
     packed: False for a model that is used as transformers has it, with its own attention.
     UserError if the directory is not there, has no configuration or no weights, if weights are missing, or if
     the architecture cannot take another attention function.
@@ -66,13 +68,13 @@ def load_model(
         del options["attn_implementation"]
     try:
         with _quiet():
-            module, report = _kind(config, head, path).from_pretrained(where, **options)
+            module, report = _kind(config, head, path, trainable).from_pretrained(where, **options)
     except (*_UNBUILT, SafetensorError) as error:
         raise UserError(
             f"model.path={path}: cannot be loaded as {_WORDS[head]}: {type(error).__name__}: {error}{_damaged(where)}"
         ) from error
     absent = set(report["missing_keys"])
-    fresh = {name for name, _ in value_weights(module)} & absent if head == "value" else set()
+    fresh = absent & starts_at_zero(module, head, trainable).keys()
     for name in fresh:
         module.get_parameter(name).detach().zero_()
     missing = sorted(absent - fresh)
@@ -100,7 +102,7 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _kind(config: PreTrainedConfig, head: str, path: str | Path) -> Any:
+def _kind(config: PreTrainedConfig, head: str, path: str | Path, trainable: bool = False) -> Any:
     """The class that loads a model with this head."""
     from transformers import modeling_layers
     from transformers.models.auto import modeling_auto as auto
@@ -111,7 +113,7 @@ def _kind(config: PreTrainedConfig, head: str, path: str | Path) -> Any:
     if head == "lm":
         return auto.AutoModelForCausalLM
     if head == "score":
-        _check_classifier(config, path)
+        _check_classifier(config, path, trainable)
         if sees and kind not in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             whole: Any = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
             return _headed(whole, modeling_layers.GenericForSequenceClassification)
@@ -133,10 +135,13 @@ def _headed(kind: type, head: type) -> Any:
     return type(kind.__name__.partition("For")[0] + head.__name__.removeprefix("Generic"), (head, base), {})
 
 
-def _check_classifier(config: PreTrainedConfig, path: str | Path) -> None:
-    """UserError unless the directory names a sequence classifier with one label."""
+def _check_classifier(config: PreTrainedConfig, path: str | Path, trainable: bool) -> None:
+    """UserError unless the directory names a sequence classifier with one label; another model becomes one by training
+    alone."""
     names = ", ".join(getattr(config, "architectures", None) or ["a model of no named architecture"])
-    if "ForSequenceClassification" not in names:
+    if "ForSequenceClassification" not in names and trainable:
+        config.num_labels = 1
+    elif "ForSequenceClassification" not in names:
         raise UserError(f"model.path={path}: this is {names}, not a sequence classifier")
     if config.num_labels != 1:
         raise UserError(f"model.path={path}: it has {config.num_labels} labels; a reward model has one")
@@ -154,7 +159,14 @@ def value_weights(module: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter
     return [(name, p) for name, p in module.named_parameters() if id(p) in ids]
 
 
-def build_model(path: str | Path, model_cfg: ModelConfig | None = None, *, head: str = "lm") -> PreTrainedModel:
+def starts_at_zero(module: PreTrainedModel, head: str, trainable: bool) -> dict[str, torch.nn.Parameter]:
+    """The weights that a directory may lack, by name."""
+    return dict(value_weights(module)) if head == "value" or (head == "score" and trainable) else {}
+
+
+def build_model(
+    path: str | Path, model_cfg: ModelConfig | None = None, *, head: str = "lm", trainable: bool = False
+) -> PreTrainedModel:
     """The architecture of a directory or hub id, float32, all tensors on the meta device.
 
     UserError as `load_model` raises it, but for what only the weights themselves can show.
@@ -164,7 +176,7 @@ def build_model(path: str | Path, model_cfg: ModelConfig | None = None, *, head:
     attention.register()
     where = check_directory(path)
     config = load_config(where, model_cfg)
-    kind, options = _kind(config, head, path), _options(model_cfg, torch.float32)
+    kind, options = _kind(config, head, path, trainable), _options(model_cfg, torch.float32)
     build = getattr(kind, "_from_config", None) or kind.from_config
     if hasattr(kind, "_from_config"):
         del options["trust_remote_code"]  # only the automatic class takes it

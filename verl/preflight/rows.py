@@ -16,6 +16,7 @@ from verl.data.check import chat_template
 from verl.data.dataset import by_problem
 from verl.data.files import RowFile
 from verl.data.media import check_number, folder_of, open_image, with_images
+from verl.data.pairs import margin_of, pair_of_dialogues
 from verl.data.rows import BadRow, RowRules, Video, cells_of, fields_of, is_plain, messages_of
 from verl.data.sft import dialogue, template_options
 from verl.engine.registry import ROLLOUT_ENGINES, capabilities
@@ -171,6 +172,9 @@ def _look_at_row(report: Report, file: RowFile, row: dict[str, Any], number: int
         if rules.needs_truth and not rules.loop_makes_prompt(fields.facts["agent_name"]):
             check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=not plain)
         messages, cells = messages_of(fields, rules), fields.images
+    elif report.config.preference.loss:
+        messages, cells = pair_of_dialogues(row, data)[0], []
+        margin_of(row, data)
     else:
         messages, cells = dialogue(row, data, images=seeing), cells_of(row.get(data.image_key))
         template_options(row, data)

@@ -39,11 +39,25 @@ def check(config: Root, report: Report) -> None:
         if report.config.data.use_dynamic_bsz and report.config.data.micro_batch_size_per_gpu:
             size = report.at("data.micro_batch_size_per_gpu")
             report.notice(f"no effect: {size}: data.use_dynamic_bsz=True packs by token budget")
+        if config.select("preference.loss"):
+            _preference(report)
         for key in ("trainer.save_freq", "trainer.test_freq"):
             if isinstance(config.select(key), str) and config.select(key) != EACH_EPOCH:
                 report.refuse(key, f"a number of steps, or {EACH_EPOCH}")
     if config.entry in ("ppo", "sft"):
         _resume(report)
+
+
+def _preference(report: Report) -> None:
+    """What pairs do not go with, and keys that their loss does not read."""
+    config, loss = report.config, report.config.preference.loss
+    if config.engine.strategy == "megatron":
+        report.refuse("preference.loss with engine.strategy=megatron", "is not in this release; use fsdp")
+    unread = {"beta": ("reward",), "label_smoothing": ("ipo", "simpo", "reward")}
+    unread["gamma"] = ("dpo", "dpo_norm", "ipo", "reward")
+    for name, losses in unread.items():
+        if loss in losses and report.was_set(key := f"preference.{name}"):
+            report.notice(f"no effect: {report.at(key)}: preference.loss={loss}")
 
 
 def _recorded(report: Report) -> None:
@@ -336,7 +350,8 @@ def _other_plan(report: Report) -> list[str]:
     if report.config.entry == "sft":
         if report.trainer.val_only:
             return [f"validation: {report.rows_used('val') or 'all'} rows"]
-        batch = f"{data.train_batch_size} sequences of at most {data.max_length} tokens"
+        rows = "pairs" if report.config.preference.loss else "sequences"
+        batch = f"{data.train_batch_size} {rows} of at most {data.max_length} tokens"
         return [_steps(report), f"each step: {batch}"]
     if report.config.entry == "generation":
         prompts = f"{report.rows.get('data.path', 'all')} prompts"

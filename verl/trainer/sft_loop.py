@@ -1,15 +1,19 @@
 """Supervised training: the loop, and what it is built of.
 
     rows (ids, mask) → order = f(seed, epoch) → a batch of rows → engine.step(−Σ mask·log p / T) → tracking
+    pairs                                                         engine.step(a loss of `verl.algorithms.preference`)
 
 The same engine, packing, checkpoints, tracking and resume as the reinforcement-learning loop. A row travels as a
-trajectory: what comes before the first learned token is the prompt, the rest the response. Of several ranks each
+trajectory: what comes before the first learned token is the prompt, the rest the response. A pair is a group of two,
+whose prompt is computed once; log-probs of the reference are those of the model at the start. Of several ranks each
 takes its share of a batch, and rank 0 keeps the records.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +21,19 @@ import numpy as np
 import torch
 
 from verl import interrupt
+from verl.algorithms.flat_tokens import Rows, loss_mask
+from verl.algorithms.preference import MARGIN, REFERENCE, PreferenceLoss, needs_reference
 from verl.checkpoint import Checkpoint, open_checkpoint, rng
 from verl.config import SFTConfig
 from verl.config.layout import policy_placement
 from verl.config.schema.trainer import EACH_EPOCH
 from verl.data.load_object import load_extern_object
-from verl.data.rows import BadRow
+from verl.data.pairs import PairDataset
+from verl.data.rows import BadRow, ChatRenderer
 from verl.data.sft import SFTDataset, SFTRow
 from verl.data.tokenizer import save_tokenizer
 from verl.engine.registry import TRAINING_ENGINES
-from verl.engine.training.base import MicroBatch, TrainingEngine, TrainStepResult
+from verl.engine.training.base import LOG_PROBS, MicroBatch, MicroLoss, TrainingEngine, TrainStepResult
 from verl.engine.training.process_group import init_from_environment
 from verl.errors import UserError
 from verl.platform import detect
@@ -39,8 +46,10 @@ from verl.trainer.image_checks import changes_of, probes_of, refuse_unseen
 from verl.trainer.parts import open_tokenizer
 from verl.trainer.sft_ranks import Ranks
 from verl.trainer.step_record import RefusedSteps
-from verl.trajectory import Prompt, Trajectory
+from verl.trajectory import Prompt, Segment, Trajectory, flat
 from verl.workers.update_plan import Refusal, UpdateResult
+
+_REFERENCES = "state/references"
 
 
 class SFTTrainer:
@@ -72,16 +81,23 @@ class SFTTrainer:
         self.counters = Counters()
         self.profiler = open_profiler(config, roles=("sft",), rank=self.ranks.rank, platform=engine.platform)
         self.storage = Storage(config, "checkpoint", tracking)
+        self.preference = config.preference if config.preference.loss else None
+        self.outputs = ("scores",) if config.preference.loss == "reward" else LOG_PROBS
+        self.padding = engine.module.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
+        #: By split, of each row Σ log π_ref of both responses, float32 [rows, 2].
+        self.references: dict[str, np.ndarray] = {}
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
         trainer, tracking = self.config.trainer, self.tracking
         self.engine.schedule(self.total_steps)
-        self.step = self._resume()
+        self.phases = Phases()
+        checkpoint = self._newest()
+        self._compute_references(checkpoint)
+        self.step = self._resume(checkpoint)
         if self.ranks.lead:
             announce(self.config, self.total_steps, tracking.notice)
         tracking.start_progress(self.total_steps, done=self.step)
-        self.phases = Phases()
         limit = trainer.max_refused_steps
         refused = RefusedSteps(limit, tracking, self.counters, lead=self.ranks.lead)
         with Watchdog(self.phases, trainer.watchdog_timeout, tracking.event), interrupt.patient():
@@ -116,7 +132,34 @@ class SFTTrainer:
         start, stop = place * self.batch_size, (place + 1) * self.batch_size
         numbers, spare = order[start:stop].tolist(), [*order[stop:].tolist(), *order[:start].tolist()]
         rows, failed = self.ranks.draw(self.train, numbers, spare, data.max_bad_row_ratio)
-        return [as_trajectory(row, f"{i}@{epoch}") for i, row in rows.items()], failed
+        return self._trajectories(self.train, rows, str(epoch)), failed
+
+    def _trajectories(self, data: SFTDataset, rows: dict[int, Any], suffix: str) -> list[Trajectory]:
+        """Rows by number as the engine gets them; of a pair two neighbours, chosen and rejected."""
+        if self.preference is None:
+            return [as_trajectory(row, f"{number}@{suffix}") for number, row in rows.items()]
+        out = []
+        for number, pair in rows.items():
+            references = self.references[data.split][number] if data.split in self.references else (0.0, 0.0)
+            for index, (row, reference) in enumerate(zip((pair.chosen, pair.rejected), references, strict=True)):
+                make = self._scored if self.preference.loss == "reward" else as_trajectory
+                out.append(make(row, f"{number}@{suffix}", index))
+                out[-1].extra |= {REFERENCE: float(reference), MARGIN: pair.margin}
+        return out
+
+    def _scored(self, row: SFTRow, uid: str, index: int) -> Trajectory:
+        """A row as `verl.reward.reward_model` has it: without padding at its end, and with one token more, for a
+        sequence is scored at the token after it."""
+        start = int(np.flatnonzero(row.mask[1:])[0]) + 1
+        ids = row.ids[: int(np.flatnonzero(row.ids != self.padding)[-1]) + 1]
+        response, prompt = np.append(ids[start:], 0), Prompt(uid=uid, ids=ids[:start], messages=None)
+        return Trajectory(prompt, index, response, np.ones(len(response), bool))
+
+    def _loss(self, rows: list[Trajectory]) -> MicroLoss:
+        """The loss of a batch."""
+        if self.preference is not None:
+            return PreferenceLoss(self.preference, len(rows) // 2)
+        return CrossEntropy(sum(int(loss_mask(row.segments[0]).sum()) for row in rows))
 
     def _train_step(self) -> tuple[dict[str, float], Any]:
         started = time.perf_counter()
@@ -124,9 +167,8 @@ class SFTTrainer:
         with self.phases("update"):
             rows, skipped = self._drawn(self.step)
             self._check_images(rows)
-            loss = CrossEntropy(sum(int(row.loss_mask.sum()) for row in rows if row.loss_mask is not None))
             mine = self.ranks.share(rows, self.engine)
-            result: TrainStepResult = self.engine.step(mine, loss, temperature=1.0)
+            result: TrainStepResult = self.engine.step(mine, self._loss(rows), self.outputs, temperature=1.0)
             rate = self.engine.advance()
         tokens = sum(len(row.prompt.ids) + row.length for row in rows)
         self.total_tokens += tokens
@@ -163,30 +205,61 @@ class SFTTrainer:
         refuse_unseen(self.step, row.uid, self.ranks.first(lambda: list(changes)), self.tracking)
 
     def _validate(self) -> dict[str, float]:
-        """Mean loss over the learned tokens of the validation rows."""
+        """Mean loss over the learned tokens of the validation rows; of pairs over these, with their other metrics."""
         if self.validation is None:
             raise UserError("trainer.val_only=True needs data.val_files")
-        total, tokens = 0.0, 0.0
-        ratio = self.config.data.max_bad_row_ratio
-        progress = self.tracking.progress("validation", total=len(self.validation))
+        sums: dict[str, list[float]] = {}
         with self.phases("testing"):
-            for start in range(0, len(self.validation), self.batch_size):
-                numbers = range(start, min(start + self.batch_size, len(self.validation)))
-                rows_by_number, _ = self.ranks.draw(self.validation, numbers, (), ratio)
-                if not rows_by_number:
-                    continue
-                rows = [as_trajectory(row, f"val{i}") for i, row in rows_by_number.items()]
+            for rows, mine, outputs in self._passes(self.validation, "validation"):
+                tensors = {name: torch.from_numpy(values).double() for name, values in outputs.items()}
+                _, metrics = self._loss(rows)(MicroBatch(mine, **tensors))
+                for name, pair in metrics.items():
+                    sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0)), pair, strict=True)]
+        numbers = iter(self.ranks.add([number for pair in sums.values() for number in pair], self.engine))
+        return {f"val/{name.removeprefix('train/')}": next(numbers) / next(numbers) for name in sums}
+
+    def _passes(
+        self, data: SFTDataset, doing: str
+    ) -> Iterator[tuple[list[Trajectory], list[Segment], dict[str, np.ndarray]]]:
+        """Of all rows, batch after batch in file order: the rows, this rank's share, and its outputs, empty with an
+        empty share where another rank of the pipeline holds them."""
+        ratio, progress = self.config.data.max_bad_row_ratio, self.tracking.progress(doing, total=len(data))
+        for start in range(0, len(data), self.batch_size):
+            numbers = range(start, min(start + self.batch_size, len(data)))
+            drawn, _ = self.ranks.draw(data, numbers, (), ratio)
+            if drawn:
+                rows = self._trajectories(data, drawn, doing)
                 mine = self.ranks.share(rows, self.engine)
-                learned = np.concatenate([np.zeros(0, bool), *(row.loss_mask for row in mine)])
-                outputs = self.engine.forward(mine, temperature=1.0)
-                if self.engine.holds_outputs:
-                    total -= float(outputs["log_probs"][learned].sum(dtype=np.float64))
-                    tokens += int(learned.sum())
-                progress(len(rows))
-                self.phases.beat()
-                interrupt.check()
-        total, tokens = self.ranks.add([total, tokens], self.engine)
-        return {"val/loss": total / tokens}
+                outputs = self.engine.forward(mine, self.outputs, temperature=1.0)
+                if not self.engine.holds_outputs:
+                    mine, outputs = [], {name: np.zeros(0, np.float32) for name in self.outputs}
+                yield rows, mine, outputs
+            progress(len(drawn))
+            self.phases.beat()
+            interrupt.check()
+
+    def _compute_references(self, checkpoint: Checkpoint | None) -> None:
+        """Fill `references` where the loss needs them: what a checkpoint holds, else a pass over all rows, with the
+        weights of the start."""
+        if not needs_reference(self.config.preference.loss):
+            return
+        for data in (self.train, self.validation):
+            if data is self.train and checkpoint is not None and checkpoint.has(_REFERENCES):
+                self.references[data.split] = np.load(checkpoint.part(_REFERENCES) / "train.npy", allow_pickle=False)
+            elif data is not None:
+                sums = np.full((len(data), 2), np.nan, np.float32)
+                for _rows, mine, outputs in self._passes(data, f"reference log-probs of {data.split}"):
+                    tokens = Rows([row.length for row in mine])
+                    learned = outputs["log_probs"] * flat(mine, "loss_mask")
+                    values = tokens.sums(torch.from_numpy(learned)).tolist()
+                    entries = [[row.uid, row.index, x] for row, x in zip(mine, values, strict=True)]
+                    for uid, index, value in chain.from_iterable(self.ranks.gather(entries)):
+                        sums[int(uid.partition("@")[0]), index] = value
+                self.references[data.split] = sums
+
+    def _save_references(self, directory: Path) -> None:
+        if self.ranks.lead:
+            np.save(directory / "train.npy", self.references["train"])
 
     def _due(self, frequency: int | str) -> bool:
         frequency = self.steps_per_epoch if frequency == EACH_EPOCH else int(frequency)
@@ -201,7 +274,8 @@ class SFTTrainer:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged."""
 
         def log_probs(row: Trajectory) -> np.ndarray:
-            values = self.engine.forward(row.segments, temperature=1.0).get("log_probs", np.zeros(0))
+            outputs = self.engine.forward(row.segments, self.outputs, temperature=1.0)
+            values = outputs.get(self.outputs[0], np.zeros(0))
             return values if all(self.ranks.gather(bool(np.isfinite(values).all()))) else np.full(1, np.nan)
 
         if self.storage.refuses(self.step, self.rows(self.step), log_probs, "optim.lr"):
@@ -211,6 +285,7 @@ class SFTTrainer:
                 ("model", "actor", self._save_model),
                 ("optimizer", "state/actor_optim", self.engine.save_optimizer),
                 ("extra", "state/rng", rng.save if self.ranks.lead else lambda _: None),
+                *([("extra", _REFERENCES, self._save_references)] if self.references else ()),
             ]
         )
         epoch, place = divmod(self.step, self.steps_per_epoch)
@@ -230,18 +305,18 @@ class SFTTrainer:
             sees = getattr(self.train, "processor", None) is not None
             save_tokenizer(self.tracking.tokenizer, self.config.model.path if sees else None, directory)
 
-    def _resume(self) -> int:
-        """Restore what `trainer.resume_mode` names; returns its step, 0 for a fresh start.
-
-        Rank 0 looks for the checkpoint, tidies up and verifies it.
-        """
+    def _newest(self) -> Checkpoint | None:
+        """What `trainer.resume_mode` names. Rank 0 looks for it, tidies up and verifies it."""
 
         def look() -> str:
             checkpoint = self.storage.find()
             return str(checkpoint.path) if checkpoint else ""
 
         path = self.ranks.first(look)
-        checkpoint = open_checkpoint(Path(path), hashes=False) if path else None
+        return open_checkpoint(Path(path), hashes=False) if path else None
+
+    def _resume(self, checkpoint: Checkpoint | None) -> int:
+        """Restore it; returns its step, 0 for a fresh start."""
         return self.storage.resume(
             checkpoint, self._identity(), self._restore, model_key="model.path", lead=self.ranks.lead
         )
@@ -265,7 +340,11 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
     train, validation = open_data(config, tokenizer, tracking, processor)
     if trainer.save_freq != EACH_EPOCH and int(trainer.save_freq) <= 0 and not trainer.val_only:
         tracking.notice("trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)")
-    training = SFTTrainer(config, build_engine(config, ranks), train, validation, tracking, ranks)
+    engine = build_engine(config, ranks)
+    model_config = engine.module.config.get_text_config()
+    if config.preference.loss == "reward" and model_config.pad_token_id is None:
+        model_config.pad_token_id = tokenizer.pad_token_id  # transformers scores padded batches
+    training = SFTTrainer(config, engine, train, validation, tracking, ranks)
     try:
         training.fit()
     finally:
@@ -280,13 +359,15 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
 
 def engine_settings(config: SFTConfig) -> dict[str, Any]:
     """The SFT keys under the names that the training engine reads from a role."""
-    data = config.data
+    data, pairs = config.data, config.preference.loss is not None
+    rows = data.micro_batch_size_per_gpu
     return {
         **config.engine,
-        "ppo_micro_batch_size_per_gpu": data.micro_batch_size_per_gpu,
+        "ppo_micro_batch_size_per_gpu": 2 * rows if pairs and rows else rows,
         "use_dynamic_bsz": data.use_dynamic_bsz,
         "ppo_max_token_len_per_gpu": data.max_token_len_per_gpu,
-        "use_prefix_grouper": False,
+        "use_prefix_grouper": None if pairs else False,
+        "whole_groups": pairs,
         "grad_clip": config.optim.grad_clip,
         "optim": config.optim,
         "checkpoint": config.checkpoint,
@@ -298,9 +379,13 @@ def open_data(
 ) -> tuple[SFTDataset, SFTDataset | None]:
     """Training rows, and validation rows or None; `data.custom_cls` may replace the class. processor: of a model that
     sees images."""
-    data, kind = config.data, SFTDataset
+    data, kind = config.data, PairDataset if config.preference.loss else SFTDataset
     if data.custom_cls.path:
         kind = load_extern_object(data.custom_cls.path, str(data.custom_cls.name))
+    if config.preference.loss == "reward" and not ChatRenderer(tokenizer).has_template:
+        raise UserError(
+            "preference.loss=reward: the tokenizer has no chat template; add chat_template.jinja to the model"
+        )
     files = config.as_written("data.train_files")
     train = kind(files, tokenizer, data, processor, max_samples=data.train_max_samples)
     validation = None
@@ -321,6 +406,7 @@ def build_engine(config: SFTConfig, ranks: Ranks) -> TrainingEngine:
         "longest": int(config.data.max_length),
         "role": "train",
         "idles": False,
+        "head": "score" if config.preference.loss == "reward" else "lm",
         "placement": policy_placement(config),
     }
     build = TRAINING_ENGINES.named(config.engine.strategy).build
@@ -333,14 +419,14 @@ def build_engine(config: SFTConfig, ranks: Ranks) -> TrainingEngine:
     return build(str(config.model.path), device=platform, device_index=index, **settings)
 
 
-def as_trajectory(row: SFTRow, uid: str) -> Trajectory:
+def as_trajectory(row: SFTRow, uid: str, index: int = 0) -> Trajectory:
     """A row for the engine: prompt up to the first learned token (at least one), response up to the last."""
     learned = np.flatnonzero(row.mask[1:]) + 1
     start, stop = int(learned[0]), int(learned[-1]) + 1
     response = row.ids[start:stop]
     return Trajectory(
         prompt=Prompt(uid=uid, ids=row.ids[:start], messages=None, media=row.media),
-        index=0,
+        index=index,
         response_ids=response,
         response_mask=np.ones(len(response), bool),
         loss_mask=row.mask[start:stop],
@@ -355,7 +441,7 @@ class CrossEntropy:
 
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
         assert micro.log_probs is not None
-        mask = np.concatenate([row.loss_mask for row in micro.rows])
+        mask = flat(micro.rows, "loss_mask")
         learned = micro.log_probs[torch.from_numpy(mask).to(micro.log_probs.device)]
         negative = -learned.sum()
         return negative / self._total, {"train/loss": (float(negative.detach()), float(learned.numel()))}

@@ -45,9 +45,9 @@ class Ranks:
         return self.rank == 0
 
     def share(self, rows: Sequence[Trajectory], engine: TrainingEngine) -> list[Segment]:
-        """This rank's rows of a batch that every rank has, about as many tokens as the others."""
+        """This rank's rows of a batch that every rank has, about as many tokens as the others; no pair is cut."""
         segments = [segment for row in rows for segment in row.segments]
-        return [segments[i] for i in partition(segments, engine.dp_size)[engine.dp_rank]]
+        return [segments[i] for i in partition(segments, engine.dp_size, halve=False)[engine.dp_rank]]
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, one that JSON holds."""

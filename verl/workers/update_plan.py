@@ -245,14 +245,14 @@ def summarise(outcomes: Iterable[tuple[MiniBatch, TrainStepResult | None]]) -> U
 # -- which rank gets which segments ------------------------------------------------------------------------------
 
 
-def partition(rows: Sequence[Segment], ranks: int, *, balance: bool = True) -> list[list[int]]:
+def partition(rows: Sequence[Segment], ranks: int, *, balance: bool = True, halve: bool = True) -> list[list[int]]:
     """Positions in `rows` for each of `ranks`, ascending; every position exactly once, some ranks maybe none.
 
-    Groups stay whole, so that a prompt is computed once, unless there are fewer groups than ranks; then the longest are
-    halved. `balance` gives the heaviest remaining group to the rank with the least load; otherwise ranks get runs of
+    Groups stay whole, so that a prompt is computed once, unless there are fewer groups than ranks; then with `halve`
+    the longest are halved. `balance` gives the heaviest remaining group to the rank with the least load; otherwise ranks get runs of
     the rows in their order. The same rows give the same partition.
     """
-    units = _units(rows, ranks)
+    units = _units(rows, ranks if halve else 0)
     if not balance:
         runs = np.array_split(np.arange(len(units)), ranks)
         return [sorted(i for unit in run for i in units[unit]) for run in runs]

@@ -148,6 +148,26 @@ class DistillationLossConfig(Group):
     clip_ratio_high: float = same_as(".clip_ratio", low=0, inf=True)
 
 
+PAIR_LOSSES = ("dpo", "dpo_norm", "ipo", "simpo", "reward")
+
+
+class PreferenceConfig(Group):
+    """Learning from pairs of responses, a chosen and a rejected one ([preference.md](preference.md)).
+
+    Attributes:
+        loss: `dpo`; `dpo_norm`, `ipo`, `simpo`: of log-probs per token; `reward`: a reward model is trained. null: rows
+            are learned by cross-entropy.
+        beta: β of all but `reward`.
+        label_smoothing: dpo, dpo_norm: share of pairs that may be labelled the wrong way round.
+        gamma: simpo: the margin that the reward of the chosen response has to have.
+    """
+
+    loss: str | None = choice(None, *PAIR_LOSSES, ours=True)
+    beta: float = key(0.1, above=0, ours=True)
+    label_smoothing: float = key(0.0, low=0, high=0.5, ours=True)
+    gamma: float = key(0.5, low=0, ours=True)
+
+
 class DistillationConfig(Group):
     """On-policy distillation: teachers score the responses of every step.
 

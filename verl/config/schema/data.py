@@ -148,6 +148,9 @@ class SFTDataConfig(FilesConfig):
         response_key: Column of the response.
         prompt_dict_keys: Keys inside a struct column.
         response_dict_keys: Keys inside a struct column.
+        chosen_key: Column of the preferred response, for `preference.loss`.
+        rejected_key: Column of the other response.
+        margin_key: Column of the difference between their rewards, for `preference.loss=reward`.
         ignore_input_ids_mismatch: Accept a template that renders turns differently alone and together.
         tokenizer: Tokenizer of the data; null = the model's.
         num_workers: At most this many loading processes.
@@ -167,6 +170,9 @@ class SFTDataConfig(FilesConfig):
     response_key: str | None = None
     prompt_dict_keys: list[str] | None = None
     response_dict_keys: list[str] | None = None
+    chosen_key: str = key("chosen", ours=True)
+    rejected_key: str = key("rejected", ours=True)
+    margin_key: str = key("margin", ours=True)
     ignore_input_ids_mismatch: bool = False
     tokenizer: FilePath | None = same_as("model.tokenizer_path")
     num_workers: int = key(8, low=0)

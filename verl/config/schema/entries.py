@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from verl.config.schema.actor import STRATEGIES, ActorConfig, CriticConfig, RefConfig
-from verl.config.schema.algorithm import AlgorithmConfig, DistillationConfig
+from verl.config.schema.algorithm import AlgorithmConfig, DistillationConfig, PreferenceConfig
 from verl.config.schema.base import FilePath, Group, Map, Root, choice, items, key, open_map, sub
 from verl.config.schema.data import DataConfig, SFTDataConfig
 from verl.config.schema.misc import GlobalProfilerConfig, RayConfig, RoleProfilerConfig, SkipConfig
@@ -75,6 +75,7 @@ class SFTConfig(Root):
     model: ModelConfig = sub(ModelConfig)
     engine: EngineConfig = sub(EngineConfig)
     optim: SFTOptimConfig = sub(SFTOptimConfig)
+    preference: PreferenceConfig = sub(PreferenceConfig)
     checkpoint: CheckpointConfig = sub(CheckpointConfig)
     trainer: SFTTrainerConfig = sub(SFTTrainerConfig)
     profiler: RoleProfilerConfig = sub(RoleProfilerConfig)

@@ -39,6 +39,7 @@ class MicroBatch:
     entropy: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
     candidate_log_probs: torch.Tensor | None = None
     candidates_in_topk: torch.Tensor | None = None
     cache: dict[str, Any] = field(default_factory=dict)

@@ -30,7 +30,7 @@ class MicroBatching:
     share_prompt: None computes the prompt once for the responses of a group that meet in a pack, True says so,
     False repeats it for each. replay: packs say to which experts their tokens went. one_by_one: one response per pack,
     for layers that carry a state along the row. limit: tokens that a pack may have where a prompt alone is larger than
-    `tokens`.
+    `tokens`. whole_groups: no group is cut, whatever its size (with `rows`: a multiple of the size of each).
     """
 
     tokens: int = 16384
@@ -39,6 +39,7 @@ class MicroBatching:
     one_by_one: bool = False
     replay: bool = False
     limit: int = 0
+    whole_groups: bool = False
 
     @property
     def shared(self) -> bool:
@@ -123,10 +124,11 @@ def split_rows(rows: Sequence[Segment], how: MicroBatching) -> list[list[Segment
         opens = not how.shared or inside is None or not _same_context(inside, row)
         need = _cost(row) + (_context_cost(row) if opens else 0)
         new_group = i == 0 or rows[i - 1].uid != row.uid
-        whole = new_group and used * 2 >= how.tokens and used + costs[i] > how.tokens >= costs[i]
+        worth = how.whole_groups or (used * 2 >= how.tokens >= costs[i])
+        whole = new_group and worth and used + costs[i] > how.tokens
         # Apart, the responses to a prompt that is larger than a pack would each compute it again.
         room = max(how.tokens, how.limit) if not opens and _context_cost(row) > how.tokens else how.tokens
-        if not out or whole or used + need > room:
+        if not out or whole or (used + need > room and not how.whole_groups):
             out.append([])
             used, need = 0, _cost(row) + _context_cost(row)
         out[-1].append(row)

@@ -22,7 +22,8 @@ def micro_batching(
     rows = None if setting(group, switch) else setting(group, f"{prefix}_micro_batch_size_per_gpu")
     limit = int(setting(group, f"{prefix}_max_token_len_per_gpu", 16384))
     tokens = limit if preferred is None else min(limit, preferred)
-    return MicroBatching(tokens, None if rows is None else int(rows), share_prompt, limit=limit)
+    whole = bool(setting(group, "whole_groups", False))
+    return MicroBatching(tokens, None if rows is None else int(rows), share_prompt, limit=limit, whole_groups=whole)
 
 
 def preferred_tokens(platform: Platform, bytes_per_token: int) -> int | None:

@@ -57,6 +57,11 @@ class ModelSettings:
     freezes_vision: bool = False
 
     @property
+    def kind(self) -> dict[str, Any]:
+        """What decides the model's class, and which weights its files may lack."""
+        return {"head": self.head, "trainable": self.trainable}
+
+    @property
     def lora(self) -> LoraSettings | None:
         """The adapter to train, None for all weights."""
         return LoraSettings.of(self.model_cfg, str(self.path)) if self.trainable else None
@@ -78,7 +83,7 @@ def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) 
     head = HEADS[settings.head]
     if module is None:
         assert settings.path is not None, "give model_path or module"
-        module = pretrained.load_model(settings.path, settings.model_cfg, head=settings.head)
+        module = pretrained.load_model(settings.path, settings.model_cfg, **settings.kind)
         pretrained.allow_training(module, settings.trainable)
     else:
         attention.register()
@@ -100,7 +105,7 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     """This rank's part of the model. Collective; what fails on one rank is raised by all."""
     assert settings.path is not None
     path, lora = settings.path, settings.lora
-    module = on_all_ranks(lambda: pretrained.build_model(path, settings.model_cfg, head=settings.head))
+    module = on_all_ranks(lambda: pretrained.build_model(path, settings.model_cfg, **settings.kind))
     tensor = None if layout.tensor is None else TensorParallel(module, layout.tensor)
     expert = None
     if layout.expert is not None:
@@ -147,10 +152,10 @@ def _source(module: PreTrainedModel, path: str | Path, settings: ModelSettings) 
     buffers = {n: b for n, b in module.named_buffers() if n in module.state_dict() or n in unknown}
 
     def load() -> dict[str, torch.Tensor]:
-        loaded = pretrained.load_model(path, settings.model_cfg, head=settings.head)
+        loaded = pretrained.load_model(path, settings.model_cfg, **settings.kind)
         return dict(loaded.named_parameters()) | dict(loaded.named_buffers())
 
-    fresh = dict(pretrained.value_weights(module)) if settings.head == "value" else {}
+    fresh = pretrained.starts_at_zero(module, **settings.kind)
     source = open_source(path, module, parameters | buffers, load, fresh)
     for name, buffer in buffers.items():
         buffer.copy_(source.read(name, buffer))
