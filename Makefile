@@ -25,7 +25,7 @@ help:
 	@echo "make quickstart-vision - the same with a model that sees images"
 	@echo "make test        - install what the tests need, then lint, types, layering, tests"
 	@echo "make test-long   - repeats and variants of those tests"
-	@echo "make test-packages - gymnasium, OpenEnv, openai and verifiers, each adapter against the package itself"
+	@echo "make test-packages - adapters and agent programs, each against the package itself"
 	@echo "make test-sglang - the SGLang engine, in an environment of its own"
 	@echo "make test-megatron - strategy=megatron on the CPU, with megatron-core in an environment of its own"
 	@echo "make test-versions - quick tests with the oldest and the newest torch and transformers"
@@ -59,6 +59,22 @@ $(VENV)/packages/.installed: $(VENV)/.installed-test
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
 	$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|numpy)==' > $(@D)/held.txt
 	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'gymnasium>=1' 'openenv>=0.10' 'openai>=2' uvicorn
+	touch $@
+
+# Agent programs that speak to a session over HTTP; OpenEnv's mcp 1 and theirs do not go together.
+$(VENV)/agents/.installed: $(VENV)/.installed-test
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|numpy)==' > $(@D)/held.txt
+	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'openai>=2' anthropic litellm 'pydantic-ai-slim[openai,anthropic]' openai-agents \
+	  'smolagents[openai]' langgraph langchain-openai mini-swe-agent
+	touch $@
+
+# aider pins all that it needs. Without npm the agent of the terminal that runs on Node is left out.
+$(VENV)/terminal/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q aider-chat
+	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(@D) @mariozechner/pi-coding-agent; fi
 	touch $@
 
 # SGLang pins other versions of torch and openai than this environment has, and its kernels are for GPUs: it is installed
@@ -112,8 +128,10 @@ test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 test-long: $(VENV)/.installed-test $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
-test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed
+test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed $(VENV)/agents/.installed $(VENV)/terminal/.installed
 	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/rollout/test_adapters.py
+	OMP_NUM_THREADS=1 VERL_AIDER=$(abspath $(VENV))/terminal/bin/aider VERL_PI=$(abspath $(VENV))/terminal/node_modules/.bin/pi \
+	  $(VENV)/agents/bin/python -m pytest -rs tests/packages
 
 test-sglang: $(VENV)/sglang/.installed
 	OMP_NUM_THREADS=1 $(VENV)/sglang/bin/python -m pytest -rs -m "not long" -k sglang tests/contract/test_rollout_engine_contract.py \

@@ -6,6 +6,7 @@ No code is shared with the product. A response is a `Row`; p are its policy toke
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,13 +90,32 @@ def grpo(rows: list[Row], config: Any) -> Any:
 def grpo_passk(rows: list[Row], config: Any) -> Any:
     out = []
     for row in rows:
-        scores = sorted((other.s for other in group_of(rows, row)), reverse=True)
-        alone = len(scores) == 1
-        gap = scores[0] - (0.0 if alone else scores[1])
-        best = row.s == scores[0]
-        scale = (1.0 if alone else std(scores)) + EPS if config.norm_adv_by_std_in_grpo else 1.0
-        out.append(gap / scale if best else 0.0)
+        group = group_of(rows, row)
+        size = min(config.passk_k or len(group), len(group))
+        gain = 0.0
+        for subset in itertools.combinations(group, size):
+            if any(member is row for member in subset):
+                others = [member.s for member in subset if member is not row] or [0.0]
+                gain += max(row.s, *others) - max(others) if len(group) > 1 else row.s
+        scale = (1.0 if len(group) == 1 else std([other.s for other in group])) + EPS
+        gain /= math.comb(len(group), size)
+        out.append(gain / scale if config.norm_adv_by_std_in_grpo else gain)
     return everywhere(rows, out)
+
+
+def maxrl(rows: list[Row], config: Any) -> Any:
+    """The average of the score functions of successes, less that of all: 1/K − 1/n for a success, −1/n else, times n."""
+    out = []
+    for row in rows:
+        scores = [other.s for other in group_of(rows, row)]
+        total = math.fsum(scores)
+        equal = max(scores) == min(scores)
+        out.append(row.s if len(scores) == 1 else 0.0 if equal else len(scores) * row.s / total - 1)
+    return everywhere(rows, out)
+
+
+def real_label(rows: list[Row], config: Any) -> Any:
+    return everywhere(rows, [1.0 if row.s > 0.5 else -1.0 for row in rows])
 
 
 def gdpo(rows: list[Row], config: Any) -> Any:
@@ -208,12 +228,43 @@ def optimal_token_baseline(rows: list[Row], config: Any) -> Any:
     return advantages, returns
 
 
+Step = tuple[str, float, int]
+"""State, reward and number of policy tokens."""
+
+
+def gigpo(episodes: list[tuple[str, list[Step]]], config: Any) -> list[list[float]]:
+    """Of each (group, steps) the advantage of each step."""
+
+    def relative_to(value: float, values: list[float], alone: float) -> float:
+        if len(values) == 1 or max(values) == min(values):
+            return alone if len(values) == 1 else 0.0
+        return (value - mean(values)) / (std(values) + EPS if config.norm_adv_by_std_in_grpo else 1.0)
+
+    def later(steps: list[Step], t: int) -> float:
+        return math.fsum(config.gamma ** (j - t) * steps[j][1] for j in range(t, len(steps)))
+
+    out = []
+    for uid, steps in episodes:
+        group = [other for key, other in episodes if key == uid]
+        score = math.fsum(reward for _, reward, _ in steps)
+        alone = score / (1 + EPS if config.norm_adv_by_std_in_grpo else 1.0)
+        whole = relative_to(score, [math.fsum(r for _, r, _ in other) for other in group], alone)
+        of_episode = []
+        for t, (state, _, _) in enumerate(steps):
+            same = [later(other, j) for other in group for j in range(len(other)) if other[j][0] == state]
+            of_episode.append(whole + config.gigpo_step_weight * relative_to(later(steps, t), same, 0.0))
+        out.append(of_episode)
+    return out
+
+
 ESTIMATORS = {
     "gae": gae,
     "grpo": grpo,
     "grpo_vectorized": grpo,
     "grpo_passk": grpo_passk,
     "gdpo": gdpo,
+    "maxrl": maxrl,
+    "real": real_label,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
@@ -350,9 +401,47 @@ def dppo_kl(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
     return dppo(r, t, c, (far <= c.high or pi <= old) if r.a[t] > 0 else (far <= c.low or pi >= old))
 
 
+def vespo(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    log_w = clip(math.fsum(r.d(j) + (math.log(r.w[j]) if r.w else 0.0) for j in r.kept), -20.0, 20.0)
+    k, rate = (c.k_pos, c.lambda_pos) if r.a[t] >= 0 else (c.k_neg, c.lambda_neg)
+    slope = -(math.exp(log_w) ** k) * math.exp(rate * (1 - math.exp(log_w))) * r.a[t]
+    return Term(slope * r.new[t], slope)
+
+
+def fipo(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    gamma = 2 ** (-1 / c.decay_rate)
+    future = math.fsum(gamma ** (j - t) * r.d(j) for j in r.kept if j >= t and r.ratio(j) <= c.cap)
+    f = clip(math.exp(clip(future, -20.0, 20.0)), 1 - c.clip_low, 1 + c.clip_high)
+    if r.a[t] < 0 and r.ratio(t) > c.safety:
+        f = clip(f, 0.8, 1.0)
+    return vanilla(Response(r.new, r.old, [f * a for a in r.a], r.m), t, c, batch)
+
+
+def real(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    """Groups of two, one after the other: the gradient of the group's loss by differences."""
+    start = batch.index(r) // 2 * 2
+    group = batch[start : start + 2]
+
+    def group_loss(moved: float) -> float:
+        sums = {1: 1.0, -1: 1.0, 0: 1.0}
+        for other in group:
+            s = math.fsum(other.d(j) for j in other.kept) / len(other.kept) + (moved if other is r else 0.0)
+            advantage = math.fsum(other.a[j] for j in other.kept)
+            label = (advantage > 0) - (advantage < 0)
+            sums[label] += math.exp(-label * s / c.real_tau)
+        return math.log(sums[1]) + math.log(sums[-1])
+
+    slope = len(group) * (group_loss(1e-6) - group_loss(-1e-6)) / 2e-6
+    return Term(slope * r.new[t], slope)
+
+
 LOSSES = {
     "vanilla": vanilla,
     "gspo": gspo,
+    "luspo": gspo,
+    "vespo": vespo,
+    "fipo": fipo,
+    "real": real,
     "sapo": sapo,
     "cispo": cispo,
     "gpg": gpg_loss,
@@ -388,7 +477,8 @@ def loss(name: str, batch: list[Response], c: Any, mode: str, horizon: float) ->
     for i, r in enumerate(batch):
         for t in r.kept:
             term = LOSSES[name](r, t, c, batch)
-            share = share_of(mode, tokens, carrying, len(r.kept), horizon) * (1.0 if r.w is None else r.w[t])
+            share = share_of(mode, tokens, carrying, len(r.kept), horizon)
+            share *= 1.0 if r.w is None or name == "vespo" else r.w[t]
             value += share * term.x
             slopes[i][t] = share * term.slope
             for key, number in {"ppo_kl": -r.d(t), **term.told}.items():

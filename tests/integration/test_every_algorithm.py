@@ -46,7 +46,7 @@ DISTILLED = {
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)
 def test_it_trains_by_its_key(tiny: TinyRun, tmp_path: Path, estimator: str, loss: str) -> None:
     own = [f"algorithm.adv_estimator={estimator}", f"{ACTOR}.policy_loss.loss_mode={loss}"]
-    train(tiny, tmp_path, 4, *own, *MORE.get(estimator, []), *MORE.get(loss, []))
+    train(tiny, tmp_path, 2, *own, *MORE.get(estimator, []), *MORE.get(loss, []))
 
 
 @pytest.mark.parametrize("how", DISTILLED)

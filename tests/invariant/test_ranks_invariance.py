@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.tiny import tiny_model
+from tests.tiny import LINEAR_ATTENTION, tiny_model
 from tests.unit.engine.training.fsdp_cases import assert_same, locally, on_ranks, role
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -82,6 +82,20 @@ def test_a_sequence_over_two_ranks(model: Path, alone: dict[str, Any]) -> None:
     }
     found = check(2, model, cases, alone)
     assert found[0]["split"]["rows"] == found[1]["split"]["rows"]
+
+
+def test_linear_attention_on_two_ranks(tmp_path: Path) -> None:
+    """A sequence's states are on one rank, also where another gets no sequence of a pack."""
+    model = tiny_model(tmp_path / "m", "qwen3_5_text", scale=4.0, **LINEAR_ATTENTION["qwen3_5_text"])
+    cases = {
+        "split": (split(2), {}, "even"),
+        "split, rows alone": (
+            split(2, ppo_micro_batch_size_per_gpu=1),
+            {"enable_gradient_checkpointing": True},
+            "even",
+        ),
+    }
+    check(2, model, cases, locally(str(model), role()))
 
 
 @pytest.mark.slow

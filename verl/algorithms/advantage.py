@@ -8,12 +8,14 @@ of the policy tokens, a list of arrays [K_i] each. So no array of tokens is made
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from verl.algorithms.flat_tokens import discounted_sums
 from verl.algorithms.registry import ESTIMATORS
 from verl.config.schema.base import setting
 from verl.trajectory import Batch, Trajectory
@@ -162,27 +164,45 @@ def grpo(inputs: EstimatorInputs) -> Result:
     return _group_relative(inputs.scores, inputs)
 
 
-def _group_relative(scores: np.ndarray, inputs: EstimatorInputs) -> np.ndarray:
-    group = GroupStatistics.of(scores, inputs.index)
+def _group_relative(scores: np.ndarray, inputs: EstimatorInputs, index: Iterable[Any] | None = None) -> np.ndarray:
+    group = GroupStatistics.of(scores, inputs.index if index is None else index)
     advantage = scores - group.mean
     if inputs.divide:
         advantage = advantage / (group.std + inputs.epsilon)
     return group.without_equal(advantage)
 
 
-@ESTIMATORS.register("grpo_passk", compares_groups=True, keys=["norm_adv_by_std_in_grpo"])
-def grpo_passk(inputs: EstimatorInputs) -> Result:
-    """The best response of a group: A = (s₍₁₎ − s₍₂₎) / (std_g + ε), undivided where the division is off; all others 0.
+@ESTIMATORS.register("maxrl", compares_groups=True)
+def maxrl(inputs: EstimatorInputs) -> Result:
+    """A = (s − mean_g) / mean_g, 0 where mean_g is 0; s in a group of one. ValueError for a score below 0.
 
-    A tie for best gives 0. In a group of one s₍₂₎ is 0.
-    Source: arXiv 2503.19595.
+    With scores of 0 and 1 the gradient is that of Σ_{k ≤ n} pass@k / k. Source: MaxRL, arXiv 2602.02710.
+    """
+    if (inputs.scores < 0).any():
+        raise ValueError("maxrl needs scores of 0 and above: it divides by their mean; the KL penalty goes in the loss")
+    group = GroupStatistics.of(inputs.scores, inputs.index)
+    divisor = np.where(group.mean > 0, group.mean, 1.0)
+    return group.without_equal((inputs.scores - group.mean) / divisor)
+
+
+@ESTIMATORS.register("grpo_passk", compares_groups=True, keys=["passk_k", "norm_adv_by_std_in_grpo"])
+def grpo_passk(inputs: EstimatorInputs) -> Result:
+    """What a response adds to the best of k: A = Σ_I (max_I s − max_{I without it} s) / C(n_g, k) / (std_g + ε) over
+    the subsets I of k members that contain it, undivided where the division is off; k is `passk_k`, n_g without.
+
+    With k = n_g the best response gets s₍₁₎ − s₍₂₎, all others 0. A smaller group has k = n_g. In a group of one A = s.
+    Sources: arXiv 2503.19595; k < n_g: PKPO, arXiv 2505.15201.
     """
     group = GroupStatistics.of(inputs.scores, inputs.index)
     advantage = np.zeros_like(inputs.scores)
     for members in group.groups.members():
-        ranked = members[np.argsort(-inputs.scores[members], kind="stable")]
-        second = inputs.scores[ranked[1]] if len(ranked) > 1 else 0.0
-        advantage[ranked[0]] = inputs.scores[ranked[0]] - second
+        ranked, size = members[np.argsort(inputs.scores[members], kind="stable")], len(members)
+        k = min(setting(inputs.config, "passk_k") or size, size)
+        scores = inputs.scores[ranked] if size > 1 else np.append(0.0, inputs.scores[ranked])
+        # Subsets in which `best` is the largest and `second` the next one: k − 2 others come from below.
+        shares = np.array([math.comb(second, max(k - 2, 0)) / math.comb(size, k) for second in range(len(scores))])
+        for best in range(len(scores) - size, len(scores)):
+            advantage[ranked[best - len(scores)]] = shares[:best] @ (scores[best] - scores[:best])
     return advantage / (group.std + inputs.epsilon) if inputs.divide else advantage
 
 
@@ -270,22 +290,13 @@ def gpg(inputs: EstimatorInputs) -> Result:
     return alpha * group.without_equal(inputs.scores - group.mean)
 
 
+@ESTIMATORS.register("real")
+def real(inputs: EstimatorInputs) -> Result:
+    """A = 1 where s > ½, else −1: the reward as a label, for the policy loss `real`. Source: REAL, arXiv 2602.05630."""
+    return np.where(inputs.scores > 0.5, 1.0, -1.0)
+
+
 # -- estimators whose advantages differ from token to token: recursions over the policy tokens of all segments ------
-
-
-def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
-    """y_k = Σ_{j ≥ k} factor^{j−k}·x_j, float64 [K].
-
-    By doubling: a pass adds to every window the one after it, so that log₂ K passes do instead of K steps, or fewer
-    where what is further away no longer counts.
-    """
-    if factor == 1:
-        return np.cumsum(values[::-1])[::-1]
-    sums, window = values.astype(np.float64), 1
-    while window < len(sums) and factor > 1e-30:
-        sums[:-window] += factor * sums[window:]
-        window, factor = 2 * window, factor * factor
-    return sums
 
 
 @ESTIMATORS.register("gae", needs={"values"}, keys=["gamma", "lam"])
@@ -372,6 +383,58 @@ def optimal_token_baseline(inputs: EstimatorInputs) -> Result:
             if group.equal[i]:
                 advantages[i] = np.zeros_like(returns[i])
     return advantages, returns
+
+
+# -- credit for the steps of an agent ----------------------------------------------------------------------------
+
+
+def steps_of(trajectory: Trajectory) -> tuple[list[int], list[bytes]]:
+    """Of each step, a run of policy tokens: the number of the first among the policy tokens, and the state.
+
+    The state is what the environment said last, its token ids: the tokens between two runs; for the first run of a
+    segment what its context adds to the segment that it goes on from, or all of the context.
+    """
+    starts, states, before = list[int](), list[bytes](), 0
+    for segment in trajectory.segments:
+        ids, mask = segment.columns["response_ids"], np.asarray(segment.columns["response_mask"], bool)
+        first = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
+        ends = np.append(-1, np.flatnonzero(mask & ~np.append(mask[1:], False)))
+        context = segment.context_ids[segment.shared :]
+        for number, (start, end) in enumerate(zip(first, ends, strict=False)):
+            said = ids[end + 1 : start]
+            starts.append(before + int(np.count_nonzero(mask[:start])))
+            states.append((said if number else np.concatenate([context, said])).astype(np.int64).tobytes())
+        before += int(np.count_nonzero(mask))
+    return starts, states
+
+
+GIGPO_KEYS = ("gigpo_step_weight", "gamma", "norm_adv_by_std_in_grpo")
+
+
+@ESTIMATORS.register("gigpo", compares_groups=True, keys=GIGPO_KEYS)
+def gigpo(inputs: EstimatorInputs) -> Result:
+    """A = A^E + ω·A^S: A^E of `grpo` on the scores, A^S of `grpo` on R_t = Σ_{j ≥ t} γ^{j−t}·r_j of the group's steps in
+    the same state; ω is `gigpo_step_weight`. A step is a run of policy tokens, r_t the sum of its token rewards.
+
+    The state is what the environment said last, token by token. A step that is alone in its state has A^S = 0.
+    Source: GiGPO, arXiv 2505.10978.
+    """
+    if inputs.batch is None:
+        raise ValueError("gigpo needs the steps of the responses, which only the trainer knows")
+    episode, steps = _group_relative(inputs.scores, inputs), [steps_of(t) for t in inputs.batch]
+    returns = [
+        discounted_sums(np.add.reduceat(rewards, starts), inputs.gamma) if starts else np.zeros(0)
+        for rewards, (starts, _) in zip(inputs.column("token_rewards"), steps, strict=True)
+    ]
+    keys = [(uid, state) for uid, (_, states) in zip(inputs.index, steps, strict=True) for state in states]
+    relative = _group_relative(np.concatenate(returns), inputs, keys)
+    relative = np.where(Groups.of(keys).size > 1, relative, 0.0) * setting(inputs.config, "gigpo_step_weight", 1.0)
+    of_steps = np.split(relative, np.cumsum([len(values) for values in returns])[:-1])
+    advantages = [
+        whole + np.repeat(values, np.diff([*starts, length]))
+        for whole, values, (starts, _), length in zip(episode, of_steps, steps, inputs.lengths, strict=True)
+    ]
+    return advantages, advantages
 
 
 # -- how much of the policy gradient is signal: proxies of its variance, from Σπ² per token ---------------------------

@@ -87,8 +87,8 @@ def _loss(report: Report) -> None:
     mode, beta = actor.policy_loss.loss_mode, actor.policy_loss.dro_beta
     if mode == "dro" and not (beta and beta > 0):
         report.refuse(f"{ACTOR}.policy_loss.dro_beta={beta}", "dro needs a value above 0")
-    if mode == "gspo" and max(actor.clip_ratio_low, actor.clip_ratio_high) > 0.01:
-        report.notice("gspo: its paper has clip_ratio_low=3e-4, clip_ratio_high=4e-4, far below these")
+    if mode in ("gspo", "luspo") and max(actor.clip_ratio_low, actor.clip_ratio_high) > 0.01:
+        report.notice(f"{mode}: its paper has clip_ratio_low=3e-4, clip_ratio_high=4e-4, far below these")
     unset = not (report.was_set(f"{ACTOR}.clip_ratio_low") and report.was_set(f"{ACTOR}.clip_ratio_high"))
     if mode.startswith("dppo_") and unset:
         report.notice(f"{mode}: clip_ratio_low and clip_ratio_high bound a divergence; set both (paper: 0.05)")

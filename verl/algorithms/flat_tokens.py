@@ -72,6 +72,21 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return masked(values, mask).sum() / mask.sum().clamp(min=1)
 
 
+def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
+    """y_k = Σ_{j ≥ k} factor^{j−k}·x_j, float64 [K].
+
+    By doubling: a pass adds to every window the one after it, so that log₂ K passes do instead of K steps, or fewer
+    where what is further away no longer counts.
+    """
+    if factor == 1:
+        return np.cumsum(values[::-1])[::-1]
+    sums, window = values.astype(np.float64), 1
+    while window < len(sums) and factor > 1e-30:
+        sums[:-window] += factor * sums[window:]
+        window, factor = 2 * window, factor * factor
+    return sums
+
+
 def aggregate(
     terms: Tensor,
     loss_mask: Tensor,

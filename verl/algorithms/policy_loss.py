@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.correction import Tokens, Weighting, importance_weights, parse_correction
-from verl.algorithms.flat_tokens import Rows, aggregate, masked, masked_mean
+from verl.algorithms.flat_tokens import Rows, aggregate, discounted_sums, masked, masked_mean
 from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
 from verl.config.schema.base import setting
 
@@ -104,6 +104,7 @@ class LossInputs:
             advantages=host(self.advantages),
             loss_mask=host(self.loss_mask) > 0,
             trajectory=self.rows.index.cpu().numpy(),
+            weights=None if self.rollout_is_weights is None else host(self.rollout_is_weights),
         )
         values = torch.from_numpy(whole.compute(tokens, self.config))
         return values.to(self.log_probs.device, self.log_probs.dtype)
@@ -283,12 +284,15 @@ def weights_now(inputs: LossInputs, how: Weighting) -> Tensor:
 GSPO_LIMIT = 10.0
 
 
-def _means(tokens: MiniBatchTokens, values: np.ndarray) -> np.ndarray:
-    """For each token the mean of the values [ΣL] over the tokens in the loss of its trajectory; 0 without any."""
+def _sums(tokens: MiniBatchTokens, values: np.ndarray) -> np.ndarray:
+    """For each token the sum of the values [ΣL] over the tokens in the loss of its trajectory."""
     mask, owner = tokens.loss_mask, tokens.trajectory
-    sums = np.bincount(owner[mask], weights=values[mask], minlength=owner.max(initial=0) + 1)
-    counts = np.bincount(owner[mask], minlength=len(sums))
-    return np.asarray((sums / np.maximum(counts, 1))[owner])
+    return np.asarray(np.bincount(owner[mask], values[mask], owner.max(initial=0) + 1)[owner])
+
+
+def _means(tokens: MiniBatchTokens, values: np.ndarray) -> np.ndarray:
+    """The same for the mean; 0 without any."""
+    return _sums(tokens, values) / np.maximum(_sums(tokens, np.ones(len(values))), 1)
 
 
 def _response_log_ratios(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
@@ -296,13 +300,18 @@ def _response_log_ratios(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> 
     return _means(tokens, tokens.log_probs - tokens.old_log_probs)
 
 
-@LOSSES.register("gspo", whole=WholeMiniBatch(_response_log_ratios, only_segments=True), keys=CLIP_KEYS)
+RESPONSE_LOG_RATIOS = WholeMiniBatch(_response_log_ratios, only_segments=True)
+
+
+@LOSSES.register("gspo", whole=RESPONSE_LOG_RATIOS, keys=CLIP_KEYS)
+@LOSSES.register("luspo", whole=RESPONSE_LOG_RATIOS, keys=CLIP_KEYS)
 def gspo(inputs: LossInputs) -> PolicyLoss:
     """q_i = exp(Σ_t m·d / T_i), q_t = sg(q_i)·exp(logp − sg(logp)) with log q ≤ 10; x = max(−Aq, −A·clip(q, 1−ε_lo,
     1+ε_hi)).
 
     Metrics: pg_clipfrac, share of tokens where the clipped term is the larger. The paper has ε_lo 3e-4, ε_hi 4e-4,
-    aggregated by seq-mean-token-mean. Source: GSPO, arXiv 2507.18071.
+    aggregated by seq-mean-token-mean. LUSPO multiplies the loss of a response by T_i: seq-mean-token-sum. Sources: GSPO,
+    arXiv 2507.18071; LUSPO, arXiv 2602.05261.
     """
     low, high = clip_bounds(inputs.config)
     if "mini_batch_values" in inputs.columns:
@@ -357,6 +366,103 @@ def geo_mean(inputs: LossInputs) -> PolicyLoss:
     outside = (difference > high) | (difference < -low)
     upper, lower = outside & (advantages > 0), outside & (advantages < 0)
     return loss, inputs.metrics(pg_clipfrac=upper, pg_clipfrac_lower=lower)
+
+
+VESPO_KEYS = tuple(f"policy_loss.vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"))
+
+
+def _kernel(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
+    """φ(W_i) of `vespo` on every token of trajectory i, by the sign of the token's advantage."""
+    settings, positive = setting(config, "policy_loss"), tokens.advantages >= 0
+    log_weight = _sums(tokens, tokens.log_probs - tokens.old_log_probs)
+    if tokens.weights is not None:
+        log_weight += _sums(tokens, np.log(np.maximum(tokens.weights, 1e-8)))
+    log_weight = log_weight.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    k = np.where(positive, setting(settings, "vespo_k_pos", 2.0), setting(settings, "vespo_k_neg", 3.0))
+    rate = np.where(positive, setting(settings, "vespo_lambda_pos", 3.0), setting(settings, "vespo_lambda_neg", 2.0))
+    return np.asarray(np.exp(k * log_weight + rate * (1 - np.exp(log_weight))))
+
+
+KERNEL = WholeMiniBatch(_kernel, only_segments=True)
+
+
+@LOSSES.register("vespo", whole=KERNEL, keys=VESPO_KEYS)
+def vespo(inputs: LossInputs) -> PolicyLoss:
+    """x = −sg(φ(W_i))·A·logp, W_i = exp(Σ_t m·(d + log w)), not divided by the length; φ(W) = W^k·exp(λ(1 − W)) with
+    k, λ = vespo_k_pos, vespo_lambda_pos where A ≥ 0, else vespo_k_neg, vespo_lambda_neg.
+
+    log W is limited to ±20. Importance weights w are a part of W and do not multiply x again.
+    Source: VESPO, arXiv 2602.10693.
+    """
+    terms = -inputs.of_mini_batch(KERNEL) * inputs.advantages * inputs.log_probs
+    return inputs.aggregate(terms), inputs.metrics()
+
+
+FIPO_KEYS = tuple(f"policy_loss.fipo_{name}" for name in ("decay_rate", "clip_low", "clip_high", "safety_threshold"))
+
+
+def _influence(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
+    """f of `fipo`, [ΣL]."""
+    settings, cap = setting(config, "policy_loss"), float(setting(config, "clip_ratio_c", CLIP_RATIO_C))
+    low, high = setting(settings, "fipo_clip_low", 0.0), setting(settings, "fipo_clip_high", 0.2)
+    discount = 2 ** (-1 / setting(settings, "fipo_decay_rate", 32.0))
+    difference = tokens.log_probs - tokens.old_log_probs
+    counted = np.where(tokens.loss_mask & (difference <= np.log(cap)), difference, 0.0)
+    of_trajectories = np.split(counted, np.flatnonzero(np.diff(tokens.trajectory)) + 1)
+    future = np.concatenate([discounted_sums(values, discount) for values in of_trajectories])
+    weight = np.exp(future.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clip(1 - low, 1 + high)
+    far = difference > np.log(setting(settings, "fipo_safety_threshold", 4.0))
+    return np.where((tokens.advantages < 0) & far, weight.clip(0.8, 1.0), weight)
+
+
+INFLUENCE = WholeMiniBatch(_influence, only_segments=True)
+
+
+@LOSSES.register("fipo", whole=INFLUENCE, keys=[*CLIP_KEYS, "clip_ratio_c", *FIPO_KEYS])
+def fipo(inputs: LossInputs) -> PolicyLoss:
+    """`vanilla` with A·f for A: f = clip(exp(Σ_{j ≥ t} γ^{j−t}·d_j), 1 − fipo_clip_low, 1 + fipo_clip_high), γ =
+    2^(−1/fipo_decay_rate), over tokens in the loss with ρ_j ≤ clip_ratio_c.
+
+    Where A < 0 and ρ > fipo_safety_threshold, f is limited to [0.8, 1]. With one update in a step f is 1. The paper's
+    32B run has clip_ratio_c=10, fipo_safety_threshold=10. Source: FIPO, arXiv 2603.19835.
+    """
+    return vanilla(replace(inputs, advantages=inputs.advantages * inputs.of_mini_batch(INFLUENCE)))
+
+
+# -- a loss that compares the responses of a group -------------------------------------------------------------------
+
+
+def _label_weights(tokens: MiniBatchTokens, config: Mapping[str, Any]) -> np.ndarray:
+    """y_i·n_g·w_i of `real` on every token of trajectory i. ValueError without the groups."""
+    if tokens.group is None:
+        raise ValueError("loss_mode=real compares the responses of a group, which only the trainer knows")
+    tau = float(setting(setting(config, "policy_loss"), "real_tau", 0.5))
+    _, first, of_token = np.unique(tokens.trajectory, return_index=True, return_inverse=True)
+    label = np.sign(_means(tokens, tokens.advantages))[first]
+    ratio = _means(tokens, tokens.log_probs - tokens.old_log_probs)[first]
+    odds = np.exp((-label * ratio / tau).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    group = tokens.group[first]
+    same_label = group[:, None] == group
+    size = same_label.sum(-1)
+    same_label &= label[:, None] == label
+    return np.asarray((label * size * odds / tau / (1 + same_label @ odds))[of_token])
+
+
+LABEL_WEIGHTS = WholeMiniBatch(_label_weights)
+
+
+@LOSSES.register("real", whole=LABEL_WEIGHTS, keys=["policy_loss.real_tau"])
+def real(inputs: LossInputs) -> PolicyLoss:
+    """x = −y_i·n_g·sg(w_i)·logp, the gradient of log(1 + Σ_{y=1} exp(−s̄/τ)) + log(1 + Σ_{y=−1} exp(s̄/τ)) over a
+    group: y_i the sign of Ā_i, s̄_i = Σ_t m·d / T_i, τ = real_tau, w_i = exp(−y_i·s̄_i/τ) / (τ·(1 + Σ_j exp(−y_j·s̄_j/τ)))
+    over the members j of the same label.
+
+    n_g, the members of the group in the mini-batch, makes seq-mean-token-mean the mean over groups. Meant for
+    `algorithm.adv_estimator=real`, whose advantages are the labels; with another one A = 0 is no label.
+    Source: REAL, arXiv 2602.05630.
+    """
+    terms = -inputs.of_mini_batch(LABEL_WEIGHTS) * inputs.log_probs
+    return inputs.policy_term(terms), inputs.metrics()
 
 
 # -- losses that treat tokens of a high covariance between log-prob and advantage differently ------------------------

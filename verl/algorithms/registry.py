@@ -42,8 +42,9 @@ class WholeMiniBatch:
 class MiniBatchTokens:
     """The response tokens of a mini-batch, segment after segment; float64 [ΣL].
 
-    log_probs are those of the weights before the update; loss_mask (bool) is m; trajectory (int): which one a token is
-    of; weights: importance weights of the correction, None without; seed of random draws.
+    log_probs are those of the weights before the update; loss_mask (bool) is m; trajectory, group (int): which ones a
+    token is of, group None without a trainer; weights: importance weights of the correction, None without; seed of
+    random draws.
     """
 
     log_probs: np.ndarray
@@ -51,6 +52,7 @@ class MiniBatchTokens:
     advantages: np.ndarray
     loss_mask: np.ndarray
     trajectory: np.ndarray
+    group: np.ndarray | None = None
     weights: np.ndarray | None = None
     seed: Sequence[int] = (0,)
 

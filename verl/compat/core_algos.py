@@ -59,6 +59,8 @@ compute_reinforce_plus_plus_baseline_outcome_advantage = _of_groups(advantage.re
 compute_rloo_outcome_advantage = compute_rloo_vectorized_outcome_advantage = _of_groups(advantage.rloo)
 compute_opo_outcome_advantage = _of_groups(advantage.opo)
 compute_gpg_outcome_advantage = _of_groups(advantage.gpg)
+compute_maxrl_outcome_advantage = _of_groups(advantage.maxrl)
+compute_real_outcome_advantage = _of_groups(advantage.real)
 compute_gae_advantage_return = _padded_estimator(
     advantage.gae, "token_level_rewards", "values", "response_mask", gamma=1.0, lam=1.0, loss_mask=None
 )
@@ -99,6 +101,8 @@ compute_policy_loss_gspo = _padded_loss(policy_loss.gspo)
 compute_policy_loss_geo_mean = _padded_loss(policy_loss.geo_mean)
 compute_policy_loss_clip_cov = _padded_loss(policy_loss.clip_cov)
 compute_policy_loss_kl_cov = _padded_loss(policy_loss.kl_cov)
+compute_policy_loss_vespo = _padded_loss(policy_loss.vespo)
+compute_policy_loss_fipo = _padded_loss(policy_loss.fipo)
 
 # -- registries --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from verl.config.grammar import GrammarError, Value
 from verl.config.layout import policy_placement
 from verl.config.release import built_in
 from verl.config.resolve import Resolver
+from verl.config.schema.actor import LOSS_AGG_MODES
 from verl.config.schema.algorithm import ONLY_TEACHER
 from verl.config.schema.base import Map, Root, put, select
 from verl.config.schema.entries import Config
@@ -205,11 +206,11 @@ def _ppo(root: Config, say: Callable[[str], None]) -> None:
         root.algorithm.rollout_correction.bypass_mode = True
         key = "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"
         say(f"{key} is now called algorithm.rollout_correction.bypass_mode=True")
-    if mode in ("gspo", "sapo") and not root.was_set("actor_rollout_ref.actor.loss_agg_mode"):
-        actor.loss_agg_mode = "seq-mean-token-mean"
+    if mode in LOSS_AGG_MODES and not root.was_set("actor_rollout_ref.actor.loss_agg_mode"):
+        actor.loss_agg_mode = LOSS_AGG_MODES[mode]
         if not root.was_set("critic.loss_agg_mode"):
-            root.critic.loss_agg_mode = "seq-mean-token-mean"
-        say(f"loss_mode={mode}: actor.loss_agg_mode=seq-mean-token-mean, as in its paper")
+            root.critic.loss_agg_mode = LOSS_AGG_MODES[mode]
+        say(f"loss_mode={mode}: actor.loss_agg_mode={actor.loss_agg_mode}, as in its paper")
     if mode.startswith("dppo_") and not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
         actor.clip_ratio_c = 20.0
     _teachers(root.distillation.teacher_models, say)

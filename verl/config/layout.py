@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.model_facts import ATTENTION_LAYERS
+from verl.config.model_facts import ATTENTION_LAYERS, LINEAR_ATTENTION
 from verl.config.reward_weights import scores_by_model
 from verl.config.schema.base import Root
 from verl.engine.registry import Placement, capabilities, placement
@@ -83,7 +83,7 @@ def model_problems(placement: Placement, model: Mapping[str, Any]) -> Iterator[t
     elif remainder == 0 and local_heads % sequence:
         message = f"does not divide the {local_heads} attention heads that {tensor_text} leaves a rank"
         yield sequence_text, f"{message}; use one of {divisors(local_heads)}"
-    states = sorted(set(model.get("layer_types") or ()) - ATTENTION_LAYERS)
+    states = sorted(set(model.get("layer_types") or ()) - ATTENTION_LAYERS - {LINEAR_ATTENTION})
     if states:
         text = f"the model has layers ({', '.join(states)}) that carry a state along the row, which cannot be split"
         yield sequence_text, f"{text}; set 1"

@@ -33,6 +33,8 @@ VISION_MODELS = (*QWEN_VISION, "glm4v", "glm46v", "glm4v_moe")
 """Types of models that see images and were seen to be trained as transformers computes them (docs/vision.md)."""
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 """Kinds of layers that carry no state along a row."""
+LINEAR_ATTENTION = "linear_attention"
+"""The kind of layers that carry one; those by the delta rule are packed and cut like others (`models/recurrent`)."""
 ADAPTER_FOLDER = "lora_adapter"
 """The adapter's folder inside `actor/` of a checkpoint."""
 

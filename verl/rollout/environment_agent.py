@@ -211,7 +211,9 @@ class EnvironmentAgent(AgentLoop):
             file.write_text(data)
             variables = {
                 "OPENAI_BASE_URL": self.session.base_url,
+                "ANTHROPIC_BASE_URL": self.session.base_url.removesuffix("/v1"),
                 "OPENAI_API_KEY": "session",
+                "ANTHROPIC_API_KEY": "session",
                 "VERL_ROW_FILE": str(file),
                 **({"VERL_ROW": data} if len(data) < _LONGEST_VARIABLE else {}),
                 **{name: str(value) for name, value in (spec.get("kwargs") or {}).items()},

@@ -122,17 +122,17 @@ class _Connection:
         if isinstance(result, dict):
             self._write(status, result, header)
             return
-        async with aclosing(result):  # type: ignore[type-var]
+        async with aclosing(result):
             status, first = await _guarded(anext(result))  # a request that cannot be sampled is refused by its status
             if isinstance(first, dict):
                 self._write(status, first, header)
                 return
             header += "" if last else "Transfer-Encoding: chunked\r\n"
             self._writer.write(_head_of(status, "text/event-stream", header))
-            while isinstance(first, str):
+            while first and isinstance(first, str):
                 await self._chunk(first, last)
-                status, first = await _guarded(anext(result, None))
-            if first is not None:
+                status, first = await _guarded(anext(result, ""))
+            if first:
                 await self._chunk(f"event: error\ndata: {json.dumps(first)}\n\n", last)
             await self._chunk("", last)
 

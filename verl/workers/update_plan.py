@@ -187,6 +187,7 @@ class UpdatePlan:
         old = "rollout_log_probs" if self.correction.bypass else "old_log_probs"
         numbers: dict[int, int] = {}
         owners = [numbers.setdefault(id(segment.trajectory), len(numbers)) for segment in segments]
+        groups = np.unique([segment.uid for segment in segments], return_inverse=True)[1]
 
         def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
             return np.concatenate([np.asarray(part, np.float64) for part in parts])
@@ -198,6 +199,7 @@ class UpdatePlan:
             advantages=joined(segment.advantages for segment in segments),
             loss_mask=np.concatenate([segment.loss_mask for segment in segments]),
             trajectory=np.repeat(owners, [segment.length for segment in segments]),
+            group=np.repeat(groups, [segment.length for segment in segments]),
             weights=joined(segment.is_weights for segment in segments) if weighted else None,
             seed=seed,
         )

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests import algorithm_references as slow
-from verl.algorithms.advantage import GroupStatistics, discounted_sums
+from verl.algorithms.advantage import GroupStatistics
 from verl.algorithms.batch_advantages import compute_advantages
+from verl.algorithms.flat_tokens import discounted_sums
 from verl.algorithms.registry import ESTIMATORS
 from verl.compat import core_algos
 from verl.compat.core_algos import compute_grpo_outcome_advantage
@@ -28,6 +29,7 @@ def config(**settings: Any) -> SimpleNamespace:
     defaults = {
         "norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False,
         "gdpo_reward_keys": ["accuracy", "form"], "gdpo_reward_weights": None,
+        "passk_k": None, "gigpo_step_weight": 1.0,
     }  # fmt: skip
     return SimpleNamespace(**(defaults | settings))
 
@@ -64,6 +66,14 @@ def random_rows(seed: int, dense: bool = False) -> list[slow.Row]:
             parts = {"accuracy": float(rng.integers(0, 2)), "form": float(rng.normal())}
             rows.append(slow.Row(rewards, p, m, f"g{g}", score, columns, parts, baseline=0.25 * g))
     return [rows[i] for i in rng.permutation(len(rows))]
+
+
+def rows_for(name: str, seed: int, dense: bool) -> list[slow.Row]:
+    rows = random_rows(seed, dense)
+    if name == "maxrl":  # no score below 0
+        for row in rows:
+            row.rewards, row.score = [abs(r) for r in row.rewards], abs(row.score)
+    return rows
 
 
 def padded(rows: list[slow.Row], of: Any, width: int) -> torch.Tensor:
@@ -110,7 +120,8 @@ def test_the_public_form_equals_the_loop(name: str, seed: int) -> None:
         lam=(1.0, 0.95)[seed % 2],
         gdpo_reward_weights=[0.3, 1.7] if seed % 2 else None,
     )
-    rows = random_rows(seed, dense=seed % 4 == 0)
+    cfg.passk_k = (None, 2, 3)[seed % 3]
+    rows = rows_for(name, seed, dense=seed % 4 == 0)
     expected = slow.ESTIMATORS[name](rows, cfg)
     advantages, returns = expected if isinstance(expected, tuple) else (expected, expected)
     found = as_users_call_it(name, rows, cfg)
@@ -145,7 +156,7 @@ def trajectories(rows: list[slow.Row], cut: bool) -> Batch:
 @pytest.mark.parametrize("name", NAMES)
 def test_segments_change_nothing_and_the_driver_says_the_same(name: str, seed: int) -> None:
     cfg = config(adv_estimator=name, gamma=0.9, lam=0.95)
-    rows = random_rows(seed, dense=seed == 4)
+    rows = rows_for(name, seed, dense=seed == 4)
     for row in rows:
         row.m = row.p
         del row.columns["is_weights"]
@@ -222,6 +233,62 @@ def test_what_they_need() -> None:
             segment.put("values", None)
     with pytest.raises(ValueError, match="adv_estimator=gae needs values, which this step has not"):
         compute_advantages(batch, config(adv_estimator="gae"), rollout_n=1)
+
+
+# -- gigpo: steps of agents ------------------------------------------------------------------------------------
+
+STATES = {"a": [7], "b": [8, 9], "c": [8]}
+
+
+def episode(uid: str, index: int, steps: list[slow.Step], cut: bool) -> Trajectory:
+    """As one segment, or one of its own for each step; the first state is the prompt's, whatever its name."""
+    ids, mask, scores, segments, shared = [1, 2, 3], [False] * 3, [0.0] * 3, [], 0
+    for number, (state, reward, tokens) in enumerate(steps):
+        said = STATES[state] if number else []
+        ids, mask = [*ids, *said, *[5] * tokens], [*mask, *[False] * len(said), *[True] * tokens]
+        scores += [0.0] * (len(said) + tokens - 1) + [reward]
+        if cut:
+            arrays = np.arange(tokens), np.ones(tokens, bool)
+            parent = {"parent": number - 1, "shared": shared} if number else {}
+            segments.append(Segment(np.array(ids[:-tokens]), *arrays, **parent))
+            shared = len(ids)
+    if not cut:
+        segments = [Segment(np.array(ids[:3]), np.array(ids[3:]), np.array(mask[3:]))]
+    score = math.fsum(reward for _, reward, _ in steps)
+    t = Trajectory(Prompt(uid=uid, ids=np.arange(3), messages=[]), index, segments=segments, score=score)
+    dense = [s for s, m in zip(scores, mask, strict=True) if m] if cut else scores[3:]
+    t.extra["token_scores"] = dense
+    return t
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gigpo_compares_the_steps_of_a_group_in_the_same_state(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    episodes = []
+    for i in range(7):
+        states = ["prompt", *rng.choice(list(STATES), int(rng.integers(0, 4)))]
+        steps = [(str(s), float(rng.integers(0, 2)), int(rng.integers(1, 4))) for s in states]
+        episodes.append((f"g{min(i // 3, 1 + seed % 2)}", steps))
+    cfg = config(adv_estimator="gigpo", gamma=0.9, gigpo_step_weight=0.5, norm_adv_by_std_in_grpo=seed % 2 == 0)
+    expected = slow.gigpo(episodes, cfg)
+    for cut in (False, True):
+        batch = Batch([episode(uid, i, steps, cut) for i, (uid, steps) in enumerate(episodes)])
+        compute_advantages(batch, cfg, rollout_n=1)
+        for t, (_, steps), of_steps in zip(batch, episodes, expected, strict=True):
+            wanted = np.repeat(of_steps, [tokens for _, _, tokens in steps])
+            assert t.advantages[t.response_mask].tolist() == pytest.approx(wanted.tolist(), rel=1e-5, abs=1e-6)
+
+
+def test_gigpo_of_responses_without_tokens_and_without_a_batch() -> None:
+    batch = trajectories([slow.Row([], [], [], "a", 1.0) for _ in range(2)], False)
+    compute_advantages(batch, config(adv_estimator="gigpo"), rollout_n=2)
+    assert [len(t.advantages) for t in batch] == [0, 0]
+
+
+def test_maxrl_refuses_scores_below_zero() -> None:
+    batch = trajectories([slow.Row([s], [1], [1], "a", s) for s in (1.0, -1.0)], False)
+    with pytest.raises(ValueError, match="maxrl needs scores of 0 and above"):
+        compute_advantages(batch, config(adv_estimator="maxrl"), rollout_n=2)
 
 
 # -- grpo: what the loop does not show -----------------------------------------------------------------------

@@ -17,11 +17,14 @@ from tests.algorithms_rows import actor, run_objective
 from verl.algorithms.flat_tokens import MODES
 from verl.compat import core_algos
 from verl.compat.core_algos import agg_loss
+from verl.config.schema.actor import LOSS_AGG_MODES
 from verl.trajectory import Prompt, Segment, Trajectory
 from verl.workers.update_plan import UpdatePlan
 
 NAMES = sorted([*slow.LOSSES, "geo_mean"])
-OF_THE_MINI_BATCH = ("clip_cov", "kl_cov")
+OF_THE_MINI_BATCH = ("clip_cov", "kl_cov", "real")
+OF_THE_RESPONSE = ("gspo", "luspo", "geo_mean", "vespo", "fipo")
+PUBLIC = [name for name in NAMES if name != "real"]
 H = 9.0
 
 
@@ -29,6 +32,8 @@ def constants(**more: Any) -> SimpleNamespace:
     defaults = {
         "low": 0.2, "high": 0.3, "cap": 3.0, "tau_pos": 1.0, "tau_neg": 1.3, "beta": 0.7, "lb": 0.1, "ub": 1.5,
         "clip_ratio": 0.3, "kl_ratio": 0.3, "coef": 0.4, "zeroed": set(),
+        "k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0,
+        "decay_rate": 2.0, "clip_low": 0.1, "clip_high": 0.4, "safety": 1.5, "real_tau": 0.5,
     }  # fmt: skip
     return SimpleNamespace(**(defaults | more))
 
@@ -45,6 +50,9 @@ def config_of(name: str, c: SimpleNamespace, mode: str = "token-mean", **more: A
     cfg.policy_loss = SimpleNamespace(
         loss_mode=name, clip_cov_ratio=c.clip_ratio, clip_cov_lb=c.lb, clip_cov_ub=c.ub, kl_cov_ratio=c.kl_ratio,
         ppo_kl_coef=c.coef, dro_beta=c.beta, tau_pos=c.tau_pos, tau_neg=c.tau_neg,
+        vespo_k_pos=c.k_pos, vespo_lambda_pos=c.lambda_pos, vespo_k_neg=c.k_neg, vespo_lambda_neg=c.lambda_neg,
+        fipo_decay_rate=c.decay_rate, fipo_clip_low=c.clip_low, fipo_clip_high=c.clip_high,
+        fipo_safety_threshold=c.safety, real_tau=c.real_tau,
     )  # fmt: skip
     return cfg
 
@@ -119,7 +127,7 @@ def with_zeroed(c: SimpleNamespace, batch: list[slow.Response], cfg: Any, mode: 
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_the_public_form_equals_the_loop(name: str, seed: int) -> None:
     c, mode = constants(), MODES[seed % len(MODES)]
     batch = random_responses(seed, weighted=seed % 3 == 1)
@@ -130,7 +138,7 @@ def test_the_public_form_equals_the_loop(name: str, seed: int) -> None:
     check(public(name, batch, cfg, mode), slow.loss(name, batch, c, mode, H))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_nothing_in_the_loss_is_zero(name: str) -> None:
     batch = [slow.Response([-1.0, -2.0], [-1.5, -1.0], [1.0, -1.0], [0, 0]) for _ in range(2)]
     value, slopes, metrics = public(name, batch, config_of(name, constants()), "seq-mean-token-mean")
@@ -168,7 +176,7 @@ def trained(
     plan = UpdatePlan(cfg, max_response_length=H, batch_prompts=1)
     mini = plan._mini_batch(rows)
     passed = plan.needs_pass(mini)
-    assert passed == (name in OF_THE_MINI_BATCH or (cut and name in ("gspo", "geo_mean")))
+    assert passed == (name in OF_THE_MINI_BATCH or (cut and name in OF_THE_RESPONSE))
     if passed:
         mini = plan.corrected(mini, lambda found: np.concatenate([now[id(s)] for s in found]), step=3, number=1)
     usable = mini.usable
@@ -199,6 +207,18 @@ def test_the_trainer_computes_the_loop_for_any_batching_and_segments(name: str, 
             c.zeroed = set(places)
             assert all(slow.clip_cov_candidate(batch[i], t, c, batch) for i, t in places)
         check(found, slow.loss(name, batch, c, mode, H), rel=1e-6)
+
+
+def test_luspo_is_the_mean_of_gspo_times_the_length() -> None:
+    batch = [slow.Response([-1.0] * n, [-1.0 - move] * n, [a] * n, [1] * n) for n, move, a in
+             ((3, 0.1, 1.0), (1, 0.5, 1.0), (5, 0.4, -2.0))]  # fmt: skip
+    c = constants()
+    found = public("luspo", batch, config_of("luspo", c), LOSS_AGG_MODES["luspo"])[0]
+    expected = 0.0
+    for r in batch:
+        s = math.exp(r.d(0))
+        expected -= min(s * r.a[0], slow.clip(s, 1 - c.low, 1 + c.high) * r.a[0]) * len(r.new) / len(batch)
+    assert found == pytest.approx(expected)
 
 
 def test_before_the_first_update_old_log_probs_are_the_current_ones() -> None:

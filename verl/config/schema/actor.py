@@ -18,7 +18,9 @@ STRATEGIES = ("fsdp", "fsdp2", "megatron")
 AGG_MODES: tuple[str, ...] = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
 AGG_MODES += ("seq-mean-token-sum-norm",)
 POLICY_LOSSES: tuple[str, ...] = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo")
-POLICY_LOSSES += ("dppo_tv", "dppo_kl", "dro", "bypass_mode")
+POLICY_LOSSES += ("dppo_tv", "dppo_kl", "dro", "luspo", "vespo", "fipo", "real", "bypass_mode")
+LOSS_AGG_MODES = dict.fromkeys(("gspo", "sapo", "real"), "seq-mean-token-mean") | {"luspo": "seq-mean-token-sum"}
+"""What `loss_agg_mode` is for a policy loss whose paper has another one than the default."""
 KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_OPTIONS = KL_NAMES + tuple(f"{name}+" for name in KL_NAMES)
 
@@ -36,6 +38,15 @@ class PolicyLossConfig(Group):
         dro_beta: dro: β, required by it.
         tau_pos: sapo: temperature for positive advantages.
         tau_neg: sapo: temperature for negative advantages.
+        vespo_k_pos: vespo: exponent of the sequence's weight, positive advantages.
+        vespo_lambda_pos: vespo: rate of its exponential, positive advantages.
+        vespo_k_neg: vespo: exponent, negative advantages.
+        vespo_lambda_neg: vespo: rate, negative advantages.
+        fipo_decay_rate: fipo: tokens after which a later token counts half.
+        fipo_clip_low: fipo: how far a token's weight may fall below 1.
+        fipo_clip_high: fipo: how far it may rise above 1.
+        fipo_safety_threshold: fipo: ratio above which the weight of a negative advantage is not above 1.
+        real_tau: real: temperature τ.
     """
 
     loss_mode: str = choice("vanilla", *POLICY_LOSSES, registry="verl.trainer.ppo.core_algos.register_policy_loss")
@@ -47,6 +58,15 @@ class PolicyLossConfig(Group):
     dro_beta: float | None = key(None, above=0)
     tau_pos: float = key(1.0, above=0)
     tau_neg: float = key(1.05, above=0)
+    vespo_k_pos: float = key(2.0, low=0)
+    vespo_lambda_pos: float = key(3.0, low=0)
+    vespo_k_neg: float = key(3.0, low=0)
+    vespo_lambda_neg: float = key(2.0, low=0)
+    fipo_decay_rate: float = key(32.0, above=0)
+    fipo_clip_low: float = key(0.0, low=0, high=1)
+    fipo_clip_high: float = key(0.2, low=0)
+    fipo_safety_threshold: float = key(4.0, above=0)
+    real_tau: float = key(0.5, above=0)
 
 
 class TrainedRoleConfig(Group):
@@ -95,7 +115,8 @@ class ActorConfig(TrainedRoleConfig):
         clip_ratio_low: ε below 1.
         clip_ratio_high: ε above 1.
         clip_ratio_c: Dual clip; 20 for `dppo_*` unless set.
-        loss_agg_mode: How per-token losses become one number; if not set, `gspo` and `sapo` use `seq-mean-token-mean`.
+        loss_agg_mode: How per-token losses become one number; if not set, `gspo`, `sapo`
+            and `real` use `seq-mean-token-mean`, `luspo` `seq-mean-token-sum`.
         loss_scale_factor: H of `seq-mean-token-sum-norm`.
         entropy_coeff: loss −= coeff · entropy.
         use_kl_loss: KL to the reference in the loss.

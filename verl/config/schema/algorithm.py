@@ -6,12 +6,12 @@ from verl.config.schema.base import Group, Map, choice, key, open_map, same_as, 
 
 ESTIMATORS: tuple[str, ...] = ("gae", "grpo", "grpo_vectorized", "grpo_passk", "gdpo", "reinforce_plus_plus")
 ESTIMATORS += ("reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized", "opo", "gpg")
-ESTIMATORS += ("optimal_token_baseline", "tir_optimal_token_baseline")
-GROUP_ESTIMATORS = tuple(name for name in ESTIMATORS if name not in ("gae", "reinforce_plus_plus", "remax"))
+ESTIMATORS += ("optimal_token_baseline", "tir_optimal_token_baseline", "maxrl", "gigpo", "real")
+GROUP_ESTIMATORS = tuple(name for name in ESTIMATORS if name not in ("gae", "reinforce_plus_plus", "remax", "real"))
 TEACHER_KEYS = ("key", "model_path", "num_replicas", "inference")
 # The name of the teacher where there is one; its entry is there from the start.
 ONLY_TEACHER = "teacher_model"
-_WHOLE_MINI_BATCH = ("clip_cov", "kl_cov", "bypass_mode")
+_WHOLE_MINI_BATCH = ("clip_cov", "kl_cov", "real", "bypass_mode")
 
 
 class KLControlConfig(Group):
@@ -95,6 +95,8 @@ class AlgorithmConfig(Group):
         use_pf_ppo: Draw responses again by weight (gae only).
         gdpo_reward_keys: Components of `gdpo`.
         gdpo_reward_weights: Their weights.
+        passk_k: k of `grpo_passk`; null = the size of the group.
+        gigpo_step_weight: ω of `gigpo`.
     """
 
     adv_estimator: str = choice("gae", *ESTIMATORS, registry="verl.trainer.ppo.core_algos.register_adv_est")
@@ -110,6 +112,8 @@ class AlgorithmConfig(Group):
     pf_ppo: PFPPOConfig = sub(PFPPOConfig)
     gdpo_reward_keys: list[str] | None = None
     gdpo_reward_weights: list[float] | None = None
+    passk_k: int | None = key(None, low=2)
+    gigpo_step_weight: float = key(1.0, low=0)
 
 
 TOPK_MODES = ("forward_kl_topk", "reverse_kl_topk")

@@ -6,7 +6,7 @@ on from the sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -35,7 +35,8 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
     """`POST /v1/messages`."""
     messages, tools = _dialogue(body)
     choice = body.get("tool_choice") or {}
-    kind = {"any": "required"}.get(choice.get("type"), choice if choice.get("type") == "tool" else choice.get("type"))
+    kind = choice.get("type")
+    kind = "required" if kind == "any" else choice if kind == "tool" else kind
     form = (body.get("output_config") or {}).get("format") or body.get("output_format") or {}
     stops = body.get("stop_sequences") or []
     chosen = settings(session, most=body.get("max_tokens"), stop=stops, choice=kind, form=form.get("type"))
@@ -53,12 +54,12 @@ async def count_tokens(session: Session, body: dict[str, Any]) -> Result:
     return {"input_tokens": len(session.prompt_ids(*_dialogue(body)))}
 
 
-async def _stream(session: Session, split: Thinking, parts: Pieces, stops: list[str]) -> AsyncIterator[str]:
+async def _stream(session: Session, split: Thinking, parts: Pieces, stops: list[str]) -> AsyncGenerator[str]:
     def named(kind: str, **data: Any) -> str:
         return event({"type": kind, **data}, kind)
 
     number, block, begun = 0, "", False
-    async with aclosing(parts):  # type: ignore[type-var]
+    async with aclosing(parts):
         async for part in parts:
             if not begun:
                 begun = True

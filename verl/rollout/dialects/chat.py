@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -41,8 +41,8 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
 
 
 async def _stream(
-    session: Session, body: Mapping[str, Any], about: dict[str, Any], parts: AsyncIterator[tuple[int, str | Reply]]
-) -> AsyncIterator[str]:
+    session: Session, body: Mapping[str, Any], about: dict[str, Any], parts: AsyncGenerator[tuple[int, str | Reply]]
+) -> AsyncGenerator[str]:
     about = about | {"object": "chat.completion.chunk"}
     replies: dict[int, Reply] = {}
     begun: set[int] = set()
@@ -54,7 +54,7 @@ async def _stream(
         choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return event(about | {"choices": [choice]})
 
-    async with aclosing(parts):  # type: ignore[type-var]
+    async with aclosing(parts):
         async for number, part in parts:
             if not isinstance(part, Reply):
                 yield chunk(number, {"content": part})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from verl.rollout.dialects.log_probs import legacy_entries
@@ -49,7 +49,7 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
 
 async def _stream(
     about: dict[str, Any], choices: list[dict[str, Any]], usage: dict[str, int] | None
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str]:
     """Each text in one piece, then why it ended."""
     for choice in choices:
         end = {"index": choice["index"], "text": "", "logprobs": None}

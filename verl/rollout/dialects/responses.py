@@ -7,7 +7,7 @@ goes on from the sampled tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -145,14 +145,15 @@ class _Events:
 
 
 _EVENTS = {"thinking": "reasoning_text", "text": "output_text"}
+_LOGS: dict[str, dict[str, Any]] = {"thinking": {}, "text": {"logprobs": []}}
 
 
 async def _stream(
     session: Session, about: dict[str, Any], split: Thinking, parts: Pieces, dialogue: Messages
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str]:
     send, items, open_kind, text = _Events(), list[dict[str, Any]](), "", ""
     where: dict[str, Any] = {}
-    async with aclosing(parts):  # type: ignore[type-var]
+    async with aclosing(parts):
         async for part in parts:
             if send._number < 0:
                 yield send("created", response=about)
@@ -160,8 +161,7 @@ async def _stream(
             kind, piece = ("", "") if isinstance(part, Reply) else part
             if open_kind and kind != open_kind:
                 item = _item(open_kind, text, split.form) | {"id": where["item_id"]}
-                logs = {"logprobs": []} if open_kind == "text" else {}
-                yield send(f"{_EVENTS[open_kind]}.done", **where, text=text, **logs)
+                yield send(f"{_EVENTS[open_kind]}.done", **where, text=text, **_LOGS[open_kind])
                 yield send("content_part.done", **where, part=item["content"][0])
                 yield send("output_item.done", output_index=len(items), item=item)
                 items.append(item)
@@ -174,8 +174,7 @@ async def _stream(
             open_kind = kind
             if not isinstance(part, Reply):
                 text += piece
-                logs = {"logprobs": []} if kind == "text" else {}
-                yield send(f"{_EVENTS[kind]}.delta", **where, delta=piece, **logs)
+                yield send(f"{_EVENTS[kind]}.delta", **where, delta=piece, **_LOGS[kind])
                 continue
             for call in _calls(part):
                 here = {"item_id": call["id"], "output_index": len(items)}
@@ -209,7 +208,8 @@ def _with_items(before: Messages, given: Any) -> Messages:
             messages.append({"role": "assistant", "content": ""})
         return messages[-1]
 
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+    items: list[dict[str, Any]] = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    for item in items:
         kind = item.get("type") or "message"
         if kind == "message" and item["role"] == "assistant":
             content = item["content"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +16,7 @@ from verl.rollout.tools.toolbox import warn_once
 from verl.rollout.turn_text import Thinking
 
 MODEL = "policy"
-Result = dict[str, Any] | AsyncIterator[str]
+Result = dict[str, Any] | AsyncGenerator[str]
 """A body of JSON, or the server-sent events of a stream."""
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Result]]
 """Answers a request: a session, and the body; of a path that ends with an id, the id is in the body."""
@@ -51,7 +51,7 @@ def settings(session: Session, *, most: Any, stop: Any, choice: Any = None, form
 
 async def streamed(
     session: Session, messages: Messages, tools: Any, chosen: Mapping[str, Any], n: int = 1
-) -> AsyncIterator[tuple[int, str | Reply]]:
+) -> AsyncGenerator[tuple[int, str | Reply]]:
     """The content of n turns in pieces, each with the number of its turn, and the whole turn after its last piece."""
     queue: asyncio.Queue[tuple[int, str | asyncio.Task[Reply]]] = asyncio.Queue()
 
@@ -75,7 +75,7 @@ async def streamed(
             task.cancel()
 
 
-Pieces = AsyncIterator[tuple[str, str] | Reply]
+Pieces = AsyncGenerator[tuple[str, str] | Reply]
 """A turn as (`thinking` or `text`, what is new of it), then the whole turn."""
 
 

@@ -4,14 +4,20 @@
 
 Everything but attention works token by token, so each rank runs its share of the pack. Inside attention each rank
 sees the whole pack for its share of the heads: packing, shared prompts and windows stay as they are.
+
+Layers of linear attention are called whole (`verl.models.recurrent`), with all of their heads. For them the ranks deal
+out the sequences of the pack, each prompt with its responses: one rank computes those of a sequence.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +25,7 @@ from torch import Tensor, nn
 from verl.engine.training.packing import Pack
 from verl.models.attention import AttentionOptions, AttentionPlan, TokenSpan, product_dtype
 from verl.models.packed_attention import PackedPlan
+from verl.models.recurrent import PackedStates, run
 from verl.trajectory import UNKNOWN_EXPERT
 
 
@@ -55,7 +62,7 @@ class SequenceParallel:
             part.axes, part.media = torch.cat((axes, padding), 1)[:, here], batch.media
             part.image_span = first, first + int(is_image[here].sum())
         whole = PackedPlan(segments, positions, self._heads // self._size)
-        return part, mine, UlyssesPlan(whole, self._group, self._rank, self._size)
+        return part, mine, UlyssesPlan(whole, self._group, self._rank, self._size, segments)
 
     def all_tokens(self, own: Tensor) -> Tensor:
         """What each rank knows of its tokens, [S/n, …], of all of them, those that fill up included."""
@@ -73,10 +80,13 @@ class SequenceParallel:
 
 
 class UlyssesPlan:
-    """An `AttentionPlan` that exchanges tokens for heads around another one."""
+    """An `AttentionPlan` that exchanges tokens for heads around another one. segments: of the whole pack."""
 
-    def __init__(self, whole: AttentionPlan, group: dist.ProcessGroup, rank: int, size: int):
+    def __init__(
+        self, whole: AttentionPlan, group: dist.ProcessGroup, rank: int, size: int, segments: Sequence[TokenSpan]
+    ):
         self._whole, self._group, self._rank, self._size = whole, group, rank, size
+        self._segments = [s for s in segments if s.end > s.start]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan.attend`; tensors hold this rank's tokens and all heads."""
@@ -90,6 +100,14 @@ class UlyssesPlan:
             options = replace(options, sinks=options.sinks.view(self._size, -1)[self._rank])
         return self._gather_heads(self._whole.attend(module, query, key, value, options))
 
+    def mix(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """See `AttentionPlan.mix`; hidden [1, S/n, H] holds this rank's tokens."""
+        return self._dealt.mix(layer, hidden)
+
+    @cached_property
+    def _dealt(self) -> DealtStates:
+        return DealtStates(self._segments, self._group, self._rank, self._size)
+
     def _gather_tokens(self, x: Tensor) -> Tensor:
         """[1, H, S/n, D] → [1, H/n, S, D]."""
         n, (_, heads, tokens, width) = self._size, x.shape
@@ -101,6 +119,67 @@ class UlyssesPlan:
         n, (_, tokens, heads, width) = self._size, x.shape
         swapped = _AllToAll.apply(x.reshape(n, tokens // n, heads, width), self._group)
         return swapped.transpose(0, 1).reshape(1, tokens // n, n * heads, width)
+
+
+class DealtStates:
+    """`PackedStates` of which each rank has some sequences, dealt out such that none has many more tokens than others."""
+
+    def __init__(self, segments: Sequence[TokenSpan], group: dist.ProcessGroup, rank: int, size: int):
+        owners = self._owners(segments, size).reshape(size, -1)
+        here = np.flatnonzero(owners == rank)
+        places = dict(zip(here.tolist(), range(len(here)), strict=True))
+
+        def moved(start: int, end: int) -> tuple[int, int]:
+            return (places[start], places[end - 1] + 1) if end else (0, 0)
+
+        local = [s for s in segments if s.start in places]
+        self._segments = [TokenSpan(*moved(s.start, s.end), moved(*s.prefix)) for s in local]
+        self._group = group
+        self._order = torch.from_numpy(np.argsort(owners[rank], kind="stable"))
+        self._sent = np.bincount(owners[rank], minlength=size).tolist()
+        self._received = (owners == rank).sum(1).tolist()
+
+    @staticmethod
+    def _owners(segments: Sequence[TokenSpan], size: int) -> np.ndarray:
+        """The rank of each token of the pack, int64 [S]."""
+        owners = np.zeros(segments[-1].end, np.int64)
+        loads = [0] * size
+        families: dict[int, list[TokenSpan]] = {}
+        for s in segments:
+            families.setdefault(s.prefix[0] if s.prefix[1] else s.start, []).append(s)
+        counts = {first: sum(s.end - s.start for s in family) for first, family in families.items()}
+        for first in sorted(families, key=lambda f: -counts[f]):
+            rank = loads.index(min(loads))
+            loads[rank] += counts[first]
+            for s in families[first]:
+                owners[s.start : s.end] = rank
+        return owners
+
+    def mix(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """hidden [1, S/n, H] → output [1, S/n, H] of this rank's tokens. Collective."""
+        order = self._order.to(hidden.device)
+        own = _Exchange.apply(hidden[0].index_select(0, order), self._sent, self._received, self._group)
+        if self._segments:
+            out = PackedStates(self._segments, hidden.device).mix(layer, own[None])[0]
+        else:  # the layer's weights get their gradients on every rank
+            out = own + run(layer, hidden.new_zeros(1, 1, hidden.shape[-1]), None)[0].sum() * 0.0
+        back = _Exchange.apply(out, self._received, self._sent, self._group)
+        return back.index_select(0, order.argsort())[None]
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows of [S, H], so many to each rank, and so many from each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.arguments = received, sent, group
+        out = x.new_empty(sum(received), x.shape[1])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Exchange.apply(grads[0], *ctx.arguments), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
