@@ -212,6 +212,9 @@ def tiny_vision_model(
         vision |= {"window_size": patch * 4, "fullatt_block_indexes": [1]}
     if arch.startswith("qwen3"):
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": list(deepstack)}
+    linear = LINEAR_ATTENTION.get(f"{arch}_text", {})
+    if linear:
+        del vision["deepstack_visual_indexes"]
     text = tiny_config("qwen3_moe" if arch.endswith("moe") else "qwen3", vocab_size=272).to_dict()
     kept = (
         "hidden_size",
@@ -231,14 +234,14 @@ def tiny_vision_model(
     if head is not None:
         shape |= {"head_dim": head, "num_attention_heads": 32 // head, "num_key_value_heads": 32 // head}
     quarter = shape["head_dim"] // 8
-    sections = [2 * quarter, quarter, quarter]
+    sections = [quarter, quarter // 2, quarter // 2] if linear else [2 * quarter, quarter, quarter]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     if arch.startswith("qwen3"):  # as published; transformers does it in any case, vLLM looks
         rope["mrope_interleaved"] = True
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     config = AutoConfig.for_model(
         arch,
-        text_config=shape | {"rope_parameters": rope},
+        text_config=linear | shape | {"rope_parameters": linear.get("rope_parameters", {}) | rope},
         vision_config=vision,
         tie_word_embeddings=False,
         **{name: start + number for number, name in enumerate(names)},

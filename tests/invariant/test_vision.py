@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+LINEAR = ("qwen3_5", "qwen3_5_moe")
 GLM = ("glm4v", "glm46v", "glm4v_moe")
 LIMITS: dict[str, Any] = {"eos_token_ids": [258], "max_model_len": 320, "max_num_seqs": 16}
 IMAGES: tuple[list[tuple[int, int]], ...] = ([(40, 24)], [], [(16, 16), (64, 30), (9, 80)], [(128, 128)])
@@ -135,7 +136,7 @@ def plain_log_probs(path: Path, rows: list[Trajectory]) -> np.ndarray:
     return np.concatenate(out)
 
 
-@pytest.mark.parametrize("path", ARCHITECTURES + GLM, indirect=True)
+@pytest.mark.parametrize("path", ARCHITECTURES + LINEAR + GLM, indirect=True)
 def test_transformers_trainer_and_sampler_agree_after_three_syncs(path: Path, tmp_path: Path) -> None:
     actor = FSDPEngine(path, role_cfg=trained(), device="cpu")
     sampler, prompts = NativeEngine(actor.module, **LIMITS), make_prompts(path)
@@ -244,7 +245,7 @@ def of_two_ranks(
         ("qwen2_5_vl", [list(range(8))] * 2),
         *(
             pytest.param(arch, shares, marks=pytest.mark.long)
-            for arch in (*ARCHITECTURES, *GLM)
+            for arch in (*ARCHITECTURES, *LINEAR, *GLM)
             for shares in ([[0, 1, 4, 5, 6, 7], [2, 3]], [list(range(8))] * 2)
         ),
     ],

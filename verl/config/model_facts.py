@@ -29,7 +29,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 _KINDS |= {"list": (list,), "tuple": (list,), "dict": (dict,)}
 QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-VISION_MODELS = (*QWEN_VISION, "glm4v", "glm46v", "glm4v_moe")
+QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
+VISION_MODELS = (*QWEN_VISION, *QWEN3_5, "glm4v", "glm46v", "glm4v_moe")
 """Types of models that see images and were seen to be trained as transformers computes them (docs/vision.md)."""
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 """Kinds of layers that carry no state along a row."""

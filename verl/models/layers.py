@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.config.model_facts import ATTENTION_LAYERS
+from verl.config.model_facts import ATTENTION_LAYERS, LINEAR_ATTENTION
 from verl.models.recurrent import recurrent_layers
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from verl.platform import Platform
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_NO_ATTENTION = frozenset({"linear_attention", "conv", "moe"})
+_NO_ATTENTION = frozenset({LINEAR_ATTENTION, "conv", "moe"})
 _STATEFUL = ("mamba", "deltanet", "rwkv", "recurrent", "shortconv")
 
 
@@ -92,6 +92,15 @@ def sizes_of(c: Any) -> AttentionSizes:
     kv_heads = 1 if getattr(c, "multi_query", False) else getattr(c, "num_key_value_heads", None)
     width = int(getattr(c, "head_dim", None) or c.hidden_size // heads)
     return AttentionSizes(heads, int(kv_heads or heads), width, int(getattr(c, "v_head_dim", None) or width))
+
+
+def state_numbers(text: Any) -> int:
+    """Numbers of a sequence's state in one layer of linear attention; 0 for a model without such layers."""
+    if LINEAR_ATTENTION not in (getattr(text, "layer_types", None) or ()):
+        return 0
+    heads = getattr(text, "linear_num_value_heads", None) or getattr(text, "linear_num_heads", 0)
+    key_width = getattr(text, "linear_key_head_dim", None) or getattr(text, "linear_head_dim", 0)
+    return int(heads * key_width * (getattr(text, "linear_value_head_dim", None) or key_width))
 
 
 def activation_bytes(config: PreTrainedConfig) -> int:

@@ -95,7 +95,7 @@ def total(parts: Parts) -> float:
 
 def cache(sampler: Sampler, memory: float, taken: float) -> float:
     """Bytes of the key/value cache on each device. taken: bytes of what else is there while it samples."""
-    needed = sampler.sequences * sampler.longest * sampler.token_bytes
+    needed = sampler.sequences * (sampler.longest * sampler.token_bytes + sampler.state_bytes)
     room = sampler.share * memory - sampler.weights if sampler.preallocates else sampler.share * (memory - taken)
     return max(0.0, room if sampler.preallocates else min(room, needed))
 

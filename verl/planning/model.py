@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.model_facts import LINEAR_ATTENTION
 from verl.errors import UserError
 
 _UNGATED = frozenset({"gpt_neox", "opt", "phi", "starcoder2", "nemotron"})
 """Types whose MLP has two matrices; those of the others have a gate besides."""
 _QUERY_BIAS = frozenset({"qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"})
 _QUERY_NORM = frozenset({"qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text"})
+
+_OUTPUT_GATE = ("qwen3_next", "qwen3_5")
+"""Types whose attention has a gate for its output."""
 
 
 class UnknownModel(UserError):
@@ -31,6 +35,7 @@ class ModelSize:
     cached     numbers of a token's keys and values that a sampler keeps in a layer
     unpacked   the same as attention reads them in training (all heads of compressed keys)
     pair       FLOPs of one layer for a pair of tokens in a forward pass
+    state      numbers of a sequence's state in all layers of linear attention
     window     tokens that attention looks back in layers with a window, None for all; windowed: how many such layers
     used       intermediate numbers of a token in a layer, of the experts those chosen
     chosen, expert_count   experts of a token, and of a layer; 0 for a dense model
@@ -47,6 +52,7 @@ class ModelSize:
     other: int
     layers: int
     attending: int
+    state: int
     hidden: int
     vocabulary: int
     heads: int
@@ -115,7 +121,11 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
     mlp, experts, active, routers = _mlps(text, read, kind, hidden, layers)
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", kind.startswith("gemma"))))
     kinds = list(text.get("layer_types") or ())
-    attending = sum(k not in ("linear_attention", "conv") for k in kinds) or layers
+    if not kinds and (interval := read("full_attention_interval", default=0)):
+        kinds = [LINEAR_ATTENTION if number % interval else "full_attention" for number in range(1, layers + 1)]
+    linear = kinds.count(LINEAR_ATTENTION)
+    linear_count, state = _linear_attention(read, hidden) if linear else (0, 0)
+    attending = sum(k not in (LINEAR_ATTENTION, "conv") for k in kinds) or layers
     windowed = kinds.count("sliding_attention")
     if not kinds and text.get("sliding_window") and text.get("use_sliding_window", True):
         windowed = layers
@@ -124,7 +134,7 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
         name=str(config.get("model_type", kind)),
         embedding=vocabulary * hidden,
         head=0 if tied else vocabulary * hidden,
-        attention=attention * layers,
+        attention=attention * layers + linear * (linear_count - attention if linear_count else 0),
         mlp=mlp,
         experts=experts,
         active_experts=active,
@@ -132,6 +142,7 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
         other=routers + (2 * layers + 1) * hidden,
         layers=layers,
         attending=attending,
+        state=linear * state,
         hidden=hidden,
         vocabulary=vocabulary,
         heads=heads,
@@ -169,7 +180,20 @@ def _attention(
         count += hidden
     if kind in _QUERY_NORM or text.get("use_qk_norm"):
         count += 2 * width
+    if kind.startswith(_OUTPUT_GATE):
+        count += hidden * queries + 2 * width
     return count, {"query": queries, "cached": 2 * keys, "unpacked": 2 * keys, "pair": 4.0 * queries}
+
+
+def _linear_attention(read: _Reader, hidden: int) -> tuple[int, int]:
+    """Parameters of one layer of linear attention, and numbers of its state; zeros where no gated delta net is said."""
+    heads, width = read("linear_num_value_heads", default=0), read("linear_value_head_dim", default=0)
+    key_width = read("linear_key_head_dim", default=0)
+    keys, values = read("linear_num_key_heads", default=0) * key_width, heads * width
+    if not keys or not values:
+        return 0, 0
+    count = hidden * (2 * keys + 3 * values + 2 * heads) + 2 * heads + width
+    return count + read("linear_conv_kernel_dim", default=4) * (2 * keys + values), values * key_width
 
 
 def _expert_count(read: _Reader) -> int:

@@ -94,7 +94,7 @@ def sampling_seconds(sampler: Sampler, step: Step, device: Device, cache: float,
     c, m = c or fitted_to(device.on_host), sampler.model
     each = step.sequences / sampler.engines
     context = step.prompt + step.response / 2
-    room = cache / sampler.token_bytes / max(1.0, context)
+    room = cache / (sampler.token_bytes * max(1.0, context) + sampler.state_bytes)
     live = max(1.0, min(each, sampler.sequences, room))
     waves = each / live
     peak = (device.flops if sampler.width == 2 else device.full) * device.share * sampler.tensor
@@ -103,7 +103,7 @@ def sampling_seconds(sampler: Sampler, step: Step, device: Device, cache: float,
     prefill = prompts * step.prompt * (flops + m.pairs(step.prompt)) / (peak * c.dense)
     touched = 1 - (1 - m.chosen / m.expert_count) ** live if m.expert_count else 0.0
     read = sampler.width * (m.total - m.vision - m.embedding - m.head + m.output - m.experts * (1 - touched))
-    read += live * context * sampler.token_bytes * sampler.tensor
+    read += live * (context * sampler.token_bytes + 2 * sampler.state_bytes) * sampler.tensor
     moved = read / sampler.tensor / (device.bandwidth * c.stream)
     computed = live * (flops + 2 * m.pairs(context)) / (peak * c.dense)
     overhead = c.decode * m.layers * (1 if sampler.tensor == 1 else 3)

@@ -118,6 +118,11 @@ class Sampler:
         return float(keys * (self.cache_width or self.width)) / min(self.tensor, max(1, self.model.heads))
 
     @property
+    def state_bytes(self) -> float:
+        """State of one sequence in layers of linear attention, on one device."""
+        return 4.0 * self.model.state / self.tensor
+
+    @property
     def weights(self) -> float:
         """Bytes of its weights on one device."""
         experts = self.model.experts

@@ -28,6 +28,8 @@ TINY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "nu
 TINY |= {"intermediate_size": 96, "vocab_size": 256}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 COMPRESSED = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 12, "full_attention_interval": 3}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
 
 
@@ -43,6 +45,8 @@ ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_siz
         ("glm4_moe", {**ROUTED, "first_k_dense_replace": 1, "head_dim": 32, "use_qk_norm": True}),
         ("deepseek_v3", {**ROUTED, **COMPRESSED, "first_k_dense_replace": 1, "num_key_value_heads": 4}),
         ("starcoder2", {"use_bias": False}),
+        ("qwen3_5_text", {**LINEAR, "head_dim": 32}),
+        ("qwen3_next", {**LINEAR, **EXPERTS, "head_dim": 32, "shared_expert_intermediate_size": 48}),
     ],
 )
 def test_as_transformers_builds_it(kind, changes):
@@ -54,6 +58,9 @@ def test_as_transformers_builds_it(kind, changes):
         module = AutoModelForCausalLM.from_config(config)
     size = model_size(config.to_dict())
     assert size.total == pytest.approx(sum(p.numel() for p in module.parameters()), rel=5e-3)
+    if changes.items() >= LINEAR.items():
+        assert (size.attending, size.state) == (1, 2 * 4 * 8 * 12)
+        assert model_size(TINY | changes | {"model_type": kind}) == size, "as published, without layer_types"
 
 
 def test_a_vision_tower():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import LINEAR_ATTENTION, tiny_config
 from verl.engine import registry
 from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.base import SamplingParams, check_request
@@ -115,6 +116,21 @@ def test_engine_arguments_on_a_cpu_and_elsewhere() -> None:
     assert own["block_size"] == 64
 
 
+def test_linear_attention_on_a_cpu() -> None:
+    """Its kernels there take bfloat16 alone, and the state after a prefix is kept only where prompts are cut."""
+    config = tiny_config("qwen3_5_text", **LINEAR_ATTENTION["qwen3_5_text"] | {"head_dim": 64})
+    launch.check_cpu_model(config, "bfloat16")
+    with pytest.raises(UserError, match=r"in bfloat16 only: set rollout.dtype=bfloat16, or rollout.name=native"):
+        launch.check_cpu_model(config, "float32")
+    said: list[str] = []
+    for cpu in (True, False):
+        found = engine_arguments(settings(), KNOWN, cpu=cpu, sleeps=False, linear=True, notice=said.append)
+        assert found["enable_prefix_caching"] is not cpu
+    assert [text.partition("=")[0] for text in said] == ["enable_prefix_caching"]
+    few, many = (cache_bytes(config, settings(), 1 << 40), cache_bytes(tiny_config(head_dim=64), settings(), 1 << 40))
+    assert few - many // 2 == 9 * 2 * 4 * 4 * 8 * 12  # keys of half the layers; a state of 4 heads for each in both
+
+
 def test_prompts_are_taken_whole_on_a_cpu() -> None:
     """Cut ones would end vLLM: requests have seeds, whose generators a CPU cannot turn back."""
     said: list[str] = []
@@ -214,9 +230,9 @@ def test_heads_that_the_kernels_do_not_have_are_found_in_any_layer(monkeypatch: 
     text = SimpleNamespace(num_attention_heads=4, is_heterogeneous=True, per_layer_config=own)
     config = SimpleNamespace(get_text_config=lambda: text)
     with pytest.raises(UserError, match="heads have 48 elements; on a CPU vLLM has kernels for 32, 64"):
-        launch.check_cpu_model(config)
+        launch.check_cpu_model(config, "bfloat16")
     own[1].head_dim = 64
-    launch.check_cpu_model(config)
+    launch.check_cpu_model(config, "bfloat16")
 
 
 def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,10 +251,10 @@ def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch
     ):
         text.kv_lora_rank, text.rope_parameters, text.model_type = width, rope, kind
         if taken:
-            launch.check_cpu_model(config)
+            launch.check_cpu_model(config, "bfloat16")
         else:
             with pytest.raises(UserError, match=r"latent attention only with .* in .576. .*rollout\.name=native"):
-                launch.check_cpu_model(config)
+                launch.check_cpu_model(config, "bfloat16")
 
 
 @pytest.mark.parametrize("ascend", [None, "0.24.0"])

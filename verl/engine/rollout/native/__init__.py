@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.model_facts import QWEN_VISION, VISION_MODELS
+from verl.config.model_facts import QWEN3_5, QWEN_VISION, VISION_MODELS
 from verl.config.schema.entries import Config
 from verl.engine.registry import Capabilities, RolloutEngineRecord
 
@@ -19,7 +19,7 @@ class Native(RolloutEngineRecord):
         in_place_weights=True,
         tensor_parallel=False,
         images=VISION_MODELS,
-        videos=QWEN_VISION,
+        videos=QWEN_VISION + QWEN3_5,
         image_transformers=">=5.18",
         routes=True,
     )

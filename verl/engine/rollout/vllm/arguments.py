@@ -16,7 +16,7 @@ from verl.engine.rollout.settings import longest
 from verl.engine.rollout.vllm import ENGINE
 from verl.engine.rollout.vllm.kwargs import OURS, translate
 from verl.errors import UserError
-from verl.models.layers import attention_sizes
+from verl.models.layers import attention_sizes, state_numbers
 from verl.versions import version
 
 WORKER_EXTENSION = "verl.engine.rollout.vllm.worker.WorkerWeights"
@@ -112,12 +112,13 @@ def engine_arguments(
     cpu: bool,
     sleeps: bool,
     vision: bool = False,
+    linear: bool = False,
     notice: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs. UserError lists every engine_kwargs key that cannot be passed.
 
     known: the installed vLLM's argument names. cpu, sleeps: what its platform is, and whether it can sleep. vision: the
-    model takes images.
+    model takes images. linear: some of its layers are linear attention.
     """
     s = settings
     arguments: dict[str, Any] = {name: getattr(s, name) for name in _SHARED} | {
@@ -158,6 +159,10 @@ def engine_arguments(
     for text in translated.notices:
         notice(text)
     arguments |= translated.arguments
+    if cpu and linear and arguments["enable_prefix_caching"]:
+        # vLLM keeps the state after a prefix only where it cuts prompts, which a CPU must not.
+        notice("enable_prefix_caching=False: on a CPU vLLM computes each prompt of a model with linear attention anew")
+        arguments["enable_prefix_caching"] = False
     return _whole_prompts(s, arguments, notice) if cpu else arguments
 
 
@@ -210,7 +215,9 @@ def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
     item = 4 if settings.dtype == "float32" else 2
     length = settings.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
-    needed = per_token * item * blocks * _CPU_BLOCK * (settings.max_num_seqs + 1)
+    # where layers have states, a block of any layer has room for one
+    states = 4 * state_numbers(text) * int(text.num_hidden_layers)
+    needed = (per_token * item * blocks * _CPU_BLOCK + states) * (settings.max_num_seqs + 1)
     sharing = settings.ranks * settings.engines
     return min(needed, int(available * settings.gpu_memory_utilization) // sharing)
 

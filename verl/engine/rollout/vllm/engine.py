@@ -40,6 +40,7 @@ from verl.engine.rollout.vllm.requests import completion
 from verl.engine.rollout.vllm.weights import AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
 from verl.models.inputs import sees_images
+from verl.models.layers import state_numbers
 from verl.models.pretrained import load_config
 from verl.platform import Platform
 from verl.platform.host_resources import available_memory
@@ -87,13 +88,14 @@ class VLLMEngine(HostedEngine):
         self._folder = TemporaryDirectory(prefix="verl-")
         model_config = launch.model_config(s, self._folder.name)
         options: dict[str, Any] = {"cpu": cpu, "sleeps": sleeps, "vision": sees_images(model_config)}
+        options["linear"] = state_numbers(model_config.get_text_config()) > 0
         arguments = engine_arguments(s, vllm_arguments(), **options, notice=notice)
         if options["vision"]:
             check_images()
         if s.override_config:
             arguments["hf_config_path"] = self._folder.name
         if cpu:
-            launch.check_cpu_model(model_config)
+            launch.check_cpu_model(model_config, s.dtype)
             launch.check_cpu_experts(s)
             # vLLM would size its cache by the whole machine.
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))

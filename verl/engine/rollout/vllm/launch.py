@@ -14,7 +14,7 @@ from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.vllm import ENGINE
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
-from verl.models.layers import layer_configs
+from verl.models.layers import layer_configs, state_numbers
 from verl.platform.host_resources import thread_limit
 from verl.platform.processes import started_by
 
@@ -64,9 +64,12 @@ def model_config(settings: EngineSettings, folder: str) -> Any:
     return config
 
 
-def check_cpu_model(config: Any) -> None:
-    """UserError for a model whose attention vLLM's CPU kernels do not have."""
+def check_cpu_model(config: Any, dtype: str) -> None:
+    """UserError for a model whose attention vLLM's CPU kernels do not have, in this data type."""
     text = config.get_text_config()
+    if state_numbers(text) and dtype != "bfloat16":
+        only = "on a CPU vLLM computes layers of linear attention in bfloat16 only"
+        raise UserError(f"{only}: set rollout.dtype=bfloat16, or rollout.name=native")
     heads = int(getattr(text, "num_attention_heads", 1))
     sizes, latent = _cpu_head_sizes()
     if getattr(text, "kv_lora_rank", None) and str(text.model_type).startswith("deepseek"):
