@@ -36,7 +36,7 @@ class Fault:
     """title: what is wrong, as the page says it. source: where such an error was reported. patch: injects it. caught: a
     pattern of what a normal run says, "" where nothing catches it yet; by: what says so; steps: after how many.
     prove: the check of `verl prove` that finds it, "" for none. kind: of run (`test_gauntlet.KINDS`); words: overrides;
-    runs: lives of the run; quick: in `make test`; proved: `test_gauntlet` injects it under `verl prove`.
+    runs: lives of the run; quick: in `make test`.
     """
 
     title: str
@@ -50,7 +50,6 @@ class Fault:
     words: tuple[str, ...] = ()
     runs: int = 1
     quick: bool = False
-    proved: bool = False
 
 
 FAULTS: list[Fault] = []
@@ -292,7 +291,7 @@ def routes_of_another_layer(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("the baseline is the mean of the batch, not of the group", "Search-R1 #65", by=CHECKS,
-       caught="add up to .*, not 0: their baseline is not the mean of their group", quick=True)  # fmt: skip
+       caught="their baseline is not the mean of their group", quick=True, prove="step")  # fmt: skip
 def batch_baseline(m: pytest.MonkeyPatch) -> None:
     from verl.algorithms.advantage import GroupStatistics
 
@@ -301,7 +300,7 @@ def batch_baseline(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("advantages are paired with other responses", "verl #7956, slime #36", by=CHECKS,
-       caught="not in the order of its scores", quick=True)  # fmt: skip
+       caught="not in the order of its scores", prove="step")  # fmt: skip
 def wrong_pairs(m: pytest.MonkeyPatch) -> None:
     from verl.algorithms import batch_advantages
 
@@ -316,7 +315,7 @@ def wrong_pairs(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("advantages have the wrong sign", "", by=CHECKS,
-       caught="or have the wrong sign")  # fmt: skip
+       caught="or have the wrong sign", prove="step")  # fmt: skip
 def wrong_sign(m: pytest.MonkeyPatch) -> None:
     from verl.algorithms import batch_advantages
 
@@ -377,7 +376,7 @@ def critic_per_micro_batch(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("the mask is in the loss's numerator and not in its denominator", "TRL #6369", kind="tools", by=CHECKS,
-       caught="a mask is in the loss's numerator and not in its denominator")  # fmt: skip
+       caught="a mask is in the loss's numerator and not in its denominator", prove="step")  # fmt: skip
 def denominator_unmasked(m: pytest.MonkeyPatch) -> None:
     from verl.workers import update_plan
 
@@ -407,7 +406,8 @@ def ratio_of_one(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("updates are lost: the optimizer does not hold the weights, or their precision is too low",
-       "apex #1728, speculators #765", by=CHECKS, caught="changed no log-prob at all", steps=2, prove="weights")  # fmt: skip
+       "apex #1728, speculators #765", by=CHECKS, steps=2, caught="changed no log-prob at all",
+       prove="weights")  # fmt: skip
 def update_lost(m: pytest.MonkeyPatch) -> None:
     m.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
 
@@ -416,7 +416,7 @@ def update_lost(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("the reference is scored at another temperature", "OpenRLHF #853, slime #2085", by=CHECKS, words=(KL,),
-       caught="before the first update the reference is the policy")  # fmt: skip
+       caught="before the first update the reference is the policy", prove="step")  # fmt: skip
 def reference_temperature(m: pytest.MonkeyPatch) -> None:
     def outputs(original: Any, self: Any, batch: Any, names: Any, temperature: float) -> Any:
         return original(self, batch, names, 0.5 if self.role == "ref" else temperature)
@@ -425,7 +425,7 @@ def reference_temperature(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("the reference moves with the policy", "TRL #1340", by=CHECKS, words=(KL,), steps=2,
-       caught="the reference has exactly its log-probs")  # fmt: skip
+       caught="the reference has exactly its log-probs", prove="step")  # fmt: skip
 def reference_moves(m: pytest.MonkeyPatch) -> None:
     from verl.workers import build
 
@@ -433,7 +433,7 @@ def reference_moves(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("the reference of an adapter is computed with the adapter on", "TRL #1340, #495", by=CHECKS, words=(KL, LORA),
-       steps=2, caught="the reference has exactly its log-probs", quick=True)  # fmt: skip
+       steps=2, caught="the reference has exactly its log-probs", prove="step")  # fmt: skip
 def reference_adapted(m: pytest.MonkeyPatch) -> None:
     from contextlib import nullcontext
 
@@ -455,14 +455,19 @@ def data_skipped(m: pytest.MonkeyPatch) -> None:
     wrap(m, PromptStream, "load_state", load)
 
 
-@fault("a resume draws the order of another epoch", "ms-swift #10050, accelerate #2823", runs=2, prove="resume")
+@fault("a resume draws the order of another epoch", "ms-swift #10050, accelerate #2823", runs=2, steps=0,
+       by="checks of a resume", caught="the order has changed", prove="resume")  # fmt: skip
 def other_order(m: pytest.MonkeyPatch) -> None:
-    from verl.data.stream import PromptStream
+    from verl.data.stream import _Seeded
 
-    wrap(m, PromptStream, "load_state", lambda load, self, state: load(self, state | {"epoch": state["epoch"] + 1}))
+    def at(original: Any, self: Any, epoch: int, offset: int) -> int | None:
+        return original(self, self.__dict__.setdefault("_first", epoch + offset), offset)
+
+    wrap(m, _Seeded, "at", at)
 
 
-@fault("a resume leaves the adapter as it was initialised", "TRL #6688", runs=2, words=(LORA,), prove="save and load")
+@fault("a resume leaves the adapter as it was initialised", "TRL #6688", runs=2, words=(LORA,), steps=0,
+       by="checks of a resume", caught="a part of the policy was not saved or not loaded", prove="save and load")  # fmt: skip
 def adapter_not_loaded(m: pytest.MonkeyPatch) -> None:
     m.setattr(FSDPEngine, "load_weights", lambda self, directory: None)
 

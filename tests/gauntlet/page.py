@@ -19,10 +19,13 @@ of a tiny model on a CPU; the run must name the cause within two steps. A normal
 - **images blanked at the first step**: the log-probs of a response must depend on the images before it ([vision.md](vision.md));
 - the **check of each step** (`verl/trainer/step_checks.py`): identities between numbers that the step has computed anyway. A difference is an
   event `check_mask`, `check_data`, `check_baseline`, `check_pairing`, `check_loss`, `check_ratio`, `check_reference` or `check_update`, shown
-  as a notice the first time; the run goes on.
+  as a notice the first time; the run goes on;
+- the **checks of a resume**: the row that comes next and the log-probs of a short response must be those of the checkpoint, else the events
+  `check_data` and `check_resume`.
 
-"Steps" counts until the error is named; 0 is before the first step. "`verl prove`" names the check of [prove.md](prove.md) that is to find the error
-before a run; those in bold are injected under it, too. "not caught" means that a normal run does not notice.
+"Steps" counts until the error is named; 0 is before the first step. "`verl prove`" names the check of [prove.md](prove.md) that finds the error
+before a run; it is injected there, too. "not caught" means that a normal run does not notice. "(ours)": no thread was found. Everything was
+run in one process on a CPU with the embedded sampler; errors of asynchronous runs, of several ranks and of other samplers are not in the list.
 
 """
 
@@ -30,8 +33,7 @@ before a run; those in bold are injected under it, too. "not caught" means that 
 def row(fault: Fault) -> str:
     """A line of the table."""
     caught, steps = (fault.by, str(fault.steps)) if fault.caught else ("**not caught**", "")
-    prove = f"**{fault.prove}**" if fault.prove and fault.proved else fault.prove
-    return f"| {fault.title} | {fault.source} | {caught} | {steps} | {prove} |"
+    return f"| {fault.title} | {fault.source or '(ours)'} | {caught} | {steps} | {fault.prove} |"
 
 
 def text() -> str:

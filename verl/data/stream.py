@@ -7,7 +7,7 @@ Without a custom sampler the order is a function of (seed, epoch) alone, and a p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,10 @@ class PromptStream:
     def state(self) -> dict[str, Any]:
         """The position: {"epoch", "offset"}; with a custom sampler also what it gave and its own state."""
         return {"epoch": self.epoch, "offset": self.offset} | self._order.state()
+
+    def row_at(self, state: Mapping[str, Any]) -> int | None:
+        """The row that comes next at a position; None at the end of an epoch, and with a custom sampler."""
+        return self._order.at(state["epoch"], state["offset"]) if isinstance(self._order, _Seeded) else None
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to a position that `state` gave."""

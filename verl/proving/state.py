@@ -40,7 +40,7 @@ def next_batch(batch: Batch, expected: Batch) -> Finding:
 def next_update(life: Life, moved: list[np.ndarray], expected: list[np.ndarray]) -> Finding:
     """What the next update moves log-probs by, after a resume and without."""
     ours, theirs = np.concatenate(moved), np.concatenate(expected)
-    difference = float(np.linalg.norm(ours - theirs) / max(1e-12, np.linalg.norm(theirs)))
+    difference = float(np.linalg.norm(ours - theirs) / max(1e-12, float(np.linalg.norm(theirs))))
     advice = (
         "after a resume the next update is another one: the optimizer's state was not saved or not loaded; report it"
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.algorithms.agreement import FAR
 from verl.checkpoint import CheckpointError, open_checkpoint, read, rng, write
 from verl.checkpoint.manifest import remove
 from verl.checkpoint.remote import Copy, RemoteCopies
@@ -24,7 +25,7 @@ from verl.data.files import contents
 from verl.errors import UserError
 from verl.tracking.names import plain_metrics
 from verl.tracking.run_folder import mask_secrets
-from verl.trajectory import Batch, Segment, Trajectory
+from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
 if TYPE_CHECKING:
     from verl.algorithms.kl import KLController
@@ -306,7 +307,7 @@ class Checkpoints:
         self._config = config
         self._save_tokenizer = save_tokenizer
         self._workers, self._colocation, self._stream = workers, colocation, stream
-        self._kl_controller, self._counters = kl_controller, counters
+        self._kl_controller, self._counters, self._tracking = kl_controller, counters, tracking
         self._storage = Storage(config, "actor_rollout_ref.actor.checkpoint", tracking)
 
     def finish(self) -> None:
@@ -320,16 +321,7 @@ class Checkpoints:
         A failure is an event and a notice; the run goes on. `batch`, the step's, shows whether the weights are worth
         it: see `Storage.refuses`.
         """
-        policy = self._workers.policy
-
-        def log_probs(row: Trajectory) -> Any:
-            bare = [Segment(s.context_ids, s.response_ids, s.response_mask, media=s.media) for s in row.segments]
-            probe = Trajectory(row.prompt, row.index, segments=bare)
-            with self._colocation.computing(policy):
-                policy.forward(Batch([probe]), "save_checkpoint", {"log_probs": "old_log_probs"})
-            return probe.old_log_probs
-
-        if self._storage.refuses(step, batch, log_probs, "actor_rollout_ref.actor.optim.lr"):
+        if self._storage.refuses(step, batch, self._log_probs, "actor_rollout_ref.actor.optim.lr"):
             return
         jobs: list[Job] = []
         for role in self._trained():
@@ -344,8 +336,54 @@ class Checkpoints:
             "counters": self._counters.state(),
             "seed": self._config.trainer.seed,
             "record": plain_metrics(record)[0],
+            "next_row": self._stream.row_at(loop["data_position"]),
+            "sample": self._sample(batch),
         }
         self._storage.save(step, self._storage.chosen(jobs), state)
+
+    def _log_probs(self, row: Trajectory) -> np.ndarray:
+        """Of a row's response tokens under the weights of this moment."""
+        policy = self._workers.policy
+        bare = [Segment(s.context_ids, s.response_ids, s.response_mask, media=s.media) for s in row.segments]
+        probe = Trajectory(row.prompt, row.index, segments=bare)
+        with self._colocation.computing(policy):
+            policy.forward(Batch([probe]), "save_checkpoint", {"log_probs": "old_log_probs"})
+        return np.array(probe.old_log_probs)
+
+    def _sample(self, batch: Batch) -> dict[str, Any] | None:
+        """A short response and its log-probs: a resume that does not compute them lost a part of the policy."""
+        plain = [t for t in batch if t.length and len(t.segments) == 1 and t.segments[0].media is None]
+        if not plain:
+            return None
+        row = min(plain, key=lambda t: len(t.segments[0].context_ids) + t.length)
+        sample: dict[str, Any] = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
+        sample |= {"dtype": self._workers.policy.compute_dtype, "context": row.segments[0].context_ids.tolist()}
+        return sample | {"response": row.response_ids.tolist(), "log_probs": self._log_probs(row).tolist()}
+
+    def _compare(self, state: Mapping[str, Any]) -> None:
+        """An event where the order of the data, or what the policy computes, is not that of the checkpoint."""
+        row, sample = state.get("next_row"), state.get("sample")
+        if row not in (None, now := self._stream.row_at(state["data_position"])):
+            message = f"data: the next row is {now}, and was {row} when the checkpoint was saved: the order has changed"
+            self._tracking.event("check_data", message=message)
+        if not sample or not self._storage.wants("model"):
+            return
+        if sample["temperature"] != self._config.actor_rollout_ref.rollout.temperature:
+            return
+        response = np.array(sample["response"], np.int64)
+        segment = Segment(np.array(sample["context"], np.int64), response, np.ones(len(response), bool))
+        prompt = Prompt("resume", segment.context_ids, None)
+        apart = np.abs(self._log_probs(Trajectory(prompt, 0, segments=[segment])) - np.array(sample["log_probs"]))
+        names = {sample["dtype"], self._workers.policy.compute_dtype}
+        kind, bound = FAR["float32" if names == {"torch.float32"} else "half"]
+        difference = float(apart.max() if kind == "max" else apart.mean())
+        if not difference <= bound:
+            message = (
+                f"resume: with the weights that were loaded the log-probs of a response differ by {difference:.3g} nats "
+                f"({kind}) from those when they were saved: a part of the policy was not saved or not loaded, or a "
+                "setting of the model has changed"
+            )
+            self._tracking.event("check_resume", message=message)
 
     def _trained(self) -> list[Role]:
         return [role for role in self._workers.roles.values() if role.trained]
@@ -373,6 +411,7 @@ class Checkpoints:
             if wants("optimizer"):
                 role.load("optimizer", checkpoint.part(f"state/{role.name}_optim"))
         self._stream.load_state(state["data_position"])
+        self._compare(state)
         self._counters.load(state["counters"])
         if self._kl_controller is not None and state.get("kl_controller"):
             self._kl_controller.load_state_dict(state["kl_controller"])

@@ -94,7 +94,7 @@ class StepChecks:
                     "baseline is not the mean of their group"
                 )
                 return
-            order = np.argsort([t.score for t in rows], kind="stable")
+            order = np.argsort(np.array([t.score for t in rows], np.float64), kind="stable")
             if not self._config.algorithm.use_kl_in_reward and (np.diff(values[order]) < -_TINY * size).any():
                 yield (
                     f"pairing: the advantages of prompt {rows[0].uid} are not in the order of its scores: they are "
