@@ -26,7 +26,7 @@ def layout(groups):
         positions += range(length)
         at += length
         for size in responses:
-            segments.append(TokenSpan(at, at + size, prompt))
+            segments.append(TokenSpan(at, at + size, (prompt,)))
             positions += range(length, length + size)
             at += size
     return segments, torch.tensor(positions, dtype=torch.long)
@@ -39,7 +39,8 @@ def dense(q, k, v, segments, positions, scale, window=None, softcap=None, sinks=
     for s in segments:
         for t in range(s.start, s.end):
             seen[t, s.start : t + 1] = True
-            seen[t, s.prefix[0] : s.prefix[1]] = True
+            for start, end in s.prefix:
+                seen[t, start:end] = True
     if window is not None:
         seen &= positions[:, None] - positions[None] < window
     group = q.shape[1] // k.shape[1]
