@@ -26,9 +26,14 @@ def layout(groups):
         positions += range(length)
         at += length
         for size in responses:
+            response = at
             segments.append(TokenSpan(at, at + size, (prompt,)))
             positions += range(length, length + size)
             at += size
+            for branch in (3, 2) if size > 8 else ():  # spans that go on from the response, too
+                segments.append(TokenSpan(at, at + branch, (prompt, (response, response + size))))
+                positions += range(length + size, length + size + branch)
+                at += branch
     return segments, torch.tensor(positions, dtype=torch.long)
 
 
