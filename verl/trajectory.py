@@ -470,11 +470,22 @@ class Batch:
 
 def segments_of(trajectories: Iterable[Trajectory]) -> list[Segment]:
     """Segments of trajectories whose groups are adjacent. In a group first all first segments, then all second ones, …;
-    of those at one place the ones with the same context are adjacent: it is computed once."""
+    of those at one place the ones with the same context are adjacent: it is computed once. One that begins as another
+    of its trajectory follows that."""
     out: list[Segment] = []
     for _, group in groupby(trajectories, key=lambda t: t.uid):
-        for at_one_place in zip_longest(*(t.segments for t in group)):
-            out += _by_context([segment for segment in at_one_place if segment is not None])
+        branches: dict[Segment, list[Segment]] = {}
+        roots = []
+        for t in group:
+            roots.append([segment for segment in t.segments if segment.parent is None])
+            for segment in t.segments:
+                if segment.parent is not None:
+                    branches.setdefault(t.segments[segment.parent], []).append(segment)
+        for at_one_place in zip_longest(*roots):
+            following = _by_context([segment for segment in at_one_place if segment is not None])[::-1]
+            while following:
+                out.append(segment := following.pop())
+                following += branches.get(segment, ())[::-1]
     return out
 
 
@@ -486,6 +497,13 @@ def _by_context(segments: list[Segment]) -> list[Segment]:
     for segment in segments:
         groups.setdefault((segment.context_ids.tobytes(), id(segment.media)), []).append(segment)
     return [segment for same in groups.values() for segment in same]
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common beginning of two arrays of ids."""
+    size = min(len(a), len(b))
+    equal = a[:size] == b[:size]
+    return size if equal.all() else int(np.argmin(equal))
 
 
 Row = Trajectory | Segment

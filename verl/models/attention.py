@@ -32,11 +32,12 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens [start, end) of the pack. `prefix` are the tokens of the prompt it attends to, (0, 0) for none."""
+    """Tokens [start, end) of the pack. `prefix` are the spans before it that it attends to, as a whole each, in the order of
+    the sequence: its prompt, say, or the way to it in a tree of segments."""
 
     start: int
     end: int
-    prefix: tuple[int, int] = (0, 0)
+    prefix: tuple[tuple[int, int], ...] = ()
 
 
 class AttentionPlan(Protocol):

@@ -44,20 +44,20 @@ class KernelCall:
 
 
 def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[KernelCall]:
-    """The one or two calls that a pack needs. The responses of a prompt are one sequence of queries."""
+    """The one or two calls that a pack needs. Spans that see the same ones before them are one sequence of queries."""
     lengths = [s.end - s.start for s in segments]
     segment_bounds, ends = _bounds(lengths, device), list(accumulate(lengths))
     parts = [KernelCall(segment_bounds, segment_bounds, ends, ends, max(lengths), max(lengths), True)]
-    members: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    members: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
     for s in segments:
-        if s.prefix[1] > s.prefix[0]:
+        if s.prefix:
             members.setdefault(s.prefix, []).append((s.start, s.end))
     if members:
         queries = [sum(end - start for start, end in spans) for spans in members.values()]
-        keys = [end - start for start, end in members]
+        keys = [sum(end - start for start, end in prefix) for prefix in members]
         query_index = _indices([span for spans in members.values() for span in spans], device)
         bounds = _bounds(queries, device), _bounds(keys, device), list(accumulate(queries)), list(accumulate(keys))
-        key_index = _indices(list(members), device)
+        key_index = _indices([span for prefix in members for span in prefix], device)
         parts.append(KernelCall(*bounds, max(queries), max(keys), False, query_index, key_index))
     return parts
 

@@ -1,11 +1,11 @@
-"""Attention over packed sequences whose responses share their prompt, on any device, in plain matrix products.
+"""Attention over packed sequences that share their beginnings, on any device, in plain matrix products.
 
-A pack is one row of tokens: segments one after the other, each a prompt or a response. A token sees the tokens
-of its own segment up to itself and, in a response, the whole prompt of its group. No key or value is repeated
+A pack is one row of tokens: spans one after the other, a prompt, a response, or a part of one. A token sees the tokens
+of its own span up to itself and the whole spans that its sequence begins with. No key or value is repeated
 for that, and no score outlives its tile:
 
     rows of a tile          the keys they may see             scores
-    [q0, q1)                [prefix) + [k0, q1)               [heads, rows, keys], masked, softmax, thrown away
+    [q0, q1)                [prefix) … + [k0, q1)             [heads, rows, keys], masked, softmax, thrown away
 
 The backward pass computes the scores of a tile again from queries and keys. Short neighbours are merged into
 one tile with a mask, long segments are cut into blocks of rows, so neither the number of calls nor the size of
@@ -35,13 +35,12 @@ TILE_OVERHEAD = 24 * 1024
 
 @dataclass(slots=True)
 class Tile:
-    """Rows [q0, q1) against keys [p0, p1) + [k0, q1). `mask` [rows, keys] is None where the causal triangle of
+    """Rows [q0, q1) against the keys of `prefix` + [k0, q1). `mask` [rows, keys] is None where the causal triangle of
     the last q1 − q0 keys says it all; `merged` tiles are of several segments."""
 
     q0: int
     q1: int
-    p0: int
-    p1: int
+    prefix: tuple[tuple[int, int], ...]
     k0: int
     merged: bool = False
     mask: Tensor | None = None
@@ -52,7 +51,12 @@ class Tile:
 
     @property
     def keys(self) -> int:
-        return self.p1 - self.p0 + self.q1 - self.k0
+        return self.shared + self.q1 - self.k0
+
+    @property
+    def shared(self) -> int:
+        """Keys of the prefix."""
+        return sum(end - start for start, end in self.prefix)
 
 
 class PackedPlan:
@@ -67,7 +71,7 @@ class PackedPlan:
         self.positions = positions
         self.device = positions.device
         self.size = int(positions.shape[0])
-        self._owner, self._prefix = self._token_tables()
+        self._owner, self._before = self._token_tables()
         self._triangles: dict[int, Tensor] = {}
         self._windows: dict[int, list[Tile]] = {}
         self.longest = int(positions.max()) + 1 if self.size else 0
@@ -81,11 +85,11 @@ class PackedPlan:
         for s in self.segments:
             last = tiles[-1] if tiles else None
             if last is not None:
-                joined = Tile(last.q0, s.end, last.p0, last.p1, last.k0, merged=True)
+                joined = Tile(last.q0, s.end, last.prefix, last.k0, merged=True)
                 # A prefix that lies outside of the last tile's keys cannot be seen from a joined tile.
-                p0, p1 = s.prefix
-                visible = p1 == p0 or p0 >= last.k0 or (p0, p1) == (last.p0, last.p1)
-                alone = (s.end - s.start) * (s.end - s.start + p1 - p0) + last.rows * last.keys
+                visible = all(span in last.prefix or span[0] >= last.k0 for span in s.prefix)
+                by_itself = Tile(s.start, s.end, s.prefix, s.start)
+                alone = by_itself.rows * by_itself.keys + last.rows * last.keys
                 scores = joined.rows * joined.keys
                 if visible and (scores - alone) * heads <= TILE_OVERHEAD and scores * heads <= TILE_SCORES:
                     tiles[-1] = joined
@@ -96,39 +100,41 @@ class PackedPlan:
                 tile.mask = self._mask(tile, None)
         return tiles
 
-    def _token_tables(self) -> tuple[Tensor, Tensor]:
-        """TokenSpan number of each token, and the number of the segment that is its prompt (−1 for none)."""
+    def _token_tables(self) -> tuple[Tensor, list[Tensor]]:
+        """TokenSpan number of each token, and the numbers of the spans before it, one a table (−1 for none)."""
         starts = {s.start: i for i, s in enumerate(self.segments)}
         owner = torch.zeros(self.size, dtype=torch.int32)
-        prefix = torch.full((self.size,), -1, dtype=torch.int32)
+        before = torch.full((max((len(s.prefix) for s in self.segments), default=0), self.size), -1, dtype=torch.int32)
         for i, s in enumerate(self.segments):
             owner[s.start : s.end] = i
-            if s.prefix[1] > s.prefix[0]:
-                prefix[s.start : s.end] = starts[s.prefix[0]]
-        return owner.to(self.device), prefix.to(self.device)
+            for table, (start, _) in zip(before, s.prefix, strict=False):
+                table[s.start : s.end] = starts[start]
+        return owner.to(self.device), list(before.to(self.device))
 
     @staticmethod
     def _cut(s: TokenSpan, heads: int) -> list[Tile]:
         """One segment in blocks of rows, no block with more than about TILE_SCORES scores."""
-        out, start = [], s.start
+        out, start, shared = [], s.start, sum(end - begin for begin, end in s.prefix)
         while start < s.end:
-            visible_keys = s.prefix[1] - s.prefix[0] + start - s.start
+            visible_keys = shared + start - s.start
             rows = 16
             while rows < 512 and rows * 2 * (visible_keys + rows * 2) * heads <= TILE_SCORES:
                 rows *= 2
             remaining = s.end - start
             rows = remaining if remaining <= rows * 5 // 4 else rows
-            out.append(Tile(start, start + rows, *s.prefix, s.start))
+            out.append(Tile(start, start + rows, s.prefix, s.start))
             start += rows
         return out
 
     def _mask(self, tile: Tile, window: int | None) -> Tensor:
         """float32 [rows, keys]: 0 where a row sees a key, −inf elsewhere."""
-        spans = ((tile.p0, tile.p1), (tile.k0, tile.q1))
+        spans = (*tile.prefix, (tile.k0, tile.q1))
         index = torch.cat([torch.arange(start, end, device=self.device) for start, end in spans])
         rows = torch.arange(tile.q0, tile.q1, device=self.device)
         same = (self._owner[rows, None] == self._owner[index]) & (rows[:, None] >= index)
-        visible = same | (self._prefix[rows, None] == self._owner[index])
+        visible = same
+        for table in self._before:
+            visible |= table[rows, None] == self._owner[index]
         if window is not None:
             visible &= self.positions[rows, None] - self.positions[index] < window
         return torch.zeros(visible.shape, device=self.device).masked_fill_(~visible, float("-inf"))
@@ -189,7 +195,7 @@ def _fold(x: Tensor, kv_heads: int) -> Tensor:
 def _keys(x: Tensor, tile: Tile) -> Tensor:
     """The tile's keys (or values) out of [Hkv, S, D]: [Hkv, keys, D]."""
     segment = x[:, tile.k0 : tile.q1]
-    return segment if tile.p1 == tile.p0 else torch.cat((x[:, tile.p0 : tile.p1], segment), 1)
+    return torch.cat((*(x[:, start:end] for start, end in tile.prefix), segment), 1) if tile.prefix else segment
 
 
 def _product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
@@ -247,7 +253,7 @@ class _TiledAttention(torch.autograd.Function):
         group, kv_heads, size = ctx.group, k.shape[0], k.shape[1]
         dout = _fold(grad.to(v.dtype).transpose(1, 2), kv_heads)
         dq = torch.empty_like(q)
-        # A prompt's keys gather a share from every tile: the sums are float32 whatever the products are.
+        # Shared keys gather a share from every tile: the sums are float32 whatever the products are.
         dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
         dv = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
         dsinks = torch.zeros_like(sinks, dtype=torch.float32) if sinks is not None else None
@@ -276,7 +282,7 @@ class _TiledAttention(torch.autograd.Function):
 
 def _scatter(total: Tensor, tile: Tile, part: Tensor) -> None:
     """Add a tile's gradient [Hkv, keys, D] to the rows of [Hkv, S, D] that its keys came from."""
-    shared = tile.p1 - tile.p0
-    if shared:
-        total[:, tile.p0 : tile.p1] += part[:, :shared]
-    total[:, tile.k0 : tile.q1] += part[:, shared:]
+    at = 0
+    for start, end in (*tile.prefix, (tile.k0, tile.q1)):
+        total[:, start:end] += part[:, at : at + end - start]
+        at += end - start

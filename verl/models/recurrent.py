@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -95,34 +96,63 @@ def _layer_class() -> Any:
     return Kept
 
 
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """A span of a pack, computed after the state of `parent` (None: from the beginning) with `lead` tokens before it
+    again."""
+
+    span: TokenSpan
+    parent: tuple[int, int] | None
+    lead: tuple[int, ...]
+
+    @classmethod
+    def of(cls, span: TokenSpan) -> _Sequence:
+        """A kernel for single tokens after a state has no backward pass: such spans are computed again with those that
+        follow them."""
+        path, lead = list(span.prefix), list[int]()
+        while len(path) > 1 and path[-1][1] - path[-1][0] == 1:
+            lead.insert(0, path.pop()[0])
+        return cls(span, path[-1] if path else None, tuple(lead))
+
+    def __len__(self) -> int:
+        return len(self.lead) + self.span.end - self.span.start
+
+
 class PackedStates:
-    """The sequences of a pack as batches: `segments` as `PackedPlan` has them. Prompts whose responses follow apart
-    come first, their states go to the responses; a response's own state is needed by nobody."""
+    """The spans of a pack as batches: `segments` as `PackedPlan` has them. A span that others follow comes before them
+    and gives them its state; a state that nobody follows is needed by nobody."""
 
     def __init__(self, segments: Sequence[TokenSpan], device: torch.device):
         self._device = device
-        prompts = {s.prefix for s in segments if s.prefix[1] > s.prefix[0]}
-        first = [s for s in segments if (s.start, s.end) in prompts]
-        rest = [s for s in segments if s.prefix[1] == s.prefix[0] and (s.start, s.end) not in prompts]
-        after = [s for s in segments if s.prefix[1] > s.prefix[0]]
-        # a state is true after a sequence's own tokens only: prompts are never padded
-        self._batches = [*_alike(first, 1.0), *_alike(rest, _PADDING), *_alike(after, _PADDING)]
+        sequences = [_Sequence.of(span) for span in segments]
+        parents = {sequence.parent for sequence in sequences}
+        self._batches: list[list[_Sequence]] = []
+        for depth in range(max((len(span.prefix) for span in segments), default=0) + 1):
+            level = [sequence for sequence in sequences if len(sequence.span.prefix) == depth]
+            for begins in (True, False):
+                for followed, padding in ((True, 1.0), (False, _PADDING)):
+                    # a state is true after a span's own tokens only: those that are followed are never padded
+                    alike = [
+                        s for s in level
+                        if (s.parent is None) == begins and ((s.span.start, s.span.end) in parents) == followed
+                    ]  # fmt: skip
+                    self._batches += _alike(alike, padding)
 
     @cached_property
     def _indices(self) -> tuple[list[Tensor], Tensor]:
         """For each batch which tokens of the pack it computes, int64 [n, S], and where each token of the pack is among
         all those computed."""
         indices, at = [], 0
-        back = torch.zeros(sum(s.end - s.start for batch in self._batches for s in batch), dtype=torch.int64)
+        spans = [sequence.span for batch in self._batches for sequence in batch]
+        back = torch.zeros(sum(span.end - span.start for span in spans), dtype=torch.int64)
         for batch in self._batches:
-            width = batch[0].end - batch[0].start
-            if batch[0].prefix[1]:
-                width = max(2, width)  # a kernel for single tokens after a state has no backward pass
+            width = len(batch[0]) if batch[0].parent is None else max(2, len(batch[0]))
             index = torch.zeros(len(batch), width, dtype=torch.int64)
-            for number, s in enumerate(batch):
-                index[number, : s.end - s.start] = torch.arange(s.start, s.end)
-                start = at + number * width
-                back[s.start : s.end] = torch.arange(start, start + s.end - s.start)
+            for number, sequence in enumerate(batch):
+                span, lead = sequence.span, len(sequence.lead)
+                index[number, : len(sequence)] = torch.tensor([*sequence.lead, *range(span.start, span.end)])
+                start = at + number * width + lead
+                back[span.start : span.end] = torch.arange(start, start + span.end - span.start)
             at += index.numel()
             indices.append(index.to(self._device))
         return indices, back.to(self._device)
@@ -133,24 +163,25 @@ class PackedStates:
         states: dict[tuple[int, int], State] = {}
         outputs = []
         for batch, index in zip(self._batches, indices, strict=True):
-            earlier = [states[s.prefix] for s in batch if s.prefix[1]]
+            earlier = [states[s.parent] for s in batch if s.parent is not None]
             state = (torch.cat([e[0] for e in earlier]), torch.cat([e[1] for e in earlier])) if earlier else None
             tokens = hidden[0].index_select(0, index.flatten()).unflatten(0, index.shape)
             out, after = run(layer, tokens, state)
             outputs.append(out.flatten(0, 1))
-            states |= {(s.start, s.end): (after[0][n : n + 1], after[1][n : n + 1]) for n, s in enumerate(batch)}
+            for n, sequence in enumerate(batch):
+                states[sequence.span.start, sequence.span.end] = after[0][n : n + 1], after[1][n : n + 1]
         return torch.cat(outputs).index_select(0, back)[None]
 
 
-def _alike(segments: Sequence[TokenSpan], padding: float) -> list[list[TokenSpan]]:
-    """Segments of similar length together."""
-    batches: list[list[TokenSpan]] = []
+def _alike(sequences: Sequence[_Sequence], padding: float) -> list[list[_Sequence]]:
+    """Sequences of similar length together."""
+    batches: list[list[_Sequence]] = []
     tokens = 0
-    for s in sorted(segments, key=lambda s: s.start - s.end):
-        longest = batches[-1][0].end - batches[-1][0].start if batches else 0
-        tokens += s.end - s.start
+    for sequence in sorted(sequences, key=len, reverse=True):
+        longest = len(batches[-1][0]) if batches else 0
+        tokens += len(sequence)
         if not batches or longest * (len(batches[-1]) + 1) > padding * tokens:
             batches.append([])
-            tokens = s.end - s.start
-        batches[-1].append(s)
+            tokens = len(sequence)
+        batches[-1].append(sequence)
     return batches

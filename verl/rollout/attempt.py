@@ -27,12 +27,11 @@ from verl.rollout.record import (
     Place,
     Record,
     SegmentRecord,
-    common_prefix,
     merged_routes,
 )
 from verl.rollout.resumable import ResumableGeneration
 from verl.rollout.session import LoopSetup
-from verl.trajectory import SINGLE_TURN, Media, Prompt, Segment, Trajectory
+from verl.trajectory import SINGLE_TURN, Media, Prompt, Segment, Trajectory, common_prefix
 
 _SHOWN = 3
 """So many different failures are shown on the console."""

@@ -1,4 +1,4 @@
-"""Sessions over HTTP, on loopback: what a program that speaks to an OpenAI-compatible URL is given.
+"""Sessions over HTTP, on loopback unless told otherwise: what a program that speaks to an OpenAI-compatible URL is given.
 
     http://127.0.0.1:PORT/TOKEN/v1      OpenAI's base URL of one session; what its paths answer: `verl.rollout.dialects`
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import secrets
 import socket
 from collections import Counter
@@ -57,11 +58,13 @@ class _Head:
 class _Server:
     """The sessions of one event loop, and how many connections each has ("": clients that have sent no token)."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: tuple[str, int]) -> None:
         self.sessions: dict[str, Any] = {}
         self.connections: Counter[str] = Counter()
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.port: int = self._socket.getsockname()[1]
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a connection is a file
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._socket = socket.create_server(address, backlog=1024)
+        self.base = f"http://{address[0]}:{self._socket.getsockname()[1]}"
         serving = asyncio.start_server(self._connected, sock=self._socket, limit=_HEAD_BYTES, backlog=1024)
         self._started = asyncio.ensure_future(serving)
 
@@ -270,10 +273,10 @@ def open_session(session: Any) -> str:
     """The base URL under which a session answers from now on. Only on an event loop."""
     loop = asyncio.get_running_loop()
     if loop not in _SERVERS:
-        _SERVERS[loop] = _Server()
+        _SERVERS[loop] = _Server(session.setup.http_address)
     server, token = _SERVERS[loop], secrets.token_urlsafe(24)
     server.sessions[token] = session
-    return f"http://127.0.0.1:{server.port}/{token}/v1"
+    return f"{server.base}/{token}/v1"
 
 
 def close_session(url: str) -> None:

@@ -99,7 +99,8 @@ class LoopProcesses:
     """
 
     def __init__(self, limit: int, config: Config):
-        self._limit = min(limit, usable())
+        one_port = select(config, "actor_rollout_ref.rollout.agent.http_port")
+        self._limit = 1 if one_port else min(limit, usable())
         self._config = config
         timeout = select(config, "actor_rollout_ref.rollout.agent.tool_timeout")
         self._patience = None if timeout is None else timeout + _GRACE_SECONDS

@@ -18,16 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl.engine.rollout.base import Completion, OnTokens, SamplingParams
-from verl.trajectory import UNKNOWN_EXPERT, Media
+from verl.trajectory import UNKNOWN_EXPERT, Media, common_prefix
 
 NO_IDS = np.zeros(0, np.int64)
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common beginning of two arrays of ids."""
-    size = min(len(a), len(b))
-    equal = a[:size] == b[:size]
-    return size if equal.all() else int(np.argmin(equal))
 
 
 def merged_routes(parts: Sequence[tuple[int, np.ndarray]], length: int) -> np.ndarray | None:

@@ -43,7 +43,7 @@ class LoopSetup:
 
     timeout: seconds of a trajectory. longest: tokens of context and response together. longest_turn: tokens of a turn of
     the model in a dialogue. tool_format: how the model
-    writes calls. as_inference: a turn sees the dialogue as the template writes it, in a new segment where that is not
+    writes calls. http_address: where sessions are served (port 0: a free one). as_inference: a turn sees the dialogue as the template writes it, in a new segment where that is not
     what was written so far.
     """
 
@@ -54,6 +54,10 @@ class LoopSetup:
         self.longest: int | None = self._key("max_model_len")
         self.longest_turn: int | None = self._key("single_turn_response_length")
         self.tool_format: str = self._key("multi_turn.format", "hermes")
+        self.http_address: tuple[str, int] = (
+            self._key("agent.http_host", "127.0.0.1"),
+            self._key("agent.http_port", 0),
+        )
         self.as_inference: bool = self._key("multi_turn.use_inference_chat_template", False)
 
     def _key(self, name: str, default: Any = None) -> Any:

@@ -38,6 +38,8 @@ class TurnText:
         self._text += after[len(before) :]
         self._begun, self._read = self._read, len(self._ids)
         self._send(self._content(self._text[: len(self._text) - _begun(self._text, self._marks)]))
+        if self._format and self._marks[0] in self._text:  # what is left of the content, if anything, comes at the end
+            self._marks = None
 
     def end(self, content: str) -> None:
         """The turn is over, and this is its message's content."""

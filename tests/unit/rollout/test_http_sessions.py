@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from tests.ranks import free_port
 from tests.scripted_record import written
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout.test_session import _QWEN, CALL, TOOLS, script, session_of
@@ -70,10 +71,11 @@ def status_of(connection: socket.socket) -> int:
     return int(text.split()[1]) if text else 0
 
 
-def serve(check: Callable[[Client], None], *texts: str, send: Any = None) -> Session:
+def serve(check: Callable[[Client], None], *texts: str, send: Any = None, port: int = 0) -> Session:
     """Run a check beside a session that says these texts."""
     tokenizer = tiny_tokenizer(template=_QWEN.replace("%THINK%", ""))
     session = session_of(tokenizer, send or script(tokenizer, *texts)[0], longest=4000)
+    session.setup.http_address = ("127.0.0.1", port)
 
     async def go() -> None:
         client = Client(session)
@@ -282,6 +284,15 @@ def test_requests_that_are_too_large_too_slow_or_none(monkeypatch: pytest.Monkey
         assert status_of(client.connect(text)) == status
 
     serve(check)
+
+
+def test_a_port_of_the_users() -> None:
+    port = free_port()
+
+    def check(client: Client) -> None:
+        assert client.url.port == port and client.ask("/models")[0] == 200
+
+    serve(check, port=port)
 
 
 def test_the_number_of_connections_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,9 @@ class AgentConfig(Group):
         trajectory_timeout: Seconds of a trajectory; null = no limit.
         max_calls: Most tool calls of a trajectory.
         max_resamples: How often a trajectory is sampled again before its group does without it.
+        http_host: Address on which sessions are served, and which their URLs name. Any but loopback lets other machines
+            in, by the token in the URL alone.
+        http_port: Port of all sessions, for which one process then runs the agent loops; 0: a free one in each process.
     """
 
     num_workers: int = key(8, low=0)
@@ -171,6 +174,8 @@ class AgentConfig(Group):
     trajectory_timeout: float | None = key(None, above=0, inf=True)
     max_calls: int | None = key(None, low=1)
     max_resamples: int = key(3, low=0)
+    http_host: str = "127.0.0.1"
+    http_port: int = key(0, low=0, high=65535)
     on_status: OnStatusConfig = sub(OnStatusConfig)
 
 

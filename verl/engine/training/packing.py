@@ -1,14 +1,16 @@
-"""From ragged rows to packs: what one forward pass computes, without padding and with the prompt once per group.
+"""From ragged rows to packs: what one forward pass computes, without padding and with what rows share once.
 
     group of three responses     [prompt 0…P−1][response 1: P…][response 2: P…][response 3: P…]   positions restart
+    a branch at token k of 1     [prompt][response 1: P…k−1][k…][branch: k…][response 2: P…] …
 
+A row whose context begins as an earlier row goes on from that row's tokens: rows are a tree (`_Tree`) of spans.
 The log-prob of a response token comes from the hidden state of the token before it, so the first token of every
 response reads the prompt's last position, and a response's own last token is never computed at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -20,14 +22,14 @@ import torch
 from verl.models.attention import TokenSpan
 from verl.models.inputs import ImageFeatures, VisionInputs, model_inputs, text_axes
 from verl.models.packed_attention import PackedPlan
-from verl.trajectory import UNKNOWN_EXPERT, Media, Segment
+from verl.trajectory import UNKNOWN_EXPERT, Media, Segment, common_prefix
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
     """How rows are cut into micro-batches: at most `tokens` tokens, or exactly `rows` responses if that is set.
 
-    share_prompt: None computes the prompt once for the responses of a group that meet in a pack, True says so,
+    share_prompt: None computes what rows of a group that meet in a pack share once, the prompt first of all, True says so,
     False repeats it for each. replay: packs say to which experts their tokens went. one_by_one: one response per pack,
     for layers that carry a state along the row. limit: tokens that a pack may have where a prompt alone is larger than
     `tokens`. whole_groups: no group is cut, whatever its size (with `rows`: a multiple of the size of each).
@@ -59,7 +61,8 @@ class Pack:
                            that predicts it, and the token
     candidates             int64 [R, k]  other tokens in its place (column `CANDIDATES`), None where rows have none
     routes                 int64 [S, layers, k]  recorded experts of the tokens computed; None if no row has any
-    runs                   the rows that have a token, those together that share their context's tokens
+    paths                  each row that has a token, with the (first, number of tokens) of the spans that make up what is
+                           computed of it
     axes, media            where a row has images: int64 [3, S] that the model rotates by, and its arguments for images
     images                 number of images
     image_span             where the pack is a rank's share of one: which of the images' tokens are in it, (first, last)
@@ -74,7 +77,7 @@ class Pack:
     targets: torch.Tensor
     candidates: torch.Tensor | None = None
     routes: torch.Tensor | None = None
-    runs: Sequence[Sequence[Segment]] = ()
+    paths: Sequence[tuple[Segment, list[tuple[int, int]]]] = ()
     axes: torch.Tensor | None = None
     media: dict[str, torch.Tensor] = field(default_factory=dict)
     images: int = 0
@@ -98,13 +101,86 @@ class Pack:
         return PackedPlan(self.segments, self.positions, heads)
 
 
-def _cost(row: Segment) -> int:
-    """Tokens a response adds to a pack that already holds its prompt."""
-    return max(0, row.length - 1)
+_LEAST = 16
+"""So many tokens, or a whole context, are worth a span of their own."""
 
 
-def _context_cost(row: Segment) -> int:
-    return len(row.context_ids) if row.length else 0
+def _computed(row: Segment) -> int:
+    """Tokens of a row's sequence that are computed: all but the last."""
+    return len(row.context_ids) + row.length - 1 if row.length else 0
+
+
+@dataclass(slots=True, eq=False)
+class _Span:
+    """Tokens first … end − 1 of a row's sequence, which other rows may have, too; `parent` are those before them."""
+
+    row: Segment
+    first: int
+    end: int
+    parent: _Span | None = None
+
+    @property
+    def path(self) -> list[_Span]:
+        """The spans of a sequence that ends with this one."""
+        path, span = [self], self.parent
+        while span is not None:
+            path.append(span)
+            span = span.parent
+        return path[::-1]
+
+
+class _Tree:
+    """The rows of a micro-batch by what they share. size: tokens computed; ends: the last span of each row."""
+
+    def __init__(self, rows: Sequence[Segment] = (), *, shared: bool):
+        self._shares = shared
+        self.ends: list[_Span] = []
+        self._rows: list[Segment] = []
+        self.size = 0
+        for row in rows:
+            self.add(row)
+
+    def shared(self, row: Segment) -> tuple[int, int]:
+        """How many tokens a row shares with the rows that are there, and the number of the one that has most of them."""
+        best = 0, -1
+        for number in reversed(range(len(self._rows) if self._shares else 0)):
+            other = self._rows[number]
+            if other.uid != row.uid or best[0] == len(row.context_ids):
+                break
+            best = max(best, (_shared(row, other), number))
+        return best
+
+    def add(self, row: Segment) -> None:
+        """One more row that has a token."""
+        count, number = self.shared(row)
+        parent: _Span | None = None
+        if count:
+            parent = next(span for span in self.ends[number].path if span.end >= count)
+            if parent.end > count:  # it is cut in two: what is behind the branch goes on from what is before
+                before = _Span(parent.row, parent.first, count, parent.parent)
+                parent.first, parent.parent, parent = count, before, before
+        end = _computed(row)
+        self.ends.append(_Span(row, count, end, parent) if parent is None or end > count else parent)
+        self._rows.append(row)
+        self.size += end - count
+
+
+def _shared(row: Segment, other: Segment) -> int:
+    """How many tokens of a row's context are computed with another row."""
+    context, theirs = row.context_ids, other.context_ids
+    if row.media is not other.media:
+        return 0
+    count = len(context)
+    if context is not theirs:
+        count = common_prefix(context, theirs)
+        if count == len(theirs):
+            count += common_prefix(context[count:], other.response_ids[:-1])
+        least = min(len(context), len(theirs)) if row.media is not None else min(len(context), _LEAST)
+        count = count if count >= least else 0
+    routes = [_sequence_routes(each, count) for each in (row, other)]
+    if routes[0] is None or routes[1] is None:
+        return count if routes[0] is routes[1] else 0
+    return count if np.array_equal(*routes) else 0
 
 
 def split_rows(rows: Sequence[Segment], how: MicroBatching) -> list[list[Segment]]:
@@ -118,22 +194,21 @@ def split_rows(rows: Sequence[Segment], how: MicroBatching) -> list[list[Segment
         return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
     costs = _group_costs(rows, how)
     out: list[list[Segment]] = []
-    used = 0
-    inside: Segment | None = None
+    tree = _Tree(shared=how.shared)
     for i, row in enumerate(rows):
-        opens = not how.shared or inside is None or not _same_context(inside, row)
-        need = _cost(row) + (_context_cost(row) if opens else 0)
+        shared, _ = tree.shared(row) if row.length else (0, -1)
         new_group = i == 0 or rows[i - 1].uid != row.uid
-        worth = how.whole_groups or (used * 2 >= how.tokens >= costs[i])
-        whole = new_group and worth and used + costs[i] > how.tokens
+        worth = how.whole_groups or (tree.size * 2 >= how.tokens >= costs[i])
+        whole = new_group and worth and tree.size + costs[i] > how.tokens
         # Apart, the responses to a prompt that is larger than a pack would each compute it again.
-        room = max(how.tokens, how.limit) if not opens and _context_cost(row) > how.tokens else how.tokens
-        if not out or whole or (used + need > room and not how.whole_groups):
+        context = len(row.context_ids)
+        room = max(how.tokens, how.limit) if shared == context > how.tokens else how.tokens
+        if not out or whole or (tree.size + _computed(row) - shared > room and not how.whole_groups):
             out.append([])
-            used, need = 0, _cost(row) + _context_cost(row)
+            tree = _Tree(shared=how.shared)
         out[-1].append(row)
-        used += need
-        inside = row if row.length else inside
+        if row.length:
+            tree.add(row)
     return out
 
 
@@ -142,9 +217,7 @@ def _group_costs(rows: Sequence[Segment], how: MicroBatching) -> list[int]:
     costs: list[int] = []
     for _, neighbours in groupby(rows, key=lambda row: row.uid):
         run = list(neighbours)
-        contexts = _runs(run, how.shared)
-        total = sum(_cost(r) for r in run) + sum(max(_context_cost(r) for r in same) for same in contexts)
-        costs += [total] * len(run)
+        costs += [_Tree([row for row in run if row.length], shared=how.shared).size] * len(run)
     return costs
 
 
@@ -165,52 +238,43 @@ def pack(
     blank = tower and vision is not None and all(row.media is None for row in present)
     if blank and vision is not None:
         present.append(_blank_row(present, vision))
+    if empty := next((row for row in present if not len(row.context_ids)), None):
+        raise ValueError(f"prompt {empty.uid} has no token; a response needs one before it")
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     axes: list[np.ndarray] = []
     media: list[Media] = []
     segments: list[TokenSpan] = []
     source: list[np.ndarray] = []
+    paths: list[tuple[Segment, list[tuple[int, int]]]] = []
+    places: dict[_Span, tuple[int, int]] = {}
     at = 0
     seeing = vision is not None and any(row.media is not None for row in present)
-
-    def put(row: Segment, tokens: np.ndarray, first: int, prefix: tuple[int, int] = (0, 0)) -> int:
-        nonlocal at
-        start, at = at, at + len(tokens)
-        ids.append(tokens)
-        positions.append(np.arange(first, first + len(tokens)))
-        segments.append(TokenSpan(start, at, prefix))
-        if seeing:
-            axes.append(_axes(row, first, len(tokens), vision))
-            media.extend([row.media] if row.media is not None and not first else [])
-        return start
-
-    runs = _runs(present, how.shared)
-    for run in runs:
-        prompt = run[0].context_ids
-        length = len(prompt)
-        if not length:
-            raise ValueError(f"prompt {run[0].uid} has no token; a response needs one before it")
-        if len(run) == 1:
-            start = put(run[0], np.concatenate((prompt, run[0].response_ids[:-1])), 0)
-            source.append(np.arange(start + length - 1, start + length - 1 + run[0].length))
-            continue
-        first = put(run[0], prompt, 0)
-        for row in run:
-            start = put(row, row.response_ids[:-1], length, (first, first + length))
-            places = np.arange(start - 1, start - 1 + row.length)
-            places[0] = first + length - 1
-            source.append(places)
+    for row, end in zip(present, _Tree(present, shared=how.shared).ends, strict=True):
+        path = end.path
+        for number, span in enumerate(path):
+            if span in places:
+                continue
+            start, at = at, at + span.end - span.first
+            places[span] = start, at
+            ids.append(_sequence(span.row)[span.first : span.end])
+            positions.append(np.arange(span.first, span.end))
+            segments.append(TokenSpan(start, at, tuple(places[before] for before in path[:number])))
+            if seeing:
+                axes.append(_axes(span.row, span.first, span.end - span.first, vision))
+                media.extend([span.row.media] if span.row.media is not None and not span.first else [])
+        computed = [places[span] for span in path]
+        paths.append((row, [(start, end - start) for start, end in computed]))
+        source.append(np.concatenate([np.arange(*place) for place in computed])[len(row.context_ids) - 1 :])
 
     tensor = partial(_joined, device=device)
-    laid = [row for run in runs for row in run]
-    targets = tensor([row.response_ids for row in laid])
-    packed = Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets, runs=runs)
+    targets = tensor([row.response_ids for row in present])
+    packed = Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets, paths=paths)
     packed.blank = int(blank)
-    candidates = [getattr(row, CANDIDATES) for row in laid]
+    candidates = [getattr(row, CANDIDATES) for row in present]
     if candidates and all(value is not None for value in candidates):
         packed.candidates = tensor(candidates)
-    if how.replay and (routes := _routes(runs)):
+    if how.replay and (routes := _routes(places)):
         packed.routes = tensor(routes)
     if seeing:
         packed.axes = torch.from_numpy(np.concatenate(axes, axis=1)).to(device)
@@ -243,46 +307,35 @@ def _axes(row: Segment, first: int, count: int, vision: VisionInputs | None) -> 
         raise ValueError(f"response {row.index} of {row.uid}: {error}") from error
 
 
-def _routes(runs: Sequence[Sequence[Segment]]) -> list[np.ndarray]:
+def _sequence(row: Segment) -> np.ndarray:
+    """The tokens of a row that are computed."""
+    return np.concatenate((row.context_ids, row.response_ids[:-1]))
+
+
+def _sequence_routes(row: Segment, count: int) -> np.ndarray | None:
+    """The recorded experts of a row's first `count` tokens."""
+    if row.routed_experts is None:
+        return None
+    context = row.context_columns["routed_experts"]
+    return context[:count] if count <= len(context) else np.concatenate((context, row.routed_experts))[:count]
+
+
+def _routes(spans: Iterable[_Span]) -> list[np.ndarray]:
     """The recorded experts of a pack's tokens in order, UNKNOWN_EXPERT where a row has none; empty if none has any."""
-    parts = []
-    for run in runs:
-        parts.append((_context_routes(run[0]), len(run[0].context_ids)))
-        parts += [(row.routed_experts, row.length - 1) for row in run]
-    shape = next((values.shape[1:] for values, _ in parts if values is not None), None)
+    parts = [(_sequence_routes(span.row, span.end), span.first, span.end) for span in spans]
+    shape = next((values.shape[1:] for values, _, _ in parts if values is not None), None)
     if shape is None:
         return []
     unknown = np.int16(UNKNOWN_EXPERT)
-    return [np.full((n, *shape), unknown) if values is None else values[:n] for values, n in parts]
+    return [np.full((b - a, *shape), unknown) if values is None else values[a:b] for values, a, b in parts]
 
 
 def keep_routes(batch: Pack, routes: np.ndarray) -> None:
     """Put the experts that a pack's tokens went to, int16 [S, layers, k], on its rows and their contexts."""
-    at = 0
-    for run in batch.runs:
-        context = routes[at : at + len(run[0].context_ids)]
-        at += len(context)
-        for row in run:
-            part, at = routes[at : at + row.length - 1], at + row.length - 1
-            row.put("routed_experts", np.pad(part, ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT))
-            row.context_columns["routed_experts"] = context
-
-
-def _runs(rows: Sequence[Segment], shared: bool) -> list[list[Segment]]:
-    """Neighbours with the same context, or every row alone."""
-    out: list[list[Segment]] = []
-    for row in rows:
-        if shared and out and _same_context(out[-1][0], row):
-            out[-1].append(row)
-        else:
-            out.append([row])
-    return out
-
-
-def _same_context(a: Segment, b: Segment) -> bool:
-    same = a.context_ids is b.context_ids or np.array_equal(a.context_ids, b.context_ids)
-    return a.uid == b.uid and a.media is b.media and same and _context_routes(a) is _context_routes(b)
-
-
-def _context_routes(row: Segment) -> np.ndarray | None:
-    return None if row.routed_experts is None else row.context_columns["routed_experts"]
+    contexts: dict[tuple[int, int], np.ndarray] = {}
+    for row, path in batch.paths:
+        computed = np.concatenate([routes[start : start + count] for start, count in path])
+        context, part = np.split(computed, [len(row.context_ids)])
+        row.put("routed_experts", np.pad(part, ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT))
+        # The same array for rows that share their context, without the rest.
+        row.context_columns["routed_experts"] = contexts.setdefault((id(row.context_ids), path[0][0]), context.copy())

@@ -41,10 +41,9 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
     stops = body.get("stop_sequences") or []
     chosen = settings(session, most=body.get("max_tokens"), stop=stops, choice=kind, form=form.get("type"))
     split = thinking(session)
-    parts = pieces(session, split, messages, tools, chosen)
     if body.get("stream"):
-        return _stream(session, split, parts, stops)
-    texts, reply = await whole(parts)
+        return _stream(session, split, pieces(session, split, messages, tools, chosen), stops)
+    texts, reply = await whole(session, split, messages, tools, chosen)
     blocks = [_block(kind, text, split.form) for kind, text in texts.items()]
     return _message([*blocks, *_uses(reply)], *_stopped(session, reply, stops), _usage(reply))
 

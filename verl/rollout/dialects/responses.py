@@ -56,13 +56,13 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
     chosen = settings(session, most=body.get("max_output_tokens"), stop=None, choice=choice, form=form)
     tools = [_tool(tool) for tool in body.get("tools") or ()] if choice != "none" else []
     split = thinking(session)
-    parts = pieces(session, split, [*opening, *dialogue], tools or None, chosen)
     echoed = {name: body.get(name, _DEFAULTS.get(name)) for name in (*_ECHOED, *_ECHOED_TOO)}
     about = {"id": new_id("resp"), "object": "response", "created_at": int(time.time()), "model": MODEL, **echoed}
     about |= {"status": "in_progress", "error": None, "incomplete_details": None, "output": [], "usage": None}
     if body.get("stream"):
+        parts = pieces(session, split, [*opening, *dialogue], tools or None, chosen)
         return _stream(session, about, split, parts, dialogue)
-    texts, reply = await whole(parts)
+    texts, reply = await whole(session, split, [*opening, *dialogue], tools or None, chosen)
     items = [_item(kind, text, split.form) for kind, text in texts.items()]
     return _finished(session, about, [*items, *_calls(reply)], dialogue, reply)
 

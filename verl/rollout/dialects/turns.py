@@ -97,15 +97,12 @@ async def pieces(
                 yield part
 
 
-async def whole(parts: Pieces) -> tuple[dict[str, str], Reply]:
-    """The thinking and the text by these names, and the turn."""
-    texts: dict[str, str] = {}
-    async for part in parts:
-        if isinstance(part, Reply):
-            return texts, part
-        kind, piece = part
-        texts[kind] = texts.get(kind, "") + piece
-    raise AssertionError("pieces end with the turn")
+async def whole(
+    session: Session, split: Thinking, messages: Messages, tools: Any, chosen: Mapping[str, Any]
+) -> tuple[dict[str, str], Reply]:
+    """The thinking and the text of a turn by these names, and the turn."""
+    reply = await session.chat(messages, tools, **chosen)
+    return dict(split.feed(reply.message["content"], last=True)), reply
 
 
 def event(data: Any, name: str = "") -> str:

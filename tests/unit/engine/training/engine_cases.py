@@ -32,6 +32,22 @@ def rows_of(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0, vocab: i
     return rows
 
 
+def branching_rows(count: int, seed: int = 0, vocab: int = 250) -> list[Trajectory]:
+    """Rows of one group, each of which goes on from a place in an earlier one, or from its end."""
+    rng = np.random.default_rng(seed)
+    rows, sequences = [], [rng.integers(0, vocab, 20)]
+    for number in range(count):
+        earlier = sequences[rng.integers(len(sequences))]
+        kept = earlier[: rng.integers(16, len(earlier) + 1)]
+        context = np.concatenate([kept, rng.integers(0, vocab, rng.integers(0, 4))])
+        size = int(rng.integers(1, 30))
+        advantages = rng.standard_normal(size).astype(np.float32)
+        ids, prompt = rng.integers(0, vocab, size), Prompt(uid="0:0@0", ids=context, messages=None)
+        rows.append(Trajectory(prompt, number, ids, np.ones(size, bool), advantages=advantages))
+        sequences.append(np.concatenate([context, ids]))
+    return rows
+
+
 def reference(module: Any, rows: Sequence[Trajectory], temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies [ΣL] of the plain way: one padded batch, prompt repeated, all logits."""
     width = max(len(r.prompt.ids) + r.length for r in rows)

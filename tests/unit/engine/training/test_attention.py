@@ -26,9 +26,14 @@ def layout(groups):
         positions += range(length)
         at += length
         for size in responses:
-            segments.append(TokenSpan(at, at + size, prompt))
+            response = at
+            segments.append(TokenSpan(at, at + size, (prompt,)))
             positions += range(length, length + size)
             at += size
+            for branch in (3, 2) if size > 8 else ():  # spans that go on from the response, too
+                segments.append(TokenSpan(at, at + branch, (prompt, (response, response + size))))
+                positions += range(length + size, length + size + branch)
+                at += branch
     return segments, torch.tensor(positions, dtype=torch.long)
 
 
@@ -39,7 +44,8 @@ def dense(q, k, v, segments, positions, scale, window=None, softcap=None, sinks=
     for s in segments:
         for t in range(s.start, s.end):
             seen[t, s.start : t + 1] = True
-            seen[t, s.prefix[0] : s.prefix[1]] = True
+            for start, end in s.prefix:
+                seen[t, start:end] = True
     if window is not None:
         seen &= positions[:, None] - positions[None] < window
     group = q.shape[1] // k.shape[1]

@@ -10,6 +10,7 @@ from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import (
     BOTH,
     assert_close,
+    branching_rows,
     gradients,
     reference,
     rows_of,
@@ -44,10 +45,16 @@ def build(tmp_path, arch="qwen3", role=FP32, model=None, **options):
     return path, FSDPEngine(path, role_cfg=role, model_cfg=model, device="cpu", **options)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_same_numbers_as_a_padded_forward(tmp_path, arch):
+@pytest.mark.parametrize(
+    ("arch", "rows"),
+    [
+        *((arch, rows_of(GROUPS)) for arch in ARCHITECTURES),
+        *((a, branching_rows(12)) for a in ("qwen3", "gemma2", "gpt_oss")),
+    ],
+    ids=[*ARCHITECTURES, "tree-qwen3", "tree-gemma2", "tree-gpt_oss"],
+)
+def test_same_numbers_as_a_padded_forward(tmp_path, arch, rows):
     path, engine = build(tmp_path, arch)
-    rows = rows_of(GROUPS)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     logp, entropy = reference(plain, rows, temperature=0.7)
     total = len(logp)

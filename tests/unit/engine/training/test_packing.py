@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.engine.training.engine_cases import rows_of
+from tests.unit.engine.training.engine_cases import branching_rows, rows_of
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.trajectory import Prompt, Trajectory
 
@@ -83,6 +83,26 @@ def test_one_by_one_for_layers_with_state():
 def test_same_uid_but_another_prompt_is_not_shared():
     a, b = rows_of([(5, [3])]) + rows_of([(5, [3])], seed=9)
     assert a.uid == b.uid and len(pack([a, b], MicroBatching()).segments) == 2
+
+
+@given(count=st.integers(1, 12), seed=st.integers(0, 99), tokens=st.sampled_from([60, 150, 9999]))
+def test_rows_of_a_tree_compute_what_they_share_once(count, seed, tokens):
+    rows, how = branching_rows(count, seed), MicroBatching(tokens=tokens)
+    parts = split_rows(rows, how)
+    assert [row for part in parts for row in part] == rows
+    for part in parts:
+        batch, whole = pack(part, how), [np.concatenate([r.context_ids, r.response_ids[:-1]]) for r in part]
+        assert batch.size <= tokens or len(part) == 1
+        for (row, path), sequence in zip(batch.paths, whole, strict=True):
+            places = np.concatenate([np.arange(start, start + size) for start, size in path])
+            assert np.array_equal(batch.input_ids.numpy()[places], sequence)
+            assert np.array_equal(batch.positions.numpy()[places], np.arange(len(sequence)))
+            last = next(s for s in batch.segments if s.end == places[-1] + 1)
+            seen = [place for span in (*last.prefix, (last.start, last.end)) for place in range(*span)]
+            assert seen == places.tolist() and row in part
+        # What two rows share is at least what the later one's context was made of.
+        apart = sum(map(len, whole))
+        assert batch.size <= apart - 16 * (len(part) - 1)
 
 
 def test_a_prompt_without_tokens():

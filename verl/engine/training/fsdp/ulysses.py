@@ -130,10 +130,12 @@ class DealtStates:
         places = dict(zip(here.tolist(), range(len(here)), strict=True))
 
         def moved(start: int, end: int) -> tuple[int, int]:
-            return (places[start], places[end - 1] + 1) if end else (0, 0)
+            return places[start], places[end - 1] + 1
 
         local = [s for s in segments if s.start in places]
-        self._segments = [TokenSpan(*moved(s.start, s.end), moved(*s.prefix)) for s in local]
+        self._segments = [
+            TokenSpan(*moved(s.start, s.end), tuple(moved(*before) for before in s.prefix)) for s in local
+        ]
         self._group = group
         self._order = torch.from_numpy(np.argsort(owners[rank], kind="stable"))
         self._sent = np.bincount(owners[rank], minlength=size).tolist()
@@ -146,7 +148,7 @@ class DealtStates:
         loads = [0] * size
         families: dict[int, list[TokenSpan]] = {}
         for s in segments:
-            families.setdefault(s.prefix[0] if s.prefix[1] else s.start, []).append(s)
+            families.setdefault(s.prefix[0][0] if s.prefix else s.start, []).append(s)
         counts = {first: sum(s.end - s.start for s in family) for first, family in families.items()}
         for first in sorted(families, key=lambda f: -counts[f]):
             rank = loads.index(min(loads))
