@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.engine.training.fsdp.tensor_parallel import TensorParallel
 from verl.errors import UserError
 from verl.models.pretrained import build_model, fill_buffers
+from verl.trajectory import Trajectory
 
 FP32 = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 0.0, "weight_decay": 0.0}, "grad_clip": 0.0}
 ROWS = [(9, [12, 7]), (3, [15])]
@@ -92,6 +94,26 @@ def test_states_begin_with_each_sequence_and_pass_from_prompt_to_responses(tmp_p
     np.testing.assert_allclose(engine.forward(rows, temperature=1.0)["log_probs"], log_probs, atol=1e-5)
     result = engine.step(rows, lambda batch: (batch.log_probs.sum(), {}), temperature=1.0)
     assert result.tokens == 1 + 70 + 2 + 2 + sum(row.length - 1 for row in rows)  # each prompt once
+    ours = {n: p.grad for n, p in engine.module.named_parameters()}
+    assert_close(ours, {n: g if g is not None else torch.zeros_like(ours[n]) for n, g in gradients.items()}, 1e-5)
+
+
+def test_states_pass_down_a_tree_of_rows(tmp_path: Path) -> None:
+    """Rows that go on from the middle of another one's response, one token apart."""
+    module = built("qwen3_5_text")
+    (first,) = rows_of([(12, [40])])
+    written = np.concatenate((first.prompt.ids, first.response_ids))
+    rows = [first]
+    for number, (place, length) in enumerate(((30, 9), (31, 4), (31, 1), (45, 6)), 1):
+        prompt = replace(first.prompt, ids=written[:place])
+        ids = (written[:length] + number) % 200
+        rows.append(Trajectory(prompt, number, ids, np.ones(length, bool)))
+    module.save_pretrained(tmp_path)
+    log_probs, gradients = alone(module, rows)
+    engine = FSDPEngine(tmp_path, role_cfg=FP32, device="cpu", longest=140)
+    np.testing.assert_allclose(engine.forward(rows, temperature=1.0)["log_probs"], log_probs, atol=1e-5)
+    result = engine.step(rows, lambda batch: (batch.log_probs.sum(), {}), temperature=1.0)
+    assert result.tokens == 12 + sum(row.length - 1 for row in rows)  # each shared token once
     ours = {n: p.grad for n, p in engine.module.named_parameters()}
     assert_close(ours, {n: g if g is not None else torch.zeros_like(ours[n]) for n, g in gradients.items()}, 1e-5)
 
