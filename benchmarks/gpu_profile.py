@@ -32,7 +32,6 @@ from verl.engine.rollout.base import SamplingParams
 from verl.platform import Platform, detect
 
 STEPS, WARM = 20, 40
-_WAITS = ("Synchronize", "cudaMemcpy", "aten::item", "aten::_local_scalar_dense")
 
 
 def model_of(shape: Any, platform: Platform, dtype: torch.dtype) -> Any:
@@ -72,7 +71,9 @@ class Profile:
         self._profile.export_chrome_trace(str(self._trace))
         events = self._profile.key_averages()
         on_host = self._platform.on_host
-        kernels = [e for e in events if on_host or e.device_type != torch.autograd.DeviceType.CPU]
+        # a range of the host's that the device's time line repeats, such as the optimizer's step, is no kernel
+        on_device = [e for e in events if on_host or e.device_type != torch.autograd.DeviceType.CPU]
+        kernels = [e for e in on_device if not e.is_user_annotation]
 
         def own(event: Any) -> float:
             return event.self_cpu_time_total if on_host else event.self_device_time_total
@@ -83,7 +84,8 @@ class Profile:
             "kernels_s": sum(map(own, kernels)) / 1e6 / steps,
             "launches": sum(e.count for e in kernels) / steps,
             "top": [{"name": e.key[:100], "ms": own(e) / 1e3 / steps, "count": e.count / steps} for e in top],
-            "waits": {e.key: e.count / steps for e in events if any(name in e.key for name in _WAITS)},
+            # a copy that the host waits for is an asynchronous one, then a synchronisation
+            "waits": {e.key: e.count / steps for e in events if "Synchronize" in e.key or e.key == "cudaMemcpy"},
         }
 
 

@@ -4,8 +4,9 @@
 # Calls in the order of what they tell; each takes ten minutes at most, and leaves its figures where the last one reads them:
 #
 #   export OUT=results
-#   bash tests/gpu/run.sh                                # 1 does it run at all: doctor, limits, tests
-#   PARTS="profile loop" bash tests/gpu/run.sh           # 2 0.6b: kernels, waits, memory around captures; whole steps
+#   bash tests/gpu/run.sh                                # 1 does it run at all, and how fast: doctor, limits, tests of parts,
+#                                                        #   0.6b: kernels, waits, memory around captures; tests of runs
+#   PARTS=loop bash tests/gpu/run.sh                     # 2 0.6b: whole steps
 #   PARTS=trl bash tests/gpu/run.sh                      # 3 0.6b: TRL beside us on the same work
 #   PARTS=loop SHAPES=1.7b bash tests/gpu/run.sh         # 4 the ladder of shapes
 #   PARTS=loop SHAPES=4b MORE="--optimizer lora" bash tests/gpu/run.sh
@@ -13,12 +14,12 @@
 #   PARTS=section bash tests/gpu/run.sh                  # 5 the figures into docs/performance.md
 #
 # A call costs 60 to 540 s by its parts' limits below; none has run on a GPU yet. This script's own parts on a processor:
-# VERL_TEST_DEVICE=cpu SHAPES=tiny PARTS="doctor limits tests profile loop" bash tests/gpu/run.sh
+# VERL_TEST_DEVICE=cpu SHAPES=tiny PARTS="doctor limits tests profile runs loop" bash tests/gpu/run.sh
 #
-#   OUT      folder for doctor.txt, limits.json, gpu_tests.xml, gpu_tests.json, gpu_loop_SHAPE.json, profile_SHAPE.json,
+#   OUT      folder for doctor.txt, limits.json, gpu_tests.xml, gpu_tests.json (of runs: in runs/), gpu_loop_SHAPE.json, profile_SHAPE.json,
 #            traces, log.txt (gpu_results); figures are there as soon as they are known
 #   LIMIT    seconds for all parts together (540); what is not done by then is given up
-#   PARTS    some of doctor limits tests profile loop trl section ("doctor limits tests")
+#   PARTS    some of doctor limits tests profile runs loop trl section ("doctor limits tests profile runs")
 #   SHAPES   of benchmarks/gpu_loop.py, one (0.6b)
 #   MORE     words for the profile or the loop
 #   PYTHON   the interpreter (python3); TRL_PYTHON: that of an environment with TRL
@@ -27,7 +28,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export OUT=${OUT:-gpu_results} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-PYTHON=${PYTHON:-python3} SHAPES=${SHAPES:-0.6b} PARTS=${PARTS:-doctor limits tests}
+PYTHON=${PYTHON:-python3} SHAPES=${SHAPES:-0.6b} PARTS=${PARTS:-doctor limits tests profile runs}
 DEVICE=${VERL_TEST_DEVICE:-cuda}
 END=$((SECONDS + ${LIMIT:-540}))
 mkdir -p "$OUT"
@@ -66,10 +67,11 @@ keeping() { # FILE COMMAND...: what it prints, also in a file
 {
   part doctor 90 bash -o pipefail -c "$(keeping "$OUT/doctor.txt" "$PYTHON" -m verl.cli.main doctor --bench)"
   part limits 90 bash -o pipefail -c "$(keeping "$OUT/limits.json" "$PYTHON" benchmarks/limits.py --device "$DEVICE")"
-  part tests 450 "$PYTHON" -m pytest tests/gpu -q --junitxml="$OUT/gpu_tests.xml" -o junit_family=xunit1 \
-    -p no:cacheprovider --timeout 120
+  tests=("$PYTHON" -m pytest -q -o junit_family=xunit1 -p no:cacheprovider --timeout 120)
+  part tests 300 "${tests[@]}" --junitxml="$OUT/gpu_tests.xml" tests/gpu/test_{kernels,engine_flash,sampler,training,weights}.py
   # shellcheck disable=SC2086 # words
   part profile 240 "$PYTHON" benchmarks/gpu_profile.py --shape "$SHAPES" --device "$DEVICE" --out "$OUT" ${MORE:-}
+  OUT=$OUT/runs part runs 240 "${tests[@]}" --junitxml="$OUT/runs/gpu_tests.xml" tests/gpu/test_loop.py
   part loop 540 "$PYTHON" benchmarks/gpu_loop.py --shape "$SHAPES" --device "$DEVICE" \
     --steps 2 --limit 200 --json "$OUT/gpu_loop_$SHAPES.json" ${MORE:-}
   part trl 540 "$PYTHON" benchmarks/gpu_loop.py --shape "$SHAPES" --device "$DEVICE" --trl ${TRL_PYTHON:+--trl-python "$TRL_PYTHON"} \

@@ -51,7 +51,7 @@ class FusedLayers:
         """The replacement for a module's forward, None for its own."""
         if operators is None:
             return None
-        return norm_for(module, operators.rms_norm) or mlp_for(module, partial(gated, operators.swiglu))
+        return norm_for(module, operators.rms_norm) or mlp_for(module, partial(gated_product, operators.swiglu))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class FusedLayers:
                 module.__dict__.pop("forward", None)
 
 
-def gated(swiglu: Forward, x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
+def gated_product(swiglu: Forward, x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """down(silu(gate(x))·up(x)) by a device's operator."""
     product: Tensor = down(swiglu(gate(x), up(x)))
     return product

@@ -17,7 +17,7 @@ blocks seen so far are carried along. Without soft cap, bias and those, a device
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,8 +196,11 @@ class _TokenOutputs(torch.autograd.Function):
         h, w = hidden.to(settings.dtype), weight.to(settings.dtype)
         rows, columns = h.shape[0], w.shape[0]
         needs_h, needs_w, needs_b = ctx.needs_input_grad[:3]
-        dh = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if needs_h else None
-        dw, direct = _weight_gradient(weight, settings.dtype) if needs_w else (None, False)
+        # Where products write float32, the first of them makes a gradient, and nothing is set to zero before.
+        writes = rows > 0 and settings.dtype != torch.float32 and platform_of(h.device).has_widening_product()
+        made = torch.empty if writes else torch.zeros
+        dh = made(h.shape, dtype=torch.float32, device=h.device) if needs_h else None
+        dw, direct, fresh = _weight_gradient(weight, settings.dtype, made) if needs_w else (None, False, False)
         db = torch.zeros(columns, dtype=torch.float32, device=h.device) if needs_b else None
         gradients = (g_logp, g_entropy if settings.entropy else None, g_squares if settings.squares else None)
         height, width = _blocks(rows, columns, h.device)
@@ -219,31 +222,33 @@ class _TokenOutputs(torch.autograd.Function):
                         db[c].add_(dz.sum(0), alpha=settings.outer)
                     dz = dz.to(settings.dtype)
                 if dh is not None:
-                    _add_product(dh[r], dz, w[c], settings.outer)
+                    _add_product(dh[r], dz, w[c], settings.outer, first=writes and not c.start)
                 if dw is not None:
-                    _add_product(dw[c], dz.t(), h[r], settings.outer)
+                    _add_product(dw[c], dz.t(), h[r], settings.outer, first=writes and fresh and not r.start)
         dh = dh.to(hidden.dtype) if dh is not None else None
         dw = None if dw is None or direct else dw.to(weight.dtype)
         db = db.to(bias.dtype) if db is not None else None
         return dh, dw, db, None, None
 
 
-def _weight_gradient(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """Where the head's gradient goes: straight into a leaf's float32 .grad, else a new tensor."""
+def _weight_gradient(weight: Tensor, dtype: torch.dtype, made: Callable[..., Tensor]) -> tuple[Tensor, bool, bool]:
+    """Where the head's gradient goes: straight into a leaf's float32 .grad, else a new tensor; whether it is `made`."""
     fresh = weight.grad is None and weight.dtype == torch.float32 != dtype
     if weight.is_leaf and fresh and not platform_of(weight.device).on_host:
-        weight.grad = torch.zeros_like(weight)  # made here: a tied embedding's is added to it without a third tensor
+        # made here: a tied embedding's is added to it without a third tensor
+        weight.grad = made(weight.shape, dtype=torch.float32, device=weight.device)
+        return weight.grad, True, True
     if weight.is_leaf and weight.grad is not None and weight.grad.dtype == torch.float32:
-        return weight.grad, True
-    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device), False
+        return weight.grad, True, False
+    return made(weight.shape, dtype=torch.float32, device=weight.device), False, True
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
-    """total += alpha·a·b, the sum in float32 whatever the product is."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float, *, first: bool) -> None:
+    """total += alpha·a·b, the sum in float32 whatever the product is; first: total holds nothing yet."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, alpha=alpha)
     elif platform_of(total.device).has_widening_product():
-        torch.addmm(total, a, b, alpha=alpha, out_dtype=total.dtype, out=total)
+        torch.addmm(total, a, b, beta=0 if first else 1, alpha=alpha, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b, alpha=alpha)
 

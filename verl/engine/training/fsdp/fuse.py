@@ -9,8 +9,8 @@ that shares the model sees it untouched.
     y = W·x + b + s·B·(A·x)            keeps x and A·x; the adapter is added in place, forward and backward
 
 On a device with operators of its own for these (`verl.models.fused_layers`) they compute the norm and the gate, and the
-rotation of queries and keys. Where products write float32, those of weights' gradients are
-added to the gradient by the product itself, of every linear layer.
+rotation of queries and keys. Where products write float32, those of weights' gradients are added to the gradient by the
+product itself, of every linear layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from verl.models.adapters import NAME, is_adapted
 from verl.models.attention import product_dtype
-from verl.models.fused_layers import Forward, FusedLayers, gated, mlp_for, norm_for
+from verl.models.fused_layers import Forward, FusedLayers, gated_product, mlp_for, norm_for
 from verl.platform import platform_of
 from verl.platform.device import FusedOperators
 
@@ -85,7 +85,7 @@ def _mlp_for(module: nn.Module, fused: FusedOperators | None) -> Forward | None:
     if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
         return None
     if fused is not None and fused.swiglu_backward is None:
-        return mlp_for(module, partial(gated, fused.swiglu))
+        return mlp_for(module, partial(gated_product, fused.swiglu))
 
     def compute(x: torch.Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Any:
         dtype = product_dtype(x)
