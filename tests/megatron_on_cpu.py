@@ -90,22 +90,12 @@ def _install_in_megatron() -> None:
         torch.distributed.all_reduce(total, group=grad_stats_parallel_group)
         return float(total.sqrt())
 
-    def clip(parameters: Any, max_norm: float, total_norm: float, *_: Any, **__: Any) -> None:
-        factor = max_norm / (total_norm + 1e-6)
-        if factor < 1.0:
-            for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-                gradient = getattr(parameter, "decoupled_grad", None)
-                gradient = parameter.grad if gradient is None else gradient
-                if gradient is not None:
-                    gradient.mul_(factor)
-
     # Counts that its collectives take are brought to the host where they are of a device; these are there already.
     def on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = on_host
     clip_grads.get_grad_norm_fp32 = optimizer.get_grad_norm_fp32 = grad_norm
-    clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
 
 
 if not torch.cuda.is_available() and torch.cuda.current_device.__module__ != __name__:
