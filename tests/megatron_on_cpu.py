@@ -75,8 +75,21 @@ def _install() -> None:
 
 def _install_in_megatron() -> None:
     import megatron.core.tensor_parallel.random as random
+    from megatron.core.models import backends
     from megatron.core.optimizer import clip_grads, grad_scaler, optimizer
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import token_dispatcher
+
+    class LatentAttention(backends.DotProductAttention):
+        """As TransformerEngine's, takes values of another width than queries and keys."""
+
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if v_channels:
+                self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    backends.DotProductAttention = LatentAttention
+    multi_latent_attention.TELinear = type("TELinear", (), {})  # it asks whether a layer is one
 
     optimizer.torch = grad_scaler.torch = _Torch()  # type: ignore[assignment]
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
