@@ -1,9 +1,12 @@
 """One GRPO step, us against TRL's GRPOTrainer, on the same work, alternating; prints ratios of medians.
 
     python benchmarks/grpo_step.py [--precision default|fp32] [--lengths exact|geometric] [--threads 1] [--repeats 3]
+    python benchmarks/grpo_step.py --only verl --engines native vllm sglang=PYTHON --precision fp32 --prompts 4 --tokens 64
 
 Same random model, prompts, responses per prompt, exact response lengths, one optimizer step. TRL is installed by this
-script in an environment of its own (--trl-python names an existing one). The first step of each side warms up.
+script in an environment of its own (--trl-python names an existing one). The first step of each side warms up. With
+several --engines each sampling engine is a side; PYTHON is that of an environment which has the engine. `cpu` and
+`peak_gib` are of the training process alone.
 """
 
 from __future__ import annotations
@@ -48,26 +51,32 @@ def main() -> None:
     parser.add_argument("--trl-python")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/verl/bench")
     parser.add_argument("--only", choices=["verl", "trl"])
+    parser.add_argument("--engines", nargs="+", default=["native"], metavar="NAME[=PYTHON]")
+    parser.add_argument("--prompts", type=int, default=work.Shape.prompts)
+    parser.add_argument("--tokens", type=int, default=work.Shape.tokens)
     parser.add_argument("--json", type=Path)
     args, extra = parser.parse_known_args()
-    folder = args.folder / f"work_{args.lengths}"
-    content = work.build(folder, work.Shape(lengths=args.lengths), args.data)
-    common = [str(folder), "--precision", args.precision, "--threads", str(args.threads)]
-    sides: list[Side] = []
-    if args.only != "trl":
-        sides.append(
-            Side("verl", [sys.executable, str(HERE / "workers/verl_worker.py"), *common, *extra], args.threads)
-        )
+    shape = work.Shape(lengths=args.lengths, prompts=args.prompts, tokens=args.tokens)
+    common, sides = ["--precision", args.precision, "--threads", str(args.threads)], []
+    for engine in args.engines:
+        name, _, python = engine.partition("=")
+        folder = args.folder / f"work_{args.lengths}_{name}"
+        content = work.build(folder, shape, args.data)
+        if args.only != "trl":
+            worker = [python or sys.executable, str(HERE / "workers/verl_worker.py"), str(folder), *common, *extra]
+            title = name if len(args.engines) > 1 else "verl"
+            sides.append(Side(title, [*worker, f"actor_rollout_ref.rollout.name={name}"], args.threads))
     if args.only != "verl":
         python = trl_python(args.trl_python, args.folder)
-        sides.append(Side("trl", [python, str(HERE / "workers/trl_worker.py"), *common], args.threads))
+        sides.append(Side("trl", [python, str(HERE / "workers/trl_worker.py"), str(folder), *common], args.threads))
     rates = [matmul_gflops(args.threads, args.precision)]
     for number in range(args.repeats + 1):
         for side in sides:
             record = side.step()
+            record["weights"] = record.get("timings", {}).get("update_weights", 0.0)
             print(
-                f"{side.name:5} step {number} {record['step']:7.2f} s  sampling {record['sampling']:7.2f}  "
-                f"training {record['training']:7.2f}  cpu {record['cpu']:7.2f}  peak {record['peak_gib']:.2f} GiB",
+                f"{side.name:6} step {number} {record['step']:7.2f} s  sampling {record['sampling']:7.2f}  "
+                f"training {record['training']:7.2f}  weights {record['weights']:6.3f}  cpu {record['cpu']:7.2f}  peak {record['peak_gib']:.2f} GiB",
                 flush=True,
             )
         rates.append(matmul_gflops(args.threads, args.precision))
@@ -83,10 +92,12 @@ def report(args: argparse.Namespace, content: dict, sides: list[Side], rate: flo
     flops = work.least_flops(content)
     least = sum(flops.values()) / rate / 1e9
     result = {"date": time.strftime("%Y-%m-%d"), "precision": args.precision, "lengths": args.lengths}
+    result |= {"parameters": content["parameters"], "prompts": args.prompts, "tokens": args.tokens}
     result |= {"threads": args.threads, "matmul_gflops": round(rate, 1), "least_work_s": round(least, 2)}
     for side in sides:
-        result[side.name] = {k: round(side.median(k), 2) for k in ("step", "sampling", "training", "cpu", "peak_gib")}
-    if len(sides) == 2:
+        keys = ("step", "sampling", "training", "weights", "cpu", "peak_gib")
+        result[side.name] = {k: round(side.median(k), 3 if k == "weights" else 2) for k in keys}
+    if by_name.keys() == {"verl", "trl"}:
         ratio = {
             k: round(by_name["trl"].median(k) / by_name["verl"].median(k), 2)
             for k in ("step", "sampling", "training", "cpu")

@@ -75,8 +75,21 @@ def _install() -> None:
 
 def _install_in_megatron() -> None:
     import megatron.core.tensor_parallel.random as random
+    from megatron.core.models import backends
     from megatron.core.optimizer import clip_grads, grad_scaler, optimizer
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import token_dispatcher
+
+    class LatentAttention(backends.DotProductAttention):
+        """As TransformerEngine's, takes values of another width than queries and keys."""
+
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if v_channels:
+                self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    backends.DotProductAttention = LatentAttention
+    multi_latent_attention.TELinear = type("TELinear", (), {})  # it asks whether a layer is one
 
     optimizer.torch = grad_scaler.torch = _Torch()  # type: ignore[assignment]
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
@@ -90,22 +103,12 @@ def _install_in_megatron() -> None:
         torch.distributed.all_reduce(total, group=grad_stats_parallel_group)
         return float(total.sqrt())
 
-    def clip(parameters: Any, max_norm: float, total_norm: float, *_: Any, **__: Any) -> None:
-        factor = max_norm / (total_norm + 1e-6)
-        if factor < 1.0:
-            for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-                gradient = getattr(parameter, "decoupled_grad", None)
-                gradient = parameter.grad if gradient is None else gradient
-                if gradient is not None:
-                    gradient.mul_(factor)
-
     # Counts that its collectives take are brought to the host where they are of a device; these are there already.
     def on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = on_host
     clip_grads.get_grad_norm_fp32 = optimizer.get_grad_norm_fp32 = grad_norm
-    clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
 
 
 if not torch.cuda.is_available() and torch.cuda.current_device.__module__ != __name__:

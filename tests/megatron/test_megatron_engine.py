@@ -31,6 +31,17 @@ LAYOUTS: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
     "DP2, distributed optimizer": ("qwen3", False, 2, {}),
     "experts": ("qwen3_moe", False, 1, {}),
     "EP2": ("qwen3_moe", False, 2, _EP),
+    "DeepSeek PP2": ("deepseek_v3", False, 2, _PP),
+    "GLM EP2": ("glm4_moe", False, 2, _EP),
+}
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+SHAPES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _ROUTED
+    | {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "n_group": 2, "topk_group": 1, "head_dim": 8}
+    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}},
+    "glm4_moe": _ROUTED | {"partial_rotary_factor": 0.5, "use_qk_norm": True, "attention_bias": True},
 }
 
 
@@ -42,7 +53,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(family: str, tied: bool) -> tuple[Path, dict[str, Any]]:
         if (family, tied) not in made:
             path = tiny_model(
-                tmp_path_factory.mktemp("models") / "m", family, tied=tied, scale=4.0, num_hidden_layers=4
+                tmp_path_factory.mktemp("models") / "m",
+                family,
+                tied=tied,
+                scale=4.0,
+                num_hidden_layers=4,
+                **SHAPES.get(family, {}),
             )
             made[family, tied] = path, cases.with_fsdp(path)
         return made[family, tied]
@@ -136,6 +152,16 @@ def test_context_parallel_without_transformer_engine_is_refused(tmp_path: Path) 
     path, key = tiny_model(tmp_path / "m"), "context_parallel_size"
     with pytest.raises(RuntimeError, match=rf"UserError.*{key}=2.*TransformerEngine"):
         ranks.run(cases.distributed, 2, path, {key: 2}, tmp_path, timeout=120.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"norm_topk_prob": False}, "norm_topk_prob"), ({"num_experts_per_tok": 4}, "must be twice topk_group")],
+)
+def test_routers_that_compute_something_else_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tiny_model(tmp_path / "m", "deepseek_v3", **SHAPES["deepseek_v3"] | change)
+    with pytest.raises(RuntimeError, match=rf"UserError.*{message}"):
+        ranks.run(cases.distributed, 1, path, {}, tmp_path, timeout=120.0)
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [("bfloat16", None), ("float16", None), ("float16", 10**6)])

@@ -132,13 +132,6 @@ def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([norm.to(norms[0].device) for norm in norms])
 
 
-def clip_gradients(gradients: Sequence[torch.Tensor], norm: float, limit: float | None) -> None:
-    """Scale all gradients by limit/norm if the norm exceeds the limit; None or ≤ 0 leaves them alone."""
-    if limit is None or limit <= 0 or norm <= limit:
-        return
-    torch._foreach_mul_(list(gradients), limit / (norm + 1e-6))
-
-
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """The optimizer's state to a device."""
     # The count of steps is a scalar, which only fused optimizers read on the device.

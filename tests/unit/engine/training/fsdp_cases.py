@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests import ranks
 from tests.unit.engine.training.engine_cases import BOTH, rows_of, simple_loss
 from verl.engine.training.log_prob import CANDIDATE_OUTPUTS
 from verl.trajectory import Trajectory
@@ -22,6 +23,8 @@ ROLE = {
 }
 GROUPS = [(7, [5, 9, 1, 0, 3]), (1, [4]), (12, [6, 6]), (5, [2, 11, 40])]
 ROWS = 11
+Cases = dict[str, tuple[dict[str, Any], dict[str, Any], str]]
+"""Name → (role, model_cfg, kind of shares)."""
 
 
 def role(**changes: Any) -> dict[str, Any]:
@@ -77,8 +80,8 @@ def total() -> int:
     return sum(row.length for row in rows())
 
 
-def on_ranks(path: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]], steps: int = 1) -> dict[str, Any]:
-    """On one rank: name → (role, model_cfg, kind of shares) → what `drive` saw of this rank's rows."""
+def on_ranks(path: str, cases: Cases, steps: int = 1) -> dict[str, Any]:
+    """On one rank: name of a case → what `drive` saw of this rank's rows."""
     from verl.engine.training.fsdp.engine import FSDPEngine
 
     out = {}
@@ -93,6 +96,14 @@ def on_ranks(path: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any], s
             "held": sum(p.to_local().numel() for p in engine.module.parameters()),  # type: ignore[attr-defined]
         }
     return out
+
+
+def check_on_ranks(size: int, path: str, cases: Cases, tolerance: float = 2e-6) -> list[dict[str, Any]]:
+    """`on_ranks`, all of whose results must be those of one device."""
+    local, results = locally(path, role()), ranks.run(on_ranks, size, path, cases)
+    for name in cases:
+        assert_same([result[name] for result in results], local, tolerance)
+    return results
 
 
 def locally(path: str, role_cfg: dict[str, Any], model_cfg: dict[str, Any] | None = None, steps: int = 1) -> Any:

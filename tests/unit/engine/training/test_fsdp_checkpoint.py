@@ -78,6 +78,23 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
+def check_four_ranks_one_device_and_back(folder: Path, path: str, fsdp: dict[str, Any]) -> None:
+    """Ranks that share more than FSDP's cuts: `fsdp` is the layout of four."""
+    here, there, local = (str(folder / name) for name in ("here", "there", "local"))
+    saved, ended = ranks.run(sharded, 4, path, None, 2, here, 1, fsdp)[0]
+    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
+    engine.schedule(8)
+    engine.load_weights(Path(here) / "w")
+    engine.load_optimizer(Path(here) / "o")
+    same(state(engine), saved)
+    save(engine, local)
+    again = ranks.run(sharded, 4, path, local, 0, there, 1, fsdp)
+    same(again[3][0], saved)
+    same(again[3][1], ended)
+    assert all(torch.isfinite(tensor).all() for tensor in ended.values())
+    same(ranks.run(sharded, 2, path, there, 0, None)[1][0], saved)
+
+
 @pytest.mark.parametrize(("arch", "tied"), [("qwen3", True), ("qwen3_moe", False)])
 def test_two_ranks_one_rank_one_device_and_back(tmp_path: Path, arch: str, tied: bool) -> None:
     path = str(tiny_model(tmp_path / "m", arch, tied=tied))

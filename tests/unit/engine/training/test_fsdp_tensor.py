@@ -6,27 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import ranks
 from tests.tiny import tiny_model
-from tests.unit.engine.training.fsdp_cases import assert_same, locally, on_ranks, role
-from tests.unit.engine.training.test_fsdp_checkpoint import ROLE, same, save, sharded, state
+from tests.unit.engine.training.fsdp_cases import Cases, check_on_ranks, role
+from tests.unit.engine.training.test_fsdp_checkpoint import check_four_ranks_one_device_and_back
 from tests.unit.engine.training.test_fsdp_engine import complaint
 from verl.engine.training.fsdp.engine import FSDPEngine
-
-Cases = dict[str, tuple[dict[str, Any], dict[str, Any], str]]
 
 
 def cut(size: int, fsdp: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     return role(fsdp={"tensor_parallel_size": size} | (fsdp or {}), **changes)
-
-
-def check(size: int, path: str, cases: Cases, local: dict[str, Any]) -> list[dict[str, Any]]:
-    found = ranks.run(on_ranks, size, path, cases)
-    for name in cases:
-        assert_same([one[name] for one in found], local, 2e-6)
-    return found
 
 
 @pytest.mark.parametrize(("arch", "tied"), [("qwen3", True), ("qwen2", False)])
@@ -36,7 +26,7 @@ def test_two_ranks_share_the_products(tmp_path: Path, arch: str, tied: bool) -> 
         "cut": (cut(2), {}, "even"),
         "recomputed": (cut(2), {"enable_gradient_checkpointing": True}, "even"),
     }
-    found = check(2, path, cases, locally(path, role()))
+    found = check_on_ranks(2, path, cases)
     assert found[0]["cut"]["rows"] == found[1]["cut"]["rows"]
     module = FSDPEngine(path, role_cfg=role(), device="cpu", trainable=False).module
     layers = sum(p.numel() for n, p in module.named_parameters() if n.endswith("proj.weight"))
@@ -56,25 +46,12 @@ def test_four_ranks(tmp_path: Path) -> None:
         "and a split sequence": (cut(2, ulysses_sequence_parallel_size=2), {}, "even"),
         "offloaded": (cut(2, {"offload_policy": True}), {}, "uneven"),
     }
-    check(4, path, cases, locally(path, role()))
+    check_on_ranks(4, path, cases)
 
 
 def test_checkpoints_go_to_one_device_and_back(tmp_path: Path) -> None:
     path = str(tiny_model(tmp_path / "m", "qwen2", tied=True))
-    here, there, local = (str(tmp_path / name) for name in ("here", "there", "local"))
-    two = {"tensor_parallel_size": 2}
-    saved, ended = ranks.run(sharded, 4, path, None, 2, here, 1, two)[0]
-    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
-    engine.schedule(8)
-    engine.load_weights(Path(here) / "w")
-    engine.load_optimizer(Path(here) / "o")
-    same(state(engine), saved)
-    save(engine, local)
-    again = ranks.run(sharded, 4, path, local, 0, there, 1, two)
-    same(again[3][0], saved)
-    same(again[3][1], ended)
-    same(ranks.run(sharded, 2, path, there, 0, None)[1][0], saved)
-    assert all(torch.isfinite(t).all() for t in ended.values())
+    check_four_ranks_one_device_and_back(tmp_path, path, {"tensor_parallel_size": 2})
 
 
 def test_what_cannot_be_cut_is_refused_on_every_rank(tmp_path: Path) -> None:

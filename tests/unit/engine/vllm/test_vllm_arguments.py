@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +184,13 @@ def test_cache_holds_every_sequence_and_no_more_than_the_share() -> None:
 )
 def test_ranks_share_the_cpus(ranks, cpus, expected) -> None:
     assert launch.cpu_binding(ranks, sorted(cpus)) == expected
+
+
+@pytest.mark.parametrize(("cpu", "eager", "disabled"), [(True, True, "1"), (True, False, None), (False, True, None)])
+def test_nothing_is_compiled_on_a_cpu_unless_asked_for(cpu: bool, eager: bool, disabled: str | None) -> None:
+    """vLLM's sampler compiles a function with `enforce_eager`, too: without a C++ compiler its process ends."""
+    with launch.environment(cpu, 1, "folder", eager=eager):
+        assert os.environ.get("TORCH_COMPILE_DISABLE") == disabled
 
 
 def test_request_arguments() -> None:

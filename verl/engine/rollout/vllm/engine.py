@@ -106,7 +106,7 @@ class VLLMEngine(HostedEngine):
         self._routed: list[int] = []  # layers whose routes are recorded
         super().__init__(s, ready=s.load_format != "dummy" and s.lora is None)
         try:
-            with launch.environment(cpu, s.ranks, self._folder.name):
+            with launch.environment(cpu, s.ranks, self._folder.name, eager=bool(arguments.get("enforce_eager"))):
                 self._engine = self._host.call(_in_loop(launch.start, arguments))
             devices = self._host.call(self._begin())
             sees = options["vision"]

@@ -119,9 +119,12 @@ def cpu_binding(ranks: int, allowed: Sequence[int]) -> str:
 
 
 @contextlib.contextmanager
-def environment(cpu: bool, ranks: int, folder: str) -> Iterator[None]:
+def environment(cpu: bool, ranks: int, folder: str, *, eager: bool = False) -> Iterator[None]:
     """Variables that vLLM's processes must start with; removed afterwards. folder: for their sockets."""
     variables = {"VLLM_RPC_BASE_PATH": folder}
+    if cpu and eager:
+        # Functions of its sampler are compiled all the same, which ends it where there is no C++ compiler.
+        variables["TORCH_COMPILE_DISABLE"] = "1"
     bind = "VLLM_CPU_OMP_THREADS_BIND"
     limit = thread_limit() if cpu and bind not in os.environ else None
     if limit is not None:

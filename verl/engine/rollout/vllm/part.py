@@ -35,7 +35,8 @@ class VLLMPart:
             arguments["hf_config_path"] = self._folder.name
         if cpu:
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model, settings, available_memory()))
-        with launch.environment(cpu, settings.ranks // int(arguments["nnodes"]), self._folder.name):
+        ranks, eager = settings.ranks // int(arguments["nnodes"]), bool(arguments.get("enforce_eager"))
+        with launch.environment(cpu, ranks, self._folder.name, eager=eager):
             self._workers = launch.start(arguments)
         self.readers = [""] * len(self._workers.workers)
 

@@ -29,30 +29,27 @@ import torch
 
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement
-from verl.engine.training import lora, weight_files
+from verl.engine.training import weight_files
 from verl.engine.training.base import (
     LOG_PROBS,
     ROUTES,
     MicroBatch,
     MicroLoss,
-    TrainStepResult,
 )
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
 from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.fsdp.sharding import layout, sharded_modules
 from verl.engine.training.muon import matrices
 from verl.engine.training.optimizer import (
-    LOSS_SCALES,
     StepAccumulator,
     build_optimizer,
-    clip_gradients,
     global_norm,
     move_state,
     optim_config,
     sum_of_squares,
 )
 from verl.engine.training.packing import MicroBatching, Pack, keep_routes, pack, split_rows
-from verl.engine.training.process_group import all_gather_json, local, on_all_ranks, waiting, whole
+from verl.engine.training.process_group import all_gather_json, local, waiting, whole
 from verl.engine.training.scheduled import ScheduledEngine
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
 from verl.errors import UserError
@@ -61,7 +58,7 @@ from verl.models.attention import TokenSpan
 from verl.models.inputs import VisionInputs
 from verl.models.layers import activation_bytes, is_recurrent, model_cost
 from verl.models.routing import Routing
-from verl.platform import Platform, detect
+from verl.platform import Platform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,7 +110,13 @@ class FSDPEngine(ScheduledEngine):
         self.role, self.head, self.trainable = role, head, trainable
         placement = placement or ENGINE.placement(role_cfg or {})
         fsdp, _ = fsdp_settings(role_cfg)
-        self._place(device, device_index, placement, seed, bool(setting(fsdp, "full_determinism", False)))
+        deterministic = bool(setting(fsdp, "full_determinism", False))
+        self._take_device(device, device_index, seed, deterministic=deterministic)
+        self._index = device_index
+        self.compute_dtype = compute_dtype(placement, self.platform)
+        self.layout = layout(self.device.type, placement)
+        together = self.layout.ranks_per_row
+        self.dp_rank, self.dp_size = self.layout.rank // together, self.layout.size // together
         streams = bool(setting(fsdp, "offload_policy", False)) or (placement.param_offload and not idles)
         settings = ModelSettings(
             model_path,
@@ -135,7 +138,11 @@ class FSDPEngine(ScheduledEngine):
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
         self._serving_dtype = pretrained.serving_dtype(model_path, model_cfg)
-        self._read_settings(model_cfg, role_cfg, log_prob_cfg)
+        self._token_bytes = activation_bytes(self.module.config)
+        self._heads = int(self.module.config.get_text_config().num_attention_heads)
+        self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
+        self._routing: Routing | None = None
+        self._read_settings(role_cfg, log_prob_cfg)
         # With `offload_policy` the state of a sharded engine is in host memory at all times.
         moves = not (self._sharded and streams)
         self._weights_leave = moves and not shared and placement.param_offload
@@ -149,33 +156,6 @@ class FSDPEngine(ScheduledEngine):
         self._parameters = list(self._names.values())
         if trainable:
             self._prepare_training(role_cfg)
-
-    def _place(self, device: str | Platform, index: int, placement: Placement, seed: int, deterministic: bool) -> None:
-        self.platform = detect(device) if isinstance(device, str) else device
-        self.platform.prepare()
-        if deterministic:
-            self.platform.be_deterministic()
-        self.device, self._index = self.platform.device(index), index
-        self.platform.select(index)
-        self.platform.seed(seed)
-        self.compute_dtype = compute_dtype(placement, self.platform)
-        self.layout = layout(self.device.type, placement)
-        together = self.layout.ranks_per_row
-        self.dp_rank, self.dp_size = self.layout.rank // together, self.layout.size // together
-
-    def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any) -> None:
-        """Everything the configuration says about passes and steps."""
-        self._token_bytes = activation_bytes(self.module.config)
-        self._replays = setting(role_cfg, "router_replay.mode", "disabled") != "disabled"
-        self._routing: Routing | None = None
-        self.update_batching = self._micro_batching(role_cfg, role_cfg, "ppo")
-        group = role_cfg if log_prob_cfg is None else log_prob_cfg
-        prefix = "ppo" if setting(group, "log_prob_max_token_len_per_gpu") is None else "log_prob"
-        self.forward_batching = self._micro_batching(role_cfg, group, prefix)
-        self._heads = int(self.module.config.get_text_config().num_attention_heads)
-        self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
-        self._adapter_only = bool(setting(role_cfg, "checkpoint.save_lora_only", False))
-        self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
 
     def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
         preferred = preferred_tokens(self.platform, self._token_bytes)
@@ -241,9 +221,7 @@ class FSDPEngine(ScheduledEngine):
 
     def _packs(self, rows: Sequence[Segment], batching: MicroBatching) -> Iterator[tuple[Pack, bool]]:
         """(pack, whether it is the last): as many on every rank, without rows where this one has fewer."""
-        adapter = self._model.adapter
-        # Without its adapter this is the reference, which is nobody else's routes.
-        batching = replace(batching, replay=self._replays and (adapter is None or adapter.is_on))
+        batching = replace(batching, replay=self._follows_routes())
         chunks = split_rows(rows, batching)
         distinct = {row.media for row in rows if row.media is not None and row.length}
         self._images["distinct"] += sum(media.images for media in distinct)
@@ -312,39 +290,6 @@ class FSDPEngine(ScheduledEngine):
 
     # -- update ----------------------------------------------------------------------------------------------
 
-    def step(
-        self,
-        rows: Sequence[Segment],
-        loss: MicroLoss,
-        outputs: Collection[str] = LOG_PROBS,
-        *,
-        temperature: float,
-    ) -> TrainStepResult:
-        """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
-        optimizer = self._require_optimizer()
-        total, norm = self._scaled_gradients(rows, loss, outputs, temperature)
-        if not total.refused and not math.isfinite(norm):
-            total.refused = f"the gradient norm is {norm}"
-        metrics = {} if total.refused else total.metrics()
-        if not total.refused:
-            clip_gradients(self._gradients(), norm, self._grad_clip)
-            optimizer.step()
-        return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, total.refused, total.tokens)
-
-    def _scaled_gradients(
-        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float
-    ) -> tuple[StepAccumulator, float]:
-        """The step's gradients, this rank's share, and what `_conclude` says of them. In float16 the largest scale with
-        which nothing overflows is found anew in each step: what a run does then depends on nothing before it."""
-        for scale in LOSS_SCALES if self.compute_dtype == torch.float16 else (1.0,):
-            self._clear_gradients()
-            total, norm = self._conclude(self._accumulate(rows, loss, outputs, temperature, scale))
-            if total.refused or math.isfinite(norm):
-                break
-        if scale != 1.0:
-            torch._foreach_mul_(self._gradients(), 1.0 / scale)
-        return total, norm / scale
-
     def _accumulate(
         self,
         rows: Sequence[Segment],
@@ -352,8 +297,9 @@ class FSDPEngine(ScheduledEngine):
         outputs: Collection[str],
         temperature: float,
         scale: float,
-    ) -> StepAccumulator:
-        """Forward and backward of all micro-batches. A loss that is not finite ends it, where no rank waits."""
+    ) -> tuple[StepAccumulator, float]:
+        """See `ScheduledEngine._accumulate`; this rank's share. A loss that is not finite ends it, where no rank waits."""
+        self._clear_gradients()
         total = StepAccumulator()
         for number, (batch, last) in enumerate(self._packs(rows, self.update_batching)):
             if self._sharded:
@@ -372,10 +318,9 @@ class FSDPEngine(ScheduledEngine):
                     break
             total.add(metrics)
             if changed is not None:
-                valid = changed[changed >= 0]
-                total.add({f"{self.role}/router_replay/changed_frac": (float(valid.sum()), len(valid))})
+                self._count_changed_routes(total, changed)
         self._after_passes()
-        return total
+        return self._conclude(total)
 
     @torch.no_grad()
     def _conclude(self, total: StepAccumulator) -> tuple[StepAccumulator, float]:
@@ -402,6 +347,12 @@ class FSDPEngine(ScheduledEngine):
         """The gradients, this rank's share."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         return [local(gradient) for gradient in gradients] if self._sharded else gradients
+
+    def _multiply_gradients(self, factor: float) -> None:
+        torch._foreach_mul_(self._gradients(), factor)
+
+    def _update_weights(self) -> None:
+        self._optimizer.step()
 
     def _clear_gradients(self) -> None:
         """Make all gradients zero: in place on a processor; elsewhere the first products of the step make them."""
@@ -470,43 +421,19 @@ class FSDPEngine(ScheduledEngine):
 
     # -- weights and state -----------------------------------------------------------------------------------
 
-    @property
-    def adapted(self) -> bool:
-        """See `TrainingEngine.adapted`."""
-        return self._model.adapter is not None
-
-    def without_adapter(self) -> AbstractContextManager[None]:
-        """See `TrainingEngine.without_adapter`."""
-        return super().without_adapter() if self._model.adapter is None else self._model.adapter.off()
-
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainingEngine.named_weights`; float32, every rank gets every tensor."""
         yield from adapters.exported(self.module, whole)
 
-    @torch.no_grad()
-    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainingEngine.adapter_weights`; float32, every rank gets every tensor."""
-        if self._model.adapter is not None:
-            yield from self._model.adapter.tensors()
+    def _modules(self) -> Sequence[torch.nn.Module]:
+        return [self.module]
 
-    def save_weights(self, directory: Path) -> None:
-        """See `TrainingEngine.save_weights`; float32, each rank writes its share of the safetensors files."""
-        directory, adapter = Path(directory), self._model.adapter
-        weight_files.refuse_non_finite(self.module)
-        if adapter is not None:
-            adapter.save(directory)
-        if adapter is None or not self._adapter_only:
-            weight_files.save_weights(self.module, directory, self._serving_dtype)
+    def _write_weights(self, directory: Path) -> None:
+        weight_files.save_weights(self.module, directory, self._serving_dtype)
 
-    def load_weights(self, directory: Path) -> None:
-        """See `TrainingEngine.load_weights`; whatever the number of ranks that wrote it. In place: tensors that are
-        shared with a sampler stay shared."""
-        if self._model.adapter is not None:
-            self._model.adapter.load(Path(directory))
-        else:
-            on_all_ranks(lambda: lora.refuse_adapter_checkpoint(Path(directory)))
-            weight_files.load_weights(self.module, Path(directory))
+    def _read_weights(self, directory: Path) -> None:
+        weight_files.load_weights(self.module, directory)
 
     def save_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.save_optimizer`; each rank writes its share."""

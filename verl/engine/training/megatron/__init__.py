@@ -86,6 +86,10 @@ class Megatron(TrainingEngineRecord):
         placed, group, facts = self.placement(role), setting(role, "megatron") or role, check.facts
         if placed.sequence > 1 and not _has_transformer_engine():
             check.lacks(placed.at("sequence"), "context parallelism needs TransformerEngine, which is not installed")
+        if facts is not None and facts.name == "deepseek_v3" and not _has_transformer_engine():
+            check.lacks(
+                "strategy=megatron (deepseek_v3)", "its attention needs TransformerEngine, which is not installed"
+            )
         if facts is not None and facts.experts and placed.tensor > 1 and not _has_transformer_engine():
             check.lacks(placed.at("tensor"), "experts under tensor parallelism need TransformerEngine, not installed")
         if setting(group, "use_dist_checkpointing", False) and not setting(group, "dist_checkpointing_path"):

@@ -8,6 +8,7 @@ transformers 5; files that every rank reads for itself.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,9 @@ from typing import Any
 
 import torch
 from mbridge.core.bridge import _MODEL_REGISTRY
+from mbridge.core.llm_bridge import LLMBridge
 from megatron.core import parallel_state
+from megatron.core.models import backends
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe import moe_utils
 from safetensors import safe_open
@@ -65,21 +68,31 @@ class _HostMixin:
         if not FUSED_KERNELS:
             settings |= _PLAIN
         settings["fp16"] = self.dtype == torch.float16
+        settings |= _of_routers(self.hf_config) if "moe_router_score_function" in settings else {}
+        if "kv_lora_rank" in settings:
+            del settings["max_position_embeddings"]  # an older name
+            settings |= _of_latent_attention(_rope(self.hf_config))
         if "moe_router_pre_softmax" in settings and hasattr(self.hf_config, "norm_topk_prob"):
             # Weights of the chosen experts that sum to 1 are a softmax over these alone.
             settings["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
         return super()._build_base_config(*args, **settings)  # type: ignore[misc]
+
+    def _model_provider(self: Any, callbacks: Any) -> Any:
+        # DeepSeek's pads no vocabulary, and differs otherwise in its prediction of several tokens, which is not built.
+        if self.config.multi_latent_attention:
+            return LLMBridge._model_provider(self, callbacks)
+        return super()._model_provider(callbacks)  # type: ignore[misc]
 
     def _get_transformer_layer_spec(self: Any, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
         return get_gpt_decoder_block_spec(self.config, use_transformer_engine=FUSED_KERNELS, vp_stage=vp_stage)
 
     def _get_gptmodel_args(self: Any) -> dict[str, Any]:
-        text = self.hf_config.get_text_config()
-        rope = dict(getattr(text, "rope_parameters", None) or {})
-        self.hf_config.rope_theta = rope.get("rope_theta", 10000.0)
         arguments = super()._get_gptmodel_args()  # type: ignore[misc]
+        rope = _rope(self.hf_config)
         kind = rope.get("rope_type", "default")
+        if self.config.multi_latent_attention:
+            return arguments  # the scaling is in its configuration
         if kind == "llama3":
             arguments |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
         elif kind not in ("default", "linear"):
@@ -106,10 +119,39 @@ class _HostMixin:
     def _fused_name(self: Any, name: str) -> str:
         """The name that TransformerEngine's layers have for a weight of megatron-core's own."""
         name = _EXPERT.sub(r".mlp.experts.\2.weight\1", name)
-        name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        if "input_layernorm.weight" not in self._ATTENTION_MAPPING:
+            name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        if self.config.multi_latent_attention:
+            name = re.sub(r"\.(q|kv)_layernorm\.weight$", r".linear_\1_up_proj.layer_norm_weight", name)
         if name.endswith(".pre_mlp_layernorm.weight") and "pre_mlp_layernorm" not in self._MLP_MAPPING:
             name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
         return name
+
+
+def _rope(hf_config: Any) -> dict[str, Any]:
+    return dict(getattr(hf_config.get_text_config(), "rope_parameters", None) or {})
+
+
+def _of_routers(hf_config: Any) -> dict[str, Any]:
+    """Routers whose scores are sigmoids: groups of experts; the correction of the scores stays, as in transformers."""
+    if not getattr(hf_config, "norm_topk_prob", True):
+        raise UserError("strategy=megatron: weights of experts are normalized (norm_topk_prob); use strategy=fsdp2")
+    groups, chosen, experts = hf_config.n_group or 1, hf_config.topk_group or 1, hf_config.num_experts_per_tok
+    if groups > 1 and experts != 2 * chosen:
+        raise UserError("strategy=megatron: num_experts_per_tok must be twice topk_group; use strategy=fsdp2")
+    limits = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > 1 else {}
+    return {"moe_router_bias_update_rate": 0.0, "mtp_num_layers": None} | limits
+
+
+def _of_latent_attention(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions of DeepSeek's attention. UserError for those that megatron-core's layer does not have."""
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "yarn"):
+        raise UserError(f"strategy=megatron: rotary positions of type {kind} are not here; use strategy=fsdp2")
+    settings: dict[str, Any] = {"mscale": 1.0, "mscale_all_dim": 0.0, "rotary_scaling_factor": rope.get("factor", 1.0)}
+    names = (*settings, "beta_fast", "beta_slow", "original_max_position_embeddings")
+    settings |= {name: rope[name] for name in names if name in rope}
+    return settings | {"rope_type": "rope" if kind == "default" else kind}
 
 
 def _numbered(name: str, first: int) -> str:
@@ -127,6 +169,13 @@ def bridge_of(hf_config: Any, dtype: torch.dtype, settings: dict[str, Any], divi
     if family not in _MODEL_REGISTRY:
         families = ", ".join(sorted(_MODEL_REGISTRY))
         raise UserError(f"strategy=megatron: model type {family} is not here (mbridge has {families}); use fsdp2")
+    plain = inspect.signature(backends.DotProductAttention).parameters
+    if getattr(hf_config, "kv_lora_rank", None) and not FUSED_KERNELS and "k_channels" not in plain:
+        raise UserError(
+            f"strategy=megatron: {family} needs TransformerEngine, which is not installed; use strategy=fsdp2"
+        )
+    for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):  # where mbridge looks for them
+        setattr(hf_config, name, _rope(hf_config).get(name, default))
     kind = type(f"Host{_MODEL_REGISTRY[family].__name__}", (_HostMixin, _MODEL_REGISTRY[family]), {})
     bridge = kind(hf_config, dtype=dtype, make_vocab_size_divisible_by=divisor)
     bridge.head = head

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from megatron.core.utils import unwrap_model
 
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement
-from verl.engine.training import lora
-from verl.engine.training.base import LOG_PROBS, ROUTES, MicroLoss, TrainStepResult
+from verl.engine.training.base import LOG_PROBS, ROUTES, MicroLoss
 from verl.engine.training.megatron import ENGINE
 from verl.engine.training.megatron import bridge as weights
 from verl.engine.training.megatron import model as models
@@ -33,22 +31,20 @@ from verl.engine.training.megatron.micro_batches import ModelBatch, packed, padd
 from verl.engine.training.megatron.optimizer import (
     build_optimizer,
     build_schedule,
-    clip_gradients,
     load_state,
     save_state,
     scale_gradients,
 )
 from verl.engine.training.megatron.parallel import ParallelSizes, join
 from verl.engine.training.megatron.passes import Passes
-from verl.engine.training.optimizer import LOSS_SCALES, StepAccumulator, optim_config
+from verl.engine.training.optimizer import StepAccumulator, optim_config
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, on_all_ranks
 from verl.engine.training.scheduled import ScheduledEngine
 from verl.engine.training.settings import compute_dtype, micro_batching
-from verl.engine.training.weight_files import refuse_non_finite
 from verl.errors import UserError
 from verl.models.pretrained import serving_dtype
-from verl.platform import Platform, detect
+from verl.platform import Platform
 from verl.trajectory import Segment
 
 
@@ -76,12 +72,8 @@ class MegatronEngine(ScheduledEngine):
         head: str = "lm",
         topk: int = 0,
     ):
-        self.role, self.head, self.trainable, self.topk = role, head, trainable, topk
-        self.platform = detect(device) if isinstance(device, str) else device
-        self.platform.prepare()
-        self.device = self.platform.device(device_index)
-        self.platform.select(device_index)
-        self.platform.seed(seed)
+        self.role, self.head, self.trainable = role, head, trainable
+        self._take_device(device, device_index, seed)
         placement = placement or ENGINE.placement(role_cfg or {})
         self.megatron = setting(role_cfg, "megatron") or role_cfg
         self.sizes = ParallelSizes.of(placement, self.megatron)
@@ -91,6 +83,7 @@ class MegatronEngine(ScheduledEngine):
         self.holds_outputs = weights.is_last_stage()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
+        self.compute_dtype = compute_dtype(placement, self.platform)
         self._model = models.build(
             model_path,
             model_cfg,
@@ -98,12 +91,14 @@ class MegatronEngine(ScheduledEngine):
             head,
             seed,
             self.device,
-            compute_dtype(placement, self.platform),
+            self.compute_dtype,
             trainable,
         )
         self.module = unwrap_model(self._model.chunks[0])
         self._serving_dtype = serving_dtype(model_path, model_cfg)
         self._read_settings(role_cfg, log_prob_cfg)
+        self._passes = Passes(self._model, head, topk=topk, replays=self._replays)
+        self._at_home = True
         self._weights_leave, self._state_leaves = (
             placement.param_offload and idles,
             placement.optimizer_offload and idles,
@@ -114,18 +109,7 @@ class MegatronEngine(ScheduledEngine):
             self._optimizer = build_optimizer(self._model.chunks, self._optim, self.megatron, self._model.dtype)
             self.schedule(1)
 
-    def _read_settings(self, role_cfg: Any, log_prob_cfg: Any) -> None:
-        self.update_batching = self._micro_batching(role_cfg, "ppo")
-        group = role_cfg if log_prob_cfg is None else log_prob_cfg
-        prefix = "ppo" if setting(group, "log_prob_max_token_len_per_gpu") is None else "log_prob"
-        self.forward_batching = self._micro_batching(group, prefix)
-        self._adapter_only = bool(setting(role_cfg, "checkpoint.save_lora_only", False))
-        self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
-        self._at_home = True
-        self._replays = setting(role_cfg, "router_replay.mode", "disabled") != "disabled"
-        self._passes = Passes(self._model, self.head, topk=self.topk, replays=self._replays)
-
-    def _micro_batching(self, group: Any, prefix: str) -> MicroBatching:
+    def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
         batching = micro_batching(group, prefix, share_prompt=False)
         size = self.sizes.context
         return MicroBatching(batching.tokens * size, batching.rows, False, limit=batching.limit * size)
@@ -134,9 +118,7 @@ class MegatronEngine(ScheduledEngine):
 
     def _batches(self, rows: Sequence[Segment], batching: MicroBatching) -> list[ModelBatch]:
         """As many on every rank, without rows where this one has fewer."""
-        adapter = self._model.adapter
-        # Without its adapter this is the reference, which is nobody else's routes.
-        batching = replace(batching, replay=self._replays and (adapter is None or adapter.is_on))
+        batching = replace(batching, replay=self._follows_routes())
         chunks = split_rows(rows, batching)
         count = max(1, *all_gather_json(len(chunks)))
         stages = self.sizes.pipeline if self.sizes.virtual else 1
@@ -170,43 +152,24 @@ class MegatronEngine(ScheduledEngine):
 
     # -- update ----------------------------------------------------------------------------------------------
 
-    def step(
-        self,
-        rows: Sequence[Segment],
-        loss: MicroLoss,
-        outputs: Collection[str] = LOG_PROBS,
-        *,
-        temperature: float,
-    ) -> TrainStepResult:
-        """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
-        optimizer = self._require_optimizer()
-        total, norm = self._gradients(optimizer, rows, loss, outputs, temperature)
-        if not total.refused and not math.isfinite(norm):
-            total.refused = f"the gradient norm is {norm}"
-        if not total.refused:
-            clip_gradients(optimizer, norm, self._grad_clip)
-            optimizer.step_with_ready_grads()
-        metrics = {} if total.refused else total.metrics()
-        return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, total.refused, total.tokens)
-
-    def _gradients(
-        self, optimizer: Any, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float
+    def _accumulate(
+        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float, scale: float
     ) -> tuple[StepAccumulator, float]:
-        """The optimizer's gradients: what the passes came to, and the norm. In float16 the largest scale with which nothing
-        overflows is found anew in each step, as with the FSDP engine."""
-        for scale in LOSS_SCALES if self._model.dtype == torch.float16 else (1.0,):
-            for chunk in self._model.chunks:
-                chunk.train()
-                chunk.zero_grad_buffer()
-            optimizer.zero_grad()
-            batches = self._batches(rows, self.update_batching)
-            total = self._conclude(batches, self._passes.run(batches, outputs, temperature, loss, scale))
-            optimizer.prepare_grads()
-            norm = math.nan if total.refused else float(optimizer.get_grad_norm())
-            if total.refused or math.isfinite(norm):
-                break
-        scale_gradients(optimizer, 1.0 / scale)
-        return total, norm / scale
+        """See `ScheduledEngine._accumulate`."""
+        for chunk in self._model.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        batches = self._batches(rows, self.update_batching)
+        total = self._conclude(batches, self._passes.run(batches, outputs, temperature, loss, scale))
+        self._optimizer.prepare_grads()
+        return total, math.nan if total.refused else float(self._optimizer.get_grad_norm())
+
+    def _multiply_gradients(self, factor: float) -> None:
+        scale_gradients(self._optimizer, factor)
+
+    def _update_weights(self) -> None:
+        self._optimizer.step_with_ready_grads()
 
     def _conclude(self, batches: Sequence[ModelBatch], results: Sequence[Any]) -> StepAccumulator:
         """What all ranks' micro-batches came to."""
@@ -219,8 +182,7 @@ class MegatronEngine(ScheduledEngine):
         for batch in batches if self._replays else ():
             changed = self._passes.routes.changed(batch)
             if counts and changed is not None:
-                valid = changed[changed >= 0]
-                mine.add({f"{self.role}/router_replay/changed_frac": (float(valid.sum()), len(valid))})
+                self._count_changed_routes(mine, changed)
         mine.tokens = sum(batch.pack.size for batch in batches) if counts else 0
         merged = StepAccumulator()
         for sums, tokens, refused in all_gather_json([mine.sums, mine.tokens, mine.refused]):
@@ -266,19 +228,6 @@ class MegatronEngine(ScheduledEngine):
 
     # -- weights and state -----------------------------------------------------------------------------------
 
-    @property
-    def adapted(self) -> bool:
-        """See `TrainingEngine.adapted`."""
-        return self._model.adapter is not None
-
-    def without_adapter(self) -> AbstractContextManager[None]:
-        """See `TrainingEngine.without_adapter`."""
-        return super().without_adapter() if self._model.adapter is None else self._model.adapter.off()
-
-    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainingEngine.adapter_weights`; float32, every rank gets every tensor."""
-        return super().adapter_weights() if self._model.adapter is None else self._model.adapter.tensors()
-
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainingEngine.named_weights`; float32, every rank gets every tensor."""
@@ -288,26 +237,20 @@ class MegatronEngine(ScheduledEngine):
             if name == "model.embed_tokens.weight" and self._model.tied:
                 yield "lm_head.weight", tensor
 
-    def save_weights(self, directory: Path) -> None:
-        """See `TrainingEngine.save_weights`; ranks write files in turn."""
-        directory, adapter = Path(directory), self._model.adapter
-        for chunk in self._model.chunks:
-            refuse_non_finite(chunk)
-        if adapter is not None:
-            adapter.save(directory)
-        if adapter is None or not self._adapter_only:
-            models.save(self._model, directory, self._serving_dtype)
+    def _modules(self) -> Sequence[torch.nn.Module]:
+        return self._model.chunks
+
+    def _write_weights(self, directory: Path) -> None:
+        models.save(self._model, directory, self._serving_dtype)
 
     def load_weights(self, directory: Path) -> None:
-        """See `TrainingEngine.load_weights`; whatever the layout that wrote it."""
-        directory = Path(directory)
-        if self._model.adapter is not None:
-            self._model.adapter.load(directory)
-        else:
-            on_all_ranks(lambda: lora.refuse_adapter_checkpoint(directory))
-            on_all_ranks(lambda: models.load(self._model, directory))
+        """See `TrainingEngine.load_weights`."""
+        super().load_weights(directory)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
+
+    def _read_weights(self, directory: Path) -> None:
+        on_all_ranks(lambda: models.load(self._model, directory))
 
     def save_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.save_optimizer`; megatron-core's distributed checkpoint."""

@@ -12,7 +12,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -62,23 +62,13 @@ def _parts(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", None) or [optimizer]
 
 
-def clip_gradients(optimizer: Any, norm: float, limit: float | None) -> None:
-    """Scale all gradients by limit/norm if the norm exceeds the limit; None or ≤ 0 leaves them alone."""
-    if limit is None or limit <= 0 or norm <= limit:
-        return
-    for part in _parts(optimizer):
-        if parameters := part.get_parameters():
-            decoupled = part.config.use_precision_aware_optimizer
-            clip_grads.clip_grad_by_total_norm_fp32(parameters, limit, norm, decoupled)
-
-
 def scale_gradients(optimizer: Any, factor: float) -> None:
     """Multiply the gradients that the next step takes."""
-    for part in _parts(optimizer) if factor != 1.0 else ():
-        for parameter in part.get_parameters():
-            name = "decoupled_grad" if part.config.use_precision_aware_optimizer else "grad"
-            if (gradient := getattr(parameter, name)) is not None:
-                gradient.mul_(factor)
+    for part in _parts(optimizer):
+        name = "decoupled_grad" if part.config.use_precision_aware_optimizer else "grad"
+        gradients = [getattr(parameter, name, None) for parameter in part.get_parameters()]
+        if present := [gradient for gradient in gradients if gradient is not None]:
+            torch._foreach_mul_(present, factor)
 
 
 def build_schedule(optimizer: Any, optim: OptimConfig, total: int) -> Schedule | CoreSchedule:
