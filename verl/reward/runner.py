@@ -25,7 +25,7 @@ from verl.data.load_object import read_source
 from verl.platform.child_process import NotPlain
 from verl.reward.judge_server import ServedJudge
 from verl.reward.managers import row_of
-from verl.reward.outcome import Outcome, RewardErrorLimit, RewardLoadError, failed
+from verl.reward.outcome import ABSTAINED, Outcome, RewardErrorLimit, RewardLoadError, failed
 from verl.reward.pool import Call, ScoringPool
 from verl.reward.reward_model import RewardModel
 from verl.reward.settings import RewardSettings
@@ -250,8 +250,11 @@ class RewardRunner:
         )
         trajectory.score_error = f"{reason} [{where}]"
         trajectory.extra["score_failure"] = {"kind": outcome.kind, "reason": reason}
+        abstained = outcome.kind == ABSTAINED
+        if abstained:
+            trajectory.score_parts |= outcome.parts
         self._events(
-            "reward_failed",
+            "reward_abstained" if abstained else "reward_failed",
             failure=outcome.kind,
             error=reason,
             data_source=prompt.data_source,
@@ -261,7 +264,8 @@ class RewardRunner:
             response=trajectory.text,
             traceback=outcome.traceback,
         )
-        self._show(reason, where, outcome)
+        if not abstained:
+            self._show(reason, where, outcome)
 
     def _show(self, reason: str, where: str, outcome: Outcome) -> None:
         """The first failures of each kind on stderr; all of them are in events.jsonl."""
@@ -302,7 +306,8 @@ class RewardRunner:
         """Raise RewardErrorLimit if scoring failed for too many responses of a step, not counting lost ones."""
         self._note_changes()
         scored = [t for t in batch if t.finish_reason != "lost"]
-        errors = [t for t in scored if t.score_error is not None]
+        failed = [t for t in scored if t.score_error is not None]
+        errors = [t for t in failed if t.extra.get("score_failure", {}).get("kind") != ABSTAINED]
         limit = self.settings.max_error_ratio
         if not errors or len(errors) / len(scored) <= limit:
             return
