@@ -107,6 +107,8 @@ def text_of(error: BaseException) -> str:
 
 def outcome_of(value: Any, seconds: float) -> Outcome:
     """The outcome of a call that returned `value`."""
+    if isinstance(value, Exception):  # of a batch function, for one response
+        return raised(value, seconds, "")
     try:
         if isinstance(value, Mapping) and value.get("abstain"):
             parts = {str(k): _part(v) for k, v in value.items() if k not in ("score", "abstain")}

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 SHOWN_PER_REASON = 2
 SHOWN_IN_ALL = 10
 JUDGE = "pkg://verl.reward.judge"
+WITH_JUDGES = (JUDGE, "pkg://verl.reward.ensemble", "pkg://verl.reward.tournament")
 _OF_LOOPS: dict[str, Any] = {
     "agent_metrics": {},
     "tool_metrics": [],
@@ -120,7 +121,7 @@ class RewardRunner:
         import numpy as np
 
         probe = Trajectory(prompt, 0, np.zeros(0, np.int64), np.zeros(0, bool), text=text)
-        if (prompt.agent_name or self._default_loop) != SINGLE_TURN and self.settings.function.path != JUDGE:
+        if (prompt.agent_name or self._default_loop) != SINGLE_TURN and self.settings.function.path not in WITH_JUDGES:
             reply = {"role": "assistant", "content": text}
             probe.fields = {"messages": [*prompt.messages, reply], **_OF_LOOPS, **_REWARDS_OF_LOOPS}
             probe.extra["reward_scores"] = _REWARDS_OF_LOOPS
@@ -173,8 +174,9 @@ class RewardRunner:
             }
             for t in trajectories
         ]
-        if function.path == JUDGE:
-            rows[0]["extra_info"]["messages"] = _question(trajectories[0])
+        if function.path in WITH_JUDGES:
+            for row, t in zip(rows, trajectories, strict=True):
+                row["extra_info"] |= {"messages": _question(t), "uid": t.uid}
         if function.batch:
             return Call({f"{name}s": [row[name] for row in rows] for name in rows[0]}, count=count)
         # A row of the plain format asks the built-in rule for its flexible form; settings of the run win over it.
