@@ -173,7 +173,7 @@ class Prompt:
     """One row of the data, rendered and tokenised once.
 
     `uid` is unique within a run: "{file number}:{row}@{epoch}". `ids` is int64 [P].
-    `file` and `row` (0-based) are for error messages.
+    `file` and `row` (0-based) are for error messages; `number` is the row as a sampler of the data set gives it.
     """
 
     uid: str
@@ -185,6 +185,7 @@ class Prompt:
     file: str = ""
     row: int = -1
     epoch: int = 0
+    number: int = -1
     agent_name: str | None = None
     media: Media | None = None
     columns: dict[str, Any] = field(default_factory=dict)

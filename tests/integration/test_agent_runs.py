@@ -31,6 +31,7 @@ WORDS = [
     f"{ROLLOUT}stop_token_ids={list(range(64, 128))}",
     "data.max_prompt_length=400",
     "data.max_response_length=300",
+    "actor_rollout_ref.actor.observation_loss_coef=0.1",
     "trainer.total_training_steps=2",
     "trainer.test_freq=0",
     "trainer.val_before_train=False",
@@ -68,7 +69,7 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_one_and_four_pro
         assert record["tool_call_counts/mean"] > 1 and record["agent/valid_call_ratio"] == 1
         assert record["training/rollout_logprob_abs_diff/max"] < 1e-4, "sampler and trainer agree on every turn"
         assert record["agent/segments_per_trajectory/max"] == 1 and record["actor/grad_norm"] > 0
-        assert record["agent/unrecorded_tokens"] == 0
+        assert record["agent/unrecorded_tokens"] == 0 and record["actor/observation_loss"] > 0
         assert record["agent/prefix_reuse_ratio"] == 1.0, "later turns prefill only what is new"
 
     parts = tmp_path / "parts"

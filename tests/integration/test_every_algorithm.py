@@ -18,6 +18,8 @@ ESTIMATORS = built_in("ESTIMATORS")
 LOSSES = built_in("LOSSES")
 MORE = {
     "gdpo": ["algorithm.gdpo_reward_keys=[score,length]"],
+    "gigpo": ["data.sampler={class_path:pkg://verl.data.curriculum,class_name:Frontier}", "algorithm.gamma=0.95"],
+    "grpo_passk": ["algorithm.passk_k=2"],
     "dro": [f"{ACTOR}.policy_loss.dro_beta=0.1"],
     "gspo": [f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
     "dppo_tv": ["algorithm.rollout_correction.bypass_mode=True", f"{ACTOR}.ppo_epochs=2"],

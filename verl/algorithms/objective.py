@@ -1,4 +1,4 @@
-"""The actor's objective on one micro-batch: policy term − entropy bonus + KL to the reference.
+"""The actor's objective on one micro-batch: policy term − entropy bonus + KL to the reference + observation loss.
 
 The training engine calls an `ActorObjective` with flat response tokens and never learns what it computes. A policy loss
 gets one `LossInputs`. Counts of the whole mini-batch are known before its first micro-batch, so parts add up exactly.
@@ -51,7 +51,7 @@ class ActorObjective:
 
     Metrics come as (sum, weight). The mini-batch's value is Σsum / Σweight over its micro-batches: shares and
     means weigh by their tokens; an aggregated term (pg_loss, kl_loss, entropy_loss, loss) is a part of a sum,
-    and weighs by its share of the mini-batch's tokens, so that weights add up to 1 and parts just add.
+    and weighs by its share of the mini-batch's tokens (with `observation_loss_coef` of those that others wrote, too), so that weights add up to 1 and parts just add.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class ActorObjective:
         self._whole = None if bypass and self._correction.reinforce else LOSSES.declared(name).whole
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
         self._denominators, self._tokens_of = denominators, tokens_of
+        self._observation_coef = float(setting(actor, "observation_loss_coef", 0.0))
         self._entropy_coeff = float(setting(actor, "entropy_coeff", 0.0))
         self._use_kl = bool(setting(actor, "use_kl_loss", False))
         self._kl_coef = float(setting(actor, "kl_loss_coef", 0.001))
@@ -94,9 +95,16 @@ class ActorObjective:
             pulled, distillation_parts, distillation_metrics = self._distillation(inputs, columns, micro)
             parts, metrics = parts | distillation_parts, metrics | distillation_metrics
             loss = loss + self._distillation.coefficient * pulled
+        total = self._denominators.tokens
+        if self._observation_coef and self._denominators.observed:
+            observed = 1 - inputs.response_mask
+            tokens, total = tokens + int(observed.sum()), total + self._denominators.observed
+            cross_entropy = masked(-inputs.log_probs, observed).sum() / self._denominators.observed
+            parts["actor/observation_loss"] = cross_entropy
+            loss = loss + self._observation_coef * cross_entropy
         assert isinstance(loss, torch.Tensor)
         parts["actor/loss"] = loss
-        share = tokens / self._denominators.tokens if self._denominators.tokens else 0.0
+        share = tokens / total if total else 0.0
         values = torch.stack([part.detach() for part in parts.values()]).tolist()
         return loss, metrics | {name: (v, share) for name, v in zip(parts, values, strict=True)}
 
@@ -155,7 +163,11 @@ class ActorObjective:
         """Importance weights: the rows' own, else in bypass mode with reinforce those of the current policy over the
         sampler."""
         if any("is_weights" in segment.columns for segment in columns.segments):
-            return columns["is_weights"]
+            # Rejected and unscored responses have none; they are here for what the policy did not write.
+            segments, zeros = columns.segments, np.zeros
+            return columns.joined(
+                [s.is_weights if loss_mask(s).any() else zeros(s.length, np.float32) for s in segments]
+            )
         correction = self._correction
         if correction.bypass and correction.reinforce and correction.weighting is not None:
             return weights_now(inputs, correction.weighting)

@@ -87,7 +87,7 @@ class PromptStream:
                 failed += 1
                 self._skip(row, bad, failed)
                 continue
-            failed = 0
+            failed, prompt.number = 0, row
             if self._sampler is not None:
                 # A sampler may give a row twice in an epoch; the place in the order keeps the groups apart.
                 prompt.uid = f"{prompt.uid}+{self.offset - 1}"

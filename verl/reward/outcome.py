@@ -16,6 +16,8 @@ LARGEST_RESULT = 16 * 2**20
 """Bytes of what a call may return: it travels to the run, is kept until the step ends and is dumped."""
 INVALID = "[INVALID]"
 """`pred` of a response that holds no answer (math_dapo)."""
+ABSTAINED = "abstained"
+"""`Outcome.kind` of a function that returned a reason under `abstain` instead of a score: no failure, no number."""
 MOST_PARTS = 1000
 """Keys of a result: each number among them is a metric of the step."""
 _LARGEST_SCORE = 1e30  # squares of what comes of it are float32
@@ -64,7 +66,8 @@ class RewardErrorLimit(RewardError, UserError, RuntimeError):
 @dataclass
 class Outcome:
     """Result of scoring one response. `error` is None on success; else `score` is None and `kind` names the failure: an
-    "exception", a "timeout", a "crash" of its process, a "value" that is no score, "load" if it could not be loaded.
+    "exception", a "timeout", a "crash" of its process, a "value" that is no score, "load" if it could not be loaded;
+    or ABSTAINED.
 
     `bare` is True if the function returned a number alone. `seconds` is the time the function took. `undecided`:
     comparisons that math-verify could not make because of the response, which count as wrong answers.
@@ -104,7 +107,12 @@ def text_of(error: BaseException) -> str:
 
 def outcome_of(value: Any, seconds: float) -> Outcome:
     """The outcome of a call that returned `value`."""
+    if isinstance(value, Exception):  # of a batch function, for one response
+        return raised(value, seconds, "")
     try:
+        if isinstance(value, Mapping) and value.get("abstain"):
+            parts = {str(k): _part(v) for k, v in value.items() if k not in ("score", "abstain")}
+            return Outcome(None, parts, False, seconds, ABSTAINED, str(value["abstain"])[:2000])
         score, parts, bare = normalise(value)
         if parts and (size := len(encode(parts))) > LARGEST_RESULT:
             raise BadScore(f"it returned {size} bytes, at most {LARGEST_RESULT} are kept; return less")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from verl.reward.outcome import Outcome, RewardPrecheckError
+from verl.reward.outcome import ABSTAINED, Outcome, RewardPrecheckError
 from verl.reward.rules import rule_or_none
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ async def _probe(runner: RewardRunner, prompt: Prompt) -> Probe:
     texts.append("")
     outcomes = await asyncio.gather(*(runner.try_function(prompt, text) for text in texts))
     for text, outcome in zip(texts, outcomes, strict=True):
-        if error := outcome.error or runner.lacks(outcome):
+        if outcome.kind != ABSTAINED and (error := outcome.error or runner.lacks(outcome)):
             raise RewardPrecheckError(_message(runner, prompt, text, replace(outcome, error=error)))
     best = max(range(len(texts) - 1), key=lambda i: outcomes[i].score or 0.0)
     return Probe(prompt, texts[best], outcomes[best], outcomes[-1])

@@ -25,7 +25,7 @@ from verl.data.load_object import read_source
 from verl.platform.child_process import NotPlain
 from verl.reward.judge_server import ServedJudge
 from verl.reward.managers import row_of
-from verl.reward.outcome import Outcome, RewardErrorLimit, RewardLoadError, failed
+from verl.reward.outcome import ABSTAINED, Outcome, RewardErrorLimit, RewardLoadError, failed
 from verl.reward.pool import Call, ScoringPool
 from verl.reward.reward_model import RewardModel
 from verl.reward.settings import RewardSettings
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 SHOWN_PER_REASON = 2
 SHOWN_IN_ALL = 10
 JUDGE = "pkg://verl.reward.judge"
+WITH_JUDGES = (JUDGE, "pkg://verl.reward.ensemble", "pkg://verl.reward.tournament")
 _OF_LOOPS: dict[str, Any] = {
     "agent_metrics": {},
     "tool_metrics": [],
@@ -120,7 +121,7 @@ class RewardRunner:
         import numpy as np
 
         probe = Trajectory(prompt, 0, np.zeros(0, np.int64), np.zeros(0, bool), text=text)
-        if (prompt.agent_name or self._default_loop) != SINGLE_TURN and self.settings.function.path != JUDGE:
+        if (prompt.agent_name or self._default_loop) != SINGLE_TURN and self.settings.function.path not in WITH_JUDGES:
             reply = {"role": "assistant", "content": text}
             probe.fields = {"messages": [*prompt.messages, reply], **_OF_LOOPS, **_REWARDS_OF_LOOPS}
             probe.extra["reward_scores"] = _REWARDS_OF_LOOPS
@@ -173,8 +174,9 @@ class RewardRunner:
             }
             for t in trajectories
         ]
-        if function.path == JUDGE:
-            rows[0]["extra_info"]["messages"] = _question(trajectories[0])
+        if function.path in WITH_JUDGES:
+            for row, t in zip(rows, trajectories, strict=True):
+                row["extra_info"] |= {"messages": _question(t), "uid": t.uid}
         if function.batch:
             return Call({f"{name}s": [row[name] for row in rows] for name in rows[0]}, count=count)
         # A row of the plain format asks the built-in rule for its flexible form; settings of the run win over it.
@@ -250,8 +252,11 @@ class RewardRunner:
         )
         trajectory.score_error = f"{reason} [{where}]"
         trajectory.extra["score_failure"] = {"kind": outcome.kind, "reason": reason}
+        abstained = outcome.kind == ABSTAINED
+        if abstained:
+            trajectory.score_parts |= outcome.parts
         self._events(
-            "reward_failed",
+            "reward_abstained" if abstained else "reward_failed",
             failure=outcome.kind,
             error=reason,
             data_source=prompt.data_source,
@@ -261,7 +266,8 @@ class RewardRunner:
             response=trajectory.text,
             traceback=outcome.traceback,
         )
-        self._show(reason, where, outcome)
+        if not abstained:
+            self._show(reason, where, outcome)
 
     def _show(self, reason: str, where: str, outcome: Outcome) -> None:
         """The first failures of each kind on stderr; all of them are in events.jsonl."""
@@ -302,7 +308,8 @@ class RewardRunner:
         """Raise RewardErrorLimit if scoring failed for too many responses of a step, not counting lost ones."""
         self._note_changes()
         scored = [t for t in batch if t.finish_reason != "lost"]
-        errors = [t for t in scored if t.score_error is not None]
+        failed = [t for t in scored if t.score_error is not None]
+        errors = [t for t in failed if t.extra.get("score_failure", {}).get("kind") != ABSTAINED]
         limit = self.settings.max_error_ratio
         if not errors or len(errors) / len(scored) <= limit:
             return

@@ -113,7 +113,7 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def reward_metrics(batch: Batch) -> dict[str, Number]:
-    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, comparisons that a verifier
+    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, abstentions, comparisons that a verifier
     could not make because of the response, time per response, and the mean of each of several rewards before its
     weight.
 
@@ -121,10 +121,12 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
     """
     lost = [t for t in batch if t.finish_reason == LOST]
     sampled = [t for t in batch if t.finish_reason != LOST]
-    failed = [t for t in sampled if not t.scored]
+    unscored = [t for t in sampled if not t.scored]
+    failed = [t for t in unscored if t.extra.get("score_failure", {}).get("kind") != "abstained"]
     out: dict[str, Number] = {"training/rollout_failure/evicted_samples": len(lost)} if lost else {}
     kinds = [t.extra.get("score_failure", {}).get("kind") for t in failed]
     out |= {"reward/errors": len(failed), "reward/timeouts": kinds.count("timeout")}
+    out["reward/abstained"] = len(unscored) - len(failed)
     out["reward/undecided"] = sum(t.extra.get("undecided", 0) for t in sampled)
     out["reward/error_ratio"] = _ratio(len(failed), len(sampled))
     latency = [t.timing["compute_score"] for t in sampled if "compute_score" in t.timing]

@@ -105,6 +105,7 @@ class UpdatePlan:
         self._whole = None if reinforce else LOSSES.declared(loss_mode).whole
         needed = LOSSES.needs(loss_mode) | sampler | of_distillation
         self.columns = _read_by("critic") if of_critic else _read_by("actor", needed)
+        self._observes = bool(setting(actor_cfg, "observation_loss_coef", 0.0)) and not of_critic
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
 
     @property
@@ -152,7 +153,7 @@ class UpdatePlan:
         """
         for row, mask in zip(mini.rows, mini.masks, strict=True):
             row.loss_mask = mask
-        rows = [row for row in mini.rows if any(_usable(row.segments))]
+        rows = [row for row in mini.rows if self._usable(row.segments)]
         segments = segments_of(rows)
         current = self._current(segments, log_probs, first=number == 0)
         metrics: dict[str, float] = {}
@@ -163,7 +164,7 @@ class UpdatePlan:
         if self._whole is not None and corrected.usable:
             seed = (setting(self._cfg, "data_loader_seed", 0), step, number)
             # In the order of trajectories, so that what is drawn does not depend on how they are cut into segments.
-            usable = _usable(segment for row in rows for segment in row.segments)
+            usable = self._usable(segment for row in rows for segment in row.segments)
             values = self._whole.compute(self._tokens(usable, current, seed), self._cfg)
             fill_flat(usable, "mini_batch_values", values)
         return replace(corrected, metrics=metrics)
@@ -205,9 +206,17 @@ class UpdatePlan:
         )
 
     def _mini_batch(self, rows: list[Trajectory], masks: list[np.ndarray | None] | None = None) -> MiniBatch:
-        usable = _usable(segments_of(rows))
+        usable = self._usable(segments_of(rows))
         before = [row.loss_mask for row in rows] if masks is None else masks
         return MiniBatch(rows, usable, count_denominators(usable, self.max_response_length), before)
+
+    def _usable(self, rows: Iterable[Segment]) -> list[Segment]:
+        """Those with a token in the loss, or one that the loss of observations reads."""
+        return [
+            row
+            for row in rows
+            if row.loss_mask is not None and (row.loss_mask.any() or (self._observes and not row.response_mask.all()))
+        ]
 
     def _order(self, count: int, step: int, epoch: int) -> Sequence[int]:
         if not self._cfg.shuffle:
@@ -218,10 +227,6 @@ class UpdatePlan:
 
 def _split(mini: MiniBatch) -> bool:
     return any(len(row.segments) > 1 for row in mini.rows)
-
-
-def _usable(rows: Iterable[Segment]) -> list[Segment]:
-    return [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
 
 
 def summarise(outcomes: Iterable[tuple[MiniBatch, TrainStepResult | None]]) -> UpdateResult:

@@ -19,6 +19,10 @@ from verl.algorithms.registry import LOSSES
 from verl.compat import core_algos
 from verl.engine.training.base import MicroBatch
 from verl.trajectory import Segment, segments_of
+from verl.workers.update_plan import UpdatePlan
+
+ONE_STEP = {"ppo_mini_batch_size": 8, "ppo_epochs": 1}
+PLAN = {"max_response_length": 9.0, "batch_prompts": 1}
 
 
 def rows_of(seed: int, masks: list[list[int]], **change: Any) -> list[Segment]:
@@ -43,6 +47,28 @@ def rows_of(seed: int, masks: list[list[int]], **change: Any) -> list[Segment]:
             setattr(row, name, value)
         rows.append(row.segments[0])
     return rows
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_observation_loss_is_the_cross_entropy_of_what_others_wrote(micro_batches: int) -> None:
+    """Also of responses that are not in the loss otherwise (the second, and one without a policy token), which need no
+    importance weights; micro-batches change nothing."""
+    rows = rows_of(3, [[1, 0, 1, 0], [1, 0, 0], [0, 0], [1, 1]])
+    for row in rows[1:3]:
+        row.put("is_weights", None)
+    assert UpdatePlan(actor(observation_loss_coef=0.5, **ONE_STEP), **PLAN)._usable(rows) == rows
+    assert UpdatePlan(actor(**ONE_STEP), **PLAN)._usable(rows) == [rows[0], rows[3]]
+    flat = tokens(rows, 3)
+    parts = [i % micro_batches for i in range(len(rows))]
+    others = torch.from_numpy(np.concatenate([~row.response_mask for row in rows]))
+    without, with_it = (
+        run_objective(actor(observation_loss_coef=coef), rows, flat, flat, parts) for coef in (0.0, 0.5)
+    )
+    cross_entropy = -flat[others].mean().item()
+    assert with_it[0] == pytest.approx(without[0] + 0.5 * cross_entropy)
+    assert (with_it[1] - without[1]).tolist() == pytest.approx((-0.5 * others / others.sum()).tolist())
+    assert with_it[3]["actor/observation_loss"] == pytest.approx(cross_entropy)
+    assert with_it[3]["actor/pg_loss"] == pytest.approx(without[3]["actor/pg_loss"])
 
 
 def tokens(rows: list[Segment], seed: int) -> torch.Tensor:
@@ -130,10 +156,10 @@ def test_micro_batches_never_change_the_response(
 
 def test_denominators_count_what_is_left_after_drops() -> None:
     rows = segments_of([response(*one) for one in (("a", [1, 1, 0]), ("a", [1]), ("b", [1, 1]), ("b", []))])
-    assert count_denominators(rows, 4) == LossDenominators(5, 3, 4)
+    assert count_denominators(rows, 4) == LossDenominators(5, 3, 4, observed=1)
     rows[0].loss_mask = np.array([False, True, False])
     rows[1].loss_mask = np.array([False])
-    assert count_denominators(rows, 4) == LossDenominators(3, 2, 4)
+    assert count_denominators(rows, 4) == LossDenominators(3, 2, 4, observed=1)
     info = {"dp_size": 1, "batch_num_tokens": 3, "global_batch_size": 2, "loss_scale_factor": 4}
     assert MicroBatchColumns([], torch.zeros(0)).batch_info(count_denominators(rows, 4), None) == info
 

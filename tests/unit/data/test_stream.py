@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 
 from tests.tiny import tiny_tokenizer
 from verl.config import load
+from verl.data.curriculum import DifficultyPools, EasyToHard, Frontier
 from verl.data.dataset import PromptDataset, epoch_order
 from verl.data.files import DataError
 from verl.data.load_object import SOURCES, load_extern_object, load_module
 from verl.data.plugins import AbstractCurriculumSampler, collate_fn
 from verl.data.rows import BadRow
 from verl.data.stream import PromptStream, open_stream
-from verl.trajectory import Prompt
+from verl.trajectory import Batch, Prompt, Trajectory
 
 
 class Rows:
@@ -182,6 +184,44 @@ def test_curriculum_sampler_is_asked_only_as_needed() -> None:
     assert [p.row for p in one.take()] == [0, 0] and sampler.given == 2
     one.update(4)
     assert [p.row for p in one.take()] == [4, 4]
+
+
+@pytest.mark.parametrize(("kind", "first"), [(Frontier, 2), (DifficultyPools, 2), (EasyToHard, 1)])
+def test_curricula_draw_by_pass_rate_and_resume_exactly(kind: Any, first: int) -> None:
+    """Nine rows with a mean pass rate of a quarter."""
+    rates = [1.0, 0.75, 0.5, *[0.0] * 6]
+
+    def trained(prompts: list[Any]) -> Batch:
+        rows = []
+        for p in prompts:
+            right = int(4 * rates[p.number])
+            scores = [1.0] * right + [0.0] * (4 - right)
+            rows += [Trajectory(p, i, np.zeros(1), np.ones(1, bool), score=s) for i, s in enumerate(scores)]
+            rows.append(Trajectory(p, 4, np.zeros(1), np.ones(1, bool)))  # it has no score
+        return Batch(rows)
+
+    def build() -> Any:
+        return stream(9, 2, sampler=kind(range(9), SimpleNamespace(seed=3)))
+
+    one = build()
+    drawn: list[int] = []
+    for step in range(150):
+        if step == 40:
+            saved = json.loads(json.dumps(one.state()))
+        prompts = one.take()
+        assert len({p.number for p in prompts}) == 2 and all(p.number == p.row for p in prompts)
+        drawn += [p.number for p in prompts]
+        one.update(trained(prompts))
+    counts = np.bincount(drawn[60:], minlength=9)
+    assert counts.min() > 0 and counts[first] > 2 * counts[3] and counts[first] > counts[0]
+    again = build()
+    again.load_state(saved)
+    again_drawn = []
+    for _ in range(40, 60):
+        prompts = again.take()
+        again_drawn += [p.number for p in prompts]
+        again.update(trained(prompts))
+    assert again_drawn == drawn[80:120]
 
 
 def test_sampler_outside_of_the_data_is_refused() -> None:

@@ -54,6 +54,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         sleeper = subprocess.Popen(["/bin/sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL, **bare)
         return {"score": 1.0, "pid": sleeper.pid}
     if what == "info": return {"score": 1.0, "info": repr(extra_info)}
+    if what == "abstain": return {"abstain": "no idea", "agreement": 0.5}
     if what == "dict": return {"score": 0.5 + bonus, "acc": True, "pred": "72", "format": 0.25}
     if what.startswith("sleep"): time.sleep(float(what[5:]))
     return float(what == ground_truth) + bonus
@@ -193,6 +194,16 @@ def test_a_key_that_is_no_unicode_reaches_the_console(make: Any, capfd: pytest.C
     assert found.score_parts == {"\ud800": 1.0}
     show_step(1, {f"reward_extra/{name}/mean": value for name, value in found.score_parts.items()})
     assert r"reward_extra/\ud800/mean:1.0" in capfd.readouterr().out
+
+
+def test_a_reward_may_abstain_which_is_counted_and_no_failure(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    runner = make(max_error_ratio=0.0)
+    rows = run(runner, ["abstain", "72"])
+    assert rows[0].score is None and "no idea" in rows[0].score_error and rows[0].score_parts == {"agreement": 0.5}
+    assert rows[1].score == 1.0 and not capfd.readouterr().err
+    runner.check_errors(rows)
+    metrics = reward_metrics(Batch(rows))
+    assert metrics["reward/abstained"] == 1 and metrics["reward/errors"] == metrics["reward/error_ratio"] == 0
 
 
 def test_what_the_function_sees(make: Any) -> None:

@@ -123,6 +123,8 @@ class ActorConfig(TrainedRoleConfig):
         kl_loss_coef: Weight of that KL.
         kl_loss_type: Estimator: `kl`/`k1`, `abs`, `mse`/`k2`, `low_var_kl`/`k3`, each also with `+` (straight-through
             gradient).
+        observation_loss_coef: loss += coef · cross-entropy of the response tokens that the policy did not write (what
+            tools and environments said), its mean over those of a mini-batch.
         use_prefix_grouper: Compute the shared prompt once per group; null = when it pays.
         freeze_vision_tower: No gradient to the vision encoder.
         use_torch_compile: Compile the log-prob and entropy kernels where the platform can.
@@ -145,6 +147,7 @@ class ActorConfig(TrainedRoleConfig):
     use_kl_loss: bool = False
     kl_loss_coef: float = key(0.001, low=0)
     kl_loss_type: str = choice("low_var_kl", *KL_OPTIONS)
+    observation_loss_coef: float = key(0.0, low=0)
     use_prefix_grouper: bool | None = key(None, ours=True)
     freeze_vision_tower: bool = False
     use_torch_compile: bool = True
