@@ -7,10 +7,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.runs import TinyRun, records, weights
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.trainer.main_ppo import main
+from verl.workers.roles import Policy
 
 TEACHERS = "distillation.teacher_models"
 ON = ("distillation.enabled=True", "distillation.distillation_loss.loss_mode=k2")
@@ -109,3 +112,48 @@ def test_the_reverse_kl_of_a_teacher_that_is_the_policy_is_zero(tiny: TinyRun, t
         found = trained(tiny, tmp_path / str(number), *words, model, one_update, *short)[1]
         same = found["distillation/teacher_mass"] == pytest.approx(found["distillation/student_mass"], rel=1e-5)
         assert same == (number == 0) and (found["distillation/loss"] < 1e-6) == (number == 0)
+
+
+PROMPT = "{prompt} The answer is {ground_truth}, row {index}, {length} characters."
+"""A teacher's prompt: of the message, the row and what the reward function returned."""
+
+
+@pytest.mark.parametrize("mode", ["k1", "forward_kl_topk", "reverse_kl_topk"])
+def test_a_teacher_that_is_the_policy_and_reads_more(
+    mode: str, tiny: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says of each response is what transformers says of it after the longer prompt; two steps are trained."""
+    seen: list = []
+    update = Policy.update
+    monkeypatch.setattr(
+        Policy, "update", lambda role, batch, **more: (seen.append(list(batch)), update(role, batch, **more))[1]
+    )
+    loss = "distillation.distillation_loss"
+    own = [f"{TEACHERS}.teacher_model.prompt='{PROMPT}'", f"{loss}.loss_mode={mode}", f"{loss}.topk=4"]
+    more = [f"{loss}.use_task_rewards=False", f"{loss}.use_policy_gradient={mode == 'k1'}", ON[0]]
+    found = trained(tiny, tmp_path / "out", *own, *more, "trainer.total_training_steps=2", "trainer.test_freq=-1")
+    assert found[2]["actor/grad_norm"] > 0 and found[2]["distillation/abs_loss"] > 0
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    network = AutoModelForCausalLM.from_pretrained(tiny.model).eval()
+    for row in seen[0]:
+        text = row.prompt.messages[0]["content"]
+        filled = {"prompt": text, "ground_truth": row.prompt.ground_truth, **row.prompt.extra_info, **row.score_parts}
+        content = [{"role": "user", "content": PROMPT.format(**filled)}]
+        context = tokenizer(tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True))
+        ids = torch.tensor([[*context["input_ids"], *row.response_ids]])
+        with torch.no_grad():
+            log_probs = network(ids).logits[0, -len(row.response_ids) - 1 : -1].log_softmax(-1)
+        if mode == "k1":
+            expected = log_probs.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
+            assert row.teacher_log_probs == pytest.approx(expected.numpy(), abs=1e-4)
+        else:
+            expected = log_probs.gather(1, torch.tensor(row.teacher_topk_ids).long())
+            assert row.teacher_topk_log_probs == pytest.approx(expected.numpy(), abs=1e-4)
+
+
+def test_a_name_that_a_row_has_not_ends_the_run(
+    tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = (ON[0], f"{TEACHERS}.teacher_model.prompt='{{prompt}} {{solutions}}'", "trainer.test_freq=-1")
+    assert main(tiny.overrides(tmp_path / "out", *words)) == 2
+    assert "has no 'solutions' (there are: length, " in capfd.readouterr().err

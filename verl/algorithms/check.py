@@ -180,6 +180,12 @@ def _teacher_model(report: Report, at: str, teacher: Any) -> None:
     unread += ["num_replicas"] if teacher.get("num_replicas") else []
     if unread:
         report.notice(f"no effect: {at}: {', '.join(unread)}: the training engine serves every teacher")
+    if not teacher.get("model_path") and teacher.get("prompt"):
+        if own_pools(report.config).get("teacher"):
+            report.refuse(
+                f"{at}.model_path", "is required on devices of the teachers' own; or set distillation.nnodes=0"
+            )
+        return
     if not teacher.get("model_path"):
         report.refuse(f"{at}.model_path", "is required: a Hugging Face id or a directory")
         return

@@ -263,7 +263,7 @@ def reader_of_values(root: Config) -> str:
 def _teachers(models: Map, say: Callable[[str], None]) -> None:
     """Beside teachers of other names the entry that is there from the start goes, unless it names a model."""
     only = models.get(ONLY_TEACHER)
-    if len(models) > 1 and isinstance(only, dict) and not only.get("model_path"):
+    if len(models) > 1 and isinstance(only, dict) and not (only.get("model_path") or only.get("prompt")):
         del models[ONLY_TEACHER]
         say(f"distillation.teacher_models.{ONLY_TEACHER} has no model_path and is left out: there are others")
 

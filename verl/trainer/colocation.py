@@ -39,7 +39,8 @@ class Colocation:
             "actor": arr.actor,
             "ref": arr.actor if reference_is_base(config) else arr.ref,
         }
-        groups |= {"critic": config.critic, **dict.fromkeys(teacher_roles(config), arr.ref)}
+        groups["critic"] = config.critic
+        groups |= {name: arr.ref if cfg.get("model_path") else arr.actor for name, cfg in teacher_roles(config).items()}
         self._leave = {name for name, group in groups.items() if placement(group).leaves}
         if "reward_model" not in own_pools(config):
             self._leave.add("reward_model")

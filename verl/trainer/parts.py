@@ -19,8 +19,9 @@ from verl.config.schema.data import DataConfig, SFTDataConfig
 from verl.config.schema.model import ModelConfig
 from verl.data.dataset import PromptDataset
 from verl.data.media import load_processor
-from verl.data.rows import text_of
+from verl.data.rows import ChatRenderer, text_of
 from verl.data.stream import PromptStream, open_stream
+from verl.data.teacher_prompt import TeacherPrompt
 from verl.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_of
 from verl.engine.rollout.base import RolloutEngine, SamplingParams
 from verl.errors import UserError
@@ -43,7 +44,7 @@ from verl.trainer.colocation import Colocation
 from verl.trainer.validation import ValidationPrompts, Validator
 from verl.workers import build
 from verl.workers.launch import check_cluster, start_workers
-from verl.workers.roles import Classifier, WorkerSet, teacher_of
+from verl.workers.roles import Classifier, Teacher, WorkerSet, teacher_of
 
 
 @dataclass
@@ -81,6 +82,7 @@ def build_parts(config: Config, tracking: Tracking, loop: Loop, phases: Phases, 
     if user_scores(config) or not config.actor_rollout_ref.rollout.agent.environment.name:
         check_reward(rewards, train, loop)
     workers = judged or start_workers(config, tokenizer, total_steps, hooks)
+    set_teacher_prompts(config, workers, tokenizer)
     colocation = Colocation(config, workers.sampler, rewards.judge)
     classifier = workers.roles.get("reward_model")
     if rewards.model is not None and isinstance(classifier, Classifier):
@@ -184,6 +186,16 @@ def check_teachers(config: Config, train: PromptDataset) -> None:
     choose, several = teacher_of(config), len(teacher_roles(config)) > 1
     for prompt in train.prompts(range(len(train) if several else 0)):
         choose(prompt)
+
+
+def set_teacher_prompts(config: Config, workers: WorkerSet, tokenizer: Any) -> None:
+    """Teachers that read a prompt of their own know how to make it."""
+    for name, teacher in teacher_roles(config).items():
+        role = workers.roles.get(name)
+        if isinstance(role, Teacher) and (template := teacher.get("prompt")):
+            key = f"distillation.teacher_models.{name.removeprefix('teacher_')}.prompt"
+            renderer = ChatRenderer(tokenizer, config.data.apply_chat_template_kwargs)
+            role.prompt = TeacherPrompt(template, key, renderer)
 
 
 def check_reward(rewards: RewardRunner, train: PromptDataset, loop: Loop, rows: int = 8) -> None:

@@ -83,7 +83,6 @@ class SFTTrainer:
         self.storage = Storage(config, "checkpoint", tracking)
         self.preference = config.preference if config.preference.loss else None
         self.outputs = ("scores",) if config.preference.loss == "reward" else LOG_PROBS
-        self.padding = engine.module.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
         #: By split, of each row Σ log π_ref of both responses, float32 [rows, 2].
         self.references: dict[str, np.ndarray] = {}
 
@@ -151,7 +150,9 @@ class SFTTrainer:
         """A row as `verl.reward.reward_model` has it: without padding at its end, and with one token more, for a
         sequence is scored at the token after it."""
         start = int(np.flatnonzero(row.mask[1:])[0]) + 1
-        ids = row.ids[: int(np.flatnonzero(row.ids != self.padding)[-1]) + 1]
+        module: Any = self.engine.module
+        padding = module.config.get_text_config().pad_token_id
+        ids = row.ids[: int(np.flatnonzero(row.ids != (-1 if padding is None else padding))[-1]) + 1]
         response, prompt = np.append(ids[start:], 0), Prompt(uid=uid, ids=ids[:start], messages=None)
         return Trajectory(prompt, index, response, np.ones(len(response), bool))
 
@@ -211,7 +212,7 @@ class SFTTrainer:
         sums: dict[str, list[float]] = {}
         with self.phases("testing"):
             for rows, mine, outputs in self._passes(self.validation, "validation"):
-                tensors = {name: torch.from_numpy(values).double() for name, values in outputs.items()}
+                tensors: dict[str, Any] = {name: torch.from_numpy(values).double() for name, values in outputs.items()}
                 _, metrics = self._loss(rows)(MicroBatch(mine, **tensors))
                 for name, pair in metrics.items():
                     sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0)), pair, strict=True)]
@@ -341,7 +342,8 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
     if trainer.save_freq != EACH_EPOCH and int(trainer.save_freq) <= 0 and not trainer.val_only:
         tracking.notice("trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)")
     engine = build_engine(config, ranks)
-    model_config = engine.module.config.get_text_config()
+    module: Any = engine.module
+    model_config = module.config.get_text_config()
     if config.preference.loss == "reward" and model_config.pad_token_id is None:
         model_config.pad_token_id = tokenizer.pad_token_id  # transformers scores padded batches
     training = SFTTrainer(config, engine, train, validation, tracking, ranks)

@@ -57,6 +57,8 @@ def engines_of(
             engines[role] = actor_engine(config, total_steps, platform, shared=shared)
         elif role == "ref":
             engines[role] = reference_engine(config, engines["actor"], platform)
+        elif role in teachers and not teachers[role].get("model_path"):
+            engines[role] = engines["actor"]  # the policy itself, with a prompt of its own
         elif role in teachers:
             engines[role] = teacher_engine(config, role, teachers[role], platform)
         elif role == "critic":
@@ -73,8 +75,10 @@ def actor_engine(config: Config, total_steps: int, platform: Platform, *, shared
     """
     arr = config.actor_rollout_ref
     loss = config.distillation.distillation_loss
-    reverse = teacher_roles(config) and loss.loss_mode == "reverse_kl_topk"
-    options: dict[str, Any] = {"topk": loss.topk} if reverse else {}
+    teachers = teacher_roles(config).values()
+    itself = loss.loss_mode == FORWARD and any(not teacher.get("model_path") for teacher in teachers)
+    reverse = teachers and loss.loss_mode == "reverse_kl_topk"
+    options: dict[str, Any] = {"topk": loss.topk} if reverse or itself else {}
     engine = _engine(config, arr.model.path, arr.actor, platform, log_prob_cfg=arr.rollout, shared=shared, **options)
     engine.schedule(total_steps)
     return engine

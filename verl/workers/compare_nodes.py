@@ -102,7 +102,8 @@ def _models(config: Any) -> tuple[str, ...]:
     if "ref_log_probs" in needed_columns(config):
         paths.append(plain["actor_rollout_ref"]["ref"]["model"].get("path"))
     if teacher_roles(config):
-        paths += [teacher["model_path"] for teacher in plain["distillation"]["teacher_models"].values()]
+        models = plain["distillation"]["teacher_models"].values()
+        paths += [teacher["model_path"] for teacher in models if teacher.get("model_path")]
     if "values" in needed_columns(config):
         paths.append(plain["critic"]["model"].get("path"))
     if scores_by_model(config):

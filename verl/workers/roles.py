@@ -22,7 +22,7 @@ from verl.errors import UserError
 from verl.models.layers import ModelCost
 from verl.tracking.names import spread
 from verl.tracking.profiler import Profiler
-from verl.trajectory import Batch, Prompt, Segment, segments_of
+from verl.trajectory import Batch, Prompt, Segment, Trajectory, segments_of
 from verl.weight_sync.sender import WeightSync
 from verl.workers.group import Placed, WorkerGroup
 from verl.workers.update_plan import CORRECTED, MiniBatch, UpdatePlan, UpdateResult, partition, summarise
@@ -80,16 +80,25 @@ class Classifier(Role):
 
 
 class Teacher(Role):
-    """A frozen model that computes the rows whose prompt `choose` gives it."""
+    """A model that computes the rows whose prompt `choose` gives it. prompt: makes of a row the one that it reads."""
 
     def __init__(self, name: str, group: WorkerGroup, choose: Callable[[Prompt], str]):
         super().__init__(name, group)
         self._choose = choose
+        self.prompt: Callable[[Trajectory], Trajectory] | None = None
 
     def forward(self, batch: Batch, phase: str, outputs: Mapping[str, str]) -> None:
         """See `Role.forward`. UserError for a prompt without a teacher."""
+        chosen = [t for t in batch if self._choose(t.prompt) == self.name]
+        if self.prompt is not None:
+            told = [self.prompt(trajectory) for trajectory in chosen]
+            super().forward(Batch(told), phase, outputs)
+            for trajectory, other in zip(chosen, told, strict=True):
+                for column in outputs.values():
+                    trajectory.put(column, other.column(column))
+            return
         group, placed = self.group, self.group.place(batch, phase)
-        rows = placed.positions(segments_of(t for t in batch if self._choose(t.prompt) == self.name))
+        rows = placed.positions(segments_of(chosen))
         calls = [(phase, self.name, dict(outputs), np.array(rows[rank], np.int64)) for rank in group.dp_ranks]
         group.fill(placed, group.call("forward", each=calls, doing=phase), rows)
 

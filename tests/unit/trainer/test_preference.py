@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from tests import ranks
+from tests import ranks, runs
+from tests.runs import TinyRun
 from tests.tiny import tiny_model
 from tests.unit.trainer.test_sft_trainer import records, weights
+from verl.trainer.main_ppo import main as main_ppo
 from verl.trainer.sft_trainer import main
 
 WORDS = ["one", "two", "three", "four", "five", "six"]
@@ -60,7 +60,9 @@ def sequences(model: Path) -> list[tuple[list[int], int]]:
     for row in ROWS:
         for key in ("chosen", "rejected"):
             header = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
-            out.append((tokenizer(header + row[key] + "<|im_end|>\n")["input_ids"], len(tokenizer(header)["input_ids"])))
+            out.append(
+                (tokenizer(header + row[key] + "<|im_end|>\n")["input_ids"], len(tokenizer(header)["input_ids"]))
+            )
     return out
 
 
@@ -125,3 +127,82 @@ def test_losses_and_gradients_are_those_of_padded_rows(loss: str, model: Path, d
     assert steps[-1]["val/rewards/margins"] == pytest.approx(
         steps[-1]["val/rewards/chosen"] - steps[-1]["val/rewards/rejected"], abs=1e-5
     )
+
+
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("reward", marks=pytest.mark.long)])
+def test_resume_is_exact_and_keeps_the_reference(loss: str, model: Path, data: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    words = arguments(model, data, whole, loss, "trainer.save_freq=3")
+    assert main(words) == 0
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "global_step_5")
+    assert main([*words, f"trainer.default_local_dir={parts}"]) == 0
+    assert records(parts) == records(whole) and weights(parts, 5) == weights(whole, 5)
+    first, *_, last = records(whole)
+    assert last["rewards/accuracies"] > 0.5 and last["val/loss"] < first["val/loss"]
+
+
+_LONG = [pytest.param(loss, size, marks=pytest.mark.long) for loss, size in (("dpo", 1), ("reward", 4))]
+
+
+@pytest.mark.parametrize(("loss", "size"), [("dpo", 4), *_LONG])
+def test_two_ranks_train_like_one(loss: str, size: int, model: Path, data: Path, tmp_path: Path) -> None:
+    """A batch of one pair as well: it is not cut, a rank goes without."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    short = (f"data.train_batch_size={size}", "trainer.total_training_steps=2", "trainer.test_freq=2")
+    assert main(arguments(model, data, one, loss, *short)) == 0
+    assert ranks.run(main, 2, arguments(model, data, two, loss, *short), join=False) == [0, 0]
+    for mine, other in zip(records(two), records(one), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("change", ["", "model.lora_rank=4"])
+def test_a_run_trains_with_a_reward_model_made_here(change: str, model: Path, data: Path, tmp_path: Path) -> None:
+    """It scores as transformers does, in padded batches too, and a PPO run loads it."""
+    from transformers import AutoModelForSequenceClassification
+
+    if change:
+        pytest.importorskip("peft")
+    run, more = tmp_path / "run", ("optim.lr=1e-2", "trainer.total_training_steps=8", "trainer.save_freq=8")
+    assert main(arguments(model, data, run, "reward", *more, *change.split())) == 0
+    found = records(run)
+    assert found[-1]["val/rewards/accuracies"] == 1.0 and found[0]["val/rewards/margins"] == 0.0
+    trained = run / "global_step_8/actor"
+    network = AutoModelForSequenceClassification.from_pretrained(trained).eval()
+    with torch.no_grad():
+        scores = values(network, sequences(model))
+    assert found[-1]["val/rewards/chosen"] == pytest.approx(float(scores[::2].mean()), abs=1e-4)
+    if not change:
+        tiny = TinyRun(tmp_path / "ppo")
+        scorer = (f"reward_model.model.path={trained}", "reward_model.enable=True", "custom_reward_function.path=null")
+        assert main_ppo(tiny.overrides(tmp_path / "out", *scorer, "trainer.total_training_steps=1")) == 0
+        (record,) = [r for r in runs.records(tmp_path / "out").values() if "critic/score/mean" in r]
+        assert record["critic/score/max"] > record["critic/score/min"]
+
+
+BAD = {
+    "no difference": {"prompt": "a", "chosen": "b", "rejected": "b"},
+    "different prompts": {key: [{"role": "user", "content": key}] for key in ("chosen", "rejected")},
+    "prompt missing": {"chosen": "a", "rejected": "b"},
+    "prompt empty": {"prompt": "a", "chosen": " ", "rejected": "b"},
+    "wrong column type": {"prompt": "a", "chosen": "c", "rejected": "b", "margin": "much"},
+}
+
+
+def test_mistakes_are_named(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.jsonl"
+    good = {"prompt": "a", "chosen": "c", "rejected": "b", "margin": None}
+    bad.write_text("\n".join(json.dumps(good | row) for row in ({}, *({"prompt": None} | row for row in BAD.values()))))
+    few = ("data.train_batch_size=1", "data.max_bad_row_ratio=0.9", "trainer.total_training_steps=1")
+    assert main(arguments(model, bad, tmp_path / "run", "dpo", *few)) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run/data_report.jsonl").read_text().splitlines()]
+    assert {line["row"]: line["problem"] for line in lines if "row" in line} == dict(enumerate(BAD, 1))
+    capsys.readouterr()
+    for word, message in (
+        ("data.chosen_key=better", "there is no column 'better'"),
+        ("data.max_length=20", "data.truncation=left|right"),
+        ("engine.strategy=megatron", "use fsdp"),
+        ("data.max_bad_row_ratio=0", "5 of 6 rows cannot be used"),
+    ):
+        assert main(arguments(model, bad, tmp_path / "not", "dpo", *few[:2], word)) in (2, 3)
+        assert message in capsys.readouterr().err

@@ -8,7 +8,7 @@ ESTIMATORS: tuple[str, ...] = ("gae", "grpo", "grpo_vectorized", "grpo_passk", "
 ESTIMATORS += ("reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized", "opo", "gpg")
 ESTIMATORS += ("optimal_token_baseline", "tir_optimal_token_baseline", "maxrl", "gigpo", "real")
 GROUP_ESTIMATORS = tuple(name for name in ESTIMATORS if name not in ("gae", "reinforce_plus_plus", "remax", "real"))
-TEACHER_KEYS = ("key", "model_path", "num_replicas", "inference")
+TEACHER_KEYS = ("key", "model_path", "prompt", "num_replicas", "inference")
 # The name of the teacher where there is one; its entry is there from the start.
 ONLY_TEACHER = "teacher_model"
 _WHOLE_MINI_BATCH = ("clip_cov", "kl_cov", "real", "bypass_mode")
@@ -177,8 +177,10 @@ class DistillationConfig(Group):
 
     Attributes:
         enabled: Run the teachers' pass and pull the policy towards them.
-        teacher_models: By name `{key, model_path, num_replicas, inference}`. `key`: the value of `teacher_key` that
-            picks the teacher (null = its name). Of `inference` the tensor-parallel size is read.
+        teacher_models: By name `{key, model_path, prompt, num_replicas, inference}`. `key`: the value of `teacher_key`
+            that picks the teacher (null = its name). `prompt`: what the teacher reads in place of the last user message,
+            a text with `{prompt}`, `{ground_truth}`, `{column}`; with it `model_path` null is the policy itself. Of
+            `inference` the tensor-parallel size is read.
         teacher_key: Column whose value picks a row's teacher where there are several.
         n_gpus_per_node: Devices of a pool of their own on each node.
         nnodes: Nodes of that pool; 0 = the teachers are on the policy's devices.
@@ -186,7 +188,7 @@ class DistillationConfig(Group):
 
     enabled: bool = False
     teacher_models: Map = open_map(
-        **{ONLY_TEACHER: {"key": None, "model_path": None, "num_replicas": 0, "inference": {}}}
+        **{ONLY_TEACHER: {"key": None, "model_path": None, "prompt": None, "num_replicas": 0, "inference": {}}}
     )
     teacher_key: str = "data_source"
     n_gpus_per_node: int = key(8, low=1, high=1024)

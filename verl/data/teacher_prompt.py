@@ -1,0 +1,68 @@
+"""What a teacher reads in place of the policy's prompt: the question with an answer, a demonstration or feedback."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from verl.data.rows import ChatRenderer, as_messages
+from verl.errors import UserError
+from verl.trajectory import Segment, Trajectory
+
+_NAME = re.compile(r"\{(\w+)\}")
+
+
+class TeacherPrompt:
+    """`template` stands in the place of a prompt's last user message. In it `{prompt}` is that message, and any other
+    name is the ground truth, a field of extra_info, a column of the row, or what the reward function returned."""
+
+    def __init__(self, template: str, key: str, renderer: ChatRenderer):
+        self._template, self._key, self._renderer = template, key, renderer
+
+    def __call__(self, trajectory: Trajectory) -> Trajectory:
+        """The same response after the teacher's prompt. UserError for a name that the row has not, and for a prompt
+        that is more than the rendering of its messages (tools, images, a prompt that was cut)."""
+        prompt, segments = trajectory.prompt, []
+        messages = as_messages(prompt.messages)
+        whole = self._ids(messages)
+        users = [number for number, message in enumerate(messages) if message["role"] == "user"]
+        told = self._told(trajectory, messages[users[-1]]["content"]) if users else ""
+        changed = [*messages]
+        if users:
+            changed[users[-1]] = {**messages[users[-1]], "content": told}
+        context = self._ids(changed)
+        for segment in trajectory.segments:
+            rest = segment.context_ids[len(whole) :]
+            if not users or not np.array_equal(segment.context_ids, np.concatenate([whole, rest])):
+                why = "the prompt is not the rendering of its messages alone (tools, images, truncation)"
+                raise UserError(f"{self._key}: {prompt.file} row {prompt.row}: {why}; take a teacher without prompt")
+            columns = {name: segment.column(name) for name in ("response_ids", "response_mask", "teacher_topk_ids")}
+            segments.append(Segment(np.concatenate([context, rest]), **columns))
+        return Trajectory(prompt, trajectory.index, segments=segments)
+
+    def _ids(self, messages: list[dict[str, Any]]) -> np.ndarray:
+        rendered = self._renderer.has_template
+        return self._renderer.ids(self._renderer.text(messages) if rendered else messages[-1]["content"])
+
+    def _told(self, trajectory: Trajectory, content: str) -> str:
+        prompt = trajectory.prompt
+        values: Mapping[str, Any] = {
+            **trajectory.score_parts,
+            **prompt.columns,
+            **(prompt.extra_info or {}),
+            "ground_truth": prompt.ground_truth,
+            "prompt": content,
+        }
+
+        def value(name: re.Match[str]) -> str:
+            if values.get(name[1]) is None:
+                present = ", ".join(key for key, held in values.items() if held is not None)
+                raise UserError(
+                    f"{self._key}: {prompt.file} row {prompt.row} has no {name[1]!r} (there are: {present})"
+                )
+            return str(values[name[1]])
+
+        return _NAME.sub(value, self._template)
