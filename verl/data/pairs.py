@@ -43,7 +43,8 @@ class PairDataset(SFTDataset):
     def _row(self, index: int) -> PairRow:
         has_margin = self.config.margin_key in self.source.columns
         margin = margin_of(self.source.row(index), self.config) if has_margin else 0.0
-        return PairRow(*self._sequences(index), margin)
+        chosen, rejected = self._sequences(index)
+        return PairRow(chosen, rejected, margin)
 
 
 def check_pair_columns(file: RowFile, config: SFTDataConfig) -> None:

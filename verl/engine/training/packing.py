@@ -177,10 +177,10 @@ def _shared(row: Segment, other: Segment) -> int:
             count += common_prefix(context[count:], other.response_ids[:-1])
         least = min(len(context), len(theirs)) if row.media is not None else min(len(context), _LEAST)
         count = count if count >= least else 0
-    routes = [_sequence_routes(each, count) for each in (row, other)]
-    if routes[0] is None or routes[1] is None:
-        return count if routes[0] is routes[1] else 0
-    return count if np.array_equal(*routes) else 0
+    ours, routes = _sequence_routes(row, count), _sequence_routes(other, count)
+    if ours is None or routes is None:
+        return count if ours is routes else 0
+    return count if np.array_equal(ours, routes) else 0
 
 
 def split_rows(rows: Sequence[Segment], how: MicroBatching) -> list[list[Segment]]:
