@@ -39,7 +39,9 @@ class TeacherPrompt:
             if not users or not np.array_equal(segment.context_ids, np.concatenate([whole, rest])):
                 why = "the prompt is not the rendering of its messages alone (tools, images, truncation)"
                 raise UserError(f"{self._key}: {prompt.file} row {prompt.row}: {why}; take a teacher without prompt")
-            columns: dict[str, Any] = {name: segment.column(name) for name in ("response_ids", "response_mask", "teacher_topk_ids")}
+            columns: dict[str, Any] = {
+                name: segment.column(name) for name in ("response_ids", "response_mask", "teacher_topk_ids")
+            }
             segments.append(Segment(np.concatenate([context, rest]), **columns))
         return Trajectory(prompt, trajectory.index, segments=segments)
 

@@ -98,8 +98,8 @@ def state_numbers(text: Any) -> int:
     """Numbers of a sequence's state in one layer of linear attention; 0 for a model without such layers."""
     if LINEAR_ATTENTION not in (getattr(text, "layer_types", None) or ()):
         return 0
-    heads = int(getattr(text, "linear_num_value_heads", None) or getattr(text, "linear_num_heads", 0))
-    key_width = int(getattr(text, "linear_key_head_dim", None) or getattr(text, "linear_head_dim", 0))
+    heads = int(getattr(text, "linear_num_value_heads", None) or getattr(text, "linear_num_heads", None) or 0)
+    key_width = int(getattr(text, "linear_key_head_dim", None) or getattr(text, "linear_head_dim", None) or 0)
     return heads * key_width * int(getattr(text, "linear_value_head_dim", None) or key_width)
 
 
