@@ -213,8 +213,8 @@ class LoopProcesses:
             sampling = SamplingParams(**message["sampling"])
             completion, segment = await run.record.call(place, sampling)
             result["replaced"] = place.segment is not None and place.segment.parent is segment
-            # Expert routes stay here, in the record: they are larger than all the rest.
-            result["completion"] = asdict(replace(completion, routed_experts=None))
+            # These stay here, in the record: they are larger than all the rest.
+            result["completion"] = asdict(replace(completion, routed_experts=None, sampling_mask=None))
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 run.fail(error)

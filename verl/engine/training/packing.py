@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from verl.models.attention import TokenSpan
 from verl.models.inputs import ImageFeatures, VisionInputs, model_inputs, text_axes
 from verl.models.packed_attention import PackedPlan
+from verl.models.sampling_mask import SamplingMask
 from verl.trajectory import UNKNOWN_EXPERT, Media, Segment
 
 
@@ -57,6 +58,7 @@ class Pack:
     source, targets        int64 [R]  for every response token, row after row: the index of the hidden state
                            that predicts it, and the token
     candidates             int64 [R, k]  other tokens in its place (column `CANDIDATES`), None where rows have none
+    sampling_mask          the sets that the targets were drawn from, None if all are the whole vocabulary
     routes                 int64 [S, layers, k]  recorded experts of the tokens computed; None if no row has any
     runs                   the rows that have a token, those together that share their context's tokens
     axes, media            where a row has images: int64 [3, S] that the model rotates by, and its arguments for images
@@ -72,6 +74,7 @@ class Pack:
     source: torch.Tensor
     targets: torch.Tensor
     candidates: torch.Tensor | None = None
+    sampling_mask: SamplingMask | None = None
     routes: torch.Tensor | None = None
     runs: Sequence[Sequence[Segment]] = ()
     axes: torch.Tensor | None = None
@@ -208,6 +211,10 @@ def pack(
     candidates = [getattr(row, CANDIDATES) for row in laid]
     if candidates and all(value is not None for value in candidates):
         packed.candidates = tensor(candidates)
+    sets = [row.sampling_mask for row in laid]
+    if any(recorded is not None for recorded in sets):
+        whole = ([b""] * row.length if own is None else own for row, own in zip(laid, sets, strict=True))
+        packed.sampling_mask = SamplingMask.of(list(chain.from_iterable(whole)), device)
     if how.replay and (routes := _routes(runs)):
         packed.routes = tensor(routes)
     if seeing:
@@ -264,6 +271,14 @@ def keep_routes(batch: Pack, routes: np.ndarray) -> None:
             part, at = routes[at : at + row.length - 1], at + row.length - 1
             row.put("routed_experts", np.pad(part, ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT))
             row.context_columns["routed_experts"] = context
+
+
+def keep_sampling_mask(batch: Pack, sets: Sequence[bytes]) -> None:
+    """Put the sets of a pack's targets on its rows."""
+    at = 0
+    for row in (row for run in batch.runs for row in run):
+        row.put("sampling_mask", np.array(sets[at : at + row.length], object))
+        at += row.length
 
 
 def _runs(rows: Sequence[Segment], shared: bool) -> list[list[Segment]]:

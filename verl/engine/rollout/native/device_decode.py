@@ -31,10 +31,11 @@ _MOST_SPLITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that are being drawn, one for each of `requests`; `result` waits for them and their log-probs."""
+    """Tokens that are being drawn, one for each of `requests`; `result` waits for them, their log-probs and the sets
+    that they are drawn from (`verl.models.sampling_mask`), [] where none is recorded."""
 
     requests: Sequence[Request]
-    result: Callable[[], tuple[list[int], list[float]]]
+    result: Callable[[], tuple[list[int], list[float], list[bytes]]]
 
 
 class PagedPlan:
@@ -153,10 +154,10 @@ class DeviceDecoder:
         self._before.copy_(self._tokens)
         wait = self._platform.marker()
 
-        def result() -> tuple[list[int], list[float]]:
+        def result() -> tuple[list[int], list[float], list[bytes]]:
             wait()
             tokens, bits = host.numpy().reshape(2, rows)[:, : len(requests)]
-            return tokens.tolist(), bits.view(np.float32).tolist()
+            return tokens.tolist(), bits.view(np.float32).tolist(), []
 
         return Drawn(requests, result)
 

@@ -208,8 +208,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """One forward pass and what follows from it: on a device from the pass before, while this one runs."""
         begin = time.monotonic()
         with self._runner.ready():
-            if self._drawn is not None and any(map(_penalised, self._scheduler.running)):
-                self._settle_drawn()  # the penalty is of all tokens so far
+            if self._drawn is not None and any(map(_by_torch, self._scheduler.running)):
+                self._settle_drawn()  # they are drawn from logits, and a penalty is of all tokens so far
             work = self._scheduler.prefill()
             rows = self._scheduler.decode() if work is None else [request for request, _ in work.sampled]
             drawn = self._launch(work, rows)
@@ -222,7 +222,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     def _launch(self, work: Prefill | None, rows: list[Request]) -> Drawn | None:
         """Make a pass and draw the next token of each of `rows`; None if nobody gets one."""
         device = self._runner.device_decode
-        eager = device is None or any(map(_penalised, rows))
+        eager = device is None or any(map(_by_torch, rows))
         logits: Tensor | None = None
         if work is not None:
             logits = self._runner.prefill(work)
@@ -263,15 +263,17 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         for i in np.flatnonzero(rows.penalty != 1.0):
             ids = np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64)
             penalised[int(i)] = torch.from_numpy(np.unique(ids)).to(logits.device)
-        tokens, log_probs = sample(logits, rows, seen=penalised)
-        return Drawn(requests, lambda: (tokens.tolist(), log_probs.tolist()))
+        tokens, log_probs, sets = sample(logits, rows, seen=penalised)
+        return Drawn(requests, lambda: (tokens.tolist(), log_probs.tolist(), sets))
 
     def _settle_drawn(self) -> bool:
         """Take the tokens that were being drawn and see who is done. False if there were none."""
         drawn, self._drawn = self._drawn, None
         if drawn is None:
             return False
-        for request, token, log_prob in zip(drawn.requests, *drawn.result(), strict=True):
+        tokens, log_probs, sets = drawn.result()
+        sets = sets or [b""] * len(tokens)
+        for request, token, log_prob, allowed in zip(drawn.requests, tokens, log_probs, sets, strict=True):
             request.in_flight -= 1
             if self._requests.get(request.id) is not request:
                 continue  # over since the token before
@@ -279,6 +281,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 raise not_finite(request.written, self._version)
             request.tokens.append(token)
             request.log_probs.append(log_prob)
+            request.sets.append(allowed)
             if not request.versions or request.versions[-1] != self._version:
                 request.versions.append(self._version)
             if reason := self._stopper.reason(request):
@@ -410,5 +413,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._pool.drop()
 
 
-def _penalised(request: Request) -> bool:
-    return request.sampling.repetition_penalty != 1.0
+def _by_torch(request: Request) -> bool:
+    """Whether the kernels cannot draw its tokens: they know no penalty and say not which tokens they left."""
+    sampling = request.sampling
+    return sampling.repetition_penalty != 1.0 or (sampling.record_mask and sampling.truncated)
