@@ -154,8 +154,8 @@ def fill(rows: Sequence[Segment], columns: Mapping[str, np.ndarray]) -> None:
         have = rows if present is None else [row for row, has in zip(rows, present, strict=True) if has]
         lengths = [row.length for row in have]
         if COLUMNS[name].dtype is object:
-            joined = _cut(memoryview(columns[_BYTES + name]), values.tolist())
-            values = np.array([bytes(part) for part in joined], object)
+            joined = _cut(columns[_BYTES + name], values.tolist())
+            values = np.array([part.tobytes() for part in joined], object)
         if len(values) != sum(lengths):
             raise ValueError(f"column {name}: {len(values)} values for {sum(lengths)} response tokens")
         for row, part in zip(have, _cut(values, lengths), strict=True):
