@@ -64,6 +64,7 @@ STOPS = {"eos_token_ids": range(0, 200, 9)}
         ("qwen3", {}, EMPTIED, {"max_num_seqs": 40}, DRAWS),
         ("qwen3", {}, VARIED, {"cache_tokens": 416}, DRAWS[:2]),  # somebody loses its place
         ("qwen3", {}, VARIED[:6], {}, [{"repetition_penalty": 1.3}, {}]),
+        ("qwen3", {}, VARIED[:6], {}, [{"top_p": 0.6, "record_mask": True}, {}]),
     ],
 )
 def test_steps_on_a_device_give_the_same_responses(
@@ -96,10 +97,11 @@ def test_steps_on_a_device_give_the_same_responses(
     found, engine = responses()
     decode = engine._runner.device_decode
     assert decode is not None and decode.graphs is not None
-    assert decode.graphs.replays > 20 or draws[0].get("repetition_penalty")
+    assert decode.graphs.replays > 20 or {*draws[0]} & {"repetition_penalty", "record_mask"}
     for a, b in zip(plain, found, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish_reason == b.finish_reason
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+        np.testing.assert_array_equal(a.sampling_mask, b.sampling_mask)
     if "cache_tokens" in options:
         assert any(c.num_preempted for c in found)
 
