@@ -22,17 +22,20 @@ _IDS, _BITS = b"\0", b"\1"
 
 def encode_sets(allowed: Tensor) -> list[bytes]:
     """The sets of bool [N, V]."""
-    counts, vocabulary = allowed.sum(1).tolist(), allowed.shape[1]
-    ids = allowed.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-    sets = []
-    for row, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
-        if count == vocabulary:
-            sets.append(b"")
-        elif 32 * count <= vocabulary:
-            sets.append(_IDS + ids[end - count : end].tobytes())
-        else:
-            sets.append(_BITS + np.packbits(allowed[row].cpu().numpy(), bitorder="little").tobytes())
-    return sets
+    counts, ids = allowed.sum(1).tolist(), allowed.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    ends = zip(counts, accumulate(counts), strict=True)
+    return [encode_set(ids[end - count : end], allowed.shape[1]) for count, end in ends]
+
+
+def encode_set(ids: np.ndarray, vocabulary: int) -> bytes:
+    """The set of these ids, ascending int32 [n]."""
+    if len(ids) == vocabulary:
+        return b""
+    if 32 * len(ids) <= vocabulary:
+        return _IDS + ids.tobytes()
+    bits = np.zeros(vocabulary, bool)
+    bits[ids] = True
+    return _BITS + np.packbits(bits, bitorder="little").tobytes()
 
 
 class SamplingMask:
