@@ -243,8 +243,8 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         enable_rollout_routing_replay: Keep the experts that the sampler's tokens went to, for
             `actor.router_replay.mode=R3`.
         replay_sampling_mask: The trainer normalises over the tokens that top_p, top_k and min_p left of a draw, as the
-            sampler does, in all log-probs and the entropy. Native records them; for other engines the trainer finds them
-            with its own logits, before the first update.
+            sampler does, in all log-probs and the entropy. Native and SGLang return them; for vLLM the trainer finds
+            them with its own logits before the first update.
         logprobs_mode: Of the distribution sampled from, or before temperature and top-p.
         limit_images: Most images of a prompt; more are a bad row. null = any number (vLLM: its own 999).
         quantization: fp8 and the like, if the engine has it.
