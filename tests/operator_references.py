@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.engine.rollout.native import device_decode, sampling  # noqa: F401 - defines the sampler's operators
 from verl.engine.rollout.native import step as s
+from verl.models.sampling_mask import truncate
 from verl.platform import cuda_fused  # noqa: F401 - defines those of training
 from verl.platform.operators import LIBRARY
 
@@ -102,13 +103,12 @@ def _keys(x: Tensor) -> Tensor:
 def threshold(logits: Tensor, top_p: Tensor, step: Tensor) -> Tensor:
     scaled = _scaled(logits, step)
     narrow = step[s.TEMPERATURE : s.LOG_MIN_P + 1].contiguous().view(torch.float32).double().numpy()
-    empty = np.zeros(len(top_p), np.uint64)
-    rows = sampling.Rows(
-        narrow[0], top_p.numpy(), np.exp(narrow[1]), narrow[0], step[s.TOP_K].long().numpy(), *[empty] * 3
-    )
-    filtered = (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+    top_k, min_p = step[s.TOP_K].long().numpy(), np.exp(narrow[1])
+    filtered = (narrow[0] > 0) & ((top_k > 0) | (top_p.numpy() < 1) | (min_p > 0))
     if filtered.any():
-        sampling._truncate(scaled, rows, np.flatnonzero(filtered))
+        part = scaled[filtered]
+        truncate(part, top_k[filtered], top_p.numpy()[filtered], min_p[filtered])
+        scaled[filtered] = part
     return torch.where(torch.isneginf(scaled), 2**31 - 1, _keys(scaled)).amin(1).to(torch.int32)
 
 

@@ -47,6 +47,7 @@ COLUMNS: dict[str, Column] = {
     "response_ids": Column(np.int64, public="responses"),
     "response_mask": Column(bool, public="response_mask"),
     "rollout_log_probs": Column(public="rollout_log_probs"),
+    "sampling_mask": Column(object),
     "routed_experts": Column(np.int16, trailing=("layers", "k"), context=True),
     "old_log_probs": Column(source="old_log_prob", public="old_log_probs", updates=_ACTOR),
     "entropy": Column(source="old_log_prob", public="entropys"),
@@ -66,7 +67,8 @@ COLUMNS: dict[str, Column] = {
 }
 """Every token-level column. response_mask is True where the policy wrote the token; rollout_log_probs are those of the
 distribution sampled from, 0 where the mask is False; routed_experts are a token's experts in each layer that has some,
--1 where unknown (the last token of a response is never computed). All but the first two are absent (None) until their
+-1 where unknown (the last token of a response is never computed). sampling_mask says which tokens a draw from a
+truncated distribution could have given, as `verl.models.sampling_mask` encodes it, b"" where it was not truncated. All but the first two are absent (None) until their
 pass fills them."""
 
 UNKNOWN_EXPERT = -1

@@ -78,6 +78,20 @@ def test_only_the_adapter_moves(tmp_path: Path) -> None:
     assert_only_the_adapter_moves(path, lambda described: sglang_engine(path, lora=described))
 
 
+def test_the_tokens_that_are_left_are_those_of_its_log_probs(tmp_path: Path) -> None:
+    path = vllm_model(tmp_path / "model")
+    actor, sampler = FSDPEngine(path, role_cfg=vision.trained(), device="cpu"), sglang_engine(path)
+    try:
+        done = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True, top_p=0.8, record_mask=True)
+    finally:
+        sampler.close()
+    segments = vision.segments(rows(done, 2))
+    for segment, response in zip(segments, done, strict=True):
+        segment.sampling_mask = response.sampling_mask
+    found = actor.forward(segments, temperature=TEMPERATURE)["log_probs"]
+    np.testing.assert_allclose(found, np.concatenate([response.log_probs for response in done]), atol=1e-5)
+
+
 def test_routes_are_those_of_the_trainer(tmp_path: Path) -> None:
     path = vllm_model(tmp_path / "model", "qwen3_moe")
     actor = FSDPEngine(path, role_cfg=vision.trained(), device="cpu")

@@ -74,7 +74,10 @@ def test_recorded_steps_are_used_instead_of_sampling(fork_server, tiny, tmp_path
     words = ["skip.rollout.enable=True", f"skip.rollout.dump_dir={tmp_path}/kept", "trainer.total_training_steps=2"]
     done = fork_server.run(tiny.overrides(tmp_path / "first", *words))
     assert done.status == 0, done.stderr[-3000:]
-    assert [path.name for path in sorted((tmp_path / "kept/verl_examples/gsm8k").iterdir())] == ["1.jsonl", "2.jsonl"]
+    assert [path.name for path in sorted((tmp_path / "kept/verl_examples/gsm8k").iterdir())] == [
+        "1.parquet",
+        "2.parquet",
+    ]
     other = "actor_rollout_ref.rollout.top_p=0.2"  # another sampler, whose responses nobody asks for
     for action in ("cache", "repeat"):
         again = tmp_path / action

@@ -44,6 +44,7 @@ def test_two_steps(run: TinyRun, fork_server, tmp_path: Path) -> None:
         "trainer.test_freq=2",
         "trainer.verify_weight_sync=True",
         "trainer.logprob_diff_limit=1e-4",
+        "actor_rollout_ref.rollout.top_p=0.9",  # the trainer finds which tokens are left
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
         'actor_rollout_ref.rollout.stop=["zq"]',
     )

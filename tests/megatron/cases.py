@@ -7,6 +7,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from tests import ranks
 from tests.unit.engine.training.engine_cases import BOTH, simple_loss
 from tests.unit.engine.training.fsdp_cases import TOPK, rows, shares, total
 from verl.engine.training.log_prob import CANDIDATE_OUTPUTS
+from verl.models.sampling_mask import encode_sets
 
 INSTALLED = None not in (importlib.util.find_spec("megatron"), importlib.util.find_spec("mbridge"))
 NEEDS_MEGATRON = pytest.mark.skipif(
@@ -266,3 +268,15 @@ def replay(path: Path, strategy: str, sizes: dict[str, Any], recompute: bool) ->
     recorded = engine.forward(rows, ("log_probs", "routed_experts"), temperature=0.8)
     seen["recorded"] = recorded, [(row.routed_experts, row.context_columns["routed_experts"]) for row in rows]
     return seen
+
+
+def truncated(path: Path, strategy: str, sizes: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """A pass and a step over rows of which all but the first have sets that their tokens were drawn from."""
+    engine = _fsdp(path) if strategy == "fsdp" else _build(path, sizes)
+    masked = rows()
+    allowed = torch.rand(total(), 300, generator=torch.Generator().manual_seed(0)) < 0.1
+    for row, part in list(zip(masked, allowed.split([row.length for row in masked]), strict=True))[1:]:
+        part.scatter_(1, torch.from_numpy(row.response_ids)[:, None], True)
+        row.sampling_mask = np.array(encode_sets(part), object)
+    outputs = engine.forward(masked, BOTH, temperature=0.8)
+    return outputs, engine.step(masked, simple_loss(total(), 0.1), BOTH, temperature=0.8).grad_norm

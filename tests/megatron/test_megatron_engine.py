@@ -148,6 +148,18 @@ def test_a_distributed_checkpoint_is_read_at_another_layout(
         ranks.run(cases.from_distributed, size, other, sizes, tmp_path / "none", timeout=120.0)
 
 
+def test_truncated_distributions_are_those_of_the_fsdp_engine(tmp_path: Path) -> None:
+    """Each rank masks its part of the vocabulary."""
+    path = tiny_model(tmp_path / "m", scale=4.0)
+    expected, norm = cases.truncated(path, "fsdp", {})
+    for outputs, grad_norm in ranks.run(
+        cases.truncated, 2, path, "megatron", {"tensor_model_parallel_size": 2}, timeout=120.0
+    ):
+        assert grad_norm == pytest.approx(norm, rel=1e-5)
+        for name, values in expected.items():
+            np.testing.assert_allclose(outputs[name], values, rtol=1e-5, atol=1e-5)
+
+
 def test_context_parallel_without_transformer_engine_is_refused(tmp_path: Path) -> None:
     path, key = tiny_model(tmp_path / "m"), "context_parallel_size"
     with pytest.raises(RuntimeError, match=rf"UserError.*{key}=2.*TransformerEngine"):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from verl.algorithms.correction import LIMIT, correction_metrics, mean_of
+from verl.config.layout import sampling_mask_from
 from verl.config.schema.entries import Config
 from verl.engine.registry import float_name
 from verl.trajectory import Trajectory
@@ -165,12 +166,19 @@ def first_step_bound(config: Config, trainer_dtype: str) -> tuple[str, float] | 
     """What a run's first batch is held to: `FAR` of the precision in use. trainer_dtype: in which the policy's ranks
     compute.
 
-    None where both may differ by design (bypass mode, a distribution that is truncated or not the one sampled from),
+    None where both may differ by design (bypass mode, a distribution that is truncated by one side or not the one sampled
+    from),
     and where the user has set a limit.
     """
     rollout = config.actor_rollout_ref.rollout
-    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0 or rollout.repetition_penalty != 1
-    other = truncated or rollout.logprobs_mode != "processed_logprobs" or rollout.quantization
+    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    replayed = sampling_mask_from(config) == "sampler"
+    other = (
+        (truncated and not replayed)
+        or rollout.repetition_penalty != 1
+        or rollout.logprobs_mode != "processed_logprobs"
+        or rollout.quantization
+    )
     if other or config.algorithm.rollout_correction.bypass_mode:
         return None
     if config.trainer.logprob_diff_limit is not None:

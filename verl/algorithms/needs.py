@@ -14,6 +14,7 @@ from typing import Any
 from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.registry import ESTIMATORS, LOSSES
+from verl.config.layout import sampling_mask_from
 from verl.config.schema.algorithm import TOPK_MODES
 from verl.config.schema.base import setting
 from verl.config.schema.entries import Config
@@ -48,6 +49,7 @@ OLD_LOG_PROB = Pass(
         "entropy": "entropy",
         "sum_pi_squared": "sum_pi_squared",
         "routed_experts": "routed_experts",
+        "sampling_mask": "sampling_mask",
     },
 )
 _TAUGHT = {name: f"teacher_{name}" for name in ("log_probs", "topk_ids", "topk_log_probs")}
@@ -60,7 +62,7 @@ PASSES = (
     Pass("values", "critic", {"values": "values"}),
 )
 _TOPK = frozenset(_TAUGHT.values()) - {"teacher_log_probs"}
-_COSTLY = frozenset({"sum_pi_squared", "routed_experts"}) | _TOPK
+_COSTLY = frozenset({"sum_pi_squared", "routed_experts", "sampling_mask"}) | _TOPK
 # Sources of columns that no estimator or loss finds without more ado.
 _NOT_THERE = ("reward", "update", "teacher")
 
@@ -119,6 +121,8 @@ def passes(config: Config, updates_per_step: int) -> list[Pass]:
     replay = setting(config.actor_rollout_ref.actor, "router_replay.mode", "disabled")
     if replay == "R2" and "old_log_probs" in needed:
         needed |= {"routed_experts"}
+    if sampling_mask_from(config) == "trainer":
+        needed |= {"old_log_probs", "sampling_mask"}
     if setting(config.actor_rollout_ref.actor, "calculate_sum_pi_squared", False):
         needed |= {"sum_pi_squared"}
     chosen = [forward for forward in PASSES if needed & set(forward.outputs.values())]

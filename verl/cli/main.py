@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 
@@ -30,8 +30,11 @@ COMMANDS: dict[str, tuple[str | Callable[[list[str]], int], str]] = {
     "export": ("verl.cli.export", "copy a run's model out: verl export RUN OUT"),
     "plan": ("verl.cli.plan", "predict memory and time of a run, propose layouts: verl plan key=value …"),
     "prove": ("verl.proving.run", "check a training command on its model and data: verl prove key=value …"),
+    "replay": ("verl.cli.replay", "a step of a run again, with other settings or rewards: verl replay RUN --step N"),
+    "diff": ("verl.cli.replay:diff", "the first step and tensor at which two runs part: verl diff RUN RUN"),
+    "audit": ("verl.cli.replay:audit", "a step's log-probs against transformers: verl audit RUN --step N"),
 }
-"""Name → its function, or the module whose `main` it is, and what it does."""
+"""Name → its function, or where it is (of a module: `main`), and what it does."""
 
 
 def usage() -> str:
@@ -67,7 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command, _ = COMMANDS[args[0]]
     try:
-        run = importlib.import_module(command).main if isinstance(command, str) else command
+        run = (
+            pkgutil.resolve_name(command if ":" in command else f"{command}:main")
+            if isinstance(command, str)
+            else command
+        )
         return int(run(args[1:]))
     except UserError as error:
         print(f"verl {args[0]}: {error}", file=sys.stderr)

@@ -12,8 +12,8 @@ from typing import Any
 
 from verl.config.model_facts import ATTENTION_LAYERS, LINEAR_ATTENTION
 from verl.config.reward_weights import scores_by_model
-from verl.config.schema.base import Root
-from verl.engine.registry import Placement, capabilities, placement
+from verl.config.schema.base import Root, setting
+from verl.engine.registry import TRAINING_ENGINES, Placement, capabilities, placement
 
 _HEADS = "num_attention_heads"
 _COUNTS = (_HEADS, "num_key_value_heads", "intermediate_size")
@@ -148,3 +148,17 @@ def divisors(number: int) -> str:
     """The divisors of a number, as text."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return ", ".join(map(str, sorted({*small, *(number // d for d in small)})))
+
+
+def sampling_mask_from(config: Any) -> str:
+    """Who says which tokens a draw from a truncated distribution could have given (`rollout.replay_sampling_mask`):
+    "sampler", "trainer", or "" where nobody does."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    whole = rollout.logprobs_mode != "processed_logprobs" or setting(config, "distillation.enabled")
+    if whole or not rollout.replay_sampling_mask:
+        return ""
+    if capabilities(rollout.name).sampling_mask:
+        return "sampler"
+    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    finds = actor.strategy in TRAINING_ENGINES and TRAINING_ENGINES[actor.strategy].finds_sampling_mask
+    return "trainer" if truncated and finds and placement(actor).sequence == 1 else ""

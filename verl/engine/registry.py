@@ -118,6 +118,7 @@ class Capabilities:
     images, videos     types of models whose images, and videos, it takes besides token ids
     image_transformers versions of transformers whose models take images from it
     routes             it returns the experts that each token went to
+    sampling_mask      it returns which tokens each draw of a truncated distribution could have given
     """
 
     dtypes: tuple[str, ...] = tuple(_SHORT.values())[:3]
@@ -132,6 +133,7 @@ class Capabilities:
     videos: tuple[str, ...] = ()
     image_transformers: str = ""
     routes: bool = False
+    sampling_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +222,12 @@ class TrainingEngineRecord(EngineRecord):
     """A training engine.
 
     shares_module  in one process a sampler may work on its tensors (`Capabilities.in_place_weights`)
+    finds_sampling_mask  where a sampler does not say which tokens top-k, top-p and min-p left, it finds them
     unread         globs of keys that it does not read → why
     """
 
     shares_module: ClassVar[bool] = True
+    finds_sampling_mask: ClassVar[bool] = False
     unread: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod

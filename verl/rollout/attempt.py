@@ -207,6 +207,7 @@ class Attempt(Record):
         ids, mask, log_probs = written.response()
         versions = written.versions()
         segment = Segment(context, ids, mask, media=media, versions=versions, rollout_log_probs=log_probs)
+        segment.put("sampling_mask", written.sampling_mask())
         if routes is not None:
             # Copies: the context's part is shared by a group, and must not keep the rest.
             of_context, of_response = np.split(routes, [len(context)])
@@ -221,7 +222,8 @@ class Attempt(Record):
                 number, place, size = part
                 span = self.segments[number].spans[place]
                 assert span.log_probs is not None
-                written.append(span.ids[:size], log_probs=span.log_probs[:size], versions=span.versions)
+                sets = None if span.sets is None else span.sets[:size]
+                written.append(span.ids[:size], log_probs=span.log_probs[:size], versions=span.versions, sets=sets)
             else:
                 written.append(part)
         whole, context = written.ids(), excerpt.context

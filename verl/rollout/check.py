@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from verl.config.layout import sampling_mask_from
 from verl.config.report import ACTOR, ROLLOUT, Report
 from verl.config.schema.base import Root
 from verl.data.tokenizer import tokenizer_of
@@ -41,11 +42,16 @@ def _sampling(report: Report) -> None:
         report.refuse(both, "temperature 0 is greedy; set val_kwargs.temperature=1.0, or do_sample=False")
     elif val.n > 1 and (val.do_sample is False or val.temperature == 0):
         report.notice(f"{report.at(f'{ROLLOUT}.val_kwargs.n')} and greedy: all responses to a prompt will be the same")
-    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
-        report.notice(
-            f"{ROLLOUT}: top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} truncate what is sampled; "
-            "the trainer's distribution is not truncated"
-        )
+    source = sampling_mask_from(report.config)
+    if source != "sampler" and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0):
+        consequence = "the trainer's log-probs are of the whole distribution: the ratio compares two supports"
+        if source:
+            consequence = (
+                f"{rollout.name} does not return the tokens that are left: the trainer finds them with its own logits "
+                "before the first update"
+            )
+        limits = f"top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}"
+        report.notice(f"{ROLLOUT}: {limits} truncate what is sampled; {consequence}")
 
 
 def _generation(report: Report) -> None:

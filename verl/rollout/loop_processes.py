@@ -219,8 +219,8 @@ class LoopProcesses:
             on_tokens = partial(process.send_tokens, message["call"]) if message["streamed"] else None
             completion, segment = await run.record.call(place, sampling, on_tokens)
             result["replaced"] = place.segment is not None and place.segment.parent is segment
-            # Expert routes stay here, in the record: they are larger than all the rest.
-            result["completion"] = asdict(replace(completion, routed_experts=None))
+            # These stay here, in the record: they are larger than all the rest.
+            result["completion"] = asdict(replace(completion, routed_experts=None, sampling_mask=None))
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 run.fail(error)

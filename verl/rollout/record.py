@@ -50,6 +50,7 @@ class Span:
     call       number of the completion among those of the record; −1 for inserted tokens
     versions   weight versions that wrote them
     routes     int16 [tokens, layers, k] from token `routes_from` of the segment on, where the call recorded them
+    sets       object [end − start], `Completion.sampling_mask`
     """
 
     start: int
@@ -60,6 +61,7 @@ class Span:
     versions: tuple[int, ...] = ()
     routes: np.ndarray | None = None
     routes_from: int = 0
+    sets: np.ndarray | None = None
 
     @property
     def sampled(self) -> bool:
@@ -136,6 +138,16 @@ class SegmentRecord:
                 mask[span.start - start : span.end - start] = True
                 log_probs[span.start - start : span.end - start] = span.log_probs
         return self.ids()[start:].copy(), mask, log_probs
+
+    def sampling_mask(self) -> np.ndarray | None:
+        """The sets that the tokens behind the context were drawn from, object [L]; None if no call recorded any."""
+        spans = [span for span in self.spans if span.sets is not None and span.start >= self.start]
+        if not spans:
+            return None
+        sets = np.full(self.response_length, b"", object)
+        for span in spans:
+            sets[span.start - self.start : span.end - self.start] = span.sets
+        return sets
 
     def versions(self) -> tuple[int, ...]:
         """Versions of the weights that wrote its tokens, ascending."""
@@ -299,6 +311,7 @@ class Record:
             versions=completion.versions if len(completion.token_ids) else (),
             routes=None if routes is None else routes[first:].copy() if first else routes,
             routes_from=first,
+            sets=completion.sampling_mask,
         )
         segment.continued = False
         self.calls += 1

@@ -109,6 +109,10 @@ def _joined(parts: list[Completion], reason: str) -> Completion:
     """One completion out of its parts; a single part is returned as it is."""
     if len(parts) == 1:
         return parts[0]
+    sets = [part.sampling_mask for part in parts]
+    if any(recorded is not None for recorded in sets):
+        whole = [np.full(len(part.token_ids), b"", object) for part in parts]
+        sets = [other if recorded is None else recorded for recorded, other in zip(sets, whole, strict=True)]
     routed = [part.routed_experts for part in parts if part.routed_experts is not None]
     return Completion(
         token_ids=np.concatenate([part.token_ids for part in parts]),
@@ -120,4 +124,5 @@ def _joined(parts: list[Completion], reason: str) -> Completion:
         prefilled=sum(part.prefilled for part in parts),
         text=parts[-1].text,
         routed_experts=first_routes(routed, len(routed[-1])) if routed else None,
+        sampling_mask=None if sets[0] is None else np.concatenate(sets),  # type: ignore[arg-type]
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import BoundedSemaphore
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from verl.tracking.jsonl import write_lines
 from verl.trajectory import Batch, Trajectory, data_uris
 
 SAMPLED = 64
@@ -163,7 +162,7 @@ def _rounded(values: np.ndarray | None, mask: np.ndarray | None) -> list[float |
 
 
 class Dumper:
-    """Writes files of rows in a thread of its own. A few files wait in memory; then `submit` waits for the disk.
+    """Writes files in a thread of its own. A few files wait in memory; then `submit` waits for the disk.
 
     A write that fails is an event, not an end: `on_event(kind, **fields)` hears `dump_failed` with path and error.
     """
@@ -175,14 +174,14 @@ class Dumper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-dumps")
         self._room = BoundedSemaphore(_BACKLOG)
 
-    def submit(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write the rows to `path` as JSON lines, later, in the thread; the file appears whole or not at all."""
+    def submit(self, path: Path, write: Callable[[Path], None]) -> None:
+        """Call `write(path)` later, in the thread; it makes the file appear whole or not at all."""
         self._room.acquire()
-        self._thread.submit(self._write, path, rows)
+        self._thread.submit(self._write, path, write)
 
-    def _write(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    def _write(self, path: Path, write: Callable[[Path], None]) -> None:
         try:
-            write_lines(path, rows)
+            write(path)
         except Exception as error:
             self.failed.append(str(path))
             problem = f"{type(error).__name__}: {error}"

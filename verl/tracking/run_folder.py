@@ -31,7 +31,7 @@ from verl.tracking.jsonl import JsonLines, line, mend, write_whole
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DATA_REPORT = "data_report.jsonl"
-TRAJECTORIES = "trajectories"
+TRAJECTORIES, JOURNAL = "trajectories", "journal"
 NOW = "now.jsonl"
 """Among the trajectories: responses of the step under way."""
 SUPERSEDED = "superseded"
@@ -220,9 +220,9 @@ class RunFolder:
         return len(drop)
 
     def _supersede_trajectories(self, resume_step: int | None) -> None:
-        aside = self.root / SUPERSEDED / TRAJECTORIES
-        for path in (self.root / TRAJECTORIES).glob("*.jsonl"):
+        for path in [path for name in (TRAJECTORIES, JOURNAL) for path in (self.root / name).glob("*")]:
             if path.stem.isdecimal() and (resume_step is None or int(path.stem) > resume_step):
+                aside = self.root / SUPERSEDED / path.parent.name
                 aside.mkdir(parents=True, exist_ok=True)
                 os.replace(path, aside / path.name)
 

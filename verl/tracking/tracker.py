@@ -12,17 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl.config.schema.base import Root, setting
 from verl.tracking import console, responses
-from verl.tracking.jsonl import line
+from verl.tracking.journal import Journal
+from verl.tracking.jsonl import line, write_lines
 from verl.tracking.metrics_table import NOT_ON_CONSOLE, in_order, with_aliases
 from verl.tracking.names import Number, plain_metrics
-from verl.tracking.run_folder import NOW, TRAJECTORIES, LiveReport, RunFolder, mask_secrets
+from verl.tracking.run_folder import JOURNAL, NOW, TRAJECTORIES, LiveReport, RunFolder, mask_secrets
 from verl.tracking.trackers import ALIASES, Tracker, TrackerSession, Unavailable, open_tracker
-from verl.trajectory import Trajectory
+from verl.trajectory import Batch, Trajectory
 
 _SHUFFLE_SEED = 42
 
@@ -46,6 +48,8 @@ class Tracking:
         self._events_lock = threading.Lock()
         self._trackers: dict[str, Tracker] = {}
         self._dumper = responses.Dumper(self.event)
+        gigabytes = float(setting(self._trainer, "journal", 0.0))
+        self._journal = Journal(self.run_dir / JOURNAL, gigabytes * 2**30, self._dumper.submit)
         self._progress: console.Progress | None = None
         self._step = 0
         self._finished = 0
@@ -199,8 +203,12 @@ class Tracking:
         every = list(batch)
         self._forget_finished()
         rows = responses.report_rows(step, responses.sampled(every), self._texts)
-        self._dumper.submit(self.run_dir / TRAJECTORIES / f"{step}.jsonl", rows)
+        self._dumper.submit(self.run_dir / TRAJECTORIES / f"{step}.jsonl", partial(write_lines, records=rows))
         self._dump_all("rollout_data_dir", step, every)
+
+    def keep(self, step: int, batch: Batch, **about: Any) -> None:
+        """Write what the step was made of to journal/, within `trainer.journal`, in the thread."""
+        self._journal.add(step, batch, about)
 
     def validation(self, step: int, batch: Iterable[Trajectory], metrics: Mapping[str, Any]) -> None:
         """Responses and metrics of one validation; the record itself is `log`'s business.
@@ -227,7 +235,7 @@ class Tracking:
     def _dump_all(self, key: str, step: int, every: list[Trajectory]) -> None:
         if directory := setting(self._trainer, key):
             rows = responses.dump_rows(step, every, self.tokenizer)
-            self._dumper.submit(Path(directory).expanduser() / f"{step}.jsonl", rows)
+            self._dumper.submit(Path(directory).expanduser() / f"{step}.jsonl", partial(write_lines, records=rows))
 
     # -------------------------------------------------------------------------------------- progress
 

@@ -226,7 +226,7 @@ class Storage:
         self._tracking.resumed(checkpoint.step, checkpoint.loop_state.get("record"))
         message = f"resuming from {checkpoint.path}, step {checkpoint.step}"
         self._tracking.event("resumed", step=checkpoint.step, path=str(checkpoint.path), message=message)
-        if changed := list(_changes(checkpoint.loop_state.get("settings", {}), self._given)):
+        if changed := list(changes(checkpoint.loop_state.get("settings", {}), self._given)):
             shown = [f"{key}: {then} then, {now} now" for key, then, now in changed[:_SHOWN]]
             shown += [f"{len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
             self._tracking.notice(f"settings that changed since {checkpoint.path.name}: {'; '.join(shown)}")
@@ -262,7 +262,7 @@ def _parts(contents: Iterable[str]) -> frozenset[str]:
     return frozenset("model" if part == "hf_model" else part for part in contents)
 
 
-def _changes(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+def changes(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(key, value then, value now) of what differs; what only one of them has is another release's."""
     if not (isinstance(then, Mapping) and isinstance(now, Mapping)):
         if then != now:
@@ -271,7 +271,7 @@ def _changes(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any
     for name in filter(then.__contains__, now):
         path = f"{key}.{name}" if key else name
         if path not in _OF_THE_RESUME:
-            yield from _changes(then[name], now[name], path)
+            yield from changes(then[name], now[name], path)
 
 
 def data_identity(data: DataConfig | SFTDataConfig, rows: int, seed: int | None) -> dict[str, Any]:

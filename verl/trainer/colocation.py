@@ -29,10 +29,10 @@ class Colocation:
     updates; so is a classifier that scores on the policy's devices.
     """
 
-    def __init__(self, config: Config, sampler: RolloutEngine, judge: ServedJudge | None = None):
+    def __init__(self, config: Config, sampler: RolloutEngine | None, judge: ServedJudge | None = None):
         arr, lag = config.actor_rollout_ref, config.trainer.max_staleness
         self.sampler_lends = arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag
-        self._lenders: list[RolloutEngine | ServedJudge] = [sampler]
+        self._lenders: list[RolloutEngine | ServedJudge] = [] if sampler is None else [sampler]
         if judge is not None and "judge" not in own_pools(config):
             self._lenders.append(judge)
         groups: dict[str, Group] = {

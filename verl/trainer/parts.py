@@ -13,7 +13,7 @@ from transformers.utils import logging
 from verl.algorithms.kl import KLController, get_kl_controller
 from verl.algorithms.needs import GREEDY_BASELINE, needed_columns, teacher_roles
 from verl.config import Config
-from verl.config.layout import own_pools
+from verl.config.layout import own_pools, sampling_mask_from
 from verl.config.reward_weights import scores_by_model, user_scores
 from verl.config.schema.data import DataConfig, SFTDataConfig
 from verl.config.schema.model import ModelConfig
@@ -219,6 +219,7 @@ def rollout_settings(config: Config) -> RolloutSettings:
         max_tokens=min(rollout.response_length, config.data.max_response_length),
         temperature=rollout.temperature,
         ignore_eos=rollout.ignore_eos,
+        record_mask=sampling_mask_from(config) == "sampler",
         **_restrictions(rollout),
     )
     return RolloutSettings(
@@ -239,6 +240,7 @@ def validation_sampling(config: Config) -> SamplingParams:
     return replace(
         rollout_settings(config).sampling,
         temperature=0.0 if greedy else val.temperature,
+        record_mask=False,
         **_restrictions(val),
     )
 

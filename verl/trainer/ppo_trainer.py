@@ -21,10 +21,15 @@ are synced every t steps, and a version's t steps are in flight together.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+
 from verl.algorithms.batch_advantages import compute_advantages, rows_of_update
-from verl.algorithms.needs import passes, with_old_log_probs
+from verl.algorithms.kl import KLController
+from verl.algorithms.needs import Pass, passes, with_old_log_probs
 from verl.config import Config
 from verl.rollout.recorded import Recorded
 from verl.rollout.schedule import evict_stale, open_schedule
@@ -33,6 +38,8 @@ from verl.trainer.step_record import StepRecord
 from verl.trainer.sync_probe import SyncProbe
 from verl.trajectory import Batch
 from verl.weight_sync.verify import SyncResult
+from verl.workers.roles import Role, trained_of
+from verl.workers.update_plan import UpdateResult
 
 
 class PPOTrainer:
@@ -85,6 +92,7 @@ class PPOTrainer:
             record.synced(self.push(step, metrics), self.versions.at(step) + 1)
             metrics |= self._validate() if self._due(self.config.trainer.test_freq, step) else {}
             parts.tracking.dump_trajectories(step, batch)
+            parts.tracking.keep(step, batch, total_steps=self.total_steps, threads=torch.get_num_threads())
             if self._due(self.config.trainer.save_freq, step):
                 with parts.phases("save_checkpoint"):
                     parts.tracking.flush()  # a step that is never computed again has its responses on disk
@@ -123,25 +131,18 @@ class PPOTrainer:
 
     def train(self, step: int, batch: Batch) -> dict[str, Any]:
         """From scores to new weights; fills the token-level columns on the way."""
-        parts, phases, roles = self.parts, self.parts.phases, self.parts.workers.roles
+        parts = self.parts
         self.record.check_images(step, batch, self.colocation)
-        warm = step >= self.config.trainer.critic_warmup or "critic" not in roles
-        for forward_pass in self.passes if warm else with_old_log_probs(self.passes):
-            with phases(forward_pass.name), self.colocation.computing(roles[forward_pass.role]):
-                roles[forward_pass.role].forward(batch, forward_pass.name, forward_pass.outputs)
-        with phases("adv"):
-            beta = parts.kl_controller.value if parts.kl_controller is not None else None
-            algorithm, n = self.config.algorithm, parts.rollouts.settings.n
-            metrics: dict[str, Any] = compute_advantages(batch, algorithm, n, beta)
-            trained, drawn = rows_of_update(batch, algorithm, (self.config.trainer.seed, step))
-        updates = {}
-        for role in parts.workers.trained(policy=warm):
-            with phases(role.phase), self.colocation.computing(role, optimizer=True):
-                updates[role.name] = role.update(trained, step=step)
-        if parts.kl_controller is not None:
-            parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
+        roles, kl, n = parts.workers.roles, parts.kl_controller, parts.rollouts.settings.n
+        metrics, updates = train_on(self.config, roles, self.passes, batch, step, n=n, kl=kl, within=self._within)
         parts.stream.update(batch)
-        return metrics | drawn | self.record.of_updates(step, batch, updates)
+        return metrics | self.record.of_updates(step, batch, updates)
+
+    @contextmanager
+    def _within(self, phase: str, role: Role | None, optimizer: bool) -> Iterator[None]:
+        computing = nullcontext() if role is None else self.colocation.computing(role, optimizer=optimizer)
+        with self.parts.phases(phase), computing:
+            yield
 
     def push(self, step: int, metrics: dict[str, Any]) -> SyncResult:
         """Weights of this step to the sampler; responses in flight go on with them, and new ones begin. Adds the
@@ -177,3 +178,37 @@ class PPOTrainer:
         if first:
             parts.tracking.log(self.step, metrics)
         return metrics
+
+
+def train_on(
+    config: Config,
+    roles: Mapping[str, Role],
+    passes: Sequence[Pass],
+    batch: Batch,
+    step: int,
+    *,
+    n: int,
+    kl: KLController | None,
+    within: Callable[[str, Role | None, bool], AbstractContextManager[None]],
+) -> tuple[dict[str, Any], dict[str, UpdateResult]]:
+    """A step from scores to new weights: passes, advantages, updates; fills the batch's columns on the way. Returns
+    metrics, and the result of each role that was updated.
+
+    within: makes the context of a phase, of the role that computes in it and whether it is updated.
+    """
+    warm = step >= config.trainer.critic_warmup or "critic" not in roles
+    for forward_pass in passes if warm else with_old_log_probs(list(passes)):
+        role = roles[forward_pass.role]
+        with within(forward_pass.name, role, False):
+            role.forward(batch, forward_pass.name, forward_pass.outputs)
+    with within("adv", None, False):
+        beta = kl.value if kl is not None else None
+        metrics: dict[str, Any] = compute_advantages(batch, config.algorithm, n, beta)
+        trained, drawn = rows_of_update(batch, config.algorithm, (config.trainer.seed, step))
+    updates = {}
+    for trained_role in trained_of(roles, policy=warm):
+        with within(trained_role.phase, trained_role, True):
+            updates[trained_role.name] = trained_role.update(trained, step=step)
+    if kl is not None:
+        kl.update(metrics["actor/reward_kl_penalty"], len(batch))
+    return metrics | drawn, updates

@@ -13,7 +13,7 @@ from typing import Any
 from verl.algorithms.distillation import FORWARD
 from verl.algorithms.needs import needed_columns, teacher_roles
 from verl.config import Config
-from verl.config.layout import own_pools
+from verl.config.layout import own_pools, sampling_mask_from
 from verl.config.reward_weights import scores_by_model
 from verl.data.media import load_processor
 from verl.data.tokenizer import load_tokenizer
@@ -79,6 +79,8 @@ def actor_engine(config: Config, total_steps: int, platform: Platform, *, shared
     itself = loss.loss_mode == FORWARD and any(not teacher.get("model_path") for teacher in teachers)
     reverse = teachers and loss.loss_mode == "reverse_kl_topk"
     options: dict[str, Any] = {"topk": loss.topk} if reverse or itself else {}
+    if sampling_mask_from(config) == "trainer":
+        options["truncation"] = (arr.rollout.top_k, arr.rollout.top_p, arr.rollout.min_p)
     engine = _engine(config, arr.model.path, arr.actor, platform, log_prob_cfg=arr.rollout, shared=shared, **options)
     engine.schedule(total_steps)
     return engine

@@ -19,7 +19,7 @@ from verl.workers import payloads
 from verl.workers.training_worker import Worker
 from verl.workers.update_plan import UpdatePlan, partition
 
-_FIRST = (*(name for name, column in COLUMNS.items() if column.context), "teacher_topk_ids")
+_FIRST = (*(name for name, column in COLUMNS.items() if column.context), "sampling_mask", "teacher_topk_ids")
 """Columns that travel with the rows: a forward pass reads them."""
 Each = Sequence[Sequence[Any]] | None
 """The arguments of each worker, in their order; None where all get the same."""

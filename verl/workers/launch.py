@@ -8,6 +8,7 @@ built only when a pass of it is needed.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 from verl.config import Config
@@ -24,7 +25,7 @@ from verl.weight_sync.sender import InProcessSync, StreamedSync, WeightSync
 from verl.workers import build
 from verl.workers.cluster_needs import no_cluster
 from verl.workers.group import DirectCalls, WorkerGroup
-from verl.workers.roles import WorkerSet, roles_of, update_plan
+from verl.workers.roles import Role, WorkerSet, roles_of, update_plan
 from verl.workers.training_worker import Worker
 
 
@@ -73,14 +74,22 @@ def _on_cluster(config: Config, hooks: RunHooks, total_steps: int | None = None)
     return start_on_cluster(config, hooks, total_steps)
 
 
+def build_here(
+    config: Config, total_steps: int, shared: bool = False
+) -> tuple[Worker, Mapping[str, Any], dict[str, Role]]:
+    """Every role on this process's device: the worker, what its `build` returned, the roles."""
+    worker = Worker(config)
+    facts = worker.build(total_steps, shared)
+    group = WorkerGroup(DirectCalls(worker), [facts], plan=update_plan(config))
+    return worker, facts, roles_of(group, config)
+
+
 def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
     """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
     record = ROLLOUT_ENGINES.named(config.actor_rollout_ref.rollout.name)
     training = TRAINING_ENGINES.named(config.actor_rollout_ref.actor.strategy)
     shared = record.capabilities.in_place_weights and training.shares_module
-    worker = Worker(config)
-    facts = worker.build(total_steps, shared)
-    group = WorkerGroup(DirectCalls(worker), [facts], plan=update_plan(config))
+    worker, facts, roles = build_here(config, total_steps, shared)
     engine: Any = worker.engine()
     sampler: Any
     sync: WeightSync
@@ -90,6 +99,5 @@ def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
     else:
         sampler = record.build(config, tokenizer, worker.platform)
         sync = StreamedSync(engine, sampler, adapter=moving_adapter(config) is not None)
-    roles = roles_of(group, config)
     profiler = open_profiler(config, roles=(*roles, "rollout"), rank=0, platform=worker.platform)
     return WorkerSet(roles, sampler, sync, facts["device"], profiler=profiler)

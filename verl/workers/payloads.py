@@ -30,7 +30,7 @@ Payload = dict[str, Any]
 _ALWAYS = ("response_ids", "response_mask")
 _ON_THE_WAY = {"response_ids": np.int32}
 _SAMPLING = attrgetter(*(field.name for field in fields(SamplingParams)))
-_PRESENT, _CONTEXTS, _PLACES = "has.", "contexts.", "context."
+_PRESENT, _CONTEXTS, _PLACES, _BYTES = "has.", "contexts.", "context.", "bytes."
 _MEDIA: WeakValueDictionary[str, Media] = WeakValueDictionary()
 
 
@@ -118,7 +118,8 @@ def _decode_media(
 def collect(rows: Sequence[Segment], columns: Iterable[str]) -> Payload:
     """Columns alone, in the order of the rows. A column that no row has is left out; where only some have it, an array
     under "has.{name}" says which; where contexts have values too, "contexts.{name}" are their arrays, each once, and
-    "context.{name}" says whose is which. ValueError for an unknown column or a wrong length."""
+    "context.{name}" says whose is which. Of a column of bytes there are the lengths, and "bytes.{name}" holds all of
+    them. ValueError for an unknown column or a wrong length."""
     out: Payload = {}
     for name in columns:
         if name not in COLUMNS:
@@ -130,6 +131,9 @@ def collect(rows: Sequence[Segment], columns: Iterable[str]) -> Payload:
         expected = sum(row.length for row in have)
         if len(joined) != expected:
             raise ValueError(f"column {name}: {len(joined)} values for {expected} response tokens")
+        if COLUMNS[name].dtype is object:
+            out[_BYTES + name] = np.frombuffer(b"".join(joined), np.uint8)
+            joined = _lengths(joined)
         out[name] = joined
         if len(have) < len(rows):
             out[_PRESENT + name] = np.fromiter((name in row.columns for row in rows), bool, len(rows))
@@ -149,6 +153,9 @@ def fill(rows: Sequence[Segment], columns: Mapping[str, np.ndarray]) -> None:
         present = columns.get(_PRESENT + name)
         have = rows if present is None else [row for row, has in zip(rows, present, strict=True) if has]
         lengths = [row.length for row in have]
+        if COLUMNS[name].dtype is object:
+            joined = _cut(columns[_BYTES + name], values.tolist())
+            values = np.array([part.tobytes() for part in joined], object)
         if len(values) != sum(lengths):
             raise ValueError(f"column {name}: {len(values)} values for {sum(lengths)} response tokens")
         for row, part in zip(have, _cut(values, lengths), strict=True):
@@ -244,7 +251,7 @@ def decode_results(payload: Mapping[str, Any]) -> list[GenerateResult]:
 
 
 def _facts(completion: Completion) -> dict[str, Any]:
-    names = ("finish_reason", "versions", "num_preempted", "prefilled", "text", "routed_experts")
+    names = ("finish_reason", "versions", "num_preempted", "prefilled", "text", "routed_experts", "sampling_mask")
     return {name: getattr(completion, name) for name in names}
 
 

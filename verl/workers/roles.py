@@ -258,9 +258,7 @@ class WorkerSet:
 
     def trained(self, *, policy: bool) -> list[TrainedRole]:
         """The roles that a step updates, the critic first; without the policy while the critic warms up."""
-        trained_roles = [role for role in self.roles.values() if isinstance(role, TrainedRole)]
-        chosen = [role for role in trained_roles if policy or role is not self.policy]
-        return sorted(chosen, key=lambda role: role is self.policy)
+        return trained_of(self.roles, policy=policy)
 
     def close(self) -> None:
         """Write what there is of a profile, stop sampling, then give everything back."""
@@ -269,6 +267,13 @@ class WorkerSet:
         self.sampler.close()
         if self.release is not None:
             self.release()
+
+
+def trained_of(roles: Mapping[str, Role], *, policy: bool) -> list[TrainedRole]:
+    """The roles that a step updates, the critic first; without the policy while the critic warms up."""
+    trained_roles = [role for role in roles.values() if isinstance(role, TrainedRole)]
+    chosen = [role for role in trained_roles if policy or not isinstance(role, Policy)]
+    return sorted(chosen, key=lambda role: isinstance(role, Policy))
 
 
 def roles_of(group: WorkerGroup, config: Config) -> dict[str, Role]:

@@ -27,7 +27,7 @@ from verl.engine.registry import placement
 from verl.engine.rollout.settings import moving_adapter
 from verl.engine.training.base import (
     LOG_PROBS_AND_ENTROPY,
-    ROUTES,
+    ON_ROWS,
     MicroBatch,
     MicroLoss,
     TrainingEngine,
@@ -130,8 +130,8 @@ class Worker(Profiled):
         columns = {outputs[name]: values for name, values in results.items()}
         for name, values in columns.items():
             fill_flat(rows, name, values)
-        if ROUTES in outputs and self._remote:  # the engine puts them on the rows, the context's too
-            columns |= payloads.collect(rows, [ROUTES])
+        if self._remote:
+            columns |= payloads.collect(rows, [name for name in ON_ROWS if name in outputs])
         return columns
 
     def update(

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.tracking import run_folder
+from verl.tracking.journal import Journal, read, steps
 from verl.tracking.jsonl import JsonLines, line, mend, write_lines
 from verl.tracking.responses import Dumper
 from verl.tracking.run_folder import FolderInUse, LiveReport, RunFolder, _git_commit
+from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
 
 def records(path: Path) -> list[dict]:
@@ -205,14 +208,14 @@ def test_dumper_writes_whole_files_and_reports_failures(tmp_path):
     dumper = Dumper(lambda kind, **fields: events.append((kind, fields)))
     (tmp_path / "file").write_text("in the way")
     for step in range(20):
-        dumper.submit(tmp_path / "out" / f"{step}.jsonl", [{"step": step}] * 3)
-    dumper.submit(tmp_path / "file" / "1.jsonl", [{"a": 1}])
+        dumper.submit(tmp_path / "out" / f"{step}.jsonl", partial(write_lines, records=[{"step": step}] * 3))
+    dumper.submit(tmp_path / "file" / "1.jsonl", partial(write_lines, records=[{"a": 1}]))
 
     def bad():
         yield {"a": 1}
         raise RuntimeError("no rows")
 
-    dumper.submit(tmp_path / "x.jsonl", bad())
+    dumper.submit(tmp_path / "x.jsonl", partial(write_lines, records=bad()))
     dumper.close()
     dumper.close()
     assert [len(records(tmp_path / "out" / f"{s}.jsonl")) for s in range(20)] == [3] * 20
@@ -329,3 +332,56 @@ def test_a_page_that_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, m
     RunFolder(tmp_path, print).close()
     LiveReport(tmp_path, lambda: None, told).write(last=True)
     assert "TimeoutExpired" in events[1][1]["error"]
+
+
+def test_a_journal_gives_back_what_it_was_given_and_keeps_the_newest_steps(tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 99, 4)
+    trajectories = []
+    for index in range(3):
+        prompt = (
+            trajectories[0].prompt if trajectories else Prompt("0:1@0", shared, [{"role": "user"}], columns={"a": 1})
+        )
+        segments = []
+        for length, context in ((3, shared), (index, rng.integers(0, 99, 6))):
+            mask = rng.random(length) < 0.5
+            segment = Segment(context, rng.integers(0, 99, length), mask, versions=(2, 3), parent=0, shared=1)
+            segment.rollout_log_probs = rng.standard_normal(length).astype(np.float32)
+            segment.advantages = np.full(length, np.nan, np.float32)
+            if index:
+                segment.sampling_mask = np.array([b"", b"\1ab", b"\0\0"][:length], object)
+                segment.routed_experts = rng.integers(0, 9, (length, 2, 3)).astype(np.int16)
+                segment.context_columns["routed_experts"] = rng.integers(0, 9, (len(context), 2, 3)).astype(np.int16)
+            segments.append(segment)
+        score = None if index == 2 else 1 / 3
+        trajectories.append(Trajectory(prompt, index, segments=segments, score=score, fields={"x": [index]}, text="é"))
+    baseline = trajectories[0].baseline = Trajectory(prompt, 0, shared, shared > 5, score=0.5)
+    dumper = Dumper(lambda kind, **fields: pytest.fail(fields["error"]))
+    record = Journal(tmp_path, 1, dumper.submit)
+    for step in (9, 10):
+        record.add(step, Batch(trajectories), {"threads": 1})
+    dumper.close()
+    assert list(steps(tmp_path)) == [10]
+    batch, about = read(tmp_path / "10.parquet", computed=True)
+    assert about == {"step": 10, "threads": 1, "images": 0}
+    for old, new in zip([*trajectories, baseline], [*batch, batch[0].baseline], strict=True):
+        assert (new.uid, new.index, new.score, new.text, new.fields) == (
+            old.uid,
+            old.index,
+            old.score,
+            old.text,
+            old.fields,
+        )
+        assert new.prompt.columns == {"a": 1} and new.segments[0].context_ids is new.prompt.ids
+        for a, b in zip(old.segments, new.segments, strict=True):
+            assert (a.versions, a.parent, a.shared, a.columns.keys()) == (
+                b.versions,
+                b.parent,
+                b.shared,
+                b.columns.keys(),
+            )
+            for name, values in (a.columns | {"c": a.context_ids} | a.context_columns).items():
+                copy = (b.columns | {"c": b.context_ids} | b.context_columns)[name]
+                assert copy.dtype == values.dtype
+                np.testing.assert_array_equal(copy, values)
+    assert all(t.advantages is None for t in read(tmp_path / "10.parquet")[0])

@@ -259,13 +259,13 @@ def test_validation(tmp_path, capsys, memory):
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_last_line_says_what_the_folder_lacks(tmp_path, capsys, monkeypatch, full) -> None:
-    def no_room(*_: object) -> None:
+    def no_room(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     tracking, run = Tracking(config(logger=["console"]), tmp_path / "run"), tmp_path / "run"
     if full:
         (run / "report.html").mkdir()
-        monkeypatch.setattr("verl.tracking.responses.write_lines", no_room)
+        monkeypatch.setattr("verl.tracking.tracker.write_lines", no_room)
         monkeypatch.setattr("verl.tracking.jsonl.os.write", no_room)
         tracking.unsaved = "the last checkpoint was NOT written"
     tracking.log(1, {"a": 1})

@@ -36,7 +36,11 @@ def batches(draw) -> list[Segment]:
             )
             for name in OPTIONAL:
                 if draw(st.booleans()):
-                    row.put(name, (rng.random(length) * 2).astype(COLUMNS[name].dtype))
+                    values = (rng.random(length) * 2).astype(COLUMNS[name].dtype)
+                    row.put(
+                        name,
+                        np.array([b"\0" * int(3 * v) for v in values], object) if values.dtype == object else values,
+                    )
                     if COLUMNS[name].context:
                         values = context.astype(COLUMNS[name].dtype)
                         row.context_columns[name] = of_shared if context is shared else values

@@ -247,6 +247,9 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         calculate_log_probs: Keep the sampler's log-probs.
         enable_rollout_routing_replay: Keep the experts that the sampler's tokens went to, for
             `actor.router_replay.mode=R3`.
+        replay_sampling_mask: The trainer normalises over the tokens that top_p, top_k and min_p left of a draw, as the
+            sampler does, in all log-probs and the entropy. Native and SGLang return them; for vLLM the trainer finds
+            them with its own logits before the first update.
         logprobs_mode: Of the distribution sampled from, or before temperature and top-p.
         limit_images: Most images of a prompt; more are a bad row. null = any number (vLLM: its own 999).
         quantization: fp8 and the like, if the engine has it.
@@ -287,6 +290,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     load_format: str = choice("dummy", "dummy", "auto", "safetensors")
     calculate_log_probs: bool = True
     enable_rollout_routing_replay: bool = False
+    replay_sampling_mask: bool = key(True, ours=True)
     logprobs_mode: str = choice("processed_logprobs", "processed_logprobs", "raw_logprobs")
     val_kwargs: ValKwargs = sub(ValKwargs)
     engine_kwargs: EngineKwargs = sub(EngineKwargs)

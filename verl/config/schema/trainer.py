@@ -56,6 +56,7 @@ class TrainerConfig(Group):
         verify_weight_sync: Checksums on both sides after each sync.
         sync_proof: After each sync the sampler's log-probs of a few tokens must have moved as the trainer's did:
             `error` ends the run if not, `warn` says so, `off` does not look.
+        journal: GiB of the run folder for what the newest steps were made of (docs/replay.md); 0 = none.
         worker_env: Environment variables of every process of the run, by name.
     """
 
@@ -97,6 +98,7 @@ class TrainerConfig(Group):
     watchdog_timeout: float = key(600.0, low=5, inf=True, ours=True)
     verify_weight_sync: bool = key(False, ours=True)
     sync_proof: str = choice("error", "error", "warn", "off", ours=True)
+    journal: float = key(1.0, low=0, inf=True, ours=True)
     worker_env: Map = open_map()
 
 

@@ -26,6 +26,7 @@ class SamplingParams:
     ends with already (a response that goes on after a change of weights): positions count from there, so that no
     draw is made twice. `call` is the number of the request within its trajectory: every call draws from a stream of
     its own. An engine whose generator starts anew with each request mixes `start` and `call` into the seed.
+    `record_mask`: an engine that can (`Capabilities.sampling_mask`) returns which tokens top-k, top-p and min-p left.
     """
 
     max_tokens: int
@@ -40,12 +41,19 @@ class SamplingParams:
     seed: int = 0
     start: int = 0
     call: int = 0
+    record_mask: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        """True if some tokens cannot be drawn."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(slots=True)
 class Completion:
     """What came back. token_ids int64 [L], log_probs float32 [L] of the distribution sampled from; routed_experts int16
-    [P + L − 1, layers, k], where recorded: the experts that prompt and response tokens went to, without the last token.
+    [P + L − 1, layers, k], where recorded: the experts that prompt and response tokens went to, without the last token;
+    sampling_mask object [L], where recorded: the sets that the tokens were drawn from (`verl.models.sampling_mask`).
 
     finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
     `parts`: how many requests it took, more than one after changes of weights. `prefilled`: tokens that were computed
@@ -63,6 +71,7 @@ class Completion:
     prefilled: int = 0
     text: str | None = None
     routed_experts: np.ndarray | None = None
+    sampling_mask: np.ndarray | None = None
 
 
 def check_request(request_id: str, prompt_tokens: int, sampling: SamplingParams, max_model_len: int) -> None:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from verl.trajectory import Segment
 
 LOG_PROBS = ("log_probs",)
-ROUTES = "routed_experts"
+ROUTES, SAMPLING_MASK = "routed_experts", "sampling_mask"
+ON_ROWS = (ROUTES, SAMPLING_MASK)
+"""Outputs that an engine puts on the rows instead of returning them."""
 LOG_PROBS_AND_ENTROPY = ("log_probs", "entropy")
 
 
@@ -89,8 +91,9 @@ class TrainingEngine(ABC):
         """Name → float32 [ΣL] over the response tokens in the order of the rows, without gradient; topk_… [ΣL, k].
 
         outputs: of the head's: log_probs, entropy, sum_pi_squared, and log-probs and ids of the k most likely tokens
-        under softmax(logits / temperature). KeyError for one that the head does not have. routed_experts, the experts
-        that the tokens went to, are not in the result: they are put on the rows, for their contexts have them too.
+        under softmax(logits / temperature), over the tokens of a row's sampling_mask where it has one. KeyError for one
+        that the head does not have. ON_ROWS, the experts that the tokens went to and the sets that they were drawn from
+        by the engine's logits, are not in the result: they are put on the rows.
         """
 
     @abstractmethod

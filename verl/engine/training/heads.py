@@ -11,15 +11,18 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
-from verl.engine.training.log_prob import OUTPUTS, LogitLayer, outputs_of_logits, token_outputs
+from verl.engine.training.base import SAMPLING_MASK
+from verl.engine.training.log_prob import DEVICE_BLOCK_SCORES, OUTPUTS, LogitLayer, outputs_of_logits, token_outputs
 from verl.engine.training.packing import Pack
 from verl.models import adapters, attention
 from verl.models.attention import TokenSpan
 from verl.models.inputs import model_inputs, special_token_ids
 from verl.models.packed_attention import PackedPlan
 from verl.models.pretrained import NotPacked, value_layer
+from verl.models.sampling_mask import SamplingMask, encode_sets, truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +41,8 @@ class OutputHead(torch.nn.Module, ABC):
     layer: LogitLayer | None = None
     #: How many tokens `topk_log_probs` and `topk_ids` hold.
     topk: int = 0
+    #: top_k, top_p and min_p of the sampler, for the output sampling_mask.
+    truncation: tuple[int, float, float] | None = None
 
     def __init__(self, module: PreTrainedModel):
         super().__init__()
@@ -70,17 +75,35 @@ class LogProbHead(OutputHead):
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; of softmax(logits / temperature)."""
         inputs = batch.inputs(self.module.base_model)
-        options = {"candidates": batch.candidates, "topk": self.topk}
+        options = {"candidates": batch.candidates, "topk": self.topk, "mask": batch.sampling_mask}
+        finds = SAMPLING_MASK in outputs
         if self.layer is None:
             logits = self.module(**inputs).logits[0][batch.source].float() / temperature
             if self._barred:
                 logits = logits.index_fill(1, torch.tensor(self._barred, device=logits.device), BARRED)
+            if finds:
+                options["mask"] = batch.sampling_mask = self._sets(batch.targets, lambda rows: logits[rows].clone())
             return outputs_of_logits(logits, batch.targets, outputs, **options)
         hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
         # Sharding exchanges the weights.
         output_layer = self.module.get_output_embeddings()
         layer = replace(self.layer, weight=output_layer.weight, bias=self._bias(output_layer))
+        if finds:
+            options["mask"] = batch.sampling_mask = self._sets(
+                batch.targets, lambda rows: layer.logits(hidden[rows]) / temperature
+            )
         return token_outputs(hidden, batch.targets, layer, outputs, temperature=temperature, **options)
+
+    def _sets(self, targets: torch.Tensor, logits: Callable[[slice], torch.Tensor]) -> SamplingMask:
+        """The sets that `truncation` leaves of each row's logits, its target always among them."""
+        assert self.truncation is not None
+        sets: list[bytes] = []
+        size = max(1, DEVICE_BLOCK_SCORES // self.module.config.get_text_config().vocab_size)
+        for start in range(0, len(targets), size):
+            z = logits(slice(start, start + size))
+            truncate(z, *(np.full(len(z), limit) for limit in self.truncation))
+            sets += encode_sets((z > -torch.inf).scatter_(1, targets[start : start + size, None], True))
+        return SamplingMask(sets, targets.device)
 
     def find_layer(self) -> LogitLayer | None:
         """The head as a formula, or None if the model's own logits say otherwise on a probe."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from verl.models.attention import product_dtype
+from verl.models.sampling_mask import SamplingMask
 from verl.platform import platform_of
 
 CANDIDATE_OUTPUTS = ("candidate_log_probs", "candidates_in_topk")
@@ -62,12 +63,14 @@ def token_outputs(
     temperature: float,
     candidates: Tensor | None = None,
     topk: int = 0,
+    mask: SamplingMask | None = None,
 ) -> dict[str, Tensor]:
     """The outputs asked for, float32, of `targets` int64 [R] under softmax(logits(hidden)/temperature); hidden [R, H].
 
     log_probs, entropy, sum_pi_squared: [R]. topk_log_probs, topk_ids: [R, k] of the `topk` most likely tokens, the
     likeliest first. candidate_log_probs: [R, k] of `candidates` int64 [R, k], −inf where the vocabulary lacks it;
-    candidates_in_topk: [R, k], 1 for those among the k most likely.
+    candidates_in_topk: [R, k], 1 for those among the k most likely. mask: the softmax is over the tokens of these
+    sets alone.
 
     Differentiable in hidden states, weight and bias, but for what is said of the k most likely tokens.
     """
@@ -75,16 +78,18 @@ def token_outputs(
         raise ValueError(f"temperature must be positive, got {temperature}")
     columns, topk = requested_columns(targets, outputs, candidates, topk)
     requested = ("entropy" in outputs, "sum_pi_squared" in outputs, topk)
-    settings = _BlockSettings(layer.scale, layer.softcap, temperature, product_dtype(hidden), *requested)
+    settings = _BlockSettings(layer.scale, layer.softcap, temperature, product_dtype(hidden), *requested, mask)
     with torch.autocast(hidden.device.type, enabled=False):
         results = _TokenOutputs.apply(hidden, layer.weight, layer.bias, columns, settings)
     return _named(results, outputs)
 
 
 def outputs_of_logits(
-    z: Tensor, targets: Tensor, outputs: Collection[str], candidates: Tensor | None = None, topk: int = 0
-) -> dict[str, Tensor]:
+    z: Tensor, targets: Tensor, outputs: Collection[str], candidates: Tensor | None = None, topk: int = 0,
+    mask: SamplingMask | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """`token_outputs` the plain way: z float32 [R, V] are the logits divided by the temperature."""
+    z = z if mask is None else mask.bar(z, slice(0, len(z)))
     logp, (columns, topk) = torch.log_softmax(z, -1), requested_columns(targets, outputs, candidates, topk)
     picked = logp.gather(1, columns.clamp(max=z.shape[1] - 1))
     picked = picked.masked_fill(columns >= z.shape[1], float("-inf"))
@@ -138,11 +143,12 @@ class _BlockSettings:
     entropy: bool
     squares: bool
     topk: int = 0
+    mask: SamplingMask | None = None
 
     def kernels(self, hidden: Tensor, bias: Tensor | None) -> Any:
         """The device's own functions for a block (`FusedOperators.head`), None where there are none that fit."""
         fused = platform_of(hidden.device).fused_operators()
-        plain = self.softcap is None and bias is None and not self.topk
+        plain = self.softcap is None and bias is None and not self.topk and self.mask is None
         return fused.head if fused is not None and plain else None
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -150,17 +156,23 @@ class _BlockSettings:
         factor = self.scale if self.softcap is not None else self.scale / self.temperature
         return torch.addmm(hidden.new_empty(()), hidden, weight.t(), beta=0, alpha=factor)
 
-    def z(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Block of z in float32 and, with a soft cap, d(capped)/d(uncapped)."""
+    def z(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, first: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Block of z in float32, of these rows and the columns from `first` on, and with a soft cap
+        d(capped)/d(uncapped)."""
         factor = self.scale if self.softcap is not None else self.scale / self.temperature
         z = self.product(hidden, weight).float()
         if bias is not None:
             z.add_(bias.float(), alpha=factor)
         if self.softcap is None:
-            return z, None
+            return self._barred(z, rows, first), None
         z = torch.tanh_(z.div_(self.softcap))
         slope = 1 - z * z
-        return z.mul_(self.softcap / self.temperature), slope
+        return self._barred(z.mul_(self.softcap / self.temperature), rows, first), slope
+
+    def _barred(self, z: Tensor, rows: slice, first: int) -> Tensor:
+        return z if self.mask is None else self.mask.bar(z, rows, first)
 
     @property
     def outer(self) -> float:
@@ -180,7 +192,7 @@ class _TokenOutputs(torch.autograd.Function):
         height, width = _blocks(rows, w.shape[0], h.device)
         for r in _ranges(rows, height):
             likely = (best[r], ids[r])
-            _forward_rows(stats[:, r], logp[r], likely, h[r], w, bias, targets[r], settings, width)
+            _forward_rows(stats[:, r], logp[r], likely, h[r], w, bias, targets[r], settings, width, r)
         ctx.save_for_backward(hidden, weight, bias, targets, stats)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -214,7 +226,7 @@ class _TokenOutputs(torch.autograd.Function):
                     more = [None if g is None else g[r].contiguous() for g in more]
                     kernels[1](dz, stats[:, r], targets[r].contiguous(), g_logp[r], *more, c.start)
                 else:
-                    z, slope = settings.z(h[r], w[c], None if bias is None else bias[c])
+                    z, slope = settings.z(h[r], w[c], None if bias is None else bias[c], r, c.start)
                     dz = _logit_gradient(z, stats[:, r], targets[r] - c.start, gradients, r)
                     if slope is not None:
                         dz = dz.mul_(slope)
@@ -253,7 +265,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float, *, first: bo
         total.add_(a @ b, alpha=alpha)
 
 
-def _forward_rows(stats, logp, likely, h, w, bias, targets, settings, width):  # type: ignore[no-untyped-def]
+def _forward_rows(stats, logp, likely, h, w, bias, targets, settings, width, r):  # type: ignore[no-untyped-def]
     """Fill stats [3, r], logp [r, n] and the most likely tokens for a block of rows, walking the vocabulary once."""
     rows = h.shape[0]
     top = torch.full((rows,), float("-inf"), device=h.device)
@@ -265,7 +277,7 @@ def _forward_rows(stats, logp, likely, h, w, bias, targets, settings, width):  #
             kernels[0](settings.product(h, w[c]), targets, state, logp, c.start, settings.entropy, settings.squares)
         top, total, weighted, squares = state
     for c in () if kernels is not None else _ranges(w.shape[0], width):
-        z, _ = settings.z(h, w[c], None if bias is None else bias[c])
+        z, _ = settings.z(h, w[c], None if bias is None else bias[c], r, c.start)
         inside = (targets >= c.start) & (targets < c.stop)
         picked = z.gather(1, (targets - c.start).clamp(0, z.shape[1] - 1))
         logp.copy_(torch.where(inside, picked, logp))

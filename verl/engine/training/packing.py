@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from verl.models.attention import TokenSpan
 from verl.models.inputs import ImageFeatures, VisionInputs, model_inputs, text_axes
 from verl.models.packed_attention import PackedPlan
+from verl.models.sampling_mask import SamplingMask
 from verl.trajectory import UNKNOWN_EXPERT, Media, Segment, common_prefix
 
 
@@ -60,6 +61,7 @@ class Pack:
     source, targets        int64 [R]  for every response token, row after row: the index of the hidden state
                            that predicts it, and the token
     candidates             int64 [R, k]  other tokens in its place (column `CANDIDATES`), None where rows have none
+    sampling_mask          the sets that the targets were drawn from, None if all are the whole vocabulary
     routes                 int64 [S, layers, k]  recorded experts of the tokens computed; None if no row has any
     paths                  each row that has a token, with the (first, number of tokens) of the spans that make up what is
                            computed of it
@@ -76,6 +78,7 @@ class Pack:
     source: torch.Tensor
     targets: torch.Tensor
     candidates: torch.Tensor | None = None
+    sampling_mask: SamplingMask | None = None
     routes: torch.Tensor | None = None
     paths: Sequence[tuple[Segment, list[tuple[int, int]]]] = ()
     axes: torch.Tensor | None = None
@@ -274,6 +277,10 @@ def pack(
     candidates = [getattr(row, CANDIDATES) for row in present]
     if candidates and all(value is not None for value in candidates):
         packed.candidates = tensor(candidates)
+    sets = [row.sampling_mask for row in present]
+    if any(recorded is not None for recorded in sets):
+        drawn_from = ([b""] * row.length if own is None else own for row, own in zip(present, sets, strict=True))
+        packed.sampling_mask = SamplingMask.of(list(chain.from_iterable(drawn_from)), device)
     if how.replay and (routes := _routes(places)):
         packed.routes = tensor(routes)
     if seeing:
@@ -339,3 +346,11 @@ def keep_routes(batch: Pack, routes: np.ndarray) -> None:
         row.put("routed_experts", np.pad(part, ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT))
         # The same array for rows that share their context, without the rest.
         row.context_columns["routed_experts"] = contexts.setdefault((id(row.context_ids), path[0][0]), context.copy())
+
+
+def keep_sampling_mask(batch: Pack, sets: Sequence[bytes]) -> None:
+    """Put the sets of a pack's targets on its rows."""
+    at = 0
+    for row, _ in batch.paths:
+        row.put("sampling_mask", np.array(sets[at : at + row.length], object))
+        at += row.length

@@ -106,7 +106,7 @@ def test_draws_are_those_of_the_torch_code() -> None:
     logits[:, ::7] = -torch.inf
     logits[3, 100] = logits[3].amax()  # a tie
     rows = Rows.of([r.sampling for r in requests], [r.written for r in requests])
-    tokens, log_probs = sample(logits.clone(), rows)
+    tokens, log_probs, _ = sample(logits.clone(), rows)
     step = matrix(32)
     step_rows.fill_draws(step, requests)
     wide = torch.from_numpy(step[:4].reshape(2, -1).view(np.float64).copy())

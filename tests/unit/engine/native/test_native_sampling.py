@@ -40,7 +40,7 @@ def draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     rows = Rows.of([p] * count, range(count))
     ids = {i: torch.tensor(seen) for i in range(count)} if seen else None
-    tokens, log_probs = sample(torch.from_numpy(logits).float().repeat(count, 1), rows, seen=ids)
+    tokens, log_probs, _ = sample(torch.from_numpy(logits).float().repeat(count, 1), rows, seen=ids)
     return tokens.numpy(), log_probs.numpy()
 
 
@@ -121,7 +121,7 @@ def test_greedy_rows_among_others() -> None:
         SamplingParams(1, top_p=0.5),
         SamplingParams(1, temperature=0.0),
     ]
-    tokens, log_probs = sample(logits.clone(), Rows.of(params, [0] * 4))
+    tokens, log_probs, _ = sample(logits.clone(), Rows.of(params, [0] * 4))
     for row in (0, 3):
         assert tokens[row] == logits[row].argmax()
         assert log_probs[row] == pytest.approx(float(logits[row].log_softmax(-1).max()), abs=1e-5)
@@ -130,9 +130,9 @@ def test_greedy_rows_among_others() -> None:
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     params = [SamplingParams(1, seed=i, top_p=0.9 if i % 2 else 1.0, temperature=0.5 + i / 4) for i in range(6)]
-    together, _ = sample(logits.clone(), Rows.of(params, range(6)))
+    together, *_ = sample(logits.clone(), Rows.of(params, range(6)))
     for i in range(6):
-        alone, _ = sample(logits[i : i + 1].clone(), Rows.of(params[i : i + 1], [i]))
+        alone, *_ = sample(logits[i : i + 1].clone(), Rows.of(params[i : i + 1], [i]))
         assert alone[0] == together[i]
 
 
@@ -170,5 +170,5 @@ def test_each_call_draws_from_a_stream_of_its_own() -> None:
 def test_rare_tokens_are_never_of_probability_zero() -> None:
     logits = torch.full((5000, 130), -math.inf)
     logits[:, 129] = 0.0
-    tokens, log_probs = sample(logits, Rows.of([SamplingParams(1, seed=3)] * 5000, range(5000)))
+    tokens, log_probs, _ = sample(logits, Rows.of([SamplingParams(1, seed=3)] * 5000, range(5000)))
     assert (tokens == 129).all() and (log_probs == 0).all()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from verl.engine.training import log_prob
 from verl.engine.training.log_prob import LogitLayer, token_outputs
+from verl.models.sampling_mask import SamplingMask, encode_sets
 
 ALL = ("log_probs", "entropy", "sum_pi_squared")
 
@@ -26,13 +27,13 @@ def make(rows=13, width=8, vocab=37, bias=False, dtype=torch.float64, seed=0):
     return hidden, weight, offset, targets
 
 
-def oracle(hidden, weight, bias, targets, scale, softcap, temperature):
+def oracle(hidden, weight, bias, targets, scale, softcap, temperature, allowed):
     """Written out in double precision."""
     z = hidden @ weight.t() + (0 if bias is None else bias)
     z = z * scale
     if softcap:
         z = softcap * torch.tanh(z / softcap)
-    z = z / temperature
+    z = (z / temperature).masked_fill(~allowed, -300.0)
     p = z.exp() / z.exp().sum(-1, keepdim=True)
     logp = torch.log(p[torch.arange(len(targets)), targets])
     return logp, -(p * p.log()).sum(-1), (p * p).sum(-1)
@@ -47,13 +48,18 @@ def oracle(hidden, weight, bias, targets, scale, softcap, temperature):
     bias=st.booleans(),
     entropy=st.booleans(),
     squares=st.booleans(),
+    share=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
     seed=st.integers(0, 10),
 )
 @settings(max_examples=80, deadline=None)
-def test_values_and_gradients(rows, vocab, block, temperature, softcap, bias, entropy, squares, seed):
+def test_values_and_gradients(rows, vocab, block, temperature, softcap, bias, entropy, squares, share, seed):
+    """share: of the vocabulary in the sets that the softmax is over, beside the target; 1: no mask."""
     hidden, weight, offset, targets = make(rows, 8, vocab, bias, seed=seed)
+    allowed = torch.rand(rows, vocab, generator=torch.Generator().manual_seed(seed)) < share
+    allowed[::3], allowed[torch.arange(rows), targets] = True, True
+    mask = SamplingMask.of(encode_sets(allowed), "cpu")
     leaves64 = [x.requires_grad_() for x in (hidden, weight, offset) if x is not None]
-    expected = oracle(hidden, weight, offset, targets, 0.7, softcap, temperature)
+    expected = oracle(hidden, weight, offset, targets, 0.7, softcap, temperature, allowed)
     mix = [torch.randn(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     wanted = [True, entropy, squares]
     sum((m * e).sum() for m, e, w in zip(mix, expected, wanted, strict=True) if w).backward() if rows else None
@@ -64,7 +70,7 @@ def test_values_and_gradients(rows, vocab, block, temperature, softcap, bias, en
     log_prob.BLOCK_SCORES, log_prob.BLOCK_COLUMNS = block
     try:
         asked = [name for name, w in zip(ALL, wanted, strict=True) if w]
-        out = token_outputs(leaves[0], targets, head, asked, temperature=temperature)
+        out = token_outputs(leaves[0], targets, head, asked, temperature=temperature, mask=mask)
         got = [out.get(name) for name in ALL]
         if rows:
             sum((m.float() * o).sum() for m, o in zip(mix, got, strict=True) if o is not None).backward()

@@ -49,12 +49,14 @@ _MOST_SPLITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that are being drawn, one for each of `requests`; `result` waits for them and their log-probs, `record`
-    keeps the routes of the pass."""
+    """Tokens that are being drawn, one for each of `requests`; `result` waits for them, their log-probs and the sets that
+    they are drawn from (`verl.models.sampling_mask`), [] where none is recorded; `record` keeps the routes of the pass.
+    known: drawn by torch's operators, so that a next step finds nothing of them on the device."""
 
     requests: Sequence[Request]
-    result: Callable[[], tuple[list[int], list[float]]]
+    result: Callable[[], tuple[list[int], list[float], list[bytes]]]
     record: Callable[[], None] = lambda: None
+    known: bool = False
 
 
 class PagedPlan:
@@ -126,6 +128,12 @@ class DeviceDecoder:
         (self._run if self.graphs is None else self.graphs.run)(rows, penalised)
         return self._fetch(requests, rows)
 
+    def logits(self, requests: Sequence[Request]) -> Tensor:
+        """The logits [len(requests), V] of a step that feeds each request's newest token; all of them are known."""
+        rows = len(requests)
+        self._upload(requests, rows, {})
+        return self._pass(rows)
+
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
         """Launch a draw from logits [len(requests), V] that some other pass has made."""
         rows = len(requests)
@@ -146,9 +154,12 @@ class DeviceDecoder:
         return penalised
 
     def _run(self, rows: int, penalised: bool) -> None:
+        self._draw(self._pass(rows), rows, penalised)
+
+    def _pass(self, rows: int) -> Tensor:
         self._plan.step = step = self._step[: self._most_rows * rows].view(-1, rows)
         ids, positions = ops.inputs(step, self._before, self.seen)
-        self._draw(self._forward(ids, positions, self._plan), rows, penalised)
+        return self._forward(ids, positions, self._plan)
 
     def _draw(self, logits: Tensor, rows: int, penalised: bool) -> None:
         step = self._step[: self._most_rows * rows].view(-1, rows)
@@ -165,10 +176,10 @@ class DeviceDecoder:
         self._before.copy_(self._tokens)
         wait = self._platform.marker()
 
-        def result() -> tuple[list[int], list[float]]:
+        def result() -> tuple[list[int], list[float], list[bytes]]:
             wait()
             tokens, bits = host.numpy().reshape(2, rows)[:, : len(requests)]
-            return tokens.tolist(), bits.view(np.float32).tolist()
+            return tokens.tolist(), bits.view(np.float32).tolist(), []
 
         return Drawn(requests, result)
 

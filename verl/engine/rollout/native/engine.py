@@ -227,6 +227,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """One forward pass and what follows from it: on a device from the pass before, while this one runs."""
         begin = time.monotonic()
         with self._runner.ready():
+            if self._drawn is not None and (self._drawn.known or any(map(_records, self._scheduler.running))):
+                self._settle_drawn()  # what follows is drawn from logits here, or was
             work = self._scheduler.prefill()
             rows = self._scheduler.decode() if work is None else [request for request, _ in work.sampled]
             drawn = self._launch(work, rows)
@@ -239,14 +241,17 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     def _launch(self, work: Prefill | None, rows: list[Request]) -> Drawn | None:
         """Make a pass and draw the next token of each of `rows`; None if nobody gets one."""
         device, drawn = self._runner.device_decode, None
+        here = device is None or any(map(_records, rows))
         if work is not None:
             logits = self._runner.prefill(work)
             if rows:
-                drawn = self._draw(rows, logits) if device is None else device.draw(logits, rows)
+                drawn = self._draw(rows, logits) if here or device is None else device.draw(logits, rows)
         elif not rows:
             return None
         elif device is None:
             drawn = self._draw(rows, self._runner.decode(rows))
+        elif here:
+            drawn = self._draw(rows, device.logits(rows))
         else:
             before = self._drawn.requests if self._drawn is not None else ()
             drawn = device.decode(rows, {request: row for row, request in enumerate(before)})
@@ -288,8 +293,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         for i in np.flatnonzero(rows.penalty != 1.0):
             ids = np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64)
             penalised[int(i)] = torch.from_numpy(np.unique(ids)).to(logits.device)
-        tokens, log_probs = sample(logits, rows, seen=penalised)
-        return Drawn(requests, lambda: (tokens.tolist(), log_probs.tolist()))
+        tokens, log_probs, sets = sample(logits, rows, seen=penalised)
+        return Drawn(requests, lambda: (tokens.tolist(), log_probs.tolist(), sets), known=True)
 
     def _settle_drawn(self) -> bool:
         """Take the tokens that were being drawn and see who is done. False if there were none."""
@@ -297,7 +302,9 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         if drawn is None:
             return False
         drawn.record()
-        for request, token, log_prob in zip(drawn.requests, *drawn.result(), strict=True):
+        tokens, log_probs, sets = drawn.result()
+        sets = sets or [b""] * len(tokens)
+        for request, token, log_prob, allowed in zip(drawn.requests, tokens, log_probs, sets, strict=True):
             request.in_flight -= 1
             if self._requests.get(request.id) is not request:
                 continue  # over since the token before
@@ -305,6 +312,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 raise not_finite(request.written, self._version)
             request.tokens.append(token)
             request.log_probs.append(log_prob)
+            request.sets.append(allowed)
             if request.on_tokens is not None:
                 request.on_tokens([token])
             if not request.versions or request.versions[-1] != self._version:
@@ -436,3 +444,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self.abort()
         self._scheduler.forget_cache()
         self._pool.drop()
+
+
+def _records(request: Request) -> bool:
+    """Whether the set that its tokens are drawn from is recorded, which the kernels do not say."""
+    return request.sampling.record_mask and request.sampling.truncated

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.engine.rollout.base import SamplingParams
+from verl.models.sampling_mask import encode_sets, truncate
 from verl.platform import platform_of
 
 _CHUNK = 64
@@ -43,13 +44,14 @@ def uniforms(seeds: np.ndarray, calls: np.ndarray, positions: np.ndarray) -> np.
 
 @dataclass(slots=True)
 class Rows:
-    """Settings of a batch, one entry per row (float64 or int64 arrays of length N)."""
+    """Settings of a batch, one entry per row (float64, int64 or bool arrays of length N)."""
 
     temperature: np.ndarray
     top_p: np.ndarray
     min_p: np.ndarray
     penalty: np.ndarray
     top_k: np.ndarray
+    record_mask: np.ndarray
     seed: np.ndarray
     call: np.ndarray
     position: np.ndarray
@@ -60,11 +62,13 @@ class Rows:
         temperature, top_p, min_p, penalty = np.array(floats, np.float64).T
         seeds = [(p.seed & 0xFFFFFFFFFFFFFFFF, p.call, at) for p, at in zip(params, positions, strict=True)]
         top_k = np.array([p.top_k for p in params], np.int64)
-        return cls(temperature, top_p, min_p, penalty, top_k, *np.array(seeds, np.uint64).T)
+        record = np.array([p.record_mask for p in params], bool)
+        return cls(temperature, top_p, min_p, penalty, top_k, record, *np.array(seeds, np.uint64).T)
 
 
-def sample(logits: Tensor, rows: Rows, *, seen: dict[int, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Draw one token per row. logits float32 [N, V] (overwritten) → tokens int64 [N], log-probs float32 [N].
+def sample(logits: Tensor, rows: Rows, *, seen: dict[int, Tensor] | None = None) -> tuple[Tensor, Tensor, list[bytes]]:
+    """Draw one token per row. logits float32 [N, V] (overwritten) → tokens int64 [N], log-probs float32 [N], and the
+    sets that they were drawn from (`verl.models.sampling_mask`), [] where no row records one.
 
     seen: for each row with a repetition penalty, the ids (int64) of its prompt and response so far. A row whose logits
     are not finite gets some token with log-prob nan.
@@ -79,8 +83,7 @@ def sample(logits: Tensor, rows: Rows, *, seen: dict[int, Tensor] | None = None)
     if (divisor != 1.0).any():
         logits.div_(_column(divisor, logits))
     filtered = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0))
-    if filtered.any():
-        _truncate(logits, rows, np.flatnonzero(filtered))
+    sets = _truncate(logits, rows, np.flatnonzero(filtered)) if filtered.any() else []
 
     probs = logits.softmax(-1)
     if greedy.all():
@@ -89,7 +92,7 @@ def sample(logits: Tensor, rows: Rows, *, seen: dict[int, Tensor] | None = None)
         tokens = _draw(probs, torch.from_numpy(uniforms(rows.seed, rows.call, rows.position)))
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(logits.device), probs.argmax(-1), tokens)
-    return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
+    return tokens, probs.gather(1, tokens[:, None])[:, 0].log(), sets
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:
@@ -132,53 +135,19 @@ def _running(x: Tensor) -> Tensor:
         torch.use_deterministic_algorithms(True)
 
 
-def _truncate(logits: Tensor, rows: Rows, which: np.ndarray) -> None:
-    """Put -inf where top-k, top-p or min-p say so, in the rows `which`."""
+def _truncate(logits: Tensor, rows: Rows, which: np.ndarray) -> list[bytes]:
+    """Put -inf where top-k, top-p or min-p say so, in the rows `which`. Returns what is left of each row that records
+    it, b"" of others; [] if none does."""
     every = len(which) == len(logits)
     index = torch.from_numpy(which).to(logits.device)
     part = logits if every else logits.index_select(0, index)
-    top_k = np.where(rows.top_k[which] > 0, rows.top_k[which], part.shape[1]).clip(max=part.shape[1])
-    if (top_k < part.shape[1]).any():
-        part.masked_fill_(part < _kth_largest(part, top_k), -torch.inf)
-    top_p = rows.top_p[which]
-    if (top_p < 1.0).any():
-        probs = part.softmax(-1)
-        part.masked_fill_(probs < _nucleus(probs, top_p), -torch.inf)
-    min_p = rows.min_p[which]
-    if (min_p > 0.0).any():
-        with np.errstate(divide="ignore"):
-            floor = _column(np.log(min_p), part)
-        part.masked_fill_(part < part.amax(-1, keepdim=True) + floor, -torch.inf)
+    truncate(part, rows.top_k[which], rows.top_p[which], rows.min_p[which])
     if not every:
         logits.index_copy_(0, index, part)
-
-
-def _kth_largest(values: Tensor, k: np.ndarray) -> Tensor:
-    """The k[i]-th largest of each row, [N, 1]; -inf where k is the whole row."""
-    vocab = values.shape[1]
-    widest = int(k[k < vocab].max())
-    top = values.topk(widest, dim=-1).values
-    at = torch.from_numpy(np.minimum(k, widest) - 1).to(values.device)[:, None]
-    off = torch.from_numpy(k >= vocab).to(values.device)[:, None]
-    return top.gather(1, at).masked_fill(off, -torch.inf)
-
-
-def _nucleus(probs: Tensor, top_p: np.ndarray) -> Tensor:
-    """The largest threshold t, [N, 1], such that the tokens with p ≥ t have at least top_p together.
-
-    Sorting a row costs a hundred passes over it on a CPU. Positive floats are ordered like their bit patterns,
-    so bisecting the pattern finds the threshold exactly in at most 31 passes, to rounding where the device has no
-    float64. Rows with top_p ≥ 1 get 0.
-    """
-    wide = torch.float64 if platform_of(probs.device).has_float64 else torch.float32
-    off = torch.from_numpy(top_p >= 1.0).to(probs.device)[:, None]
-    target = torch.from_numpy(top_p).to(wide).to(probs.device)[:, None] * probs.to(wide).sum(-1, keepdim=True)
-    bits = probs.contiguous().view(torch.int32)
-    low = torch.zeros_like(bits[:, :1])  # mass(low) ≥ wanted always
-    high = bits.amax(-1, keepdim=True) + 1  # mass(high) = 0
-    while int((high - low).max()) > 1:
-        middle = low + (high - low) // 2
-        mass = probs.masked_fill(bits < middle, 0.0).sum(-1, keepdim=True, dtype=wide)
-        enough = mass >= target
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return low.view(torch.float32).masked_fill(off, 0.0)
+    if not (recorded := rows.record_mask[which]).any():
+        return []
+    sets = [b""] * len(logits)
+    encoded = encode_sets(part[torch.from_numpy(recorded).to(part.device)] > -torch.inf)
+    for row, encoded_set in zip(which[recorded], encoded, strict=True):
+        sets[row] = encoded_set
+    return sets

@@ -81,6 +81,7 @@ class Request:
     in_flight: int = 0  # tokens that the device has drawn, or will have, and that are not known here yet
     prefilled: int = 0
     log_probs: list[float] = field(default_factory=list)
+    sets: list[bytes] = field(default_factory=list)  # that the tokens were drawn from
     versions: list[int] = field(default_factory=list)
     routes: RecordedRoutes = field(default_factory=RecordedRoutes)
     prompt_routes: RecordedRoutes | None = None  # those that the first token was sampled with
@@ -122,6 +123,7 @@ class Request:
             num_preempted=self.num_preempted,
             prefilled=self.prefilled,
             routed_experts=np.concatenate(routed) if routed else None,
+            sampling_mask=np.array(self.sets, object) if any(self.sets) else None,
         )
 
 

@@ -15,7 +15,9 @@ class SGLang(RolloutEngineRecord):
     packages = ("sglang",)
     versions = "==0.5.23"
     install = "install it in an environment of its own (docs/sglang.md), or set rollout.name=native or vllm"
-    capabilities = Capabilities(lora_experts=False, lora_head=False, images=QWEN_VISION, routes=True)
+    capabilities = Capabilities(
+        lora_experts=False, lora_head=False, images=QWEN_VISION, routes=True, sampling_mask=True
+    )
     environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # noqa: RUF012
     unread = {  # noqa: RUF012
         "multi_stage_wake_up disable_log_stats calculate_log_probs": "the sglang engine always does what is best here",

@@ -30,6 +30,7 @@ from verl.engine.rollout.sglang.routes import Routing
 from verl.errors import UserError
 from verl.models.inputs import sees_images
 from verl.models.pretrained import load_config
+from verl.models.sampling_mask import encode_set
 from verl.platform import Platform
 from verl.platform.processes import alive, process_start_time, started_by
 from verl.trajectory import Media
@@ -136,6 +137,8 @@ class SGLangEngine(HostedEngine):
         meta = output["meta_info"]
         if cut:
             log_probs = meta.get("output_token_sampling_logprobs")
+            left = [np.unique(np.asarray(ids, np.int32)) for ids in meta.get("output_token_sampling_mask") or []]
+            sets = np.array([encode_set(ids, self._vocabulary) for ids in left], object)
         else:
             log_probs = [value for value, *_ in meta.get("output_token_logprobs") or []]
         return live.completion(
@@ -146,6 +149,7 @@ class SGLangEngine(HostedEngine):
             num_preempted=int(meta.get("num_retractions") or 0),
             prefilled=len(live.prompt) - int(meta.get("cached_tokens") or 0),
             routed_experts=self._routing.routes(meta) if self._routing is not None else None,
+            sampling_mask=sets if cut and sampling.record_mask else None,
         )
 
     async def _unless_dead(self, work: Any) -> Any:

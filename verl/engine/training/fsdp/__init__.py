@@ -31,6 +31,7 @@ class FSDP(TrainingEngineRecord):
     """See `TrainingEngineRecord`."""
 
     name = "fsdp"
+    finds_sampling_mask = True
     unread = {  # noqa: RUF012
         "{*.megatron, *.optim.lr_decay_steps, *.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, "
         "*.optim.weight_decay_incr_style}": "strategy=megatron alone reads it"

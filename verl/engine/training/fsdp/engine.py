@@ -32,7 +32,9 @@ from verl.engine.registry import Placement
 from verl.engine.training import weight_files
 from verl.engine.training.base import (
     LOG_PROBS,
+    ON_ROWS,
     ROUTES,
+    SAMPLING_MASK,
     MicroBatch,
     MicroLoss,
 )
@@ -48,7 +50,7 @@ from verl.engine.training.optimizer import (
     optim_config,
     sum_of_squares,
 )
-from verl.engine.training.packing import MicroBatching, Pack, keep_routes, pack, split_rows
+from verl.engine.training.packing import MicroBatching, Pack, keep_routes, keep_sampling_mask, pack, split_rows
 from verl.engine.training.process_group import all_gather_json, local, waiting, whole
 from verl.engine.training.scheduled import ScheduledEngine
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
@@ -85,6 +87,7 @@ class FSDPEngine(ScheduledEngine):
     shared        a sampler of this process works on the same tensors: `fsdp_config.param_offload` leaves them alone
     head          what the outputs are made with (`verl.engine.training.heads`)
     topk          how many of the most likely tokens its outputs topk_log_probs and topk_ids hold
+    truncation    top_k, top_p and min_p of the sampler, for the output sampling_mask
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class FSDPEngine(ScheduledEngine):
         shared: bool = False,
         head: str = "lm",
         topk: int = 0,
+        truncation: tuple[int, float, float] | None = None,
     ):
         self.role, self.head, self.trainable = role, head, trainable
         placement = placement or ENGINE.placement(role_cfg or {})
@@ -134,6 +138,7 @@ class FSDPEngine(ScheduledEngine):
         alone = self.layout.mesh is None
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
         self.module, self._model.head.topk = self._model.head.module, topk
+        self._model.head.truncation = truncation
         self._sharded = sharded_modules(self._model.head)
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
@@ -216,7 +221,7 @@ class FSDPEngine(ScheduledEngine):
             packs = self._packs(rows, self.forward_batching)
             results = [self._outputs(batch, outputs, temperature) for batch, _ in packs]
         self._after_passes()
-        names, nothing = [name for name in outputs if name != ROUTES], torch.zeros(0)
+        names, nothing = [name for name in outputs if name not in ON_ROWS], torch.zeros(0)
         return {name: torch.cat([f[name] for f in results] or [nothing]).cpu().numpy() for name in names}
 
     def _packs(self, rows: Sequence[Segment], batching: MicroBatching) -> Iterator[tuple[Pack, bool]]:
@@ -269,6 +274,8 @@ class FSDPEngine(ScheduledEngine):
         self._routing = Routing(self.module, None if records else part.routes) if routed else None
         with self._autocast(), attention.use(plan), self._routing or nullcontext():
             computed = head(head.compute, part, names, temperature)
+        if SAMPLING_MASK in outputs and part.sampling_mask is not None:
+            keep_sampling_mask(batch, part.sampling_mask.sets)
         if self._routing is not None:
             used, changed = self._routing.recorded(), self._routing.changed
             if records:
@@ -455,7 +462,7 @@ def _dummy(batch: Pack) -> Pack:
     zero = torch.zeros(1, dtype=torch.int64, device=batch.input_ids.device)
     spans = [TokenSpan(0, 1)]
     packed = {"input_ids": zero, "positions": zero, "segments": spans, "source": zero, "targets": zero}
-    return replace(batch, **packed, candidates=None)
+    return replace(batch, **packed, candidates=None, sampling_mask=None)
 
 
 def _backward(

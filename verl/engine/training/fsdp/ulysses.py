@@ -50,10 +50,11 @@ class SequenceParallel:
         mine = ((batch.source >= start) & (batch.source < start + width)).nonzero()[:, 0]
         source, targets = batch.source[mine] - start, batch.targets[mine]
         candidates = None if batch.candidates is None else batch.candidates[mine]
+        sets = None if batch.sampling_mask is None else batch.sampling_mask.rows(mine)
         routes = batch.routes
         if routes is not None:
             routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, fill), value=UNKNOWN_EXPERT)[here]
-        part = Pack(batch.rows, ids[here], positions[here], [], source, targets, candidates, routes)
+        part = Pack(batch.rows, ids[here], positions[here], [], source, targets, candidates, sets, routes)
         if batch.media:
             padding = torch.arange(fill, device=ids.device).expand(3, -1)
             axes = batch.positions.expand(3, -1) if batch.axes is None else batch.axes

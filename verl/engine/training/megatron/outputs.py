@@ -7,7 +7,7 @@ of one block are all that is held.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from verl.engine.training.log_prob import DEVICE_BLOCK_SCORES, requested_columns
-
-_LOWEST = -1e30
+from verl.models.sampling_mask import LOWEST, SamplingMask
 
 
 def vocabulary_outputs(
@@ -31,6 +30,7 @@ def vocabulary_outputs(
     vocabulary: int,
     candidates: Tensor | None = None,
     topk: int = 0,
+    mask: SamplingMask | None = None,
 ) -> dict[str, Tensor]:
     """The outputs of `verl.engine.training.log_prob.token_outputs`, float32 [R] or [R, k].
 
@@ -43,13 +43,17 @@ def vocabulary_outputs(
     absent = ids >= vocabulary
     columns, likely = requested_columns(targets, outputs, candidates, topk)
 
-    def block(rows: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        return _block(rows, weight, tokens, absent, first, temperature, likely)
+    def block(rows: Tensor, tokens: Tensor, start: int) -> tuple[Tensor, ...]:
+        def bar(z: Tensor) -> Tensor:
+            z = z.masked_fill(absent, LOWEST)
+            return z if mask is None else mask.bar(z, slice(start, start + len(z)), first)
+
+        return _block(rows, weight, tokens, bar, first, temperature, likely)
 
     size = max(1, DEVICE_BLOCK_SCORES // weight.shape[0])
     parts = [
-        checkpoint(block, h, c, use_reentrant=False, preserve_rng_state=False)
-        for h, c in zip(hidden.split(size), columns.split(size), strict=True)
+        checkpoint(block, h, c, n * size, use_reentrant=False, preserve_rng_state=False)
+        for n, (h, c) in enumerate(zip(hidden.split(size), columns.split(size), strict=True))
     ]
     logp, entropy, squares, best, best_ids = (torch.cat(part) for part in zip(*parts, strict=True))
     logp = logp.masked_fill(columns >= vocabulary, float("-inf"))
@@ -61,10 +65,10 @@ def vocabulary_outputs(
 
 
 def _block(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, absent: Tensor, first: int, temperature: float, topk: int
-) -> tuple[Tensor, ...]:
-    z = (hidden.to(weight.dtype) @ weight.t()).float() / temperature
-    z = z.masked_fill(absent, _LOWEST)
+    hidden: Tensor, weight: Tensor, tokens: Tensor, bar: Callable[[Tensor], Tensor], first: int, temperature: float,
+    topk: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    z = bar((hidden.to(weight.dtype) @ weight.t()).float() / temperature)
     top = z.detach().amax(1, keepdim=True)
     group = parallel_state.get_tensor_model_parallel_group()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)

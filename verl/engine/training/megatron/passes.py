@@ -104,6 +104,7 @@ class Passes:
             vocabulary=self._model.vocabulary,
             candidates=batch.pack.candidates,
             topk=self._topk,
+            mask=batch.pack.sampling_mask,
         )
 
 

@@ -1,0 +1,86 @@
+"""`verl replay`, `verl diff` and `verl audit` on a run of a tiny model."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.runs import TinyRun
+from verl.cli.main import main
+from verl.tracking import journal
+from verl.trainer.main_ppo import main as main_ppo
+
+WORDS = [
+    "trainer.save_freq=2",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=False",
+    "trainer.total_training_steps=3",
+]
+WORDS += ["actor_rollout_ref.rollout.top_p=0.9", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    assert main_ppo(TinyRun(root / "tiny").overrides(root / "out", *WORDS)) == 0
+    return root / "out"
+
+
+def said(capsys, *words: object) -> str:
+    capsys.readouterr()
+    status = main([str(word) for word in words])
+    streams = capsys.readouterr()
+    return streams.out if status == 0 else f"{status}: {streams.err}"
+
+
+@pytest.mark.parametrize(("step", "start"), [(2, "the start"), (3, "global_step_2")])
+def test_a_step_is_rebuilt_bit_for_bit(run, capsys, step: int, start: str) -> None:
+    text = said(capsys, "replay", run, "--step", step)
+    assert f"step {step} of {run}, from {start}" in text
+    assert "actor/grad_norm" in text and "recorded " not in re.sub("recorded metrics", "", text)
+    same, count = re.search(r"(\d+) of (\d+) recorded metrics are the same", text).groups()
+    assert same == count and int(count) >= 8
+
+
+def test_what_would_have_changed(run, capsys, tmp_path) -> None:
+    """The same setting changes nothing; another sign of the reward turns the gradient around."""
+    same = said(capsys, "replay", run, "--step", 2, "--set", "algorithm.adv_estimator=grpo")
+    assert "0.0% of the tokens differ" in same and "cosine 1.000000" in same
+    reward = tmp_path / "other.py"
+    source = (run.parent / "tiny/reward.py").read_text()
+    reward.write_text(source.replace("/ (1 + len(text))", "/ -(1.0 + len(text))"))
+    words = ["--reward", reward, "--set", "algorithm.use_kl_in_reward=False"]
+    turned = said(capsys, "replay", run, "--step", 1, *words)
+    assert "cosine -1.0" in turned or "cosine -0.99" in turned
+
+
+def test_two_runs_part_at_a_step_phase_and_tensor(run, capsys, tmp_path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    assert "the same in steps 1 to 3" in said(capsys, "diff", run, other)
+    lines = (other / "metrics.jsonl").read_text().splitlines()
+    (other / "metrics.jsonl").write_text(
+        "\n".join(re.sub(r'"actor/pg_loss": \S+,', '"actor/pg_loss": 7,', x) for x in lines)
+    )
+    assert re.search(r"step 1, update, actor/pg_loss: \S+ and 7", said(capsys, "diff", run, other))
+    path = other / "journal/1.parquet"
+    for name, phase in (("ref_log_probs", "ref"), ("rollout_log_probs", "gen")):
+        batch, about = journal.read(path, computed=True)
+        batch[4].column(name)[3] += 0.25
+        journal.write(path, batch, about)
+        where = f"1 of 12 rows differ, first response 1 of {batch[4].uid}, token 3"
+        assert f"step 1, {phase}, {name}: {where}" in said(capsys, "diff", run, other)
+
+
+def test_log_probs_are_those_of_transformers(run, capsys) -> None:
+    text = said(capsys, "audit", run, "--step", 2)
+    assert "12 of them sampled with the weights of this step" in text
+    apart = [float(value) for value in re.findall(r"largest difference (\S+) nats", text)]
+    assert len(apart) == 2 and max(apart) <= 1e-5
+
+
+def test_steps_that_the_journal_lacks_are_named(run, capsys) -> None:
+    assert "does not have step 9, only 1 to 3" in said(capsys, "replay", run, "--step", 9)

@@ -1,0 +1,83 @@
+"""`verl replay RUN --step N`, `verl diff RUN RUN`, `verl audit RUN --step N`: what a run's journal says."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl.cli.report import find_run
+from verl.platform.host_resources import prepare_process
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
+
+def _config(run: Path, overrides: list[str], *changed: str) -> Config:
+    """The configuration of a run with changes."""
+    import warnings
+
+    from verl.compat.spellings import PUBLIC
+    from verl.config import load
+    from verl.workers.training_worker import prepare_process as prepare_worker
+
+    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+    words = ["--config-path", str(run.resolve()), "--config-name", "config", *overrides, *changed]
+    config: Config = load(words, spellings=PUBLIC)
+    prepare_worker(config)
+    return config
+
+
+def _parser(name: str, about: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"verl {name}", description=about, allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder (trainer.default_local_dir)")
+    return parser
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="step of the journal")
+    about = "settings of this machine, such as trainer.device=cpu or model.path, where they are not the run's"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=about)
+
+
+def main(argv: list[str]) -> int:
+    """Compute a step again and compare; 0, or 2 with one line on what is wrong."""
+    parser = _parser("replay", "Compute a step of a run again, from its journal and the nearest checkpoint before it.")
+    _add_step(parser)
+    parser.add_argument("--set", action="append", default=[], metavar="key=value", help="what if the step had this")
+    parser.add_argument("--reward", type=Path, metavar="FILE", help="what if this file had scored the responses")
+    args = parser.parse_args(argv)
+    prepare_process()
+    from verl.trainer.replay import replay
+
+    run = find_run(args.run)
+    for line in replay(run, args.step, partial(_config, run, args.overrides), args.set, args.reward):
+        print(line)
+    return 0
+
+
+def diff(argv: list[str]) -> int:
+    """Name the first step, phase and tensor at which two runs part; 0, or 2 with one line on what is wrong."""
+    parser = _parser("diff", "Name the first step, phase and tensor at which two runs part.")
+    parser.add_argument("other", type=Path, metavar="RUN", help="run folder")
+    args = parser.parse_args(argv)
+    from verl.trainer.replay import diff
+
+    for line in diff(find_run(args.run), find_run(args.other)):
+        print(line)
+    return 0
+
+
+def audit(argv: list[str]) -> int:
+    """Compare a step's log-probs with those of transformers; 0, or 2 with one line on what is wrong."""
+    parser = _parser("audit", "Compute the log-probs of a step's tokens with transformers, and compare.")
+    _add_step(parser)
+    args = parser.parse_args(argv)
+    prepare_process()
+    from verl.trainer.replay import audit
+
+    run = find_run(args.run)
+    for line in audit(run, args.step, _config(run, args.overrides)):
+        print(line)
+    return 0
