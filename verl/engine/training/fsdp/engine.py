@@ -479,6 +479,12 @@ class FSDPEngine(ScheduledEngine):
         """See `TrainingEngine.without_adapter`."""
         return super().without_adapter() if self._model.adapter is None else self._model.adapter.off()
 
+    def fill_adapter(self, value: float) -> bool:
+        """See `TrainingEngine.fill_adapter`."""
+        if self._model.adapter is not None:
+            self._model.adapter.fill(value)
+        return self.adapted
+
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainingEngine.named_weights`; float32, every rank gets every tensor."""
