@@ -77,6 +77,8 @@ def wrap(m: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any
 
 follows = {"by": PROBE, "caught": "the trainer's log-probs of .* tokens have moved, and the sampler's by"}
 
+unbound = {"by": "known adapter before the first step", "steps": 0, "caught": "a known adapter moves the trainer's"}
+
 
 @fault("no push after the first reaches the sampler", "verl #7495", words=(AWAKE,), prove="weights", **follows)
 def never_sent(m: pytest.MonkeyPatch) -> None:
@@ -92,12 +94,12 @@ def packed_once(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("the adapter is sent and bound to nothing", "verl-omni #552, verl #3516", words=(LORA,), prove="adapter",
-       **follows)  # fmt: skip
+       **unbound)  # fmt: skip
 def adapter_unbound(m: pytest.MonkeyPatch) -> None:
     m.setattr(runner, "merged_weight", lambda layer: layer.base_layer.weight.detach())
 
 
-@fault("the adapter is bound with a wrong scale", "verl #7453", words=(LORA,), prove="adapter", **follows)
+@fault("the adapter is bound with a wrong scale", "verl #7453", words=(LORA,), prove="adapter", **unbound)
 def adapter_scaled(m: pytest.MonkeyPatch) -> None:
     def half(merged: Any, layer: Any) -> torch.Tensor:
         return 0.5 * (merged(layer) + layer.base_layer.weight.detach())

@@ -16,6 +16,8 @@ of a tiny model on a CPU; the run must name the cause within two steps. A normal
 - the **verification of the first push**: every weight is compared after the first transfer to the sampler ([weight-sync.md](weight-sync.md));
 - the **first batch compared**: log-probs of sampler and trainer must agree within the rounding of their precisions;
 - the **probe at each push**: the sampler's log-probs of a few tokens must move as the trainer's do ([weight-sync.md](weight-sync.md));
+- the **known adapter before the first step**: an adapter begins with B = 0, so that it agrees even where it is not applied; one with another B
+  is pushed, compared and taken back;
 - **images blanked at the first step**: the log-probs of a response must depend on the images before it ([vision.md](vision.md));
 - the **check of each step** (`verl/trainer/step_checks.py`): identities between numbers that the step has computed anyway. A difference is an
   event `check_mask`, `check_data`, `check_baseline`, `check_pairing`, `check_loss`, `check_ratio`, `check_reference` or `check_update`, shown

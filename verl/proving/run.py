@@ -108,7 +108,9 @@ def _checks(config: Config, tracking: Tracking) -> Iterator[Finding]:
         yield _signal(batch)
         trainer.probe.begin(batch)
         trainer.colocation.to_training()
-        trainer.probe.before_update()
+        yield (adapter := sampling.known_adapter(life))
+        if adapter.verdict == FAILED:
+            return
         yield sampling.log_probs(life, batch)
         yield sampling.images(life, batch)
         before = life.log_probs(batch)

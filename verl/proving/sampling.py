@@ -55,9 +55,21 @@ def images(life: Life, batch: Batch) -> Finding:
     )
 
 
+def known_adapter(life: Life) -> Finding:
+    """The adapter with B other than 0, before the first update; the trainer's log-probs of the probe are taken."""
+    if not life.config.actor_rollout_ref.model.lora_rank:
+        life.trainer.probe.before_update(0)
+        return Finding("adapter", "no adapter", verdict=SKIPPED)
+    try:
+        life.trainer.probe.before_update(0)
+    except SamplerDoesNotFollow as error:
+        return Finding("adapter", "a known adapter is not seen", "seen", FAILED, str(error))
+    return Finding("adapter", "a known adapter goes in, is seen, goes out", "seen")
+
+
 def weights(life: Life, metrics: dict[str, Any]) -> Finding:
     """Push what an update made, and what the probe says of it. metrics: of that update, gets the push's."""
-    name = "adapter" if life.config.actor_rollout_ref.model.lora_rank else "weights"
+    name = "weights"
     try:
         life.trainer.push(1, metrics)
     except WeightSyncError as error:

@@ -87,7 +87,7 @@ class PPOTrainer:
             metrics = self.score(step, batch)
             self.probe.begin(batch)
             self.colocation.to_training()
-            self.probe.before_update()
+            self.probe.before_update(self.versions.at(step))
             metrics |= self.train(step, batch)
             record.synced(self.push(step, metrics), self.versions.at(step) + 1)
             metrics |= self._validate() if self._due(self.config.trainer.test_freq, step) else {}

@@ -9,7 +9,8 @@ each push both sides give the log-probs of these tokens:
 
 A sampler that follows has a slope of 1, one that never got the weights, reverts to old ones or does not apply an
 adapter has 0. What differs between the two sides by design (precision, kernels) cancels in the moves. A verdict waits
-until the trainer's moves are so much larger than the noise of the precision that the slope is certain. Checksums of a
+until the trainer's moves are so much larger than the noise of the precision that the slope is certain. An adapter begins
+with B = 0: before the first update both sides are compared with another B, too. Checksums of a
 transfer (`verl.weight_sync.verify`) say what arrived; this says what is computed.
 """
 
@@ -41,6 +42,8 @@ NOISE = {"float32": (1e-5, 1e-4), "half": (3e-3, 3e-2)}
 CERTAIN = 16
 """The moves are judged when their norm is so many times the noise: the slope is then known to 0.1. Tokens may move
 apart by as many times the noise."""
+KNOWN = {"float32": 0.003, "half": 0.01}
+"""B of the known adapter by precision: moves far above rounding, and most greedy tokens stay as they are."""
 FOLLOWS = 0.3
 FEWEST = ROWS * DRAWN // 4
 """Comparable tokens below which the probe starts anew, with rows of the next step."""
@@ -130,11 +133,14 @@ class SyncProbe:
         self._temperature = 0.0 if rollout.temperature == 1 else float(rollout.temperature)
         trainer = parts.workers.policy.compute_dtype
         names = [float_name(rollout.dtype or trainer), float_name(trainer)]
-        self._bounds = NOISE["float32" if names == ["float32"] * 2 else "half"]
+        precision = "float32" if names == ["float32"] * 2 else "half"
+        self._bounds, self._known = NOISE[precision], KNOWN[precision]
         # Replayed routes come with the responses: a probe has none, and its experts may differ by rounding.
         replays = actor.router_replay.mode != "disabled"
         self._adapted, self._ahead = reference_is_base(config), config.trainer.max_staleness > 0
         self._on = self._mode != "off" and rollout.temperature > 0 and not replays and not rollout.quantization
+        model = config.actor_rollout_ref.model
+        self._fresh_adapter = self._adapted and not model.lora_adapter_path and not self._ahead
         self._rows: list[ProbeRow] = []
         self._level = True  # both sides have the same weights
         self._now: list[np.ndarray] | None = None
@@ -155,11 +161,13 @@ class SyncProbe:
                 row.drawn, row.sampler = drawn, log_probs
         self._rows = [row for row in rows if len(row.drawn)]
 
-    def before_update(self) -> None:
-        """The trainer's log-probs under the probe's first weights."""
+    def before_update(self, version: int) -> None:
+        """The trainer's log-probs under the probe's first weights, of which the sampler has this version."""
         if self._rows and self._level and self._rows[0].trainer is None:
             for row, values in zip(self._rows, self._score(), strict=True):
                 row.trainer = values
+            if version == 0 and self._fresh_adapter:
+                self._prove_adapter(version)
         self._level = False
 
     def before_push(self) -> None:
@@ -193,6 +201,32 @@ class SyncProbe:
             raise SamplerDoesNotFollow(problem)
         if problem:
             self._parts.tracking.event("sampler_does_not_follow", message=problem)
+
+    def _prove_adapter(self, version: int) -> None:
+        """Before the first step B is 0, and a sampler that applies no adapter agrees: a known one goes in, is seen, and
+        goes out. The sampler is asleep before and afterwards."""
+        parts = self._parts
+        assert parts.workers.weight_sync is not None
+        with parts.colocation.computing(parts.workers.policy):
+            if not all(parts.workers.policy.fill_adapter(self._known)):
+                return
+        try:
+            now = self._score()
+            parts.workers.weight_sync.push(version)
+            parts.colocation.to_sampling()
+            moves = self._moves(now, self._sample(self._rows))
+            parts.colocation.to_training()
+        finally:
+            with parts.colocation.computing(parts.workers.policy):
+                parts.workers.policy.fill_adapter(0.0)
+        parts.workers.weight_sync.push(version)
+        if not moves.follows or (moves.certain and abs(moves.slope - 1) > FOLLOWS):
+            self._problem = (
+                f"before the first step: a known adapter moves the trainer's log-probs of {len(moves.trainer)} tokens, and "
+                f"the sampler's by {max(0.0, moves.slope):.0%} of that: the adapter is not applied, or not in all layers or "
+                "with another scale: report it, and try rollout.name=native; trainer.sync_proof=warn goes on"
+            )
+            self.check()
 
     def _moves(self, now: list[np.ndarray], sampled: list[Drawn]) -> Moves:
         """Of the tokens that the sampler draws again, up to the first other one of each row."""

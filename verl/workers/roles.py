@@ -202,6 +202,11 @@ class Policy(TrainedRole):
             starts[rank] += row.length
         return np.concatenate(out) if out else np.zeros(0, np.float32)
 
+    def fill_adapter(self, value: float) -> list[bool]:
+        """See `TrainingEngine.fill_adapter`; of each rank."""
+        self.group.moved = True
+        return self.group.call("run", self.name, "fill_adapter", value, doing="sync_proof")
+
     def memory(self) -> dict[str, float]:
         """perf/max_memory_{allocated,reserved}_gb of an accelerator, GiB, the largest of all ranks; empty on a CPU."""
         peaks = self.group.call("peak_memory", doing="peak_memory")

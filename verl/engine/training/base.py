@@ -135,6 +135,11 @@ class TrainingEngine(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} has no adapter to switch off")
 
+    def fill_adapter(self, value: float) -> bool:
+        """Set the second factor B of every adapter, which begins as 0, to one value: a known adapter for a probe of the
+        sampler. False where the engine has no adapter or cannot."""
+        return False
+
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors of the adapter under the names of peft's files (without their prefix). Empty without one."""
         return iter(())

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from verl.config import model_facts
 from verl.config.schema.base import setting
-from verl.engine.training.process_group import on_all_ranks, take_share, this_rank, whole
+from verl.engine.training.process_group import local, on_all_ranks, take_share, this_rank, whole
 from verl.engine.training.weight_files import FileSource, WeightSource, reading, untied
 from verl.errors import UserError
 from verl.models import adapters
@@ -221,6 +221,12 @@ class Adapter:
         finally:
             for layer in self._layers:
                 layer._disable_adapters = False
+
+    @torch.no_grad()
+    def fill(self, value: float) -> None:
+        """Set every B to one value, in place."""
+        for layer in self._layers:
+            local(layer.lora_B[adapters.NAME].weight).fill_(value)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in peft's files less the prefix, whole tensor), one at a time. Collective."""

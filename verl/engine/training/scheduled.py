@@ -136,6 +136,12 @@ class ScheduledEngine(TrainingEngine):
         """See `TrainingEngine.without_adapter`."""
         return super().without_adapter() if self._model.adapter is None else self._model.adapter.off()
 
+    def fill_adapter(self, value: float) -> bool:
+        """See `TrainingEngine.fill_adapter`."""
+        if self._model.adapter is not None:
+            self._model.adapter.fill(value)
+        return self.adapted
+
     def _follows_routes(self) -> bool:
         """Without its adapter the model is the reference, which is nobody else's routes."""
         return self._replays and (self._model.adapter is None or self._model.adapter.is_on)

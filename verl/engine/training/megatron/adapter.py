@@ -177,6 +177,14 @@ class MegatronAdapter(lora.Adapter):
                 chunk.adapters.is_on = True
 
     @torch.no_grad()
+    def fill(self, value: float) -> None:
+        """See `lora.Adapter.fill`."""
+        for chunk in self._chunks:
+            for name, weight in chunk.adapters.named():
+                if ".lora_B" in name:
+                    weight.fill_(value)
+
+    @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `lora.Adapter.tensors`; float32, every rank gets every tensor. Collective."""
         mine = {name: weight for chunk in self._chunks for name, weight in chunk.adapters.named()}
