@@ -126,7 +126,19 @@ def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[
         "rollout_log_probs": _rounded(t.rollout_log_probs, mask),
         "advantages": _rounded(t.advantages, None),
         **_dialogue(t),
+        **_tree(t),
     }
+
+
+def _tree(t: Trajectory) -> dict[str, Any]:
+    """`segments`, where there are several: of each [number of the segment that it begins as, or None; tokens shared with
+    that; all tokens; tokens that the policy wrote]."""
+    if len(t.segments) < 2:
+        return {}
+    sizes = [
+        [s.parent, s.shared, len(s.context_ids) + s.length, int(np.count_nonzero(s.response_mask))] for s in t.segments
+    ]
+    return {"segments": sizes}
 
 
 def _dialogue(t: Trajectory) -> dict[str, Any]:
