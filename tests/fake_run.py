@@ -246,6 +246,7 @@ def hostile_response(step: int) -> dict[str, Any]:
             {"role": "assistant", "content": "done"},
         ],
         "turns": [{"at": 0.0, "seconds": 0.25, "reward": -0.5}, {"at": 2.25, "seconds": 1.0}],
+        "segments": [[None, 0, 300, 120], [0, 180, 260, 40], [1, 230, 320, 50], [None, 0, 90, 20]],
     }
 
 

@@ -95,6 +95,8 @@ def test_hostile_text_is_inert_and_visible(page: chromium.Page, hostile_report: 
     turns = [page.eval(f"[...{panel}.querySelectorAll('.said')][{k}].textContent") for k in range(6)]
     assert turns[3].startswith("assistant250 msthen 2.0 sreward −0.5") and turns[5] == "assistant1.0 sdone"
     assert turns[1] == "assistantan earlier turn" and "result of <b>tool</b>" in turns[4]
+    bars = [page.eval(f"[...{panel}.querySelectorAll('.branch')][{k}].style.cssText") for k in range(4)]
+    assert bars[2] == "margin-left: 71.875%; width: 28.125%;" and bars[0].startswith("margin-left: 0%")
     assert page.eval(f"{panel}.querySelectorAll('details').length") == 2, "the call and its result, folded"
     assert page.eval(f"{panel}.querySelectorAll('details[open]').length") == 0
     assert page.eval("document.scripts.length") == 2

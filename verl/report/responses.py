@@ -19,6 +19,7 @@ from verl.report.read import Record, json_lines, number, text_of
 
 LOG_PROB_UNIT = 1e-4
 DIFF_UNIT = 1e-6
+_SEGMENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class _Packer:
         return min(size, read_limit)
 
     def _add(self, step: int, record: Record) -> None:
-        row = self._text(step, record) | self._images(step, record) | self._dialogue(record)
+        row = self._text(step, record) | self._images(step, record) | self._dialogue(record) | self._tree(record)
         if tokens := self._tokens(record):
             row |= tokens
             self._drop_repeated_text(row)
@@ -212,6 +213,13 @@ class _Packer:
                 entry["v"] = [turn.get(name) for name in ("at", "seconds", "reward")]
             packed.append(entry)
         return {"dl": packed[::-1]}
+
+    @staticmethod
+    def _tree(record: Record) -> Record:
+        """`sg`: of each segment its parent's number, tokens shared with it, all tokens, those of the policy."""
+        segments = record.get("segments", [])
+        whole = isinstance(segments, list) and all(isinstance(s, list) and len(s) == 4 for s in segments)
+        return {"sg": segments[:_SEGMENTS]} if whole and segments else {}
 
     def _shown(self, record: Record, messages: list[Record]) -> list[list[int]]:
         """The numbers of each message's images: those of tools and environments, in the order of their places."""

@@ -121,6 +121,7 @@ def _shown_row(step: int, t: Trajectory, text: str, tokenizer: Any) -> dict[str,
         "finish_reason": t.finish_reason if "agent_loop" not in t.extra else t.status,
         "versions": list(t.versions),
         **_dialogue(t),
+        **_tree(t),
     }
 
 
@@ -138,6 +139,17 @@ def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[
         "rollout_log_probs": _rounded(t.rollout_log_probs, mask),
         "advantages": _rounded(t.advantages, None),
     }
+
+
+def _tree(t: Trajectory) -> dict[str, Any]:
+    """`segments`, where there are several: of each [number of the segment that it begins as, or None; tokens shared with
+    that; all tokens; tokens that the policy wrote]."""
+    if len(t.segments) < 2:
+        return {}
+    sizes = [
+        [s.parent, s.shared, len(s.context_ids) + s.length, int(np.count_nonzero(s.response_mask))] for s in t.segments
+    ]
+    return {"segments": sizes}
 
 
 def _dialogue(t: Trajectory) -> dict[str, Any]:

@@ -243,7 +243,7 @@ for chunk in ask(stream=True, tools=tools, stream_options={"include_usage": True
     reasons += [choice.finish_reason for choice in chunk.choices]
     used = chunk.usage or used
 (called,) = deltas[0].tool_calls
-assert (called.index, called.function.name) == (0, "calculate") and reasons == [None, "tool_calls"] and used.completion_tokens
+assert (called.index, called.function.name) == (0, "calculate") and reasons == [None, None, "tool_calls"] and used.completion_tokens
 called = {"id": called.id, "type": "function", "function": {"name": "calculate", "arguments": called.function.arguments}}
 messages += [{"role": "assistant", "tool_calls": [called]}, {"role": "tool", "tool_call_id": called["id"], "content": [{"type": "text", "text": "4"}]}]
 with client.chat.completions.stream(model=model, messages=messages, tools=tools) as stream:
@@ -257,7 +257,7 @@ async def later():
         return [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
 
 try:
-    client.chat.completions.create(model=model, messages=messages, n=2)
+    client.chat.completions.create(model=model, messages=messages, n=200)
 except openai.BadRequestError as error:
     print(json.dumps({"reward": 0.5, "metrics": {"refused": error.message, "later": asyncio.run(later())}}))
 """
@@ -276,7 +276,7 @@ def test_the_client_of_openai(tmp_path: Path) -> None:
         0.5,
         5,
     )  # of a dialogue, two texts, two more questions
-    assert "n must be 1" in t.fields["environment_metrics"]["refused"]
+    assert "n must be a number" in t.fields["environment_metrics"]["refused"]
     assert t.fields["environment_metrics"]["later"] == ["Fine."] * 2
 
 

@@ -134,6 +134,17 @@
     return R.el("section", { class: "block" }, R.el("h3", {}, "Dialogue"), R.el("ol", { class: "dialogue" }, ...row.dl.map(turn)));
   };
 
+  // Segments as a tree: each is a bar over the tokens of its own, which begins where it left its parent.
+  const tree = (row) => {
+    const most = Math.max(...row.sg.map(([, , size]) => size)), share = (n) => `${(100 * n) / most}%`;
+    const line = ([parent, shared, size, wrote], at) => {
+      const from = parent === null ? "" : `, ${R.num(shared)} of them with ${parent + 1}`;
+      return R.el("li", {}, R.el("span", { class: "branch", style: { marginLeft: share(shared), width: share(size - shared) } }),
+        R.el("small", {}, `${at + 1}: ${R.num(size)} tokens${from}; ${R.num(wrote)} sampled`));
+    };
+    return R.el("section", { class: "block" }, R.el("h3", {}, "Segments"), R.el("ol", { class: "tree" }, ...row.sg.map(line)));
+  };
+
   const tokenSection = (row) => {
     if (!row.t) return block("Response", R.output(row) || "(empty)");
     const options = Object.entries(MODES).filter(([, m]) => m.has(row)).map(([key, m]) => [key, m.label]);
@@ -161,7 +172,7 @@
       row.e ? R.el("p", { class: "warning" }, "Scoring failed: ", ...R.shown(row.e)) : "",
       row.dl ? dialogue(row) : block("Prompt", R.prompt(row)),
       row.im ? R.el("p", { class: "images" }, ...R.images(row), R.el("span", { class: "muted" }, `${row.it.join(" + ")} image tokens`)) : "",
-      tokenSection(row), row.g ? block("Reference", row.g) : ""),
+      row.sg ? tree(row) : "", tokenSection(row), row.g ? block("Reference", row.g) : ""),
       row.t ? R.el("footer", { class: "inspector", id: "inspector", role: "status" }) : "");
     if (row.t) { paint(); inspect(-1); }
     if (!panel.open) panel.showModal();
