@@ -44,7 +44,11 @@ class KernelCall:
 
 
 def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[KernelCall]:
-    """The one or two calls that a pack needs. The responses of a prompt are one sequence of queries."""
+    """The one or two calls that a pack needs. The responses of a prompt are one sequence of queries.
+
+    Empty segments are left out: where no sequence has more than one query, torch's kernel takes it that each has one.
+    """
+    segments = [s for s in segments if s.end > s.start]
     lengths = [s.end - s.start for s in segments]
     segment_bounds, ends = _bounds(lengths, device), list(accumulate(lengths))
     parts = [KernelCall(segment_bounds, segment_bounds, ends, ends, max(lengths), max(lengths), True)]
