@@ -27,6 +27,7 @@ def _parts(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, causal: bool, sc
 
 
 def flash(q: Any, k: Any, v: Any, cq: Any, ck: Any, mq: int, mk: int, p: float, causal: bool, *_: Any, scale: float):  # type: ignore[no-untyped-def]
+    assert mq > 1 or q.shape[1] == k.shape[1] or len(q) == len(cq) - 1, "of one query each, with grouped heads"
     out, lse = torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), float("-inf"))
     for rows, columns, _, scores in _parts(q, k, cq, ck, causal, scale):
         lse[:, rows] = scores.logsumexp(-1).flatten(0, 1)
