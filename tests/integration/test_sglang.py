@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,16 @@ def assert_trained(out: Path) -> None:
     for step in (1, 2):
         assert records(out)[step]["training/rollout_logprob_abs_diff/max"] < 1e-4
         assert records(out)[step]["actor/grad_norm"] > 0
+
+
+def test_programs_start_beside_it(engine: Any) -> None:
+    """As those that run agent loops of users."""
+
+    async def run() -> int:
+        return await (await asyncio.create_subprocess_exec(sys.executable, "-c", "")).wait()
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        assert runner.run(run()) == 0
 
 
 def test_two_steps(tmp_path: Path, fork_server: Any) -> None:

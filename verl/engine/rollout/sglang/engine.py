@@ -320,10 +320,13 @@ async def _start(arguments: dict[str, Any], version: str, cpu: bool) -> Any:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     for name, value in ENGINE.environment.items():
         os.environ.setdefault(name, value)
+    policy = asyncio.get_event_loop_policy()
     try:
         from sglang.srt.entrypoints.engine import Engine
     except (ImportError, OSError) as error:
         raise EnginePackageError(f"SGLang {version} cannot be imported: {error}") from error
+    finally:  # it sets uvloop's, with which no other loop of this process, the run's own for one, starts a program
+        asyncio.set_event_loop_policy(policy)
     # A process of SGLang that fails sends this signal to its parent, which it would end. Python sets handlers only in
     # the main thread.
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
