@@ -15,7 +15,7 @@ import resource
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -23,8 +23,6 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from verl.data.rows import BadRow
-from verl.rollout.dialects import ROUTES, Handler, Result
-from verl.rollout.dialects.turns import NotFound
 from verl.rollout.event_loop import spawn
 
 _MOST_BYTES = 64 * 2**20  # of a body
@@ -35,6 +33,19 @@ _LINGER_SECONDS = 2.0
 
 
 T = TypeVar("T")
+Result = dict[str, Any] | AsyncGenerator[str]
+"""A body of JSON, or the server-sent events of a stream."""
+Handler = Callable[[Any, dict[str, Any]], Awaitable[Result]]
+"""Answers a request: a session, and the body; of a path that ends with an id, the id is in the body."""
+ROUTES: dict[str, tuple[str, Handler]] = {}
+"""Path → the method that it takes, and what answers it; `verl.rollout.dialects` fills it. ID stands for a path's end that
+is not named here."""
+
+
+class NotFound(LookupError):
+    """A path names something that is not there."""
+
+    code = "not_found"
 
 
 class _Refused(Exception):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
+from verl.rollout import dialects  # noqa: F401 - what sessions speak over HTTP
 from verl.rollout.event_loop import users_code
 from verl.rollout.record import EnvironmentFailed, Outcome, Record
 from verl.rollout.session import LoopSetup, Session

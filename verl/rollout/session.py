@@ -22,6 +22,7 @@ import numpy as np
 from verl.config.schema.base import Map, select
 from verl.config.schema.entries import Config
 from verl.engine.rollout.base import Completion, OnTokens, SamplingParams
+from verl.rollout import http_sessions
 from verl.rollout.record import Place, Record, SegmentRecord
 from verl.rollout.tools.parsers import OWN_PARSERS, Stop, ToolCall, before_stop, parse
 from verl.rollout.turn_boundaries import Boundaries, Message, images_of, without_images
@@ -250,8 +251,6 @@ class Session:
     @property
     def base_url(self) -> str:
         """This session over HTTP on loopback, as OpenAI's clients take a base URL; known to nobody else."""
-        from verl.rollout import http_sessions
-
         if self._url is None:
             self._url = http_sessions.open_session(self)
         return self._url
@@ -259,8 +258,6 @@ class Session:
     def close(self) -> None:
         """No more calls come over HTTP."""
         if self._url is not None:
-            from verl.rollout import http_sessions
-
             http_sessions.close_session(self._url)
             self._url = None
 

@@ -7,11 +7,9 @@ The run decides how tokens are sampled: of a request only the most tokens, stop 
 from __future__ import annotations
 
 from verl.rollout.dialects import anthropic, chat, completions, responses, tokens
-from verl.rollout.dialects.turns import Handler, Result
+from verl.rollout.http_sessions import ROUTES
 
-__all__ = ["ROUTES", "Handler", "Result"]
-
-ROUTES: dict[str, tuple[str, Handler]] = {
+ROUTES |= {
     "v1/chat/completions": ("POST", chat.create),
     "v1/completions": ("POST", completions.create),
     "v1/responses": ("POST", responses.create),
@@ -25,4 +23,3 @@ ROUTES: dict[str, tuple[str, Handler]] = {
     "tokenize": ("POST", tokens.tokenize),
     "detokenize": ("POST", tokens.detokenize),
 }
-"""Path → the method that it takes, and what answers it. ID stands for one that is not named here."""

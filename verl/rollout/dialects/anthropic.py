@@ -14,7 +14,6 @@ from verl.rollout.dialects.turns import (
     MODEL,
     Messages,
     Pieces,
-    Result,
     as_json,
     event,
     function_tool,
@@ -25,6 +24,7 @@ from verl.rollout.dialects.turns import (
     thinking,
     whole,
 )
+from verl.rollout.http_sessions import Result
 from verl.rollout.session import Reply, Session
 from verl.rollout.turn_text import Thinking, joined
 

@@ -9,7 +9,8 @@ from contextlib import aclosing
 from typing import Any
 
 from verl.rollout.dialects.log_probs import entries
-from verl.rollout.dialects.turns import MODEL, Result, as_json, event, new_id, settings, streamed
+from verl.rollout.dialects.turns import MODEL, as_json, event, new_id, settings, streamed
+from verl.rollout.http_sessions import Result
 from verl.rollout.session import Reply, Session
 
 _ROLES = {"developer": "system"}

@@ -9,7 +9,8 @@ from typing import Any
 
 from verl.rollout.dialects.log_probs import legacy_entries
 from verl.rollout.dialects.tokens import prompts_of
-from verl.rollout.dialects.turns import MODEL, Result, event, new_id, settings
+from verl.rollout.dialects.turns import MODEL, event, new_id, settings
+from verl.rollout.http_sessions import Result
 from verl.rollout.session import Session
 from verl.rollout.tools.parsers import before_stop
 

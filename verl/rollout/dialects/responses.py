@@ -14,9 +14,7 @@ from typing import Any
 from verl.rollout.dialects.turns import (
     MODEL,
     Messages,
-    NotFound,
     Pieces,
-    Result,
     as_json,
     event,
     function_tool,
@@ -26,6 +24,7 @@ from verl.rollout.dialects.turns import (
     thinking,
     whole,
 )
+from verl.rollout.http_sessions import NotFound, Result
 from verl.rollout.session import Reply, Session
 from verl.rollout.turn_text import Thinking, joined
 

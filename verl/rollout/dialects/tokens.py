@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from verl.rollout.dialects.turns import MODEL, NotFound, Result, new_id, settings
+from verl.rollout.dialects.turns import MODEL, new_id, settings
+from verl.rollout.http_sessions import NotFound, Result
 from verl.rollout.session import Session
 
 

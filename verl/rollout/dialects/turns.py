@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,17 +16,7 @@ from verl.rollout.tools.toolbox import warn_once
 from verl.rollout.turn_text import Thinking
 
 MODEL = "policy"
-Result = dict[str, Any] | AsyncGenerator[str]
-"""A body of JSON, or the server-sent events of a stream."""
-Handler = Callable[[Any, dict[str, Any]], Awaitable[Result]]
-"""Answers a request: a session, and the body; of a path that ends with an id, the id is in the body."""
 Messages = list[dict[str, Any]]
-
-
-class NotFound(LookupError):
-    """A path names something that is not there."""
-
-    code = "not_found"
 
 
 def settings(session: Session, *, most: Any, stop: Any, choice: Any = None, form: Any = None) -> dict[str, Any]:
