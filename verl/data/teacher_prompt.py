@@ -27,8 +27,11 @@ class TeacherPrompt:
         self._solution_score = solution_score
 
     def __call__(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> Trajectory:
-        """The same response after the teacher's prompt. group: the responses to its prompt. UserError for a name that the row has not, and for a prompt
-        that is more than the rendering of its messages (tools, images, a prompt that was cut)."""
+        """The same response after the teacher's prompt. group: the responses to its prompt.
+
+        UserError for a name that the row has not, and for a prompt that is more than the rendering of its messages
+        (tools, images, a prompt that was cut).
+        """
         prompt, segments = trajectory.prompt, []
         messages = as_messages(prompt.messages)
         whole = self._ids(messages)
