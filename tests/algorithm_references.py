@@ -521,6 +521,11 @@ def distilled(mode: str, new: list[float], teacher: list[float], least: float | 
     if mode == "forward_kl_topk":
         term = math.fsum(math.exp(nu) * (nu - v) for v, nu in zip(new, teacher, strict=True))
         return max(term, 0.0), [-math.exp(nu) * m if term > 0 else 0.0 for nu, m in zip(teacher, moves, strict=True)]
+    if mode == "jsd_topk":
+        half = [math.log((math.exp(v) + math.exp(nu)) / 2) for v, nu in zip(new, teacher, strict=True)]
+        of_teacher = math.fsum(math.exp(nu) * (nu - m) for nu, m in zip(teacher, half, strict=True))
+        of_policy = [math.exp(v) * (v - m) for v, m in zip(new, half, strict=True)]
+        return (of_teacher + math.fsum(of_policy)) / 2, [x * m / 2 for x, m in zip(of_policy, moves, strict=True)]
     if mode == "reverse_kl_topk":
         term = math.fsum(math.exp(v) * (v - nu) for v, nu in zip(new, teacher, strict=True))
         slopes = [math.exp(v) * (1 + v - nu) * m for v, nu, m in zip(new, teacher, moves, strict=True)]

@@ -118,9 +118,12 @@ PROMPT = "{prompt} The answer is {ground_truth}, row {index}, {length} character
 """A teacher's prompt: of the message, the row and what the reward function returned."""
 
 
-@pytest.mark.parametrize("mode", ["k1", "forward_kl_topk", "reverse_kl_topk"])
+@pytest.mark.parametrize(
+    ("mode", "template"),
+    [("k1", PROMPT), ("jsd_topk", PROMPT), ("k3", "{prompt} Somebody said {solution}.")],
+)
 def test_a_teacher_that_is_the_policy_and_reads_more(
-    mode: str, tiny: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, template: str, tiny: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it says of each response is what transformers says of it after the longer prompt; two steps are trained."""
     seen: list = []
@@ -129,26 +132,33 @@ def test_a_teacher_that_is_the_policy_and_reads_more(
         Policy, "update", lambda role, batch, **more: (seen.append(list(batch)), update(role, batch, **more))[1]
     )
     loss = "distillation.distillation_loss"
-    own = [f"{TEACHERS}.teacher_model.prompt='{PROMPT}'", f"{loss}.loss_mode={mode}", f"{loss}.topk=4"]
+    own = [f"{TEACHERS}.teacher_model.prompt='{template}'", f"{loss}.loss_mode={mode}", f"{loss}.topk=4"]
+    own.append(f"{TEACHERS}.teacher_model.solution_score=0.1")
     more = [f"{loss}.use_task_rewards=False", f"{loss}.use_policy_gradient={mode == 'k1'}", ON[0]]
     found = trained(tiny, tmp_path / "out", *own, *more, "trainer.total_training_steps=2", "trainer.test_freq=-1")
     assert found[2]["actor/grad_norm"] > 0 and found[2]["distillation/abs_loss"] > 0
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     network = AutoModelForCausalLM.from_pretrained(tiny.model).eval()
+    shown = 0
     for row in seen[0]:
         text = row.prompt.messages[0]["content"]
+        others = [other for other in seen[0] if other.uid == row.uid and other is not row and other.score >= 0.1]
+        solution = max(others, key=lambda other: other.score).text if others else None
+        shown += solution is not None
         filled = {"prompt": text, "ground_truth": row.prompt.ground_truth, **row.prompt.extra_info, **row.score_parts}
-        content = [{"role": "user", "content": PROMPT.format(**filled)}]
+        told = template.format(**filled, solution=solution) if solution or template == PROMPT else text
+        content = [{"role": "user", "content": told}]
         context = tokenizer(tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True))
         ids = torch.tensor([[*context["input_ids"], *row.response_ids]])
         with torch.no_grad():
             log_probs = network(ids).logits[0, -len(row.response_ids) - 1 : -1].log_softmax(-1)
-        if mode == "k1":
+        if mode != "jsd_topk":
             expected = log_probs.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
             assert row.teacher_log_probs == pytest.approx(expected.numpy(), abs=1e-4)
         else:
             expected = log_probs.gather(1, torch.tensor(row.teacher_topk_ids).long())
             assert row.teacher_topk_log_probs == pytest.approx(expected.numpy(), abs=1e-4)
+    assert 0 < shown < len(seen[0])
 
 
 def test_a_name_that_a_row_has_not_ends_the_run(

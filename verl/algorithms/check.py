@@ -180,6 +180,12 @@ def _teacher_model(report: Report, at: str, teacher: Any) -> None:
     unread += ["num_replicas"] if teacher.get("num_replicas") else []
     if unread:
         report.notice(f"no effect: {at}: {', '.join(unread)}: the training engine serves every teacher")
+    if not isinstance(teacher.get("solution_score") or 1.0, int | float):
+        report.refuse(f"{at}.solution_score={teacher['solution_score']}", "is not a number")
+    mode = report.config.distillation.distillation_loss.loss_mode
+    if "{solution}" in str(teacher.get("prompt")) and mode in ("forward_kl_topk", "reverse_kl_topk"):
+        why = f"loss_mode={mode} would train responses without a solution too; take jsd_topk, k1, k2 or k3"
+        report.refuse(f"{at}.prompt with {{solution}}", why)
     if not teacher.get("model_path") and teacher.get("prompt"):
         if own_pools(report.config).get("teacher"):
             report.refuse(

@@ -9,6 +9,7 @@ Thinking Machines 2025); overlap of the most likely tokens, arXiv 2604.13016.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ from verl.config.schema.base import Map, setting
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
 
-FORWARD = TOPK_MODES[0]
+OF_TEACHER = TOPK_MODES[:2]
+"""Modes that compare the teacher's most likely tokens."""
 
 
 def topk_terms(student: Tensor, teacher: Tensor) -> Tensor:
@@ -40,22 +42,32 @@ def topk_terms(student: Tensor, teacher: Tensor) -> Tensor:
     return terms.masked_fill(student == float("-inf"), 0.0).sum(-1).clamp(min=0)
 
 
+def jsd_terms(student: Tensor, teacher: Tensor) -> Tensor:
+    """½ Σ_v [ν·log(ν/m) + π·log(π/m)], m = (ν + π)/2, of the log-probs of k tokens, [..., k] → [...]. A token of −inf is
+    left out, as in `topk_terms`."""
+    absent = student == float("-inf")
+    student = student.masked_fill(absent, 0.0)
+    middle = torch.logaddexp(student, teacher) - math.log(2)
+    terms = teacher.exp() * (teacher - middle) + student.exp() * (student - middle)
+    return terms.masked_fill(absent, 0.0).sum(-1) / 2
+
+
 class Distillation:
     """The distillation part of the actor's loss. `config` is the group `distillation.distillation_loss`.
 
     Metrics, means over the tokens in the loss unless said: distillation/loss (aggregated), abs_loss, loss_min,
     loss_max, the shares that limits cut (loss_clamped_ratio, log_prob_clamped_ratio); with a policy gradient what its
     loss logs; of the k tokens that are compared student_mass and teacher_mass with _min and _max, and with
-    forward_kl_topk overlap_ratio and overlap_token_advantage.
+    forward_kl_topk and jsd_topk overlap_ratio and overlap_token_advantage.
     """
 
     def __init__(self, config: DistillationLossConfig):
         self.config = config
         self.topk = config.loss_mode in TOPK_MODES
-        self.forward = config.loss_mode == FORWARD
+        self.of_teacher = config.loss_mode in OF_TEACHER
         #: What the engine's pass has to give beside log-probs and entropy.
         outputs = ("candidate_log_probs", "candidates_in_topk")
-        self.outputs = outputs[: 1 + self.forward] if self.topk else ()
+        self.outputs = outputs[: 1 + self.of_teacher] if self.topk else ()
         self.coefficient = float(config.distillation_loss_coef) if config.use_task_rewards else 1.0
 
     def __call__(
@@ -104,7 +116,10 @@ class Distillation:
         student = micro.candidate_log_probs
         metrics = self._overlap(inputs, student.detach(), teacher, micro.candidates_in_topk)
         student, teacher, limited = self._from_below(inputs, student, teacher)
-        terms = topk_terms(student, teacher) if self.forward else topk_terms(teacher, student)
+        if self.config.loss_mode == "jsd_topk":
+            terms = jsd_terms(student, teacher)
+        else:
+            terms = topk_terms(student, teacher) if self.of_teacher else topk_terms(teacher, student)
         return terms, metrics | limited
 
     def _from_below(self, inputs: LossInputs, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Metrics]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,25 @@ _NAME = re.compile(r"\{(\w+)\}")
 
 class TeacherPrompt:
     """`template` stands in the place of a prompt's last user message. In it `{prompt}` is that message, and any other
-    name is the ground truth, a field of extra_info, a column of the row, or what the reward function returned."""
+    name is the ground truth, a field of extra_info, a column of the row, or what the reward function returned; with
+    `{solution}`, the best other response to the prompt of at least `solution_score`, a response without one keeps the
+    policy's prompt."""
 
-    def __init__(self, template: str, key: str, renderer: ChatRenderer):
+    def __init__(self, template: str, key: str, renderer: ChatRenderer, solution_score: float):
         self._template, self._key, self._renderer = template, key, renderer
+        self._solution_score = solution_score
 
-    def __call__(self, trajectory: Trajectory) -> Trajectory:
-        """The same response after the teacher's prompt. UserError for a name that the row has not, and for a prompt
-        that is more than the rendering of its messages (tools, images, a prompt that was cut)."""
+    def __call__(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> Trajectory:
+        """The same response after the teacher's prompt. group: the responses to its prompt.
+
+        UserError for a name that the row has not, and for a prompt that is more than the rendering of its messages
+        (tools, images, a prompt that was cut).
+        """
         prompt, segments = trajectory.prompt, []
         messages = as_messages(prompt.messages)
         whole = self._ids(messages)
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
-        told = self._told(trajectory, messages[users[-1]]["content"]) if users else ""
+        told = self._told(trajectory, group, messages[users[-1]]["content"]) if users else ""
         changed = [*messages]
         if users:
             changed[users[-1]] = {**messages[users[-1]], "content": told}
@@ -49,13 +56,21 @@ class TeacherPrompt:
         rendered = self._renderer.has_template
         return self._renderer.ids(self._renderer.text(messages) if rendered else messages[-1]["content"])
 
-    def _told(self, trajectory: Trajectory, content: str) -> str:
-        prompt = trajectory.prompt
+    def _solution(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> str | None:
+        scores = [(t.score, t.text) for t in group if t is not trajectory and t.scored and t.score is not None]
+        score, text = max(scores, key=lambda entry: entry[0], default=(-math.inf, None))
+        return text if score >= self._solution_score else None
+
+    def _told(self, trajectory: Trajectory, group: Sequence[Trajectory], content: str) -> str:
+        prompt, solution = trajectory.prompt, self._solution(trajectory, group)
+        if solution is None and "{solution}" in self._template:
+            return content
         values: Mapping[str, Any] = {
             **trajectory.score_parts,
             **prompt.columns,
             **(prompt.extra_info or {}),
             "ground_truth": prompt.ground_truth,
+            "solution": solution,
             "prompt": content,
         }
 

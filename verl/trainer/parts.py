@@ -195,7 +195,8 @@ def set_teacher_prompts(config: Config, workers: WorkerSet, tokenizer: Any) -> N
         if isinstance(role, Teacher) and (template := teacher.get("prompt")):
             key = f"distillation.teacher_models.{name.removeprefix('teacher_')}.prompt"
             renderer = ChatRenderer(tokenizer, config.data.apply_chat_template_kwargs)
-            role.prompt = TeacherPrompt(template, key, renderer)
+            least = teacher.get("solution_score")
+            role.prompt = TeacherPrompt(template, key, renderer, 1.0 if least is None else float(least))
 
 
 def check_reward(rewards: RewardRunner, train: PromptDataset, loop: Loop, rows: int = 8) -> None:

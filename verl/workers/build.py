@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.algorithms.distillation import FORWARD
+from verl.algorithms.distillation import OF_TEACHER
 from verl.algorithms.needs import needed_columns, teacher_roles
 from verl.config import Config
 from verl.config.layout import own_pools, sampling_mask_from
@@ -76,7 +76,7 @@ def actor_engine(config: Config, total_steps: int, platform: Platform, *, shared
     arr = config.actor_rollout_ref
     loss = config.distillation.distillation_loss
     teachers = teacher_roles(config).values()
-    itself = loss.loss_mode == FORWARD and any(not teacher.get("model_path") for teacher in teachers)
+    itself = loss.loss_mode in OF_TEACHER and any(not teacher.get("model_path") for teacher in teachers)
     reverse = teachers and loss.loss_mode == "reverse_kl_topk"
     options: dict[str, Any] = {"topk": loss.topk} if reverse or itself else {}
     if sampling_mask_from(config) == "trainer":
@@ -112,7 +112,7 @@ def teacher_engine(config: Config, role: str, teacher: Any, platform: Platform) 
     if "teacher" in own_pools(config):
         placed = replace(placed, sequence=1)  # the reference's is that of the policy's ranks
     model = _frozen(arr.model)
-    topk = loss.topk if loss.loss_mode == FORWARD else 0
+    topk = loss.topk if loss.loss_mode in OF_TEACHER else 0
     try:
         size, needed = _vocabulary(path, model), _vocabulary(arr.model.path, arr.model)
         if size < needed:

@@ -80,20 +80,21 @@ class Classifier(Role):
 
 
 class Teacher(Role):
-    """A model that computes the rows whose prompt `choose` gives it. prompt: makes of a row the one that it reads."""
+    """A model that computes the rows whose prompt `choose` gives it. prompt: makes of a response, and those
+    of its group, the one that it reads."""
 
     def __init__(self, name: str, group: WorkerGroup, choose: Callable[[Prompt], str]):
         super().__init__(name, group)
         self._choose = choose
-        self.prompt: Callable[[Trajectory], Trajectory] | None = None
+        self.prompt: Callable[[Trajectory, Sequence[Trajectory]], Trajectory] | None = None
 
     def forward(self, batch: Batch, phase: str, outputs: Mapping[str, str]) -> None:
         """See `Role.forward`. UserError for a prompt without a teacher."""
         chosen = [t for t in batch if self._choose(t.prompt) == self.name]
         if self.prompt is not None:
-            told = [self.prompt(trajectory) for trajectory in chosen]
+            told = [self.prompt(trajectory, group) for group in Batch(chosen).groups() for trajectory in group]
             super().forward(Batch(told), phase, outputs)
-            for trajectory, other in zip(chosen, told, strict=True):
+            for trajectory, other in zip(chosen, told, strict=True):  # members of a group are adjacent
                 for column in outputs.values():
                     trajectory.put(column, other.column(column))
             return

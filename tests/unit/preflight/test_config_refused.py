@@ -140,6 +140,8 @@ REFUSED = [
     ),
     ([*TAUGHT, f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=600"], ["topk=600", "has 512 tokens"]),
     ([*TAUGHT, f"+{TEACHER}.modl_path=x"], ["modl_path", "nearest: model_path"]),
+    ([*TAUGHT, f"{TEACHER}.prompt='{{solution}}'", f"{LOSS}.loss_mode=forward_kl_topk"], ["take jsd_topk"]),
+    ([*TAUGHT, f"{TEACHER}.solution_score=much"], ["solution_score=much", "not a number"]),
     ([*TAUGHT, "+distillation.teacher_models.other=x"], ["a teacher is a mapping"]),
     (
         [*TAUGHT, "+distillation.teacher_models.b={key:teacher_model,model_path:{model}}"],

@@ -8,7 +8,7 @@ ESTIMATORS: tuple[str, ...] = ("gae", "grpo", "grpo_vectorized", "grpo_passk", "
 ESTIMATORS += ("reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized", "opo", "gpg")
 ESTIMATORS += ("optimal_token_baseline", "tir_optimal_token_baseline", "maxrl", "gigpo", "real")
 GROUP_ESTIMATORS = tuple(name for name in ESTIMATORS if name not in ("gae", "reinforce_plus_plus", "remax", "real"))
-TEACHER_KEYS = ("key", "model_path", "prompt", "num_replicas", "inference")
+TEACHER_KEYS = ("key", "model_path", "prompt", "solution_score", "num_replicas", "inference")
 # The name of the teacher where there is one; its entry is there from the start.
 ONLY_TEACHER = "teacher_model"
 _WHOLE_MINI_BATCH = ("clip_cov", "kl_cov", "real", "bypass_mode")
@@ -116,7 +116,7 @@ class AlgorithmConfig(Group):
     gigpo_step_weight: float = key(1.0, low=0)
 
 
-TOPK_MODES = ("forward_kl_topk", "reverse_kl_topk")
+TOPK_MODES = ("forward_kl_topk", "jsd_topk", "reverse_kl_topk")
 
 
 class DistillationLossConfig(Group):
@@ -125,8 +125,9 @@ class DistillationLossConfig(Group):
     Attributes:
         loss_mode: The term per token, u = log π − log ν of the sampled token: names as `actor.kl_loss_type` without
             `+`; `forward_kl_topk`: KL from teacher to policy over the teacher's most likely tokens;
-            `reverse_kl_topk`: from policy to teacher over those that were the policy's at the start of the step.
-        topk: How many tokens these two compare.
+            `jsd_topk`: the Jensen-Shannon divergence over these; `reverse_kl_topk`: KL from policy to teacher over those
+            that were the policy's at the start of the step.
+        topk: How many tokens these compare.
         use_policy_gradient: True: −term is the advantage in a policy loss; False: the term itself is minimised.
         use_task_rewards: Added to the actor's loss; False: distillation alone.
         distillation_loss_coef: Weight beside the actor's loss.
@@ -179,17 +180,16 @@ class DistillationConfig(Group):
         enabled: Run the teachers' pass and pull the policy towards them.
         teacher_models: By name `{key, model_path, prompt, num_replicas, inference}`. `key`: the value of `teacher_key`
             that picks the teacher (null = its name). `prompt`: what the teacher reads in place of the last user message,
-            a text with `{prompt}`, `{ground_truth}`, `{column}`; with it `model_path` null is the policy itself. Of
-            `inference` the tensor-parallel size is read.
+            a text with `{prompt}`, `{ground_truth}`, `{solution}`, `{column}`; with it `model_path` null is the policy
+            itself. `solution_score`: least score of another response to the prompt that is shown as `{solution}`
+            (null = 1). Of `inference` the tensor-parallel size is read.
         teacher_key: Column whose value picks a row's teacher where there are several.
         n_gpus_per_node: Devices of a pool of their own on each node.
         nnodes: Nodes of that pool; 0 = the teachers are on the policy's devices.
     """
 
     enabled: bool = False
-    teacher_models: Map = open_map(
-        **{ONLY_TEACHER: {"key": None, "model_path": None, "prompt": None, "num_replicas": 0, "inference": {}}}
-    )
+    teacher_models: Map = open_map(**{ONLY_TEACHER: dict.fromkeys(TEACHER_KEYS) | {"num_replicas": 0, "inference": {}}})
     teacher_key: str = "data_source"
     n_gpus_per_node: int = key(8, low=1, high=1024)
     nnodes: int = key(0, low=0, high=100_000)
