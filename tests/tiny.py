@@ -66,9 +66,9 @@ LINEAR_ATTENTION: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4,
     },
 }
+"""Overrides of `tiny_config` for models whose layers of linear attention carry a state along each sequence."""
 if find_spec("transformers.models.kimi_linear") is None:
     del LINEAR_ATTENTION["kimi_linear"]
-"""Overrides of `tiny_config` for models whose layers of linear attention carry a state along each sequence."""
 
 
 def tiny_tokenizer(

@@ -15,6 +15,7 @@ import torch
 from tests.tiny import LINEAR_ATTENTION, tiny_model, tiny_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native.engine import NativeEngine
+from verl.engine.rollout.native.states import StatePool
 from verl.errors import UserError
 from verl.models.recurrent import recurrent_layers
 
@@ -148,6 +149,18 @@ def test_later_turns_prefill_only_what_is_new(model: Any, more: dict[str, Any]) 
         assert [[done.prefilled for done in turns[1:]] for turns in found] == new
     if more == {"max_num_seqs": 2}:
         assert found[4][3].prefilled == 1 + 3 + 4, "those that wait keep their places"
+
+
+@pytest.mark.parametrize("model_path", [LINEAR], indirect=True)
+def test_responses_wait_for_a_free_state(model: Any) -> None:
+    work = [(prompt(i // 2), replace(DRAWN, seed=i, max_tokens=9), f"{i // 2}") for i in range(6)]
+    engine = engine_of(model)
+    engine._pool.states = StatePool(3, torch.device("cpu"))
+    assert tokens(run(engine, work)) == tokens(run(engine_of(model), work))
+    engine._scheduler.forget_cache()
+    assert engine._pool.states.free == 3
+    with pytest.raises(UserError, match=r"need states of 200 bytes .* may take 199: raise rollout.gpu_memory"):
+        StatePool.fit(100, 399, 4, torch.device("cpu"))
 
 
 def test_new_weights_end_what_sessions_share(model: Any) -> None:
