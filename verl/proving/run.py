@@ -95,6 +95,7 @@ def prove(config: Config, tracking: Tracking) -> None:
             print(f"{summary(findings)} in {time.monotonic() - started:.0f} s; {page}")
     if failed := [finding.check for finding in findings if finding.verdict == FAILED]:
         raise NotProven(f"these checks failed: {', '.join(failed)}")
+    tracking.write_page(last=True)
     tracking.finish("finished")
 
 

@@ -36,7 +36,7 @@ def identities(life: Life, step: int, batch: Batch, metrics: dict[str, Any]) -> 
     record = life.trainer.record
     causes = record.checks.causes(step, batch, record.updates, metrics)
     verdict = FAILED if causes else OK
-    return Finding("step", f"{len(causes)} wrong", "0", verdict, "; ".join(causes))
+    return Finding("step" if step == 1 else f"step {step}", f"{len(causes)} wrong", "0", verdict, "; ".join(causes))
 
 
 def micro_batches(life: Life, batch: Batch, expected: dict[str, float]) -> Finding:

@@ -35,8 +35,10 @@ class StepChecks:
         self._config, self._parts, self._schedule, self._announce = config, parts, schedule, announce
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         self._bound = "float32" if float_name(parts.workers.policy.compute_dtype) == "float32" else "half"
-        weighted = config.algorithm.rollout_correction.rollout_is or config.algorithm.rollout_correction.bypass_mode
-        plain = actor.policy_loss.loss_mode == "vanilla" and not weighted
+        correction = config.algorithm.rollout_correction
+        # In bypass mode each update has masks of its own, which the next one replaces.
+        self._keeps_masks = not correction.bypass_mode
+        plain = actor.policy_loss.loss_mode == "vanilla" and not correction.rollout_is and self._keeps_masks
         self._knows_loss = plain and not config.distillation.enabled
         other = config.actor_rollout_ref.ref.model.path or model.lora_adapter_path
         self._has_reference = "ref_log_probs" in needed_columns(config) and not other
@@ -94,8 +96,9 @@ class StepChecks:
                     "baseline is not the mean of their group"
                 )
                 return
+            by_token = self._config.algorithm.use_kl_in_reward or any("token_scores" in t.extra for t in rows)
             order = np.argsort(np.array([t.score for t in rows], np.float64), kind="stable")
-            if not self._config.algorithm.use_kl_in_reward and (np.diff(values[order]) < -_TINY * size).any():
+            if not by_token and (np.diff(values[order]) < -_TINY * size).any():
                 yield (
                     f"pairing: the advantages of prompt {rows[0].uid} are not in the order of its scores: they are "
                     "those of other responses, or have the wrong sign"
@@ -107,9 +110,9 @@ class StepChecks:
         actor, critic = self._config.actor_rollout_ref.actor, self._config.critic
         terms: list[tuple[str, Any, Callable[[Segment], np.ndarray]]] = [
             ("critic/vf_loss", critic, lambda s: (s.values - s.returns) ** 2 / 2),
-            # Advantages may cancel; entropies do not, and are aggregated by the same mask and denominator.
-            ("actor/entropy_loss", actor, lambda s: s.entropy),
         ]
+        # Advantages may cancel; entropies do not, and are aggregated by the same mask and denominator.
+        terms += [("actor/entropy_loss", actor, lambda s: s.entropy)] if self._keeps_masks else []
         terms += [("actor/pg_loss", actor, lambda s: -s.advantages)] if self._knows_loss else []
         for name, settings, term in terms:
             update = updates.get(name.partition("/")[0])
