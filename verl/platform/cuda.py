@@ -62,7 +62,7 @@ class CudaPlatform(Accelerator):
         return causal and dtype != torch.float32
 
     def has_widening_product(self) -> bool:
-        return torch.version.hip is None
+        return torch.version.hip is None and _has_widening_product()
 
     def flash_kernel(self, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         return (_flash_forward, _flash_backward) if _has_flash(device) else None
@@ -160,6 +160,19 @@ def _fused_operators() -> FusedOperators | None:
         warnings.warn(f"{text}: {error}", RuntimeWarning, stacklevel=2)
         return None
     return FUSED
+
+
+@cache
+def _has_widening_product() -> bool:
+    """Tried: versions of torch differ in the sums that the overload takes (its first ones refuse float32 sums)."""
+    try:
+        a, total = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda"), torch.ones(16, 16, device="cuda")
+        torch.addmm(total, a, torch.mm(a, a), out_dtype=torch.float32, out=total)
+        torch.bmm(a[None], a[None], out_dtype=torch.float32, out=total[None])
+        torch.mm(a, a, out_dtype=torch.float32)
+    except (RuntimeError, AssertionError):  # the latter from a build without CUDA
+        return False
+    return True
 
 
 @cache

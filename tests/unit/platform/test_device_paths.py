@@ -180,7 +180,8 @@ def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
 
 
 @pytest.mark.skipif(satisfies(torch.__version__, "<2.12"), reason="torch 2.11 knows no shapes of this product")
-def test_scores_on_a_device_are_float32(shapes_only: None) -> None:
+def test_scores_on_a_device_are_float32(shapes_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_has_widening_product", lambda: True)
     made: list[str] = []
 
     class Watch(TorchDispatchMode):
@@ -300,3 +301,10 @@ def test_cuda_lets_go_of_shared_buckets_and_of_the_workspaces_of_graphs(monkeypa
     recorder._pool = object()
     recorder.forget()
     assert calls[-1] == "workspaces" and recorder._pool is None
+
+
+def test_products_that_write_float32_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor has none, as torch's first CUDA versions of them had no float32 sums."""
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **kind: ones(*size, **kind))
+    assert not cuda._has_widening_product.__wrapped__()
