@@ -175,7 +175,7 @@ def bridge_of(hf_config: Any, dtype: torch.dtype, settings: dict[str, Any], divi
             f"strategy=megatron: {family} needs TransformerEngine, which is not installed; use strategy=fsdp2"
         )
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):  # where mbridge looks for them
-        setattr(hf_config, name, _rope(hf_config).get(name, default))
+        setattr(hf_config, name, _rope(hf_config).get(name, getattr(hf_config, name, default)))
     kind = type(f"Host{_MODEL_REGISTRY[family].__name__}", (_HostMixin, _MODEL_REGISTRY[family]), {})
     bridge = kind(hf_config, dtype=dtype, make_vocab_size_divisible_by=divisor)
     bridge.head = head
