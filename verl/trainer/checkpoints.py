@@ -302,8 +302,10 @@ class Checkpoints:
         stream: PromptStream,
         kl_controller: KLController | None,
         counters: Counters,
+        estimator_state: dict[str, Any],
     ):
         self._config = config
+        self._estimator_state = estimator_state
         self._save_tokenizer = save_tokenizer
         self._workers, self._colocation, self._stream = workers, colocation, stream
         self._kl_controller, self._counters = kl_controller, counters
@@ -342,6 +344,7 @@ class Checkpoints:
             "data_identity": self._identity(),
             "kl_controller": self._kl_controller.state_dict() if self._kl_controller else None,
             "counters": self._counters.state(),
+            "estimator": self._estimator_state,
             "seed": self._config.trainer.seed,
             "record": plain_metrics(record)[0],
         }
@@ -374,6 +377,7 @@ class Checkpoints:
                 role.load("optimizer", checkpoint.part(f"state/{role.name}_optim"))
         self._stream.load_state(state["data_position"])
         self._counters.load(state["counters"])
+        self._estimator_state |= state.get("estimator", {})
         if self._kl_controller is not None and state.get("kl_controller"):
             self._kl_controller.load_state_dict(state["kl_controller"])
         if wants("extra"):

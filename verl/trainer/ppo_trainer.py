@@ -127,7 +127,7 @@ class PPOTrainer:
         with phases("adv"):
             beta = parts.kl_controller.value if parts.kl_controller is not None else None
             algorithm, n = self.config.algorithm, parts.rollouts.settings.n
-            metrics: dict[str, Any] = compute_advantages(batch, algorithm, n, beta)
+            metrics: dict[str, Any] = compute_advantages(batch, algorithm, n, beta, parts.estimator_state)
             trained, drawn = rows_of_update(batch, algorithm, (self.config.trainer.seed, step))
         updates = {}
         for role in parts.workers.trained(policy=warm):
