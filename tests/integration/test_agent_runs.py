@@ -32,6 +32,7 @@ WORDS = [
     "data.max_prompt_length=400",
     "data.max_response_length=300",
     "actor_rollout_ref.actor.observation_loss_coef=0.1",
+    "algorithm.adv_estimator=rae",  # its baselines are in the checkpoint
     "trainer.total_training_steps=2",
     "trainer.test_freq=0",
     "trainer.val_before_train=False",

@@ -36,6 +36,21 @@ def test_declared_needs_are_there_when_they_are_asked_for(tiny: TinyRun, tmp_pat
     assert all({"timing_s/ref", "timing_s/old_log_prob", "actor/mine"} <= set(r) for r in found) and found
 
 
+def test_demonstrations_are_learned_by_the_loss_of_observations(tiny: TinyRun, tmp_path: Path) -> None:
+    """Here all rows are demonstrations: there is no policy term."""
+    words = [
+        "actor_rollout_ref.model.external_lib=tests.integration.plug_in_demonstrations",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=demonstration",
+        "actor_rollout_ref.actor.observation_loss_coef=1.0",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=0",
+    ]
+    assert main(tiny.overrides(tmp_path / "out", *words)) == 0
+    losses = [record["actor/observation_loss"] for record in records(tmp_path / "out")]
+    assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
+
+
 @pytest.mark.parametrize(
     ("page", "metric"),
     [

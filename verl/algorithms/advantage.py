@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class EstimatorInputs:
     baselines  float64 [N]: score of the prompt's greedy response, where the estimator needs `reward_baselines`
     divide     `norm_adv_by_std_in_grpo`
     batch      the responses themselves, where the loop calls
+    state      what the estimator keeps from step to step, as JSON; it is in the checkpoints
     """
 
     scores: np.ndarray
@@ -52,6 +53,7 @@ class EstimatorInputs:
     gamma: float = 1.0
     lam: float = 1.0
     batch: Batch | None = None
+    state: dict[str, Any] = field(default_factory=dict)
 
     @property
     def loss_masks(self) -> Arrays:
@@ -294,6 +296,25 @@ def gpg(inputs: EstimatorInputs) -> Result:
 def real(inputs: EstimatorInputs) -> Result:
     """A = 1 where s > ½, else −1: the reward as a label, for the policy loss `real`. Source: REAL, arXiv 2602.05630."""
     return np.where(inputs.scores > 0.5, 1.0, -1.0)
+
+
+@ESTIMATORS.register("rae", keys=["rae_decay"])
+def rae(inputs: EstimatorInputs) -> Result:
+    """A = s − b, then b ← αb + (1 − α)s, one response after the other: b is a running mean for each game (`data_source`)
+    and role (`role` of the loop's fields, else of `extra_info`), at first 0; α is `rae_decay`.
+
+    For self-play, where the members of a group play different roles. b is in the checkpoints.
+    Source: SPIRAL, arXiv 2506.24119.
+    """
+    if inputs.batch is None:
+        raise ValueError("rae needs the roles of the responses, which only the trainer knows")
+    decay, baselines = setting(inputs.config, "rae_decay", 0.95), inputs.state.setdefault("rae", {})
+    advantages = np.zeros_like(inputs.scores)
+    for i, (t, score) in enumerate(zip(inputs.batch, inputs.scores.tolist(), strict=True)):
+        key = f"{t.prompt.data_source}/{t.fields.get('role', t.prompt.extra_info.get('role', ''))}"
+        before = baselines.get(key, 0.0)
+        advantages[i], baselines[key] = score - before, decay * before + (1 - decay) * score
+    return advantages
 
 
 # -- estimators whose advantages differ from token to token: recursions over the policy tokens of all segments ------

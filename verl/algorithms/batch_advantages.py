@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,18 @@ from verl.config.schema.base import setting
 from verl.trajectory import COLUMNS, Batch, Trajectory, fill_flat, flat
 
 
-def compute_advantages(batch: Batch, algorithm: Any, rollout_n: int, kl_beta: float | None = None) -> dict[str, float]:
+def compute_advantages(
+    batch: Batch,
+    algorithm: Any,
+    rollout_n: int,
+    kl_beta: float | None = None,
+    state: dict[str, Any] | None = None,
+) -> dict[str, float]:
     """Fill token_rewards, advantages, returns and loss_mask of every trajectory; return what is to be logged.
 
     `algorithm` is the config group (adv_estimator, norm_adv_by_std_in_grpo, use_kl_in_reward, kl_penalty, …);
     `kl_beta` the coefficient of the KL in the reward, needed with use_kl_in_reward (then old and reference
-    log-probs must be there). Responses that do not count (see
+    log-probs must be there); `state` what the estimator keeps from step to step. Responses that do not count (see
     `prepare_outcomes`) get advantages of zero and an empty loss mask, and no estimator sees them.
 
     With `algorithm.rollout_correction` rows also get is_weights, and what is rejected leaves their loss_mask; in
@@ -62,7 +69,7 @@ def compute_advantages(batch: Batch, algorithm: Any, rollout_n: int, kl_beta: fl
             dropped += alone
     metrics["training/dropped_groups"] = dropped
     if len(rows):
-        _estimate(rows, estimator, algorithm)
+        _estimate(rows, estimator, algorithm, {} if state is None else state)
     if greedy:
         baselines = _baselines(Batch({t.uid: t for t in rows}.values()))
         metrics["critic/reward_baseline/mean"] = math.nan if baselines is None else float(np.mean(baselines))
@@ -157,10 +164,10 @@ def _charge_kl(scored: Batch, algorithm: Any, beta: float, old: str) -> dict[str
     return metrics
 
 
-def _estimate(rows: Batch, estimator: Estimator, algorithm: Any) -> None:
+def _estimate(rows: Batch, estimator: Estimator, algorithm: Any, state: dict[str, Any]) -> None:
     """Call an estimator of `EstimatorInputs` and write its results, float32, into the rows."""
     masks = [np.asarray(t.response_mask, bool) for t in rows]
-    result = estimator(_inputs(rows, masks, algorithm))
+    result = estimator(replace(_inputs(rows, masks, algorithm), state=state))
     advantages, returns = result if isinstance(result, tuple) else (result, result)
     for t, mask, advantage, value in zip(rows, masks, advantages, returns, strict=True):
         t.advantages = on_tokens(advantage, mask)

@@ -303,8 +303,10 @@ class Checkpoints:
         stream: PromptStream,
         kl_controller: KLController | None,
         counters: Counters,
+        estimator_state: dict[str, Any],
     ):
         self._config = config
+        self._estimator_state = estimator_state
         self._save_tokenizer = save_tokenizer
         self._workers, self._colocation, self._stream = workers, colocation, stream
         self._kl_controller, self._counters, self._tracking = kl_controller, counters, tracking
@@ -334,6 +336,7 @@ class Checkpoints:
             "data_identity": self._identity(),
             "kl_controller": self._kl_controller.state_dict() if self._kl_controller else None,
             "counters": self._counters.state(),
+            "estimator": self._estimator_state,
             "seed": self._config.trainer.seed,
             "record": plain_metrics(record)[0],
             "next_row": self._stream.row_at(loop["data_position"]),
@@ -413,6 +416,7 @@ class Checkpoints:
         self._stream.load_state(state["data_position"])
         self._compare(state)
         self._counters.load(state["counters"])
+        self._estimator_state |= state.get("estimator", {})
         if self._kl_controller is not None and state.get("kl_controller"):
             self._kl_controller.load_state_dict(state["kl_controller"])
         if wants("extra"):

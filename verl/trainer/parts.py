@@ -63,6 +63,7 @@ class Parts:
     phases: Phases
     loop: Loop
     counters: Counters
+    estimator_state: dict[str, Any]
 
 
 def build_parts(config: Config, tracking: Tracking, loop: Loop, phases: Phases, hooks: RunHooks) -> tuple[Parts, int]:
@@ -92,12 +93,14 @@ def build_parts(config: Config, tracking: Tracking, loop: Loop, phases: Phases, 
     validator = build_validator(config, validation, rollouts, rewards, tracking)
     tracking.bad_rows(row for data in (train, validation) if data is not None for row in data.bad_rows)
     kl_controller = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
-    counters = Counters()
+    counters, estimator_state = Counters(), dict[str, Any]()
     save = partial(save_tokenizer, tokenizer, None if processor is None else model.path)
-    checkpoints = Checkpoints(config, save, tracking, workers, colocation, stream, kl_controller, counters)
+    checkpoints = Checkpoints(
+        config, save, tracking, workers, colocation, stream, kl_controller, counters, estimator_state
+    )
     parts = Parts(
         *(stream, rollouts, rewards, workers, colocation, kl_controller, validator),
-        *(checkpoints, tracking, phases, loop, counters),
+        *(checkpoints, tracking, phases, loop, counters, estimator_state),
     )
     print(f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}")
     return parts, total_steps

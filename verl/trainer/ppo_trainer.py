@@ -134,7 +134,9 @@ class PPOTrainer:
         parts = self.parts
         self.record.check_images(step, batch, self.colocation)
         roles, kl, n = parts.workers.roles, parts.kl_controller, parts.rollouts.settings.n
-        metrics, updates = train_on(self.config, roles, self.passes, batch, step, n=n, kl=kl, within=self._within)
+        metrics, updates = train_on(
+            self.config, roles, self.passes, batch, step, n=n, kl=kl, state=parts.estimator_state, within=self._within
+        )
         parts.stream.update(batch)
         return metrics | self.record.of_updates(step, batch, updates)
 
@@ -189,12 +191,13 @@ def train_on(
     *,
     n: int,
     kl: KLController | None,
+    state: dict[str, Any],
     within: Callable[[str, Role | None, bool], AbstractContextManager[None]],
 ) -> tuple[dict[str, Any], dict[str, UpdateResult]]:
     """A step from scores to new weights: passes, advantages, updates; fills the batch's columns on the way. Returns
     metrics, and the result of each role that was updated.
 
-    within: makes the context of a phase, of the role that computes in it and whether it is updated.
+    state: what the estimator keeps from step to step. within: makes the context of a phase, of the role that computes in it and whether it is updated.
     """
     warm = step >= config.trainer.critic_warmup or "critic" not in roles
     for forward_pass in passes if warm else with_old_log_probs(list(passes)):
@@ -203,7 +206,7 @@ def train_on(
             role.forward(batch, forward_pass.name, forward_pass.outputs)
     with within("adv", None, False):
         beta = kl.value if kl is not None else None
-        metrics: dict[str, Any] = compute_advantages(batch, config.algorithm, n, beta)
+        metrics: dict[str, Any] = compute_advantages(batch, config.algorithm, n, beta, state)
         trained, drawn = rows_of_update(batch, config.algorithm, (config.trainer.seed, step))
     updates = {}
     for trained_role in trained_of(roles, policy=warm):

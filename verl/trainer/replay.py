@@ -12,6 +12,7 @@ bit.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,23 +75,26 @@ class Replica:
         if missing := {forward.role for forward in self._passes} - self.roles.keys():
             raise UserError(f"{', '.join(sorted(missing))}: roles with devices of their own are not replayed")
         self._kl = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
+        self._estimator_state: dict[str, Any] = {}
         self._colocation = Colocation(config, None)
 
-    def load(self, part: Callable[[str], Path], kl_controller: Mapping[str, Any] | None) -> None:
-        """Weights and optimizers from the folders of a checkpoint."""
+    def load(self, part: Callable[[str], Path], state: Mapping[str, Any]) -> None:
+        """Weights and optimizers from the folders of a checkpoint, and what its `state` of the loop has."""
         for role in trained_of(self.roles, policy=True):
             role.load("weights", part(role.name))
             role.load("optimizer", part(f"state/{role.name}_optim"))
-        if self._kl is not None and kl_controller:
-            self._kl.load_state_dict(dict(kl_controller))
+        self._estimator_state = copy.deepcopy(dict(state.get("estimator") or {}))
+        if self._kl is not None and (kl := state.get("kl_controller")):
+            self._kl.load_state_dict(dict(kl))
 
-    def save(self, folder: Path) -> dict[str, Any] | None:
-        """Write what `load` reads; returns the KL controller's state."""
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write what `load` reads; returns the state that it takes."""
         for role in trained_of(self.roles, policy=True):
             for part, name in (("weights", role.name), ("optimizer", f"state/{role.name}_optim")):
                 (folder / name).mkdir(parents=True)
                 role.save(part, folder / name)
-        return None if self._kl is None else self._kl.state_dict()
+        kl = None if self._kl is None else self._kl.state_dict()
+        return {"estimator": copy.deepcopy(self._estimator_state), "kl_controller": kl}
 
     def train(self, batch: Batch, step: int) -> Outcome:
         """A step, from its scores on."""
@@ -107,8 +111,9 @@ class Replica:
         try:
             n = self._config.actor_rollout_ref.rollout.n
             metrics, updates = train_on(
-                self._config, self.roles, self._passes, batch, step, n=n, kl=self._kl, within=self._within
-            )
+                self._config, self.roles, self._passes, batch, step,
+                n=n, kl=self._kl, state=self._estimator_state, within=self._within,
+            )  # fmt: skip
         finally:
             hook.remove()
         for update in updates.values():
@@ -172,7 +177,7 @@ class Recording:
         replica, start = Replica(config, about["total_steps"]), 0
         if checkpoint is not None:
             opened = open_checkpoint(checkpoint)
-            replica.load(opened.part, opened.loop_state.get("kl_controller"))
+            replica.load(opened.part, opened.loop_state)
             start = opened.step
         for earlier in range(start + 1, step):
             replica.train(self.load(earlier), earlier)
@@ -189,7 +194,7 @@ def replay(
     yield f"step {step} of {run}, from {'the start' if before is None else before.name}"
     with TemporaryDirectory(prefix="verl-replay-") as folder:
         variation = bool(changed or reward)
-        kl = replica.save(Path(folder)) if variation else None
+        state = replica.save(Path(folder)) if variation else {}
         then = replica.train(recording.load(step), step)
         yield from _against_record(then.metrics, recording.metrics.get(step, {}))
         if not variation:
@@ -200,7 +205,7 @@ def replay(
         if reward:
             score(other, batch)
         replica = Replica(other, recording.about(step)["total_steps"])
-        replica.load(lambda name: Path(folder) / name, kl)
+        replica.load(lambda name: Path(folder) / name, state)
         yield f"with {', '.join([*changed, *([f'--reward {reward}'] if reward else ())])}"
         scores = [[t.score for t in rows] for rows in (recording.load(step), batch)]
         if reward:

@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -283,6 +284,30 @@ def test_gigpo_of_responses_without_tokens_and_without_a_batch() -> None:
     batch = trajectories([slow.Row([], [], [], "a", 1.0) for _ in range(2)], False)
     compute_advantages(batch, config(adv_estimator="gigpo"), rollout_n=2)
     assert [len(t.advantages) for t in batch] == [0, 0]
+
+
+def test_rae_keeps_a_baseline_for_each_game_and_role_from_step_to_step() -> None:
+    """The role is the loop's, else the row's; a response without a score leaves the baselines alone."""
+    rng, state, baselines = np.random.default_rng(0), dict[str, Any](), dict[tuple[str, str], float]()
+    cfg = config(adv_estimator="rae", rae_decay=0.8)
+    for _ in range(3):
+        batch = trajectories([slow.Row([s], [1], [1], f"g{i // 2}", s) for i, s in enumerate(rng.normal(size=6))], True)
+        expected = []
+        for i, t in enumerate(batch):
+            t.prompt.data_source, t.prompt.extra_info = "poker" if i < 4 else "chess", {"role": "black"}
+            t.fields = {"role": "white"} if i % 2 else {}
+            if i == 3:
+                t.score = None
+                continue
+            key = (t.prompt.data_source, "white" if i % 2 else "black")
+            baseline = baselines.get(key, 0.0)
+            expected.append(t.score - baseline)
+            baselines[key] = 0.8 * baseline + 0.2 * t.score
+        compute_advantages(batch, cfg, rollout_n=2, state=state)
+        found = [t.advantages[0] for t in batch if t.scored]
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        state = json.loads(json.dumps(state))
+    assert state["rae"] == pytest.approx({f"{game}/{role}": b for (game, role), b in baselines.items()})
 
 
 def test_maxrl_refuses_scores_below_zero() -> None:

@@ -6,8 +6,10 @@ from verl.config.schema.base import Group, Map, choice, key, open_map, same_as, 
 
 ESTIMATORS: tuple[str, ...] = ("gae", "grpo", "grpo_vectorized", "grpo_passk", "gdpo", "reinforce_plus_plus")
 ESTIMATORS += ("reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized", "opo", "gpg")
-ESTIMATORS += ("optimal_token_baseline", "tir_optimal_token_baseline", "maxrl", "gigpo", "real")
-GROUP_ESTIMATORS = tuple(name for name in ESTIMATORS if name not in ("gae", "reinforce_plus_plus", "remax", "real"))
+ESTIMATORS += ("optimal_token_baseline", "tir_optimal_token_baseline", "maxrl", "gigpo", "real", "rae")
+GROUP_ESTIMATORS = tuple(
+    name for name in ESTIMATORS if name not in ("gae", "reinforce_plus_plus", "remax", "real", "rae")
+)
 TEACHER_KEYS = ("key", "model_path", "prompt", "solution_score", "num_replicas", "inference")
 # The name of the teacher where there is one; its entry is there from the start.
 ONLY_TEACHER = "teacher_model"
@@ -97,6 +99,7 @@ class AlgorithmConfig(Group):
         gdpo_reward_weights: Their weights.
         passk_k: k of `grpo_passk`; null = the size of the group.
         gigpo_step_weight: ω of `gigpo`.
+        rae_decay: α of `rae`.
     """
 
     adv_estimator: str = choice("gae", *ESTIMATORS, registry="verl.trainer.ppo.core_algos.register_adv_est")
@@ -114,6 +117,7 @@ class AlgorithmConfig(Group):
     gdpo_reward_weights: list[float] | None = None
     passk_k: int | None = key(None, low=2)
     gigpo_step_weight: float = key(1.0, low=0)
+    rae_decay: float = key(0.95, low=0, high=1)
 
 
 TOPK_MODES = ("forward_kl_topk", "jsd_topk", "reverse_kl_topk")
