@@ -180,6 +180,7 @@ def test_a_response_that_outlives_new_weights_keeps_its_sets() -> None:
     assert (parts.sampling_mask == whole.sampling_mask).all()
 
 
+@pytest.mark.long
 def test_a_run_agrees_and_resumes(tmp_path) -> None:
     tiny = TinyRun(tmp_path / "tiny")
     words = ["actor_rollout_ref.rollout.top_p=0.8", "actor_rollout_ref.actor.ppo_epochs=2", "trainer.save_freq=1"]
@@ -195,7 +196,7 @@ def test_a_run_agrees_and_resumes(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_two_ranks_over_ray_train_as_one_process(tmp_path) -> None:
-    """Each with its rows, then with a share of each sequence; then the trainer finds the sets itself."""
+    """Each rank with its rows, then with a share of each sequence."""
     pytest.importorskip("ray")
     tiny, runs = TinyRun(tmp_path / "tiny"), []
     words = ["actor_rollout_ref.rollout.top_p=0.8", "trainer.test_freq=-1", "trainer.total_training_steps=2"]

@@ -46,9 +46,9 @@ class SamplingMask:
         parts = [np.frombuffer(s, np.int32, offset=1) if s[:1] == _IDS else np.zeros(0, np.int32) for s in sets]
         counts = [len(part) for part in parts]
         self._starts = [0, *accumulate(counts)]
-        self._ids = torch.from_numpy(np.concatenate(parts)).to(device)
-        self._counts = torch.tensor(counts, device=device)
-        self._whole = torch.tensor([not s for s in sets], device=device)
+        self._ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *parts])).to(device)
+        self._counts = torch.tensor(counts, dtype=torch.int64, device=device)
+        self._whole = torch.tensor([not s for s in sets], dtype=torch.bool, device=device)
         self._wide = [row for row, s in enumerate(sets) if s[:1] == _BITS]
         size = max((len(sets[row]) - 1 for row in self._wide), default=0)
         bits = [np.frombuffer(sets[row][1:].ljust(size, b"\0"), np.uint8) for row in self._wide]
