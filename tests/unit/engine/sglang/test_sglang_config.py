@@ -97,6 +97,8 @@ def test_devices_of_an_engine_and_its_adapter() -> None:
     for more, expected in ((spread | {"expert_parallel_size": 8}, (8, 4, 8)), (spread, (2, 1, 1))):
         arguments = engine_arguments(EngineSettings("model", 64, **more), vocabulary=100, cpu=False)
         assert tuple(arguments[size] for size in sizes) == expected
+    with pytest.raises(UserError, match="expert_parallel_size=1"):
+        engine_arguments(EngineSettings("model", 64, **spread, expert_parallel_size=8), vocabulary=100, cpu=True)
     described = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "layers.0.v_proj"]}
     arguments = engine_arguments(EngineSettings("model", 64, lora=described), vocabulary=100, cpu=False)
     assert arguments["lora_target_modules"] == ["q_proj", "v_proj"] and arguments["max_lora_rank"] == 4

@@ -13,6 +13,7 @@ from verl.engine.registry import sampler_dtype
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.settings import longest
 from verl.engine.rollout.sglang.adapter import adapter_arguments
+from verl.errors import UserError
 
 _MARGIN = 8  # SGLang keeps some tokens of its context length for itself
 
@@ -110,6 +111,8 @@ def engine_arguments(s: EngineSettings, *, vocabulary: int, cpu: bool) -> dict[s
         "log_level": "error",
     }
     if cpu:
+        if s.expert_parallel_size > 1:  # its experts there take those of other devices for -1, and it ends
+            raise UserError("on a CPU SGLang does not spread experts: set rollout.expert_parallel_size=1")
         arguments |= {
             "device": "cpu",
             "attention_backend": "torch_native",
