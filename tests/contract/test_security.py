@@ -38,6 +38,9 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("process-pickle", "verl/reward/judge_server.py"): (
         "a small HTTP server on the loopback: what comes is read as JSON"
     ),
+    ("process-pickle", "verl/report/serve.py"): (
+        "a small HTTP server on the loopback: only the path of a GET is read, and its token is checked first"
+    ),
     ("process-pickle", "benchmarks/weight_sync.py"): "two processes of the benchmark itself",
     ("process-pickle", "benchmarks/weight_sync_ranks.py"): "ranks and a receiver of the benchmark itself",
 }
