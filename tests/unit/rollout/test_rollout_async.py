@@ -31,6 +31,7 @@ from verl.trainer.parts import Parts
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trajectory import Batch, Prompt
 from verl.weight_sync.verify import SyncResult
+from verl.workers.roles import Policy
 from verl.workers.update_plan import UpdateResult
 
 BATCH, N = 4, 2
@@ -76,7 +77,7 @@ class Quiet:
         return lambda *args, **kwargs: None
 
 
-class Run:
+class Run(Policy):
     """A whole PPOTrainer in virtual time: real loop, stream and rollouts; the model is a wait of `update_s`."""
 
     def __init__(
@@ -125,6 +126,7 @@ class Run:
             Phases(),
             self.runner,
             Counters(),
+            {},
         )
         self.trainer = PPOTrainer(self.config, parts, steps)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl.algorithms.agreement import first_step_bound, first_step_disagreement
+from verl.config import load
 from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.sender import StreamedSync
 from verl.weight_sync.verify import FULL, SAMPLED, WeightSyncError, checksums, compare, digest
@@ -61,18 +62,11 @@ def test_a_sample_finds_a_transposed_a_stale_shard_and_another_shape() -> None:
     assert digest(torch.randn(7, 40, 30, 9), SAMPLED) and digest(torch.zeros(()), SAMPLED)
 
 
-def config(dtype: str | None = None, **changed: Any) -> Any:
-    rollout = {"dtype": dtype, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
-               "logprobs_mode": "processed_logprobs", "quantization": None}  # fmt: skip
-    given = rollout | {"bypass_mode": False, "logprob_diff_limit": None} | changed
-    trainer = SimpleNamespace(logprob_diff_limit=given["logprob_diff_limit"])
-    return SimpleNamespace(
-        actor_rollout_ref=SimpleNamespace(
-            rollout=SimpleNamespace(**{name: given[name] for name in rollout}),
-        ),
-        trainer=trainer,
-        algorithm=SimpleNamespace(rollout_correction=SimpleNamespace(bypass_mode=given["bypass_mode"])),
-    )
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def config(*changed: str) -> Any:
+    return load(["algorithm.adv_estimator=grpo", *changed])
 
 
 def metrics(mean: float, most: float, behind: int = 0) -> dict[str, float]:
@@ -98,7 +92,7 @@ def metrics(mean: float, most: float, behind: int = 0) -> dict[str, float]:
 def test_a_first_batch_far_beyond_the_precision_stops_the_run(
     sampler: str | None, trainer: str, mean: float, most: float, stops: bool
 ) -> None:
-    bound = first_step_bound(config(sampler), trainer)
+    bound = first_step_bound(config(*([f"{ROLLOUT}.dtype={sampler}"] if sampler else [])), trainer)
     said = first_step_disagreement(metrics(mean, most), bound)
     assert bool(said) is stops and (not stops or "do not compute the same model" in said)
     assert first_step_disagreement(metrics(9.0, 9.0, behind=1), bound) == "", "of earlier weights"
@@ -106,9 +100,13 @@ def test_a_first_batch_far_beyond_the_precision_stops_the_run(
 
 @pytest.mark.parametrize(
     "changed",
-    [{"bypass_mode": True}, {"top_p": 0.9}, {"top_k": 50}, {"logprob_diff_limit": 5.0}],
-    ids=str,
+    [
+        ["algorithm.rollout_correction.bypass_mode=True"],
+        [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.replay_sampling_mask=False"],
+        [f"{ROLLOUT}.top_k=50", f"{ROLLOUT}.name=vllm"],
+        ["trainer.logprob_diff_limit=5.0"],
+    ],
 )
-def test_nothing_is_said_where_log_probs_may_differ_by_design(changed: dict[str, Any]) -> None:
-    bound = first_step_bound(config(**changed), "torch.float32")
+def test_nothing_is_said_where_log_probs_may_differ_by_design(changed: list[str]) -> None:
+    bound = first_step_bound(config(*changed), "torch.float32")
     assert first_step_disagreement(metrics(9.0, 9.0), bound) == ""
