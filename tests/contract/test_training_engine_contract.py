@@ -326,6 +326,6 @@ def test_strategies_and_heads_that_are_not_here_are_refused_by_name(tmp_path: Pa
         TRAINING_ENGINES.named("nothing")
     path = tiny_model(tmp_path / "m")
     with pytest.raises(UserError, match="not a sequence classifier"):
-        engine(path, head="score")
+        engine(path, head="score", trainable=False)
     with pytest.raises(KeyError):
         engine(path).forward(rows_of(GROUPS), {"values"}, temperature=1.0)
