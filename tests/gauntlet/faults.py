@@ -147,10 +147,10 @@ differs = {"by": FIRST_BATCH, "caught": "sampler and trainer do not compute the 
 @fault("the sampler's log-probs are those before temperature", "verl #4162, prime-rl #697", words=(COOL,),
        quick=True, **differs)  # fmt: skip
 def before_temperature(m: pytest.MonkeyPatch) -> None:
-    def sample(original: Any, logits: torch.Tensor, rows: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(original: Any, logits: torch.Tensor, rows: Any, **more: Any) -> tuple[Any, ...]:
         plain = logits.log_softmax(-1)
-        tokens, _ = original(logits, rows, **more)
-        return tokens, plain.gather(1, tokens[:, None])[:, 0]
+        tokens, _, sets = original(logits, rows, **more)
+        return tokens, plain.gather(1, tokens[:, None])[:, 0], sets
 
     wrap(m, sampler, "sample", sample)
 
@@ -162,9 +162,9 @@ def without_temperature(m: pytest.MonkeyPatch) -> None:
 
 @fault("a response gets the log-probs of another one", "", **differs)
 def log_probs_of_another(m: pytest.MonkeyPatch) -> None:
-    def sample(original: Any, *args: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, log_probs = original(*args, **more)
-        return tokens, log_probs.roll(1)
+    def sample(original: Any, *args: Any, **more: Any) -> tuple[Any, ...]:
+        tokens, log_probs, sets = original(*args, **more)
+        return tokens, log_probs.roll(1), sets
 
     wrap(m, sampler, "sample", sample)
 

@@ -111,10 +111,12 @@ def _named(results: Sequence[Tensor | None], outputs: Collection[str]) -> dict[s
     """The requested of log-probs [R, 1 + k], entropy, Σπ², and log-probs and ids of the likeliest tokens [R, k]."""
     logp, entropy, squares, best, ids = results
     assert logp is not None and best is not None and ids is not None
-    own, others = logp[:, 0].clone(), logp[:, 1:].clone()  # FSDP warns of outputs that are views
-    columns = {"log_probs": own, "entropy": entropy, "sum_pi_squared": squares}
+    # FSDP warns of outputs that are views.
+    columns = {"log_probs": logp[:, 0].clone(), "entropy": entropy, "sum_pi_squared": squares}
     # Whole numbers below 2²⁴ are exact in float32.
-    columns |= {"topk_log_probs": best, "topk_ids": ids.float(), "candidate_log_probs": others}
+    columns |= {"topk_log_probs": best, "topk_ids": ids.float()}
+    if "candidate_log_probs" in outputs:
+        columns["candidate_log_probs"] = logp[:, 1:].clone()
     if "candidates_in_topk" in outputs:
         columns["candidates_in_topk"] = (logp[:, 1:] >= best[:, -1:]).float()
     return {name: column for name, column in columns.items() if name in outputs and column is not None}
