@@ -90,6 +90,7 @@ def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
         ray.shutdown()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, fork_server, tiny, tmp_path) -> None:
     out, mark = tmp_path / "out", tmp_path / "sampling"
     own = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")

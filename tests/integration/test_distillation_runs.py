@@ -63,6 +63,7 @@ def test_teachers_by_row_go_on_exactly_and_are_seen(tiny: TinyRun, tmp_path: Pat
     assert other[1]["actor/entropy"] == whole[1]["actor/entropy"]
 
 
+@pytest.mark.long
 def test_the_mix_of_two_teachers_is_that_of_each_on_its_rows(tiny: TinyRun, tmp_path: Path) -> None:
     """With one teacher under both keys the run is that of one teacher."""
     one = f"{TEACHERS}.teacher_model.model_path={tiny.root / 'teacher_1'}"

@@ -48,6 +48,7 @@ def test_two_steps(fork_server: Any, tmp_path: Path, arch: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_resume_after_kills_is_exact(tiny: TinyRun, fork_server: Any, tmp_path: Path) -> None:
     more = [*LORA, *KL, "actor_rollout_ref.actor.fsdp_config.dtype=null"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -84,7 +84,9 @@ SUITES = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize(
+    "suite", ["platform", "sampler", *(pytest.param(name, marks=pytest.mark.long) for name in ("engine", "receiver"))]
+)
 def test_it_keeps_the_contracts(suite: str) -> None:
     file, chosen = SUITES[suite]
     argv = ["pytest", "-p", "no:cacheprovider", f"tests/contract/{file}", "-k", chosen, "-m", "not slow"]

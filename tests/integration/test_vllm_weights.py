@@ -75,9 +75,8 @@ def test_sampler_and_trainer_agree(tmp_path: Path, arch: str, tied: bool) -> Non
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"data_parallel_size": 2}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.parametrize("sizes", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=str)
+@pytest.mark.long
 def test_experts_spread_over_two_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
 ) -> None:

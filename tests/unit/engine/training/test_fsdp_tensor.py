@@ -49,6 +49,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     check_on_ranks(4, path, cases)
 
 
+@pytest.mark.long
 def test_checkpoints_go_to_one_device_and_back(tmp_path: Path) -> None:
     path = str(tiny_model(tmp_path / "m", "qwen2", tied=True))
     check_four_ranks_one_device_and_back(tmp_path, path, {"tensor_parallel_size": 2})
