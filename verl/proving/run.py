@@ -17,6 +17,7 @@ from pathlib import Path
 
 from verl.compat.spellings import PUBLIC
 from verl.config import Config, load
+from verl.errors import UserError
 from verl.preflight.command import resolve
 from verl.proving import rewards, sampling, state, training
 from verl.proving.finding import FAILED, LOOK, OK, Finding, summary, table, write_page
@@ -49,8 +50,13 @@ def main(argv: list[str]) -> int:
         return 2
     given = load(args.overrides, spellings=PUBLIC)
     folder = args.out or Path(given.trainer.default_local_dir).expanduser() / "prove"
-    for earlier in folder.glob("global_step_*"):
-        shutil.rmtree(earlier)
+    left_overs = [*folder.glob("global_step_*")]
+    if left_overs and args.out and not (folder / "prove.html").is_file():
+        raise UserError(
+            f"--out={folder} holds checkpoints ({left_overs[0].name}) and no earlier proof: name another folder"
+        )
+    for path in left_overs:
+        shutil.rmtree(path)
     try:
         config = resolve([*args.overrides, *shortened(given, folder, args.rate)], "ppo", PUBLIC)
     except SystemExit as error:

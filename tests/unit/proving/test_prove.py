@@ -43,6 +43,13 @@ def test_a_wrong_command_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "rollout.m" in capsys.readouterr().err
 
 
+def test_a_runs_checkpoints_are_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "global_step_2/actor").mkdir(parents=True)
+    assert main(["prove", f"--out={tmp_path}", f"actor_rollout_ref.model.path={tmp_path}"]) == 2
+    assert "holds checkpoints (global_step_2)" in capsys.readouterr().err
+    assert (tmp_path / "global_step_2/actor").is_dir()
+
+
 def test_what_is_not_a_number_is_not_within_bounds() -> None:
     assert Finding.within("a", float("nan"), 1.0, "nats", "do").verdict == FAILED
     assert Finding.within("a", 1.0, 1.0, "nats", "do") == Finding("a", "1 nats", "1 nats", OK, "")
