@@ -40,6 +40,7 @@ def test_a_step_has_the_numbers_of_the_processor(fork_server: ForkServer, tiny: 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_over_ray_agree_with_their_samplers(
     fork_server: ForkServer, tiny: TinyRun, ray_address: str, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ class AsksAround(AgentLoopBase):
         return Outcome()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_contexts_with_and_without_the_images_of_the_row(tmp_path: Path, workers: int) -> None:
     seeing = VisionRun(tmp_path / "seeing")
     tiny_tokenizer(seeing.model, template=SEES, special=SPECIAL + VISION)
