@@ -68,7 +68,8 @@ class _HostMixin:
         if not FUSED_KERNELS:
             settings |= _PLAIN
         settings["fp16"] = self.dtype == torch.float16
-        settings |= _of_routers(self.hf_config) if "moe_router_score_function" in settings else {}
+        if settings.get("moe_router_score_function") == "sigmoid":
+            settings |= _of_routers(self.hf_config)
         if "kv_lora_rank" in settings:
             del settings["max_position_embeddings"]  # an older name
             settings |= _of_latent_attention(_rope(self.hf_config))
