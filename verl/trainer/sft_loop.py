@@ -342,10 +342,11 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
     if trainer.save_freq != EACH_EPOCH and int(trainer.save_freq) <= 0 and not trainer.val_only:
         tracking.notice("trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)")
     engine = build_engine(config, ranks)
-    module: Any = engine.module
-    model_config = module.config.get_text_config()
-    if config.preference.loss == "reward" and model_config.pad_token_id is None:
-        model_config.pad_token_id = tokenizer.pad_token_id  # transformers scores padded batches
+    if config.preference.loss == "reward":
+        module: Any = engine.module
+        model_config = module.config.get_text_config()
+        if model_config.pad_token_id is None:
+            model_config.pad_token_id = tokenizer.pad_token_id  # transformers scores padded batches
     training = SFTTrainer(config, engine, train, validation, tracking, ranks)
     try:
         training.fit()
