@@ -116,8 +116,7 @@ class FSDPEngine(ScheduledEngine):
         fsdp, _ = fsdp_settings(role_cfg)
         deterministic = bool(setting(fsdp, "full_determinism", False))
         self._take_device(device, device_index, seed, deterministic=deterministic)
-        self._index = device_index
-        self.compute_dtype = compute_dtype(placement, self.platform)
+        self._index, self.compute_dtype = device_index, compute_dtype(placement, self.platform)
         self.layout = layout(self.device.type, placement)
         together = self.layout.ranks_per_row
         self.dp_rank, self.dp_size = self.layout.rank // together, self.layout.size // together
