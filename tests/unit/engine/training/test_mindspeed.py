@@ -22,9 +22,7 @@ def repatch(given):
 """
 
 
-def test_it_is_imported_before_the_engine_and_gets_its_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_imported_before_the_engine_and_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mindspeed").mkdir()
     (tmp_path / "mindspeed/__init__.py").touch()
     (tmp_path / "mindspeed/megatron_adaptor.py").write_text(ADAPTOR)

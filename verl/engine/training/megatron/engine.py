@@ -48,7 +48,6 @@ from verl.models.pretrained import serving_dtype
 from verl.platform import Platform
 from verl.trajectory import Segment
 
-
 _ROLES = ("actor", "ref", "critic")
 """Roles with a `megatron` group of their own. Teachers and reward models have the layout of their process."""
 
