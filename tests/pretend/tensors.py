@@ -144,6 +144,12 @@ def install(kind: type[DeviceTensor], key: str) -> torch.library.Library:
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> DeviceTensor:
         return kind(torch.empty_strided(size, stride, dtype=dtype))
 
+    # torch makes an empty one and resizes it, which a tensor of this class does not see.
+    def arange(*bounds: Any, dtype: Any = None, **_: Any) -> DeviceTensor:
+        return kind(torch.arange(*bounds, dtype=dtype))
+
+    for name in ("arange", "arange.start", "arange.start_step"):
+        library.impl(name, arange)
     library.impl("empty.memory_format", empty)
     library.impl("empty_strided", empty_strided)
     torch.nn.Module._apply = _apply_in_place  # type: ignore[method-assign]
