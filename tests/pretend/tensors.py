@@ -144,9 +144,10 @@ def install(kind: type[DeviceTensor], key: str) -> torch.library.Library:
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> DeviceTensor:
         return kind(torch.empty_strided(size, stride, dtype=dtype))
 
-    # torch makes an empty one and resizes it, which a tensor of this class does not see.
+    # torch's own begins without elements and is resized, which a tensor of this class does not see.
     def arange(*bounds: Any, dtype: Any = None, **_: Any) -> DeviceTensor:
-        return kind(torch.arange(*bounds, dtype=dtype))
+        made: DeviceTensor = kind(torch.empty_like(torch.arange(*bounds, dtype=dtype)))
+        return torch.arange(*bounds, out=made)  # type: ignore[return-value]
 
     for name in ("arange", "arange.start", "arange.start_step"):
         library.impl(name, arange)
