@@ -22,6 +22,12 @@ from verl.config.schema.trainer import EACH_EPOCH
 from verl.engine.registry import TRAINING_ENGINES, Placement, capabilities, placement
 
 _REF = "actor_rollout_ref.ref"
+# Keys of `trainer.` that belong to sampling, which supervised training does not do.
+_OF_SAMPLING = (
+    "critic_warmup", "max_critic_ckpt_to_keep", "rollout_data_dir", "validation_data_dir", "log_val_generations",
+    "max_staleness", "weight_sync_every", "max_steps_per_version", "partial_rollout", "logprob_diff_limit",
+    "verify_weight_sync", "sync_proof", "journal",
+)  # fmt: skip
 
 
 def check(config: Root, report: Report) -> None:
@@ -39,6 +45,8 @@ def check(config: Root, report: Report) -> None:
         if report.config.data.use_dynamic_bsz and report.config.data.micro_batch_size_per_gpu:
             size = report.at("data.micro_batch_size_per_gpu")
             report.notice(f"no effect: {size}: data.use_dynamic_bsz=True packs by token budget")
+        if unread := [report.at(k) for k in (f"trainer.{name}" for name in _OF_SAMPLING) if report.was_set(k)]:
+            report.notice(f"no effect: {', '.join(unread)}: supervised training samples nothing")
         if config.select("preference.loss"):
             _preference(report)
         for key in ("trainer.save_freq", "trainer.test_freq"):

@@ -185,7 +185,12 @@ def test_supervised(tmp_path):
     assert problems(*argv, pairs, "data.prompt_key=question", "data.response_key=answer", entry="sft") == []
     only(problems(*argv, chat, "data.train_batch_size=17", entry="sft"), "configuration", "16 rows")
     only(problems(*argv, chat, "model.external_lib=no_such", entry="sft"), "configuration", "no module no_such")
-    report = check(load([*argv, chat, "data.micro_batch_size=2", "trainer.total_training_steps=3"], entry="sft"))
+    report = check(
+        load(
+            [*argv, chat, "data.micro_batch_size=2", "trainer.total_training_steps=3", "trainer.journal=1"], entry="sft"
+        )
+    )
+    assert any("no effect: trainer.journal" in notice for notice in report.notices)
     assert "3 steps over 16 rows" in report.plan
     assert any("micro_batch_size_per_gpu=2: data.use_dynamic_bsz=True" in notice for notice in report.notices)
     liger = problems(*argv, chat, "model.use_liger=True", "model.tiled_mlp.enabled=True", entry="sft")
