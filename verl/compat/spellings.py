@@ -70,6 +70,7 @@ RENAMES: dict[str, dict[str, str]] = {
             "critic.ulysses_sequence_parallel_size"
         ),
         "{actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.engine": r"\1.megatron",
+        "{actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.mindspeed": r"\1.megatron.mindspeed",
         "actor_rollout_ref.actor.{tau_pos, tau_neg}": r"actor_rollout_ref.actor.policy_loss.\1",
         "actor_rollout_ref.rollout.enable_sleep_mode": "actor_rollout_ref.rollout.free_cache_engine",
         "actor_rollout_ref.model.lora.fully_sharded_loras": (
@@ -137,7 +138,7 @@ MEGATRON_MODULES = {
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
     "{transfer_queue, *.model.mtp, *.rollout.mtp, *.router_replay.{record_file, replay_file}, *.qat, "
-    "async_training.dynamic_schedule_*, *.mindspeed, "
+    "async_training.dynamic_schedule_*, "
     "actor_rollout_ref.partition, *.rollout.disaggregation, *.rollout.trace, "
     "global_profiler.global_tool_config, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding, engine.use_remove_padding, "

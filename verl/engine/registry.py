@@ -237,7 +237,7 @@ class TrainingEngineRecord(EngineRecord):
 
     def misfits(self, placement: Placement, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """(key=value, what is wrong) for sizes of a placement that do not suit a model. model: entries of its
-        config.json as far as they are known, and "experts", how many a layer has."""
+        config.json as far as they are known, "experts", how many a layer has, and "vision", whether it sees images."""
         return iter(())
 
     def build(

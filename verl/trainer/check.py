@@ -217,6 +217,7 @@ def _ranks(report: Report, role: Placement, strategy: str, *, own_model: bool) -
         model = report.facts.text | {
             "num_attention_heads": report.facts.heads,
             "experts": report.facts.experts,
+            "vision": report.facts.vision,
         }
         for key, message in TRAINING_ENGINES[strategy].misfits(role, model) if strategy in TRAINING_ENGINES else ():
             report.refuse(key, message)

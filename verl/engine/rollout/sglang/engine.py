@@ -127,6 +127,8 @@ class SGLangEngine(HostedEngine):
         options: dict[str, Any] = {"return_logprob": True, "return_sampling_mask": cut, "rid": live.key}
         options["lora_path"] = NAME if self._adapter is not None else None
         options["return_routed_experts"] = self._routing is not None
+        if (copies := self._settings.copies) > 1:
+            options["routed_dp_rank"] = live.copy(copies)
         if self._images is not None:
             arguments["logit_bias"] = dict.fromkeys(map(str, self._images.forbidden), -math.inf)
             options |= self._images.options(live)

@@ -90,6 +90,8 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
     for where, message in problems(rollout.engine_kwargs.sglang, accepted):
         c.refuse(where.replace("rollout.", f"{key}.", 1), message)
     model, cpu = c.config.select(f"{key.removesuffix('rollout')}model"), c.config.select("trainer.device") == "cpu"
+    if cpu and rollout.expert_parallel_size > 1:
+        c.refuse(f"{key}.expert_parallel_size", "on a CPU SGLang does not spread experts; set 1")
     copies = rollout.data_parallel_size if rollout.expert_parallel_size > 1 else 1
     if (model.lora_rank or model.lora_adapter_path) and rollout.engine_kwargs.sglang.get("enable_lora") is not False:
         for applies, place in (

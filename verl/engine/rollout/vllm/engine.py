@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property
 from tempfile import TemporaryDirectory
@@ -191,8 +190,8 @@ class VLLMEngine(HostedEngine):
         output = None
         for _ in range(1 if live.media is None else 2):  # an image that vLLM has forgotten is sent again
             fields = {"request_id": live.key, "lora_request": self._adapter_request}
-            if (copies := self._settings.copies) > 1:  # a group stays where its prompt is cached
-                fields["data_parallel_rank"] = zlib.crc32((live.group or live.id).encode()) % copies
+            if (copies := self._settings.copies) > 1:
+                fields["data_parallel_rank"] = live.copy(copies)
             stream = self._engine.generate(self._prompt(live), launch.request_parameters(arguments), **fields)
             async for final in stream:
                 output = final
