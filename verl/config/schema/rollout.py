@@ -64,12 +64,14 @@ class CheckpointEngineConfig(Group):
     """How weights reach the sampler.
 
     Attributes:
-        backend: `naive` (= chosen: in process, shared memory, device handles, broadcast), `nccl`, `hccl`.
+        backend: How nodes that sample and do not train get weights: `naive` (over gloo), `nccl`, `hccl`, or `delta_sharded`:
+            over gloo, of each weight what changed since the last transfer; sender and receiving nodes keep a copy of the
+            weights in host memory.
         update_weights_bucket_megabytes: Size of one transfer.
         engine_kwargs: Arguments of the backend.
     """
 
-    backend: str = choice("naive", "naive", "nccl", "hccl")
+    backend: str = choice("naive", "naive", "nccl", "hccl", "delta_sharded")
     update_weights_bucket_megabytes: int = key(2048, low=1)
     engine_kwargs: Map = open_map()
 
