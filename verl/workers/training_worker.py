@@ -223,7 +223,8 @@ class Worker(Profiled):
 
     def _release_cached_memory(self) -> None:
         """Samplers of the same devices are about to wake, first their weights and then their cache."""
-        if not self.config.actor_rollout_ref.rollout.nnodes:
+        rollout = self.config.actor_rollout_ref.rollout
+        if not rollout.nnodes or rollout.trainer_memory_utilization:
             self.engine().release_cached_memory()
 
     def _deliver(
