@@ -29,6 +29,7 @@ GLM_VISION = (
     "<|begin_of_video|>",
     "<|end_of_video|>",
 )
+KIMI_VISION = ("<|media_start|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
 VISION_TEMPLATE = CHAT_TEMPLATE.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -193,6 +194,8 @@ def tiny_vision_model(
     """
     if arch.startswith("glm"):
         return _tiny_glm(Path(path), arch, seed)
+    if arch == "kimi_vl":
+        return _tiny_kimi(Path(path), seed)
     from transformers import AutoConfig
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -320,6 +323,30 @@ def _tiny_glm(path: Path, arch: str, seed: int) -> Path:
     # Its limits count the two frames that an image is made to.
     limits = {"shortest_edge": 2 * 4 * 64, "longest_edge": 2 * 64 * 64}
     processor(patch_size=4, size=limits).save_pretrained(path)
+    return path
+
+
+def _tiny_kimi(path: Path, seed: int) -> Path:
+    """Kimi-VL, whose second layer has four experts; a tower for patches of 4 pixels a side."""
+    from verl.data.kimi_images import KimiVLImageProcessor
+    from verl.models.kimi_vl import KimiVLConfig
+
+    text = {"vocab_size": 272, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    text |= {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    text |= {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    text |= {"max_position_embeddings": 2048, "eos_token_id": 258, "pad_token_id": 256, "bos_token_id": None}
+    text |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "tie_word_embeddings": False}
+    vision = {"patch_size": 4, "init_pos_emb_height": 6, "init_pos_emb_width": 6, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
+    config = KimiVLConfig(text_config=text, vision_config=vision, media_placeholder_token_id=VOCAB_SIZE + 3)
+    _save_vision_model(path, config, seed)
+    template = VISION_TEMPLATE.replace(
+        "'<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>'",
+        "'<|media_start|>image<|media_content|><|media_pad|><|media_end|>'",
+    )
+    tiny_tokenizer(path, template=template, special=SPECIAL + KIMI_VISION)
+    KimiVLImageProcessor(patch_size=4, pad_input=True, in_token_limit=256).save_pretrained(path)
     return path
 
 

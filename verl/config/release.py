@@ -29,7 +29,8 @@ UNREAD: dict[str, dict[str, str]] = {
     "": {
         _ROLLOUT + "checkpoint_engine.engine_kwargs": "the ways that weights travel here take no arguments",
         _ROLLOUT + "checkpoint_engine.backend": (
-            "weights travel through shared memory; only nodes that sample and do not train get a broadcast"
+            "weights travel through shared memory; only nodes that sample and do not train get a broadcast "
+            "(rollout.nnodes)"
         ),
         "data.gen_batch_size": "groups are begun one by one, as many as are needed and there is room for",
         "{*.fsdp_config, engine}.model_dtype": (
@@ -66,10 +67,7 @@ REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "strategy": {"mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2")},
     "kl_loss_type": _FULL,
     "kl_penalty": _FULL,
-    "backend": {
-        "nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl"),
-        "delta_sharded": Absent("a transfer of what changed alone", "rollout.checkpoint_engine.backend=nccl"),
-    },
+    "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
 }
 """By the last part of the key: values of other systems."""
 FEATURES: dict[str, Absent] = {

@@ -24,7 +24,7 @@ from verl.trajectory import VIDEO_SECONDS, Media
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_SPECIAL = ("image_", "video_", "audio_", "vision_")
+_SPECIAL = ("image_", "video_", "audio_", "vision_", "media_")
 
 
 def model_inputs(

@@ -164,10 +164,22 @@ def _batches(report: Report) -> None:
         report.notice(f"{report.at('trainer.test_freq')} without data.val_files: there is nothing to validate on")
 
 
+def _trainers_that_sample(report: Report) -> None:
+    rollout, trainer, key = report.rollout, report.trainer, f"{ROLLOUT}.trainer_memory_utilization"
+    if not rollout.trainer_memory_utilization:
+        return
+    size, per_node = sampler_devices(rollout), trainer.n_gpus_per_node
+    if not rollout.nnodes:
+        report.refuse(key, f"the samplers are on the trainers' devices already; set 0, or {ROLLOUT}.nnodes for a pool")
+    elif per_node % size:
+        report.refuse(key, f"a sampler of {size} devices does not divide the trainers' {per_node} of a node; set 0")
+
+
 def _pools(report: Report) -> None:
     if not report.config.actor_rollout_ref.hybrid_engine and report.rollout.nnodes == 0:
         needed = "needs a pool for sampling: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
         report.refuse("actor_rollout_ref.hybrid_engine", needed)
+    _trainers_that_sample(report)
     if report.config.reward_model.enable_resource_pool and not report.config.reward_model.nnodes:
         report.refuse("reward_model.enable_resource_pool=True, reward_model.nnodes=0", "set its size in nodes")
 

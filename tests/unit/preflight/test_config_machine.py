@@ -86,12 +86,18 @@ def test_a_teacher_sees_what_the_policy_sees(base, tmp_path):
     facts, other = {"model_type": "qwen2_5_vl", "text_config": MODEL}, {}
     policy = write_model(tmp_path / "vl", vision_config={"patch_size": 14}, **facts)
     other["other patches"] = write_model(tmp_path / "b", vision_config={"patch_size": 16}, **facts)
-    other["sees images if the policy does"] = write_model(tmp_path / "c")
     run = [*base, f"{ARR}.model.path={policy}", "distillation.enabled=True"]
     teacher = "distillation.teacher_models.teacher_model.model_path"
     assert problems(*run, f"{teacher}={policy}") == []
     for why, path in other.items():
         only(problems(*run, f"{teacher}={path}"), "configuration", why)
+    text = f"{teacher}={write_model(tmp_path / 'c')}"
+    assert "it reads the policy's prompts without their images" in notices(*run, text)
+    own = "distillation.teacher_models.teacher_model.prompt"
+    only(
+        problems(*run, text, f"{own}={{prompt}}"), "configuration", f"{own}: is not in this release for a text teacher"
+    )
+    only(problems(*base, "distillation.enabled=True", f"{teacher}={policy}"), "configuration", "the policy does not")
 
 
 def test_models_in_the_hubs_cache(base, tmp_path):

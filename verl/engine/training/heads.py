@@ -7,7 +7,7 @@ That is what sharding hooks on: while this module's forward runs, the weights th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,6 +57,9 @@ class OutputHead(torch.nn.Module, ABC):
         """The requested outputs, float32 [R] or [R, k] each, of the pack's response tokens: what the hidden state
         `source` of a token says of its `targets` and `candidates`. The attention plan must be in force."""
 
+    def bar(self, tokens: Iterable[int]) -> None:
+        """Give these tokens no probability. Called before `find_layer`."""
+
     def find_layer(self) -> LogitLayer | None:
         """The `layer` that fits. Called once, on every rank, when the weights have their values."""
         return None
@@ -71,6 +74,10 @@ class LogProbHead(OutputHead):
         super().__init__(module)
         # As in the sampler: the distribution is that over the tokens that can be sampled.
         self._barred = special_token_ids(module.config)
+
+    def bar(self, tokens: Iterable[int]) -> None:
+        """See `OutputHead.bar`."""
+        self._barred = sorted({*self._barred, *tokens})
 
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; of softmax(logits / temperature)."""

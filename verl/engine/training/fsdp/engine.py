@@ -88,6 +88,7 @@ class FSDPEngine(ScheduledEngine):
     head          what the outputs are made with (`verl.engine.training.heads`)
     topk          how many of the most likely tokens its outputs topk_log_probs and topk_ids hold
     truncation    top_k, top_p and min_p of the sampler, for the output sampling_mask
+    barred        tokens without probability beside those of the model's images
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class FSDPEngine(ScheduledEngine):
         head: str = "lm",
         topk: int = 0,
         truncation: tuple[int, float, float] | None = None,
+        barred: Sequence[int] = (),
     ):
         self.role, self.head, self.trainable = role, head, trainable
         placement = placement or ENGINE.placement(role_cfg or {})
@@ -138,6 +140,8 @@ class FSDPEngine(ScheduledEngine):
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
         self.module, self._model.head.topk = self._model.head.module, topk
         self._model.head.truncation = truncation
+        if barred:
+            self._model.head.bar(barred)
         self._sharded = sharded_modules(self._model.head)
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
