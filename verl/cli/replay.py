@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from verl.config import Config
 
 
-def _config(run: Path, overrides: list[str], *changed: str) -> Config:
+def run_config(run: Path, overrides: list[str], *changed: str) -> Config:
     """The configuration of a run with changes."""
     import warnings
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     from verl.trainer.replay import replay
 
     run = find_run(args.run)
-    for line in replay(run, args.step, partial(_config, run, args.overrides), args.set, args.reward):
+    for line in replay(run, args.step, partial(run_config, run, args.overrides), args.set, args.reward):
         print(line)
     return 0
 
@@ -78,6 +78,6 @@ def audit(argv: list[str]) -> int:
     from verl.trainer.replay import audit
 
     run = find_run(args.run)
-    for line in audit(run, args.step, _config(run, args.overrides)):
+    for line in audit(run, args.step, run_config(run, args.overrides)):
         print(line)
     return 0

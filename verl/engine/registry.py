@@ -119,6 +119,7 @@ class Capabilities:
     image_transformers versions of transformers whose models take images from it
     routes             it returns the experts that each token went to
     sampling_mask      it returns which tokens each draw of a truncated distribution could have given
+    grammars           a response follows a grammar, where llguidance is installed
     """
 
     dtypes: tuple[str, ...] = tuple(_SHORT.values())[:3]
@@ -134,6 +135,7 @@ class Capabilities:
     image_transformers: str = ""
     routes: bool = False
     sampling_mask: bool = False
+    grammars: bool = False
 
 
 @dataclass(frozen=True, slots=True)

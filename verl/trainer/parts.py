@@ -236,6 +236,7 @@ def rollout_settings(config: Config) -> RolloutSettings:
         greedy_baseline=GREEDY_BASELINE in needed_columns(config),
         on_status=dict(rollout.agent.on_status),
         max_resamples=rollout.agent.max_resamples,
+        count_shared=rollout.agent.count_shared,
     )
 
 

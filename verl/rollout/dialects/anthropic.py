@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from verl.rollout.dialects.demands import grammar_of
 from verl.rollout.dialects.turns import (
     MODEL,
     Messages,
@@ -37,9 +38,10 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
     choice = body.get("tool_choice") or {}
     kind = choice.get("type")
     kind = "required" if kind == "any" else choice if kind == "tool" else kind
-    form = (body.get("output_config") or {}).get("format") or body.get("output_format") or {}
+    form = (body.get("output_config") or {}).get("format") or body.get("output_format")
     stops = body.get("stop_sequences") or []
-    chosen = settings(session, most=body.get("max_tokens"), stop=stops, choice=kind, form=form.get("type"))
+    grammar = grammar_of(session, kind, form, tools, not choice.get("disable_parallel_tool_use"))
+    chosen = settings(most=body.get("max_tokens"), stop=stops, grammar=grammar)
     split = thinking(session)
     if body.get("stream"):
         return _stream(session, split, pieces(session, split, messages, tools, chosen), stops)

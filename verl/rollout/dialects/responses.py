@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from verl.rollout.dialects.demands import grammar_of
 from verl.rollout.dialects.turns import (
     MODEL,
     Messages,
@@ -51,9 +52,10 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
         before = _kept(session, previous)[0]
     dialogue = _with_items(before, body.get("input"))
     opening = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-    choice, form = body.get("tool_choice"), ((body.get("text") or {}).get("format") or {}).get("type")
-    chosen = settings(session, most=body.get("max_output_tokens"), stop=None, choice=choice, form=form)
+    choice, form = body.get("tool_choice"), (body.get("text") or {}).get("format")
     tools = [_tool(tool) for tool in body.get("tools") or ()] if choice != "none" else []
+    grammar = grammar_of(session, choice, form, tools, body.get("parallel_tool_calls") is not False)
+    chosen = settings(most=body.get("max_output_tokens"), stop=None, grammar=grammar)
     split = thinking(session)
     echoed = {name: body.get(name, _DEFAULTS.get(name)) for name in (*_ECHOED, *_ECHOED_TOO)}
     about = {"id": new_id("resp"), "object": "response", "created_at": int(time.time()), "model": MODEL, **echoed}

@@ -30,6 +30,7 @@ from verl.engine.rollout.base import (
     check_request,
     not_finite,
 )
+from verl.engine.rollout.grammars import Grammars
 from verl.engine.rollout.native.architecture import bytes_to_come, cache_needs, refuse_unfit
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, cache_room, default_cache_tokens
 from verl.engine.rollout.native.device_decode import Drawn, compiles
@@ -63,7 +64,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         gpu_memory_utilization of the device's free memory, less what the trainer will take, or on a CPU of half the
         machine's, has room). When it is full, the newest responses wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
-    tokenizer: only for stop strings. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
+    tokenizer: only for stop strings and grammars. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
         a GPU.
     engines: how many samplers share the machine's memory, for the size of the cache where it is not given.
     record_routes: completions say which experts their tokens went to; no captured graphs then.
@@ -129,6 +130,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._drawn: Drawn | None = None  # what the device draws while its step before is settled
         self._scheduler.settle = self._settle_drawn
         self._stopper = Stopper(tokenizer)
+        self._grammars = Grammars(tokenizer, self._eos)
         self._requests: dict[str, Request] = {}
         self._submitted = 0
         self._version = 0
@@ -154,6 +156,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         prompt = np.asarray(prompt_ids, np.int64)
         self._check(request_id, prompt, sampling, media)
         images = None if self._images is None else self._images.of_prompt(prompt, media)
+        written = prompt[len(prompt) - sampling.start :].tolist()
         request = Request(
             id=request_id,
             number=self._submitted,
@@ -166,6 +169,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             images=images,
             session=session,
             on_tokens=on_tokens,
+            progress=self._grammars.begin(sampling.grammar, written) if sampling.grammar else None,
         )
         self._scheduler.add(request)
         self._requests[request_id] = request
@@ -293,6 +297,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         for i in np.flatnonzero(rows.penalty != 1.0):
             ids = np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64)
             penalised[int(i)] = torch.from_numpy(np.unique(ids)).to(logits.device)
+        for row, progress in enumerate(request.progress for request in requests):
+            if progress is not None:
+                allowed = torch.from_numpy(progress.allowed(logits.shape[1])).to(logits.device)
+                logits[row].masked_fill_(~allowed, -torch.inf)
         tokens, log_probs, sets = sample(logits, rows, seen=penalised)
         return Drawn(requests, lambda: (tokens.tolist(), log_probs.tolist(), sets), known=True)
 
@@ -311,6 +319,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             if math.isnan(log_prob):
                 raise not_finite(request.written, self._version)
             request.tokens.append(token)
+            if request.progress is not None:
+                request.progress.take(token)
             request.log_probs.append(log_prob)
             request.sets.append(allowed)
             if request.on_tokens is not None:
@@ -448,4 +458,4 @@ class NativeEngine(RolloutEngine, WeightReceiver):
 
 def _records(request: Request) -> bool:
     """Whether the set that its tokens are drawn from is recorded, which the kernels do not say."""
-    return request.sampling.record_mask and request.sampling.truncated
+    return request.progress is not None or (request.sampling.record_mask and request.sampling.truncated)

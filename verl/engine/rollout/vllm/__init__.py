@@ -29,6 +29,7 @@ class VLLM(RolloutEngineRecord):
         lora_head=False,
         images=QWEN_VISION + QWEN3_5,
         routes=True,
+        grammars=True,
         several_nodes=True,
     )
     unread = {  # noqa: RUF012

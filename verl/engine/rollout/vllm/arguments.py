@@ -93,7 +93,9 @@ def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
         "record_routes": config.actor_rollout_ref.actor.router_replay.mode == "R3",
         "free_cache_engine": rollout.free_cache_engine,
         "tokenizer_path": config.data.tokenizer or model.tokenizer_path,
-        "skip_tokenizer_init": rollout.skip_tokenizer_init and not (rollout.stop or rollout.val_kwargs.stop),
+        # Stop strings and grammars, which programs may ask for, need the tokenizer.
+        "skip_tokenizer_init": rollout.skip_tokenizer_init
+        and not (rollout.stop or rollout.val_kwargs.stop or rollout.agent.environment.name),
         "trust_remote_code": model.trust_remote_code,
         "hf_config_path": model.hf_config_path,
         "override_config": dict(model.override_config),
@@ -142,6 +144,8 @@ def engine_arguments(
         arguments["max_lora_rank"] = next((size for size in known_ranks if size >= rank), rank)
     if s.record_routes:
         arguments["enable_return_routed_experts"] = True
+    if "structured_outputs_config" in known:
+        arguments["structured_outputs_config"] = {"backend": "guidance"}  # its grammars are those of llguidance
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"
@@ -251,6 +255,8 @@ def request_arguments(
         "flat_logprobs": True,  # a fifth of the time of one dict and one object per token
         "detokenize": bool(sampling.stop),
     }
+    if sampling.grammar:
+        arguments["grammar"] = sampling.grammar
     if bias := dict.fromkeys(forbidden, -math.inf):
         arguments["logit_bias"] = bias
     if sampling.stop:
