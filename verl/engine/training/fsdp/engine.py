@@ -37,6 +37,7 @@ from verl.engine.training.base import (
     SAMPLING_MASK,
     MicroBatch,
     MicroLoss,
+    TrainStepResult,
 )
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
 from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
@@ -150,6 +151,7 @@ class FSDPEngine(ScheduledEngine):
         self._heads = int(self.module.config.get_text_config().num_attention_heads)
         self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
         self._routing: Routing | None = None
+        self._added_norm = 0.0
         self._read_settings(role_cfg, log_prob_cfg)
         # With `offload_policy` the state of a sharded engine is in host memory at all times.
         moves = not (self._sharded and streams)
@@ -202,6 +204,10 @@ class FSDPEngine(ScheduledEngine):
             self.module.gradient_checkpointing_enable(options)
             pretrained.switch_off_dropout(self._layers)
         self.schedule(1)
+
+    def set_topk(self, count: int) -> None:
+        """How many tokens the outputs topk_log_probs and topk_ids hold from now on."""
+        self._model.head.topk = count
 
     def cost(self) -> ModelCost | None:
         """See `TrainingEngine.cost`."""
@@ -308,8 +314,43 @@ class FSDPEngine(ScheduledEngine):
         temperature: float,
         scale: float,
     ) -> tuple[StepAccumulator, float]:
-        """See `ScheduledEngine._accumulate`; this rank's share. A loss that is not finite ends it, where no rank waits."""
+        """See `ScheduledEngine._accumulate`; this rank's share."""
         self._clear_gradients()
+        return self._add_gradients(rows, loss, outputs, temperature, scale)
+
+    def accumulate(
+        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str] = LOG_PROBS, *, temperature: float
+    ) -> TrainStepResult:
+        """The passes of `step` alone: gradients are added to those of the calls since the last `update`, and `grad_norm`
+        is that of the sum. Where a loss or the norm is not finite, all of them are dropped and `refused` says so."""
+        self._require_optimizer()
+        total, norm = self._add_gradients(rows, loss, outputs, temperature, 1.0)
+        if not total.refused and not math.isfinite(norm):
+            total.refused = f"the gradient norm is {norm}"
+        if total.refused:
+            self._clear_gradients()
+        self._added_norm = 0.0 if total.refused else norm
+        return TrainStepResult(total.metrics(), norm, total.refused, total.tokens)
+
+    def update(self, clip: float, **settings: Any) -> float:
+        """One step of the optimizer with the gradients of `accumulate`, which are zero afterwards. clip: the largest
+        global norm, 0 for none; settings: entries of its parameter groups (lr, betas, …) from now on. Returns the norm
+        before clipping."""
+        norm, self._added_norm = self._added_norm, 0.0
+        self._fill_gradients()
+        if 0 < clip < norm:
+            self._multiply_gradients(clip / (norm + 1e-6))
+        for group in self._require_optimizer().param_groups:
+            group.update(settings)
+        self._update_weights()
+        self._clear_gradients()
+        return norm
+
+    def _add_gradients(
+        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float, scale: float
+    ) -> tuple[StepAccumulator, float]:
+        """See `ScheduledEngine._accumulate`, but added to the gradients that are there. A loss that is not finite ends
+        it, where no rank waits."""
         total = StepAccumulator()
         for number, (batch, last) in enumerate(self._packs(rows, self.update_batching)):
             if self._sharded:
