@@ -65,12 +65,13 @@ def _built(compiler: str) -> Path:
     """The shared library, from the cache or the compiler."""
     native = [*_NATIVE, *(_WIDE if "avx512f" in processor()[1] else ())]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    identity = repr((version, _FLAGS, native, processor(), torch.__version__))
-    name = hashlib.sha256(SOURCE.read_bytes() + identity.encode()).hexdigest()[:12]
+    name, features = processor()
+    identity = repr((version, _FLAGS, native, name, sorted(features), torch.__version__))
+    digest = hashlib.sha256(SOURCE.read_bytes() + identity.encode()).hexdigest()[:12]
     folder = FOLDER.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.so"
-    with FileLock(folder / f"{name}.lock"):
+    path = folder / f"{digest}.so"
+    with FileLock(folder / f"{digest}.lock"):
         if not path.exists():
             print("verl: compiling kernels for this processor, once (some 10 s)", file=sys.stderr, flush=True)
             part = path.with_suffix(f".{os.getpid()}")
