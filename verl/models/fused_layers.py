@@ -35,7 +35,8 @@ class FusedLayers:
         """Look at modules one by one, while their weights are whole. options: of `forward_for`."""
         for module in modules:
             like = next(module.parameters(), None)
-            operators = None if like is None else platform_of(like.device).fused_operators()
+            wide = like is None or like.dtype.itemsize > 4  # kernels compute in float32
+            operators = None if wide or like is None else platform_of(like.device).fused_operators()
             forward = self.forward_for(module, operators, **options)
             name = type(module).__module__
             if (
