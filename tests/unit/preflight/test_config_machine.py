@@ -183,7 +183,7 @@ def test_model_directories(base, tmp_path, monkeypatch):
         write_model(tmp_path / kind, model_type=kind, vision_config={}, text_config=MODEL)
         only(problems(*base, path(kind)), "configuration", kind, "not seen to be right")
     split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
-    assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
+    assert any("that see images are not split" in p for p in problems(*base, path("vl"), split))
     with monkeypatch.context() as patched:
         patched.setattr("verl.engine.rollout.vllm.VLLM.installed", lambda record: "")
         patched.setattr("verl.engine.rollout.vllm.kwargs.vllm_arguments", frozenset)

@@ -47,7 +47,10 @@ class VisionTower:
                 f"megatron.pipeline_model_parallel_size: the first {depth} layers take features of images and must be on "
                 f"the first stage (and in its first virtual chunk), which has {len(chunk.decoder.layers)}; set a smaller size"
             )
-        fill_buffers(outline)
+        if unknown := [name for name in fill_buffers(outline) if name.startswith(HF_TOWER)]:
+            raise UserError(
+                f"strategy=megatron: {unknown[0]} has no value before the model is loaded; use strategy=fsdp2"
+            )
         tower = chunk.vision_model = self._base.visual
         for part in tower.modules():
             for name, parameter in part._parameters.items():
