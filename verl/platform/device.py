@@ -221,6 +221,10 @@ class Platform(ABC):
         """The device's own operators for parts of a model, None where it has none (`verl.models.fused_layers`)."""
         return None
 
+    def compiled_operators(self) -> FusedOperators | None:
+        """Such operators by torch.compile, where the device has none of its own and can be compiled for."""
+        return None
+
     def has_triton(self) -> bool:
         """Whether Triton compiles kernels for the device."""
         return False

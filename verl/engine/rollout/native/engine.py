@@ -42,6 +42,7 @@ from verl.models import positions, recurrent
 from verl.models.adapters import PlainView, exported, is_adapted
 from verl.models.checkpoint_names import CheckpointViews
 from verl.models.inputs import VisionInputs, special_token_ids
+from verl.models.mtp import is_extra
 from verl.platform import platform_of
 from verl.trajectory import Media
 from verl.weight_sync.receiver import WeightReceiver
@@ -227,8 +228,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """One forward pass and what follows from it: on a device from the pass before, while this one runs."""
         begin = time.monotonic()
         with self._runner.ready():
-            if self._drawn is not None and (self._drawn.known or any(map(_records, self._scheduler.running))):
-                self._settle_drawn()  # what follows is drawn from logits here, or was
             work = self._scheduler.prefill()
             rows = self._scheduler.decode() if work is None else [request for request, _ in work.sampled]
             drawn = self._launch(work, rows)
@@ -241,17 +240,14 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     def _launch(self, work: Prefill | None, rows: list[Request]) -> Drawn | None:
         """Make a pass and draw the next token of each of `rows`; None if nobody gets one."""
         device, drawn = self._runner.device_decode, None
-        here = device is None or any(map(_records, rows))
         if work is not None:
             logits = self._runner.prefill(work)
             if rows:
-                drawn = self._draw(rows, logits) if here or device is None else device.draw(logits, rows)
+                drawn = self._draw(rows, logits) if device is None else device.draw(logits, rows)
         elif not rows:
             return None
         elif device is None:
             drawn = self._draw(rows, self._runner.decode(rows))
-        elif here:
-            drawn = self._draw(rows, device.logits(rows))
         else:
             before = self._drawn.requests if self._drawn is not None else ()
             drawn = device.decode(rows, {request: row for row, request in enumerate(before)})
@@ -294,7 +290,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             ids = np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64)
             penalised[int(i)] = torch.from_numpy(np.unique(ids)).to(logits.device)
         tokens, log_probs, sets = sample(logits, rows, seen=penalised)
-        return Drawn(requests, lambda: (tokens.tolist(), log_probs.tolist(), sets), known=True)
+        return Drawn(requests, lambda: (tokens.tolist(), log_probs.tolist(), sets))
 
     def _settle_drawn(self) -> bool:
         """Take the tokens that were being drawn and see who is done. False if there were none."""
@@ -371,7 +367,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """See `WeightReceiver.load_weights`: copies into this engine's model, one tensor at a time.
 
         Names are those of a Hugging Face checkpoint, or of the model's own tensors; tied weights may be left out. For a
-        model with an adapter they are the adapter's, as peft's files name them: its base stays.
+        model with an adapter they are the adapter's, as peft's files name them: its base stays. Layers that predict
+        further tokens are passed over.
         An error leaves a mixture of old and new: until a load succeeds, `generate` refuses.
         """
         from verl.weight_sync.verify import close_stream
@@ -383,7 +380,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._incomplete = f"loading version {version} has not finished"
         try:
             with torch.no_grad():
+                layers = int(self._runner.model.config.get_text_config().num_hidden_layers)
                 for name, tensor in weights:
+                    if is_extra(name, layers) and name not in targets:
+                        continue
                     if name not in targets or targets[name].shape != tensor.shape:
                         shape = tuple(tensor.shape)
                         raise ValueError(f"load_weights: {name!r} is no weight here, of shape {shape}")
@@ -444,8 +444,3 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self.abort()
         self._scheduler.forget_cache()
         self._pool.drop()
-
-
-def _records(request: Request) -> bool:
-    """Whether the set that its tokens are drawn from is recorded, which the kernels do not say."""
-    return request.sampling.record_mask and request.sampling.truncated
