@@ -228,6 +228,10 @@ class Platform(ABC):
         """Whether kernels that a run may leave out compute here, for people and checkpoints; "" where it has no choice."""
         return ""
 
+    def compiled_operators(self) -> FusedOperators | None:
+        """Such operators by torch.compile, where the device has none of its own and can be compiled for."""
+        return None
+
     def has_triton(self) -> bool:
         """Whether Triton compiles kernels for the device."""
         return False

@@ -53,6 +53,7 @@ def check(config: Root, report: Report) -> None:
             if isinstance(config.select(key), str) and config.select(key) != EACH_EPOCH:
                 report.refuse(key, f"a number of steps, or {EACH_EPOCH}")
     if config.entry in ("ppo", "sft"):
+        _multi_token(report)
         _resume(report)
 
 
@@ -66,6 +67,30 @@ def _preference(report: Report) -> None:
     for name, losses in unread.items():
         if loss in losses and report.was_set(key := f"preference.{name}"):
             report.notice(f"no effect: {report.at(key)}: preference.loss={loss}")
+
+
+def _multi_token(report: Report) -> None:
+    """What the layer that predicts a token further (`model.mtp`) does not go with."""
+    config, key = report.config, "actor_rollout_ref.model.mtp" if report.ppo else "model.mtp"
+    model, actor = config.select(key.removesuffix(".mtp")), config.select(ACTOR) if report.ppo else config.engine
+    drafts, mtp = report.ppo and model.mtp.enable_rollout, model.mtp
+    if not mtp.enable:
+        for name in ("enable_train", "enable_rollout"):
+            if mtp[name]:
+                report.notice(f"no effect: {report.at(f'{key}.{name}')}: {key}.enable=False")
+        return
+    if actor.strategy == "megatron":
+        report.refuse(f"{key}.enable=True", "strategy=megatron leaves such layers out; use fsdp2")
+    if model.lora_rank or model.lora_adapter_path:
+        report.refuse(f"{key}.enable=True", "with LoRA such a layer is not trained and not sent; set it to False")
+    if report.ppo and actor.router_replay.mode != "disabled":
+        report.refuse(f"{key}.enable=True", "routes of such a layer are not recorded; set router_replay.mode=disabled")
+    if drafts and report.rollout.name != "vllm":
+        report.refuse(
+            f"{key}.enable_rollout=True", f"the {report.rollout.name} engine does not draft with it; vllm does"
+        )
+    elif drafts and (report.rollout.min_p or report.rollout.val_kwargs.min_p):
+        report.refuse(f"{report.rollout_key}.min_p", f"vLLM has no min_p beside drafts ({key}.enable_rollout); set 0")
 
 
 def _recorded(report: Report) -> None:

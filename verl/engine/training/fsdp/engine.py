@@ -42,6 +42,7 @@ from verl.engine.training.base import (
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
 from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.fsdp.sharding import layout, sharded_modules
+from verl.engine.training.further_tokens import FurtherTokens
 from verl.engine.training.muon import matrices
 from verl.engine.training.optimizer import (
     StepAccumulator,
@@ -136,6 +137,7 @@ class FSDPEngine(ScheduledEngine):
             longest,
             streams=streams,
             freezes_vision=bool(setting(role_cfg, "freeze_vision_tower", False)),
+            compiles=bool(setting(role_cfg, "use_torch_compile", True)),
         )
         alone = self.layout.mesh is None
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
@@ -146,7 +148,8 @@ class FSDPEngine(ScheduledEngine):
         self._sharded = sharded_modules(self._model.head)
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
-        self._serving_dtype = pretrained.serving_dtype(model_path, model_cfg)
+        self._serving_dtype, self._source = pretrained.serving_dtype(model_path, model_cfg), model_path
+        self._further = FurtherTokens.of(model_cfg, role, self.device) if trainable and head == "lm" else None
         self._token_bytes = activation_bytes(self.module.config)
         self._heads = int(self.module.config.get_text_config().num_attention_heads)
         self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
@@ -169,7 +172,8 @@ class FSDPEngine(ScheduledEngine):
 
     def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
         preferred = preferred_tokens(self.platform, self._token_bytes)
-        share = setting(role_cfg, "use_prefix_grouper")
+        # What predicts further tokens reads each token beside the one after it, of which a shared one has several.
+        share = False if self._further is not None and prefix == "ppo" else setting(role_cfg, "use_prefix_grouper")
         batching = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
         # A sequence lies on all devices that share it.
         tokens, limit = (size * self.layout.placement.sequence for size in (batching.tokens, batching.limit))
@@ -351,6 +355,8 @@ class FSDPEngine(ScheduledEngine):
     ) -> tuple[StepAccumulator, float]:
         """See `ScheduledEngine._accumulate`, but added to the gradients that are there. A loss that is not finite ends
         it, where no rank waits."""
+        if self._further is not None:
+            loss, outputs = self._further.joined(rows, loss, outputs)
         total = StepAccumulator()
         for number, (batch, last) in enumerate(self._packs(rows, self.update_batching)):
             if self._sharded:
@@ -481,7 +487,7 @@ class FSDPEngine(ScheduledEngine):
         return [self.module]
 
     def _write_weights(self, directory: Path) -> None:
-        weight_files.save_weights(self.module, directory, self._serving_dtype)
+        weight_files.save_weights(self.module, directory, self._serving_dtype, self._source)
 
     def _read_weights(self, directory: Path) -> None:
         weight_files.load_weights(self.module, directory)
