@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -117,7 +117,40 @@ static inline V exponential(V x) {
     p = p * (r * r) + r + 1.f;
     return (x < all(-87.3f)) ? V{} : p * (V)((k + 127) << 23);
 }
-static inline V sigmoid(V x) { return 1.f / (1.f + exponential(-x)); }
+static inline V sigmoid(V x) {
+    V y = 1.f + exponential(-x);
+#if defined(__AVX512F__)
+    V r = (V)_mm512_rcp14_ps((__m512)y);  // 14 bits, 28 after a step of Newton's
+    return r * (2.f - y * r);
+#else
+    return 1.f / y;
+#endif
+}
+// The sums of W vectors, as one: neighbours are added pairwise, block by block of S lanes
+#if defined(__clang__)
+#define SHUFFLE(a, b, from) shuffled(a, b, from)
+static inline V shuffled(V a, V b, I from) {
+    V v;
+    for (int i = 0; i < W; i++) v[i] = from[i] < W ? a[from[i]] : b[from[i] - W];
+    return v;
+}
+#else
+#define SHUFFLE(a, b, from) __builtin_shuffle(a, b, from)
+#endif
+template <int S> static inline V pair(V a, V b) {
+    I low, high;
+    for (int i = 0; i < W; i++) {
+        low[i] = i / S % 2 ? W + i - S : i;
+        high[i] = i / S % 2 ? W + i : i + S;
+    }
+    return SHUFFLE(a, b, low) + SHUFFLE(a, b, high);
+}
+template <int S> static inline V sums(const V* v) {
+    if constexpr (S == 1)
+        return v[0];
+    else
+        return pair<S / 2>(sums<S / 2>(v), sums<S / 2>(v + S / 2));
+}
 // n numbers, the rest of the vector `rest`
 static inline V filled(V v, int n, float rest) {
     for (int i = n; i < W; i++) v[i] = rest;
@@ -345,9 +378,9 @@ extern "C" void draw(const float* z, const double* uniform, Size* tokens, float*
         float e[CHUNK];
         for (Size chunk = 0; chunk < Size(sums.size()); chunk++) {
             Size count = weights(chunk, e);
-            double part = 0;
-            for (Size i = 0; i < count; i++) part += e[i];
-            sums[chunk] = total += part;
+            V part{};
+            each(count, [&](Size d, int n) { part += load(e + d, n); });
+            sums[chunk] = total += sum(part);
         }
         if (uniform[row] < 0) {
             Size best = 0;
@@ -374,50 +407,69 @@ extern "C" void draw(const float* z, const double* uniform, Size* tokens, float*
 
 // ---- attention of a decode step over the blocks of the cache
 
-// q [queries, width], keys [count, width] → scores [queries][step]
-template <int N, class T>
-static void key_scores(const float* q, Size queries, const T* keys, Size count, Size width, float scale, float* scores,
-                       Size step, float* row) {
-    for (Size j = 0; j < count; j++) {
-        if constexpr (N > 0) {
-            V k[N];
-            for (int d = 0; d < N; d++) k[d] = load(keys + j * width + d * W);
-            for (Size i = 0; i < queries; i++) {
-                V s{};
-                for (int d = 0; d < N; d++) s += k[d] * load(q + i * width + d * W);
-                scores[i * step + j] = sum(s) * scale;
-            }
-        } else {
-            each(width, [&](Size d, int n) { store(row + d, load(keys + j * width + d, n), n); });
-            for (Size i = 0; i < queries; i++) {
-                V s{};
-                each(width, [&](Size d, int n) { s += load(row + d, n) * load(q + i * width + d, n); });
-                scores[i * step + j] = sum(s) * scale;
-            }
-        }
-    }
+// Blocks of keys and values have whole vectors of rows: those past `count` are read, and what comes of them is left out.
+template <class T> static const float* widened(const T* rows, Size numbers, std::vector<float>& room) {
+    if constexpr (sizeof(T) == 4) return rows;
+    if (Size(room.size()) < numbers) room.resize(numbers);
+    for (Size i = 0; i < numbers; i += W) store(room.data() + i, load(rows + i));
+    return room.data();
 }
-// out [queries, width] += weights [queries][step] · values [count, width]
-template <int N, int Q, class T>
-static inline void add_values(const float* weights, Size step, const T* values, Size count, Size width, float* out) {
-    V acc[Q][N];
-    for (int i = 0; i < Q; i++)
-        for (int d = 0; d < N; d++) acc[i][d] = load(out + i * width + d * W);
-    for (Size j = 0; j < count; j++)
-        for (int d = 0; d < N; d++) {
-            V v = load(values + j * width + d * W);
-            for (int i = 0; i < Q; i++) acc[i][d] += weights[i * step + j] * v;
+// Blocks lie apart, where no processor looks ahead.
+template <class T> static inline void prefetch(const T* from, Size numbers) {
+    for (const char *at = (const char*)from, *end = (const char*)(from + numbers); at < end; at += 64)
+        __builtin_prefetch(at);
+}
+// q [queries, width], keys [count, width] → scores [queries][step]
+template <int N>
+static void key_scores(const float* q, Size queries, const float* keys, Size count, Size width, float scale,
+                       float* scores, Size step) {
+    for (Size j = 0; j < count; j += W)
+        for (Size i = 0; i < queries; i++) {
+            V dots[W] = {};
+            const float *query = q + i * width, *key = keys + j * width;
+            if constexpr (N > 0) {
+                for (int d = 0; d < N; d++) {
+                    V part = load(query + d * W);
+#pragma GCC unroll 16
+                    for (int r = 0; r < W; r++) dots[r] += part * load(key + r * N * W + d * W);
+                }
+            } else {
+                each(width, [&](Size d, int n) {
+                    V part = load(query + d, n);
+                    for (int r = 0; r < W; r++) dots[r] += part * load(key + r * width + d, n);
+                });
+            }
+            store(scores + i * step + j, sums<W>(dots) * scale, int(std::min<Size>(W, count - j)));
         }
-    for (int i = 0; i < Q; i++)
-        for (int d = 0; d < N; d++) store(out + i * width + d * W, acc[i][d]);
+}
+// out [queries, width] += weights [queries][step] · values [count, width], Q queries at a time
+template <int N, int Q, class T>
+static inline Size add_values(const float* weights, Size from, Size queries, Size step, const T* values, Size count,
+                              float* out) {
+    for (; from + Q <= queries; from += Q) {
+        float* to = out + from * N * W;
+        const float* weight = weights + from * step;
+        V acc[Q][N];
+        for (int i = 0; i < Q; i++)
+            for (int d = 0; d < N; d++) acc[i][d] = load(to + (i * N + d) * W);
+        for (Size j = 0; j < count; j++)
+            for (int d = 0; d < N; d++) {
+                V v = load(values + (j * N + d) * W);
+                for (int i = 0; i < Q; i++) acc[i][d] += weight[i * step + j] * v;
+            }
+        for (int i = 0; i < Q; i++)
+            for (int d = 0; d < N; d++) store(to + (i * N + d) * W, acc[i][d]);
+    }
+    return from;
 }
 template <int N, class T>
 static void value_sums(const float* weights, Size queries, Size step, const T* values, Size count, Size width,
                        float* out) {
     Size i = 0;
     if constexpr (N > 0) {
-        for (; i + 2 <= queries; i += 2) add_values<N, 2>(weights + i * step, step, values, count, width, out + i * width);
-        if (i < queries) add_values<N, 1>(weights + i * step, step, values, count, width, out + i * width);
+        if constexpr (N * W <= 64) i = add_values<N, 4>(weights, i, queries, step, values, count, out);
+        i = add_values<N, 2>(weights, i, queries, step, values, count, out);
+        add_values<N, 1>(weights, i, queries, step, values, count, out);
     } else {
         for (; i < queries; i++)
             for (Size j = 0; j < count; j++)
@@ -446,10 +498,10 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
         for (Size r = 0; r < count; r++) longest = std::max<Size>(longest, step.lengths[rows[r]]);
         Size queries = count * per, room = prompt + longest;
         thread_local std::vector<float> scratch;
-        scratch.assign(queries * (width + value_width) + width + value_width, 0.f);
-        thread_local std::vector<float> scores;
+        scratch.assign(queries * (width + value_width), 0.f);
+        thread_local std::vector<float> scores, block_room;
         if (Size(scores.size()) < queries * room) scores.resize(queries * room);
-        float *wide = scratch.data(), *sums = wide + queries * width, *row_scratch = sums + queries * value_width;
+        float *wide = scratch.data(), *sums = wide + queries * width;
         for (Size r = 0; r < count; r++)
             for (Size i = 0; i < per; i++) {
                 const T* from = q + rows[r] * q_row + (head * per + i) * q_head;
@@ -459,17 +511,26 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
         auto block = [&](const int32_t* table, Size j) { return (Size(table[j / cols]) * heads + head) * cols + j % cols; };
         const int32_t* shared = step.prompt_tables + tile * step.prompt_blocks;
         for (Size j = 0; j < prompt; j += cols)
-            key_scores<N>(wide, queries, keys + block(shared, j) * width, std::min(cols, prompt - j), width, scale,
-                          scores.data() + j, room, row_scratch);
+            key_scores<N>(wide, queries, widened(keys + block(shared, j) * width, cols * width, block_room),
+                          std::min(cols, prompt - j), width, scale, scores.data() + j, room);
         for (Size r = 0; r < count; r++) {
             const int32_t* table = step.tables + rows[r] * step.blocks;
             Size length = step.lengths[rows[r]], newest = block(table, length - 1);
             memcpy(keys + newest * width, k + rows[r] * k_row + head * k_head, width * sizeof(T));
             memcpy(values + newest * value_width, v + rows[r] * v_row + head * v_head, value_width * sizeof(T));
             float* own = scores.data() + r * per * room + prompt;
-            for (Size j = 0; j < length; j += cols)
-                key_scores<N>(wide + r * per * width, per, keys + block(table, j) * width, std::min(cols, length - j),
-                              width, scale, own + j, room, row_scratch);
+            for (Size j = 0; j < length; j += cols) {
+                if (j + cols < length)
+                    prefetch(keys + block(table, j + cols) * width, std::min(cols, length - j - cols) * width);
+                else if (r + 1 < count)
+                    prefetch(keys + block(step.tables + rows[r + 1] * step.blocks, 0) * width,
+                             std::min<Size>(cols, step.lengths[rows[r + 1]]) * width);
+                prefetch(values + block(table, j) * value_width, std::min(cols, length - j) * value_width);
+                key_scores<N>(wide + r * per * width, per,
+                              widened(keys + block(table, j) * width, std::min(cols, (length - j + W - 1) / W * W) * width,
+                                      block_room),
+                              std::min(cols, length - j), width, scale, own + j, room);
+            }
         }
         std::vector<float> totals(queries);
         for (Size i = 0; i < queries; i++) {
@@ -491,7 +552,8 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
             totals[i] = sum(total) + (sinks ? std::exp(sink - top) : 0.f);
         }
         for (Size j = 0; j < prompt; j += cols)
-            value_sums<NV>(scores.data() + j, queries, room, values + block(shared, j) * value_width,
+            value_sums<NV>(scores.data() + j, queries, room,
+                           widened(values + block(shared, j) * value_width, cols * value_width, block_room),
                            std::min(cols, prompt - j), value_width, sums);
         for (Size r = 0; r < count; r++) {
             const int32_t* table = step.tables + rows[r] * step.blocks;

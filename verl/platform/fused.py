@@ -47,10 +47,19 @@ class _Rotation(torch.autograd.Function):
 
 def fused_operators(kernels: Any, **more: Any) -> FusedOperators:
     """more: operators that only some devices have."""
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Any:
+        arguments = x, weight, eps, offset, _product_dtype(x, weight)
+        return _Norm.apply(kernels, *arguments) if torch.is_grad_enabled() else kernels.rms_norm(*arguments)[0]
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        arguments = q, k, cos, sin, _product_dtype(q, cos)
+        return _Rotation.apply(kernels, *arguments) if torch.is_grad_enabled() else kernels.rotate(*arguments, False)
+
     return FusedOperators(
-        rms_norm=lambda x, weight, eps, offset: _Norm.apply(kernels, x, weight, eps, offset, _product_dtype(x, weight)),
+        rms_norm=rms_norm,
         swiglu=kernels.swiglu,
-        rotate=lambda q, k, cos, sin: _Rotation.apply(kernels, q, k, cos, sin, _product_dtype(q, cos)),
+        rotate=rotate,
         swiglu_backward=kernels.swiglu_backward,
         head=(kernels.head_forward, kernels.head_backward),
         **more,
