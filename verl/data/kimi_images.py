@@ -65,7 +65,7 @@ class KimiVLImageProcessor(BaseImageProcessor):
             scale = math.sqrt(self.in_token_limit / count)
             height, width = int(height * scale), int(width * scale)
         token = self.patch_size * self.merge_size
-        rounded = (math.ceil if self.pad_input else math.floor)
+        rounded = math.ceil if self.pad_input else math.floor
         whole = rounded(height / token) * token, rounded(width / token) * token
         if not min(whole) or max(whole) >= _MOST_SIDE * self.patch_size:
             raise ValueError(f"an image of {width} × {height} pixels has no token, or a side of {_MOST_SIDE} patches")
