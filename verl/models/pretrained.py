@@ -8,7 +8,7 @@ architecture's own initialisation; whether it did is checked.
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -322,6 +322,10 @@ def register_own(source: str | Path) -> None:
     except (OSError, ValueError):
         return  # who loads it says why
     if facts.get("model_type") == "kimi_vl":
+        if importlib.util.find_spec("transformers.models.kimi_k25") is None:
+            raise UserError(
+                f"model.path={source}: Kimi-VL is built of Kimi-K2.5's parts, which this transformers lacks"
+            )
         importlib.import_module("verl.models.kimi_vl")
 
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.tiny import HAS_KIMI_VL
 from tests.unit.preflight.cases import ARR, MODEL, notices, only, problems, write_model, write_rows
 from verl.config import load
 from verl.config.model_facts import ModelTrouble, look
@@ -182,6 +183,10 @@ def test_model_directories(base, tmp_path, monkeypatch):
     ):
         write_model(tmp_path / kind, model_type=kind, vision_config={}, text_config=MODEL)
         only(problems(*base, path(kind)), "configuration", kind, "not seen to be right")
+    if HAS_KIMI_VL:  # the published directory names code of its own, which is not run
+        own = {"auto_map": {"AutoConfig": "configuration_kimi_vl.KimiVLConfig"}, "vision_config": {}}
+        write_model(tmp_path / "kimi", model_type="kimi_vl", text_config=MODEL, **own)
+        assert problems(*base, path("kimi")) == []
     split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
     assert any("that see images are not split" in p for p in problems(*base, path("vl"), split))
     with monkeypatch.context() as patched:
