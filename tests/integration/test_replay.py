@@ -82,6 +82,7 @@ def test_log_probs_are_those_of_transformers(run, capsys) -> None:
     assert "12 of them sampled with the weights of this step" in text
     apart = [float(value) for value in re.findall(r"largest difference (\S+) nats", text)]
     assert len(apart) == 2 and max(apart) <= 1e-5
+    assert f"step 3 of {run}: 12 rows" in said(capsys, "audit", run)
 
 
 def test_trajectories_in_the_interchange_format(run, capsys, tmp_path) -> None:

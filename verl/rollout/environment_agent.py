@@ -39,12 +39,12 @@ from verl.rollout.tools.toolbox import load_class
 from verl.rollout.turn_boundaries import without_images
 
 _PATH_KEY = "rollout.agent.environment.path"
-_ADAPTERS: dict[str, tuple[type, str]] = {
-    "openenv": (openenv.OpenEnv, "url"),
-    "nemo_gym": (nemo_gym.NemoGym, "url"),
-    "harbor": (harbor.Task, "folder"),
+_ADAPTERS: dict[str, tuple[type, str, Callable[..., None]]] = {
+    "openenv": (openenv.OpenEnv, "url", openenv.check),
+    "nemo_gym": (nemo_gym.NemoGym, "url", nemo_gym.check),
+    "harbor": (harbor.Task, "folder", harbor.check),
 }
-"""Environments of ours by name: the class, and the argument that `path` is."""
+"""Environments of ours by name: the class, the argument that `path` is, and what checks a path."""
 _LONGEST_VARIABLE = 2**17 - 16  # bytes: Linux starts no program with a longer `VERL_ROW=…`
 
 
@@ -71,10 +71,9 @@ def maker(spec: Mapping[str, Any]) -> Callable[[], Env | Awaitable[Env]]:
 def check(spec: Mapping[str, Any], tokenizer: str) -> None:
     """UserError for an environment that cannot be used: its class, program, server. tokenizer: path or name."""
     name, path, kwargs = spec["name"], str(spec["path"]), dict(spec.get("kwargs") or {})
-    if name in ("openenv", "nemo_gym"):
-        (openenv if name == "openenv" else nemo_gym).check(path)
-    elif name == "harbor":
-        harbor.check(path, **kwargs)
+    if name in _ADAPTERS:
+        _check_kwargs(_ADAPTERS[name][0], name, path, **kwargs)
+        _ADAPTERS[name][2](path, **(kwargs if name == "harbor" else {}))
     elif name == "verifiers":
         verifiers_server.check(spec, tokenizer)
     elif name == "command":
@@ -88,10 +87,7 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
             )
     else:
         factory = load_class(path, _PATH_KEY)
-        try:
-            inspect.signature(factory).bind(**kwargs)
-        except TypeError as error:
-            raise UserError(f"environment.kwargs do not fit {path}: {error}") from error
+        _check_kwargs(factory, path, **kwargs)
         if name == "gym":
             try:
                 env = factory(**kwargs)
@@ -99,6 +95,13 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
                 raise UserError(f"{path} makes no environment: {type(error).__name__}: {error}") from error
             with suppress(Exception):
                 env.close()
+
+
+def _check_kwargs(factory: Callable[..., Any], name: str, *arguments: str, **kwargs: Any) -> None:
+    try:
+        inspect.signature(factory).bind(*arguments, **kwargs)
+    except TypeError as error:
+        raise UserError(f"environment.kwargs do not fit {name}: {error}") from error
 
 
 @register("environment_agent")

@@ -319,16 +319,15 @@ def box_of(task: TaskFolder, container: str = "") -> Box:
     return Sandbox(task)
 
 
-def check(path: str, **kwargs: Any) -> None:
+def check(path: str, container: str = "", **_: Any) -> None:
     """UserError for a folder without tasks, and for tasks that cannot run here."""
     folders = tasks_of(Path(path).expanduser())
     if not folders:
         raise UserError(
             f"environment.path={path}: no folder of tasks (task.toml of Harbor, task.yaml of terminal-bench)"
         )
-    Task(path, **kwargs)
     for folder in folders:
-        box = box_of(TaskFolder(folder), kwargs.get("container", ""))
+        box = box_of(TaskFolder(folder), container)
     if isinstance(box, Sandbox):
         status, output = asyncio.run(_tried(box))
         if status:
