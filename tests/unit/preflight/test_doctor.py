@@ -44,7 +44,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(probe, "nvidia_gpus", list)
     monkeypatch.setattr(probe, "needs_cuda", lambda name: False)
     monkeypatch.setattr(probe, "wants", lambda name, other: None)
-    monkeypatch.setattr(probe, "cpu_products", lambda: ("in hardware", "2 cores, float32 products"))
+    monkeypatch.setattr(probe, "cpu_products", lambda: ("in hardware", "compiled kernels", "2 cores, float32 products"))
     return found
 
 

@@ -7,7 +7,7 @@ from verl.config.schema.training import LogProbConfig
 ENGINES = ("auto", "native", "vllm", "sglang", "hf")
 TOOL_FORMATS: tuple[str, ...] = ("hermes", "qwen", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi")
 TOOL_FORMATS += ("deepseek", "deepseek_v4", "gemma4", "llama3_json")
-ENVIRONMENTS = ("custom", "gym", "command", "verifiers", "openenv")
+ENVIRONMENTS = ("custom", "gym", "command", "verifiers", "openenv", "nemo_gym", "harbor")
 POLICIES = ("score", "mask", "drop", "resample")
 MOST_RESPONSES = 2**16
 """To one prompt."""
@@ -64,12 +64,14 @@ class CheckpointEngineConfig(Group):
     """How weights reach the sampler.
 
     Attributes:
-        backend: `naive` (= chosen: in process, shared memory, device handles, broadcast), `nccl`, `hccl`.
+        backend: How nodes that sample and do not train get weights: `naive` (over gloo), `nccl`, `hccl`, or `delta_sharded`:
+            over gloo, of each weight what changed since the last transfer; sender and receiving nodes keep a copy of the
+            weights in host memory.
         update_weights_bucket_megabytes: Size of one transfer.
         engine_kwargs: Arguments of the backend.
     """
 
-    backend: str = choice("naive", "naive", "nccl", "hccl")
+    backend: str = choice("naive", "naive", "nccl", "hccl", "delta_sharded")
     update_weights_bucket_megabytes: int = key(2048, low=1)
     engine_kwargs: Map = open_map()
 
@@ -112,7 +114,7 @@ class EnvironmentConfig(Group):
     Attributes:
         name: Which adapter.
         path: Class or factory (`file.py:Class`, `pkg.module:Class`), a program's command line, the Python that has
-            `verifiers`, or an OpenEnv server's URL, as the adapter needs.
+            `verifiers`, the URL of an OpenEnv or NeMo Gym server, or the folder of tasks, as the adapter needs.
         kwargs: Handed over as they are.
     """
 
@@ -159,6 +161,8 @@ class AgentConfig(Group):
         tool_timeout: Seconds of a tool call or a step of the environment; null = no limit.
         trajectory_timeout: Seconds of a trajectory; null = no limit.
         max_calls: Most tool calls of a trajectory.
+        count_shared: A sampled token on which several segments go on is in the loss `once`, in the segment in which it
+            was sampled, or in `every_segment` that has it.
         max_resamples: How often a trajectory is sampled again before its group does without it.
         http_host: Address on which sessions are served, and which their URLs name. Any but loopback lets other machines
             in, by the token in the URL alone.
@@ -173,6 +177,7 @@ class AgentConfig(Group):
     tool_timeout: float | None = key(60.0, above=0, inf=True)
     trajectory_timeout: float | None = key(None, above=0, inf=True)
     max_calls: int | None = key(None, low=1)
+    count_shared: str = choice("once", "once", "every_segment")
     max_resamples: int = key(3, low=0)
     http_host: str = "127.0.0.1"
     http_port: int = key(0, low=0, high=65535)
@@ -260,6 +265,9 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         multi_stage_wake_up: Wake weights and cache one after the other.
         nnodes: > 0: a pool of its own for sampling.
         n_gpus_per_node: Devices per node of that pool.
+        trainer_memory_utilization: With nnodes > 0, more samplers on the trainers' devices, with that share of their memory
+            (as gpu_memory_utilization): they sample while the trainers wait, and what they have begun goes on in the pool
+            when these compute. 0: none.
     """
 
     name: str = choice("auto", *ENGINES, ours=True)
@@ -304,6 +312,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     checkpoint_engine: CheckpointEngineConfig = sub(CheckpointEngineConfig)
     nnodes: int = key(0, low=0, high=100_000)
     n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1, high=1024)
+    trainer_memory_utilization: float = key(0.0, low=0, high=1, ours=True)
     multi_turn: MultiTurnConfig = sub(MultiTurnConfig)
     agent: AgentConfig = sub(AgentConfig)
     prometheus: PrometheusConfig = sub(PrometheusConfig)

@@ -27,6 +27,8 @@ class SamplingParams:
     draw is made twice. `call` is the number of the request within its trajectory: every call draws from a stream of
     its own. An engine whose generator starts anew with each request mixes `start` and `call` into the seed.
     `record_mask`: an engine that can (`Capabilities.sampling_mask`) returns which tokens top-k, top-p and min-p left.
+    `grammar`: what the response must follow (`verl.engine.rollout.grammars`), "" for anything; an engine that can
+    (`Capabilities.grammars`) returns which tokens it left.
     """
 
     max_tokens: int
@@ -42,6 +44,7 @@ class SamplingParams:
     start: int = 0
     call: int = 0
     record_mask: bool = False
+    grammar: str = ""
 
     @property
     def truncated(self) -> bool:
@@ -55,7 +58,8 @@ class Completion:
     [P + L − 1, layers, k], where recorded: the experts that prompt and response tokens went to, without the last token;
     sampling_mask object [L], where recorded: the sets that the tokens were drawn from (`verl.models.sampling_mask`).
 
-    finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
+    finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept),
+    "moved" (the same: its device is needed, and it goes on in another engine of the pool).
     `parts`: how many requests it took, more than one after changes of weights. `prefilled`: tokens that were computed
     before the first was sampled (recomputed ones too), not those found in the cache. `text`: of the whole response (the
     `start` tokens that the prompt ends with, then token_ids), where the engine has decoded it as

@@ -148,7 +148,7 @@ class _Tree:
         best = 0, -1
         for number in reversed(range(len(self._rows) if self._shares else 0)):
             other = self._rows[number]
-            if other.uid != row.uid or best[0] == len(row.context_ids):
+            if other.uid != row.uid or (best[0] >= len(row.context_ids) and best[0] >= row.shared):
                 break
             best = max(best, (_shared(row, other), number))
         return best
@@ -169,7 +169,7 @@ class _Tree:
 
 
 def _shared(row: Segment, other: Segment) -> int:
-    """How many tokens of a row's context are computed with another row."""
+    """How many tokens of a row's context, and of what it shares behind that, are computed with another row."""
     context, theirs = row.context_ids, other.context_ids
     if row.media is not other.media:
         return 0
@@ -180,6 +180,8 @@ def _shared(row: Segment, other: Segment) -> int:
             count += common_prefix(context[count:], other.response_ids[:-1])
         least = min(len(context), len(theirs)) if row.media is not None else min(len(context), _LEAST)
         count = count if count >= least else 0
+    if count == len(context) < row.shared:
+        count = common_prefix(_sequence(row)[: row.shared], _sequence(other))
     ours, routes = _sequence_routes(row, count), _sequence_routes(other, count)
     if ours is None or routes is None:
         return count if ours is routes else 0

@@ -32,6 +32,7 @@ FIXED: dict[str, str] = {
     "disable_radix_cache": "rollout.enable_prefix_caching sets it",
     "disable_cuda_graph": "rollout.enforce_eager sets it",
     "load_format": "rollout.load_format sets it",
+    "quantization": "rollout.quantization sets it, where an engine has it",
     "random_seed": "rollout.seed sets it",
     "enable_memory_saver": "rollout.free_cache_engine sets it",
     "enable_return_routed_experts": "rollout.enable_rollout_routing_replay sets it",
