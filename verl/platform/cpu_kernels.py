@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,8 +83,10 @@ def _built(compiler: str) -> Path:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """A kernel with tensors as pointers, then the number of threads."""
-    getattr(_state("auto").library, name)(*map(_argument, arguments), ctypes.c_int(torch.get_num_threads()))
+    """A kernel with tensors as pointers, then the number of threads; an event for a profiler."""
+    watched = torch.autograd._profiler_enabled()
+    with torch.profiler.record_function(f"verl::{name}") if watched else nullcontext():
+        getattr(_state("auto").library, name)(*map(_argument, arguments), ctypes.c_int(torch.get_num_threads()))
 
 
 def _argument(value: Any) -> Any:
