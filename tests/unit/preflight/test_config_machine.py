@@ -290,9 +290,9 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
         only(problems(*videos), "machine", "videos need torchvision, which is not installed: pip install")
         patched.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or find(name))
         assert problems(*videos) == []
-        told = problems(*videos, f"{ARR}.rollout.name=vllm")
+        told = problems(*videos, f"{ARR}.rollout.name=sglang")
         assert any(
-            "configuration: " in problem and "not sampled by vllm" in problem and "rollout.name=native" in problem
+            "configuration: " in problem and "not sampled by sglang" in problem and "rollout.name=native" in problem
             for problem in told
         )
     label = {"architectures": ["QForSequenceClassification"], "id2label": {"0": "x"}}
