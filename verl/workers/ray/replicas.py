@@ -160,13 +160,14 @@ class ReplicaPool(RolloutEngine):
         group: str | None = None,
         session: str | None = None,
         media: Media | None = None,
+        replica: Replica | None = None,
     ) -> Completion:
-        """See `RolloutEngine.generate`."""
+        """See `RolloutEngine.generate`. replica: the one that answers, None: any."""
         if self._ended is not None:
             raise self._ended
         ids = np.asarray(prompt_ids, np.int64)
         request = GenerateRequest(request_id, ids, sampling, group, media, session)
-        replica = self._sessions.get(session or "") or self._replica_for(group)
+        replica = replica or self._sessions.get(session or "") or self._replica_for(group)
         if session is not None:  # its later calls find its prefix there
             self._sessions[session] = replica
             if len(self._sessions) > _SESSIONS:
@@ -188,6 +189,11 @@ class ReplicaPool(RolloutEngine):
         finally:
             del replica.requests[request_id]
             replica.count(request, -1)
+
+    @property
+    def engines(self) -> Sequence[RolloutEngine]:
+        """See `RolloutEngine.engines`."""
+        return [_One(self, replica) for replica in self.replicas]
 
     def end_session(self, session: str) -> None:
         """See `RolloutEngine.end_session`. The replica hears of it with its next requests."""
@@ -392,6 +398,34 @@ class ReplicaPool(RolloutEngine):
             if replica.poll is not None:
                 replica.from_outside(replica.poll.cancel)
         end_workers([replica.worker for replica in self.replicas])
+
+
+class _One(RolloutEngine):
+    """A replica of a pool by itself. Only what samples."""
+
+    def __init__(self, pool: ReplicaPool, replica: Replica):
+        self._pool, self._replica = pool, replica
+
+    async def generate(self, *args: Any, **options: Any) -> Completion:
+        """See `RolloutEngine.generate`."""
+        return await self._pool.generate(*args, **options, replica=self._replica)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """See `RolloutEngine.abort`; of all replicas."""
+        self._pool.abort(request_ids)
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`; all replicas."""
+        self._pool.sleep()
+
+    def wake(self) -> None:
+        """See `RolloutEngine.wake`; all replicas."""
+        self._pool.wake()
+
+    @property
+    def version(self) -> int:
+        """See `RolloutEngine.version`."""
+        return self._pool.version
 
 
 def end_workers(workers: Sequence[WorkerHandle]) -> None:
