@@ -8,6 +8,7 @@ run's.
 
 from __future__ import annotations
 
+import math
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.algorithms.agreement import FAR
+from verl.algorithms.agreement import BOUNDS, precision_of
 from verl.checkpoint import CheckpointError, open_checkpoint, read, rng, write
 from verl.checkpoint.manifest import remove
 from verl.checkpoint.remote import Copy, RemoteCopies
@@ -343,6 +344,7 @@ class Checkpoints:
             "record": plain_metrics(record)[0],
             "next_row": self._stream.row_at(loop["data_position"]),
             "sample": self._sample(batch),
+            "optimizer_norms": self._optimizer_norms(),
         }
         self._storage.save(step, self._storage.chosen(jobs), state)
 
@@ -365,12 +367,25 @@ class Checkpoints:
         sample |= {"dtype": self._workers.policy.compute_dtype, "context": row.segments[0].context_ids.tolist()}
         return sample | {"response": row.response_ids.tolist(), "log_probs": self._log_probs(row).tolist()}
 
+    def _optimizer_norms(self) -> dict[str, float | None]:
+        return {role.name: role.optimizer_norm() for role in self._workers.trained(policy=True)}
+
     def _compare(self, state: Mapping[str, Any]) -> None:
-        """An event where the order of the data, or what the policy computes, is not that of the checkpoint."""
+        """An event where the order of the data, what the policy computes, or the optimizers' state is not that of the
+        checkpoint."""
         row, sample = state.get("next_row"), state.get("sample")
         if row not in (None, now := self._stream.row_at(state["data_position"])):
             message = f"data: the next row is {now}, and was {row} when the checkpoint was saved: the order has changed"
             self._tracking.event("check_data", message=message)
+        norms = (state.get("optimizer_norms") or {}) if self._storage.wants("optimizer") else {}
+        for name, loaded in self._optimizer_norms().items() if norms else ():
+            saved = norms.get(name)
+            if saved is not None and loaded is not None and not math.isclose(saved, loaded, rel_tol=1e-3):
+                message = (
+                    f"resume: the norm of the {name}'s optimizer state is {loaded:.4g}, and was {saved:.4g} when it was "
+                    "saved: it was not saved or not loaded, and updates begin anew"
+                )
+                self._tracking.event("check_resume", message=message)
         if not sample or not self._storage.wants("model"):
             return
         if sample["temperature"] != self._config.actor_rollout_ref.rollout.temperature:
@@ -379,8 +394,7 @@ class Checkpoints:
         segment = Segment(np.array(sample["context"], np.int64), response, np.ones(len(response), bool))
         prompt = Prompt("resume", segment.context_ids, None)
         apart = np.abs(self._log_probs(Trajectory(prompt, 0, segments=[segment])) - np.array(sample["log_probs"]))
-        names = {sample["dtype"], self._workers.policy.compute_dtype}
-        kind, bound = FAR["float32" if names == {"torch.float32"} else "half"]
+        kind, bound = BOUNDS[precision_of(sample["dtype"], self._workers.policy.compute_dtype)].far
         difference = float(apart.max() if kind == "max" else apart.mean())
         if not difference <= bound:
             message = (

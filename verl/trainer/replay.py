@@ -142,12 +142,7 @@ class Recording:
 
     def load(self, step: int, *, computed: bool = False) -> Batch:
         """The trajectories of a step. UserError where the journal lacks it."""
-        batch, about = journal.read(self._path(step), computed=computed)
-        if about["images"] and not computed:
-            raise UserError(
-                f"step {step} has images, whose pixels the journal does not keep: it cannot be computed again"
-            )
-        return batch
+        return journal.read(self._path(step), computed=computed)[0]
 
     def about(self, step: int) -> dict[str, Any]:
         """What the journal says of a step as a whole."""
@@ -349,6 +344,8 @@ def audit(run: Path, step: int, config: Config) -> Iterator[str]:
 
     recording, temperature = Recording(run), float(config.actor_rollout_ref.rollout.temperature)
     rows = [row for row in recording.load(step, computed=True).segments if row.response_mask.any()]
+    if any(row.media is not None for row in rows):
+        raise UserError(f"step {step} has images: `verl audit` is for text; `verl replay` computes the step again")
     version = Versions.of(config.trainer).at(step)
     with TemporaryDirectory(prefix="verl-audit-") as folder:
         recording.replica(config, step).roles["actor"].save("weights", Path(folder))

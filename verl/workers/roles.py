@@ -4,7 +4,7 @@ teachers and a classifier."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +132,11 @@ class TrainedRole(Role):
         out.metrics[f"{self.name}/lr"] = rate
         return out
 
+    def optimizer_norm(self) -> float | None:
+        """See `TrainingEngine.optimizer_norm`."""
+        norm: float | None = self.group.call("run", self.name, "optimizer_norm", doing="save_checkpoint")[0]
+        return norm
+
     def cost(self) -> ModelCost | None:
         """What a pass takes, and the peak of all devices together; None where the peak is not known."""
         cost: ModelCost | None = self.group.call("run", self.name, "cost", doing="cost")[0]
@@ -203,10 +208,11 @@ class Policy(TrainedRole):
             starts[rank] += row.length
         return np.concatenate(out) if out else np.zeros(0, np.float32)
 
-    def fill_adapter(self, value: float) -> list[bool]:
-        """See `TrainingEngine.fill_adapter`; of each rank."""
+    def fill_adapter(self, value: float, layers: Collection[str] | None = None) -> list[str]:
+        """See `TrainingEngine.fill_adapter`; the layers of all ranks."""
         self.group.moved = True
-        return self.group.call("run", self.name, "fill_adapter", value, doing="sync_proof")
+        of_ranks = self.group.call("run", self.name, "fill_adapter", value, layers, doing="sync_proof")
+        return list(dict.fromkeys(name for names in of_ranks for name in names))
 
     def memory(self) -> dict[str, float]:
         """perf/max_memory_{allocated,reserved}_gb of an accelerator, GiB, the largest of all ranks; empty on a CPU."""

@@ -46,7 +46,7 @@ class UpdateResult:
     """What a step's updates did. metrics are means over mini-batches and epochs.
 
     `computed` tokens went through the model; without shared prompts it would have been `tokens`. first: the
-    first optimizer step's mini-batch and metrics.
+    first optimizer step's mini-batch and outcome.
     """
 
     metrics: dict[str, float]
@@ -55,7 +55,7 @@ class UpdateResult:
     tokens: int = 0
     computed: int = 0
     refused: list[Refusal] = field(default_factory=list)
-    first: tuple[MiniBatch, dict[str, float]] | None = None
+    first: tuple[MiniBatch, TrainStepResult] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ def summarise(outcomes: Iterable[tuple[MiniBatch, TrainStepResult | None]]) -> U
             out.computed += result.tokens
             out.updates += 1
             parts.append((result.metrics, 1.0))
-            out.first = out.first or (mini, result.metrics)
+            out.first = out.first or (mini, result)
     out.metrics = merge_metrics(parts)
     return out
 
