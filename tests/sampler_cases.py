@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.chaos.fork_server import until
 from tests.invariant import test_vision as vision
 from tests.unit.engine.training import lora_cases
 from tests.unit.engine.training.engine_cases import simple_loss
@@ -39,6 +41,28 @@ def difference(engine: Any, completions: list[Any], n: int) -> float:
     """Largest difference of log-probs between a sampler's responses and a training engine."""
     ours = engine.forward(rows(completions, n), temperature=TEMPERATURE)["log_probs"]
     return float(np.abs(ours - np.concatenate([c.log_probs for c in completions])).max())
+
+
+def assert_weights_arrive_while_it_samples(path: Path, sampler: Any) -> None:
+    """Sampler and trainer of the model at `path` agree before and after an update, which arrives while all requests run.
+    The sampler, which has no weights yet, is closed."""
+    actor = FSDPEngine(path, role_cfg=vision.trained(optim={"lr": 0.05}), device="cpu")
+    actor.schedule(10)
+    try:
+        sync, drawn = StreamedSync(actor, sampler), {"temperature": TEMPERATURE, "ignore_eos": True}
+        sync.push(0, verify=True)
+        before = sample(sampler, PROMPTS, 2, **drawn)
+        assert difference(actor, before, 2) <= 1e-4
+        actor.step(rows(before, 2), simple_loss(len(before) * 24), temperature=TEMPERATURE)
+        with ThreadPoolExecutor() as thread:
+            running = thread.submit(sample, sampler, PROMPTS, 2, max_tokens=150, **drawn)
+            until(lambda: len(sampler._live) == 6)
+            sync.push(1, verify=True)
+            assert {done.versions for done in running.result()} == {(0, 1)}
+        after = sample(sampler, PROMPTS, 2, **drawn)
+        assert difference(actor, after, 2) <= 1e-4 < difference(actor, before, 2)
+    finally:
+        sampler.close()
 
 
 def assert_only_the_adapter_moves(path: Path, engine: Callable[[dict[str, Any]], Any]) -> None:

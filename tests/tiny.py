@@ -29,6 +29,7 @@ GLM_VISION = (
     "<|begin_of_video|>",
     "<|end_of_video|>",
 )
+KIMI_VISION = ("<|media_start|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
 VISION_TEMPLATE = CHAT_TEMPLATE.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -67,6 +68,7 @@ LINEAR_ATTENTION: dict[str, dict[str, Any]] = {
     },
 }
 """Overrides of `tiny_config` for models whose layers of linear attention carry a state along each sequence."""
+HAS_KIMI_VL = find_spec("transformers.models.kimi_k25") is not None
 if find_spec("transformers.models.kimi_linear") is None:
     del LINEAR_ATTENTION["kimi_linear"]
 
@@ -187,12 +189,14 @@ def tiny_vision_model(
 ) -> Path:
     """Save a random vision-language model (fp32), its tokenizer and its image processor; returns the path.
 
-    arch: "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe" or "qwen2_vl"; "glm4v", "glm46v" or "glm4v_moe" (`_tiny_glm`). An
+    arch: "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe" or "qwen2_vl"; "glm4v", "glm46v" or "glm4v_moe"; "kimi_vl". An
     image has one token for each 2·patch × 2·patch pixels, 4 to 64 of them. head: elements of an attention head; 32 is
     the smallest of vLLM's kernels on a CPU. deepstack: layers of the image encoder whose outputs qwen3's text layers get.
     """
     if arch.startswith("glm"):
-        return _tiny_glm(Path(path), arch, seed)
+        return _tiny_glm(Path(path), arch, seed, head or 16)
+    if arch == "kimi_vl":
+        return _tiny_kimi(Path(path), seed, patch)
     from transformers import AutoConfig
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -270,7 +274,7 @@ def _save_vision_model(path: Path, config: Any, seed: int) -> None:
     model.save_pretrained(path)
 
 
-def _tiny_glm(path: Path, arch: str, seed: int) -> Path:
+def _tiny_glm(path: Path, arch: str, seed: int, head: int) -> Path:
     """GLM-4.1V ("glm4v"), 4.6V ("glm46v") or 4.5V ("glm4v_moe"), whose second layer has four experts."""
     from transformers import AutoConfig
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -282,7 +286,7 @@ def _tiny_glm(path: Path, arch: str, seed: int) -> Path:
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        "num_attention_heads": 32 // head,
     }
     text |= {
         "num_key_value_heads": 1,
@@ -294,7 +298,7 @@ def _tiny_glm(path: Path, arch: str, seed: int) -> Path:
         "rope_type": "default",
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
+        "mrope_section": [head // 8, head // 16, head // 16],
     }
     if arch.endswith("moe"):
         text |= {
@@ -320,6 +324,30 @@ def _tiny_glm(path: Path, arch: str, seed: int) -> Path:
     # Its limits count the two frames that an image is made to.
     limits = {"shortest_edge": 2 * 4 * 64, "longest_edge": 2 * 64 * 64}
     processor(patch_size=4, size=limits).save_pretrained(path)
+    return path
+
+
+def _tiny_kimi(path: Path, seed: int, patch: int) -> Path:
+    """Kimi-VL, whose second layer has four experts."""
+    from verl.data.kimi_images import KimiVLImageProcessor
+    from verl.models.kimi_vl import KimiVLConfig
+
+    text = {"vocab_size": 272, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    text |= {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    text |= {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    text |= {"max_position_embeddings": 2048, "eos_token_id": 258, "pad_token_id": 256, "bos_token_id": None}
+    text |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "tie_word_embeddings": False}
+    vision = {"patch_size": patch, "init_pos_emb_height": 6, "init_pos_emb_width": 6, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
+    config = KimiVLConfig(text_config=text, vision_config=vision, media_placeholder_token_id=VOCAB_SIZE + 3)
+    _save_vision_model(path, config, seed)
+    template = VISION_TEMPLATE.replace(
+        "'<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>'",
+        "'<|media_start|>image<|media_content|><|media_pad|><|media_end|>'",
+    )
+    tiny_tokenizer(path, template=template, special=SPECIAL + KIMI_VISION)
+    KimiVLImageProcessor(patch_size=patch, pad_input=True, in_token_limit=256).save_pretrained(path)
     return path
 
 

@@ -59,13 +59,13 @@ def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def hashes(channel: str, reader: int, pushes: int, out: Any) -> None:
-    """A reader: receives `pushes` transfers of versions 0, 1, …; reports (reader, checksums or the error's text)."""
+def hashes(channel: str, reader: int, pushes: int, out: Any, first: int = 0) -> None:
+    """A reader: receives `pushes` transfers of versions first, first + 1, …; reports (reader, checksums or the error's text)."""
     from verl.weight_sync.channel import receive
     from verl.weight_sync.verify import checksums
 
     torch.set_num_threads(1)
-    for version in range(pushes):
+    for version in range(first, first + pushes):
         try:
             out.put((reader, checksums(receive(channel, reader, timeout=20, version=version))))
         except Exception as error:
@@ -110,15 +110,18 @@ def stalls(channel: str, out: Any) -> None:
     BucketSender(channel, 1, 4096, timeout=20).send(slow(), 0)
 
 
-def relays(rank: int, size: int, port: int, channel: str, readers: int, pushes: int, out: Any) -> None:
-    """A relay: reports ("relay N", bytes or the error's text) of each transfer."""
+def relays(
+    rank: int, size: int, port: int, channel: str, readers: int, pushes: int, out: Any, delta: bool = False
+) -> None:
+    """A relay: reports ("relay N", bytes or the error's text) of each transfer. delta: it keeps the buckets."""
     from verl.weight_sync.collective import Channel, Rendezvous, WeightGroup, relay
+    from verl.weight_sync.delta import SentBuckets
     from verl.weight_sync.verify import WeightSyncError
 
     torch.set_num_threads(1)
-    group = WeightGroup(rank, Rendezvous("127.0.0.1", port, size, 20))
+    group, last = WeightGroup(rank, Rendezvous("127.0.0.1", port, size, 20)), SentBuckets() if delta else None
     for _ in range(pushes):
         try:
-            out.put((f"relay {rank}", relay(group, Channel(f"{channel}.{rank}", readers, timeout=10)).bytes))
+            out.put((f"relay {rank}", relay(group, Channel(f"{channel}.{rank}", readers, timeout=10), last).bytes))
         except WeightSyncError as error:
             out.put((f"relay {rank}", str(error)))

@@ -122,3 +122,45 @@ def test_a_sampler_that_computes_another_model_ends_the_run_after_its_first_step
     assert sorted(records(tmp_path / "new")) == [1]
     if kind == "one process":
         assert sorted(records(out)) == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_trainers_that_wait_sample_too(tiny, ray_address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler on the trainer's device beside one of its own: what it has begun when the trainer computes goes on in the
+    other, and both hold the weights."""
+    import ray
+
+    from verl.rollout.resumable import ResumableGeneration
+    from verl.trainer.main_ppo import main
+    from verl.workers.ray.replicas import ReplicaPool
+
+    begun, moved, sleep, ask = [], [], ReplicaPool.sleep, ResumableGeneration._ask
+
+    def slept(pool: ReplicaPool) -> None:
+        own, guest = pool.replicas
+        assert guest.guest and not own.guest
+        begun.append(len(guest.requests))
+        sleep(pool)
+        assert guest.resting and not guest.requests and not own.resting
+
+    async def asked(self: ResumableGeneration, *args, **more):
+        part = await ask(self, *args, **more)
+        if part.finish_reason == "moved":
+            moved.append(len(part.token_ids))
+        return part
+
+    monkeypatch.setattr(ReplicaPool, "sleep", slept)
+    monkeypatch.setattr(ResumableGeneration, "_ask", asked)
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    words = [*POOLS, "trainer.max_staleness=1", "trainer.test_freq=-1", "trainer.total_training_steps=4"]
+    words += ["async_training.use_dynamic_resource_scheduling=True", "trainer.verify_weight_sync=True"]
+    words += ["data.max_response_length=64", "actor_rollout_ref.rollout.ignore_eos=True", "trainer.save_freq=-1"]
+    words += ["actor_rollout_ref.actor.optim.lr=0", "trainer.val_before_train=False"]  # what is lost at a seam is seen
+    try:
+        assert main(tiny.overrides(tmp_path / "out", *words)) == 0
+    finally:
+        ray.shutdown()
+    found = records(tmp_path / "out")
+    assert [found[s]["training/rollout_logprob_abs_diff/max"] < 1e-4 for s in (1, 2, 3, 4)] == [True] * 4
+    assert len(begun) == 5 and 0 < len(moved) <= sum(begun) and max(moved) > 0

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.integration.test_vision_runs import VisionRun
 from tests.runs import TinyRun, records, weights
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import SPECIAL, VISION, VISION_TEMPLATE, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from verl.trainer.main_ppo import main
 from verl.workers.roles import Policy
 
@@ -160,6 +161,32 @@ def test_a_teacher_that_is_the_policy_and_reads_more(
             expected = log_probs.gather(1, torch.tensor(row.teacher_topk_ids).long())
             assert row.teacher_topk_log_probs == pytest.approx(expected.numpy(), abs=1e-4)
     assert 0 < shown < len(seen[0])
+
+
+def test_a_text_model_teaches_a_policy_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what transformers says of the response after the prompt less its images, over tokens that can be sampled."""
+    seen: list = []
+    update = Policy.update
+    monkeypatch.setattr(
+        Policy, "update", lambda role, batch, **more: (seen.extend(batch), update(role, batch, **more))[1]
+    )
+    run = VisionRun(tmp_path)
+    teacher = tiny_model(tmp_path / "teacher", seed=5, scale=4.0, vocab_size=272)
+    tiny_tokenizer(teacher, template=VISION_TEMPLATE, special=SPECIAL + VISION)
+    words = ["distillation.enabled=True", "distillation.distillation_loss.loss_mode=jsd_topk"]
+    words += [f"{TEACHERS}.teacher_model.model_path={teacher}", "distillation.distillation_loss.topk=8"]
+    found = trained(run, tmp_path / "out", *words, "trainer.total_training_steps=1", "trainer.test_freq=-1")
+    assert found[1]["actor/grad_norm"] > 0
+    network, marks = AutoModelForCausalLM.from_pretrained(teacher).eval(), list(range(VOCAB_SIZE, VOCAB_SIZE + 4))
+    assert any(row.prompt.media for row in seen) and any(not row.prompt.media for row in seen)
+    for row in seen:
+        ids = torch.tensor([[*(i for i in row.prompt.ids if i not in marks), *row.response_ids]])
+        with torch.no_grad():
+            logits = network(ids).logits[0, -len(row.response_ids) - 1 : -1]
+        logits[:, marks] = -torch.inf
+        best = logits.log_softmax(-1).topk(8)
+        assert row.teacher_topk_log_probs == pytest.approx(best.values.numpy(), abs=1e-4)
+        assert (row.teacher_topk_ids == best.indices.numpy()).all()
 
 
 def test_a_name_that_a_row_has_not_ends_the_run(

@@ -121,8 +121,9 @@ def test_workers_write_profiles_of_the_chosen_steps(two, profiles) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("backend", ["naive", "delta_sharded"])
 def test_samplers_on_nodes_of_their_own_get_the_weights_by_relay(
-    tiny, ray_address, alone, tmp_path, monkeypatch
+    tiny, ray_address, alone, tmp_path, monkeypatch, backend
 ) -> None:
     """Two ranks and two samplers on four nodes. The driver is this process, to see which nodes got a broadcast."""
     import ray
@@ -144,6 +145,7 @@ def test_samplers_on_nodes_of_their_own_get_the_weights_by_relay(
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
         "actor_rollout_ref.nccl_timeout=123",
+        f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend}",
     )
     try:
         assert main(tiny.overrides(out, *SHORT, *VERIFIED, *pool)) == 0

@@ -15,10 +15,18 @@ import pytest
 from tests.integration.test_vision_runs import VisionRun
 from tests.invariant import test_vision as vision
 from tests.runs import TinyRun, main_ppo, records
-from tests.sampler_cases import PROMPTS, TEMPERATURE, assert_agreement, assert_only_the_adapter_moves, rows
+from tests.sampler_cases import (
+    PROMPTS,
+    TEMPERATURE,
+    assert_agreement,
+    assert_only_the_adapter_moves,
+    assert_weights_arrive_while_it_samples,
+    rows,
+)
 from tests.sglang_cases import require_sglang, sglang_engine
 from tests.tiny import tiny_tokenizer, tiny_vision_model
 from tests.vllm_cases import sample, vllm_model
+from verl.engine.rollout.sglang import arguments
 from verl.engine.training.fsdp.engine import FSDPEngine
 
 require_sglang()
@@ -92,6 +100,21 @@ def test_the_tokens_that_are_left_are_those_of_its_log_probs(tmp_path: Path) -> 
         segment.sampling_mask = response.sampling_mask
     found = actor.forward(segments, temperature=TEMPERATURE)["log_probs"]
     np.testing.assert_allclose(found, np.concatenate([response.log_probs for response in done]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data_parallel_size": 2}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.long)], ids=str
+)
+def test_experts_spread_over_two_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
+    """Each has half of the experts (`tests/sglang/sgl_kernel.py` adds what SGLang lacks for that on a CPU); new weights
+    arrive at both."""
+    monkeypatch.setattr(arguments, "check_cpu_experts", lambda settings: None)
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    path = vllm_model(tmp_path / "model", "qwen3_moe")
+    sampler = sglang_engine(path, load_format="dummy", skip_tokenizer_init=True, expert_parallel_size=2, **sizes)
+    assert_weights_arrive_while_it_samples(path, sampler)
 
 
 def test_routes_are_those_of_the_trainer(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import transformers
 from PIL import Image
 
 from tests import ranks
-from tests.tiny import tiny_model, tiny_vision_model
+from tests.tiny import HAS_KIMI_VL, tiny_model, tiny_vision_model
 from tests.unit.engine.training.engine_cases import assert_close, gradients, simple_loss
 from verl.config.schema.base import setting
 from verl.data.media import ImageProcessor, load_processor
@@ -24,6 +24,7 @@ from verl.engine.registry import capabilities
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native.engine import NativeEngine
 from verl.engine.training.fsdp.engine import FSDPEngine
+from verl.models.inputs import VisionInputs
 from verl.models.layers import product_weights
 from verl.models.pretrained import load_model
 from verl.trajectory import VIDEO_SECONDS, Media, Prompt, Trajectory
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.skipif(
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 LINEAR = ("qwen3_5", "qwen3_5_moe")
 GLM = ("glm4v", "glm46v", "glm4v_moe")
+KIMI = ("kimi_vl",) if HAS_KIMI_VL else ()
 LIMITS: dict[str, Any] = {"eos_token_ids": [258], "max_model_len": 320, "max_num_seqs": 16}
 IMAGES: tuple[list[tuple[int, int]], ...] = ([(40, 24)], [], [(16, 16), (64, 30), (9, 80)], [(128, 128)])
 """Sizes of the images of each prompt: one, none, several, and one of 64 tokens."""
@@ -56,7 +58,7 @@ def path25(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def marks_of(path: Path) -> list[int]:
     """Tokens that stand for images and videos or mark where they begin and end, as the model's config.json has them."""
     config = json.loads((path / "config.json").read_text())
-    kinds = ("image_", "video_", "vision_")
+    kinds = ("image_", "video_", "vision_", "media_")
     return sorted(v for k, v in config.items() if k.startswith(kinds) and k.endswith("_token_id"))
 
 
@@ -136,7 +138,7 @@ def plain_log_probs(path: Path, rows: list[Trajectory]) -> np.ndarray:
     return np.concatenate(out)
 
 
-@pytest.mark.parametrize("path", ARCHITECTURES + LINEAR + GLM, indirect=True)
+@pytest.mark.parametrize("path", ARCHITECTURES + LINEAR + GLM + KIMI, indirect=True)
 def test_transformers_trainer_and_sampler_agree_after_three_syncs(path: Path, tmp_path: Path) -> None:
     actor = FSDPEngine(path, role_cfg=trained(), device="cpu")
     sampler, prompts = NativeEngine(actor.module, **LIMITS), make_prompts(path)
@@ -156,19 +158,27 @@ def test_transformers_trainer_and_sampler_agree_after_three_syncs(path: Path, tm
         actor.images()
 
 
+def prompt_with_video(kind: str, seconds: float) -> tuple[np.ndarray, Prompt]:
+    """An image and a video of two rows of time, and the ids that transformers is told: one run of tokens, or with
+    Qwen3-VL one for each row with its time before it."""
+    place = [261, *[264] * 4, 262]
+    video = [48, *place, 49, *place] if kind.startswith("qwen3") else [261, *[264] * 8, 262]
+    ids = np.array([65, 261, *[263] * 4, 262, 66, *video, 67])
+    patches = np.random.default_rng(3).standard_normal((48, 96)).astype(np.float32)
+    inputs = {"pixel_values": patches, "image_grid_thw": np.array([[1, 4, 4], [2, 4, 4]])}
+    media = Media(inputs | {VIDEO_SECONDS: np.array([0, seconds], np.float32)}, 12)
+    return ids, Prompt("0:0@0", np.where(ids == 264, 263, ids), None, media=media)
+
+
 def test_a_video_is_an_image_with_rows_of_time(path: Path) -> None:
     """Ids, pixels and seconds as `data/videos.py` hands them over, against transformers, which is told of a video."""
     from transformers import AutoModelForImageTextToText
 
-    model, rng = AutoModelForImageTextToText.from_pretrained(path).eval(), np.random.default_rng(3)
-    kind, place = model.config.model_type, [261, *[264] * 4, 262]
-    # Two rows of time: one run of tokens, or with Qwen3-VL one for each with its time before it.
-    video = [48, *place, 49, *place] if kind.startswith("qwen3") else [261, *[264] * 8, 262]
-    ids = np.array([65, 261, *[263] * 4, 262, 66, *video, 67])
-    patches = rng.standard_normal((48, 96)).astype(np.float32)
-    inputs = {"pixel_values": patches, "image_grid_thw": np.array([[1, 4, 4], [2, 4, 4]])}
-    media = Media(inputs | {VIDEO_SECONDS: np.array([0, 1.5], np.float32)}, 12)
-    prompt = Prompt("0:0@0", np.where(ids == 264, 263, ids), None, media=media)
+    model = AutoModelForImageTextToText.from_pretrained(path).eval()
+    kind = model.config.model_type
+    ids, prompt = prompt_with_video(kind, 0.25)
+    assert prompt.media is not None
+    inputs, patches = prompt.media.inputs, prompt.media.inputs["pixel_values"]
     actor = FSDPEngine(path, role_cfg=trained(), device="cpu")
     found = sample(NativeEngine(actor.module, **LIMITS), [prompt])
     rows = rows_of([prompt], found)
@@ -178,7 +188,7 @@ def test_a_video_is_an_image_with_rows_of_time(path: Path) -> None:
     given = {"pixel_values": pixels[0], "image_grid_thw": grids[:1]}
     given |= {"pixel_values_videos": pixels[1], "video_grid_thw": grids[1:]}
     if kind == "qwen2_5_vl":
-        given["second_per_grid_ts"] = torch.tensor([1.5])
+        given["second_per_grid_ts"] = torch.tensor([0.25])
     for row, own in zip(rows, np.split(ours, len(rows)), strict=True):
         whole = torch.from_numpy(np.concatenate((ids, row.response_ids)))[None]
         kinds = (whole == 263).int() + 2 * (whole == 264).int()
@@ -245,7 +255,7 @@ def of_two_ranks(
         ("qwen2_5_vl", [list(range(8))] * 2),
         *(
             pytest.param(arch, shares, marks=pytest.mark.long)
-            for arch in (*ARCHITECTURES, *LINEAR, *GLM)
+            for arch in (*ARCHITECTURES, *LINEAR, *GLM, *KIMI)
             for shares in ([[0, 1, 4, 5, 6, 7], [2, 3]], [list(range(8))] * 2)
         ),
     ],
@@ -254,7 +264,7 @@ def of_two_ranks(
 def test_two_ranks_are_one_whoever_has_the_images(tmp_path: Path, arch: str, shares: list[list[int]]) -> None:
     """Rows 2 and 3 have none: alone on a rank, that rank still runs the tower with the other. With the same rows the
     ranks share each sequence."""
-    path, mode = tiny_vision_model(tmp_path, arch), "R2" if arch.endswith("moe") else "disabled"
+    path, mode = tiny_vision_model(tmp_path, arch), "R2" if arch.endswith(("moe", "kimi_vl")) else "disabled"
     sequence = 2 if shares[0] == shares[1] else 1
     found = ranks.run(of_two_ranks, 2, str(path), shares, mode, sequence)
     norm, expected, log_probs = of_two_ranks(str(path), [list(range(8))], mode)
@@ -376,3 +386,19 @@ def test_what_does_not_fit_is_refused_by_name(path25: Path, tmp_path: Path) -> N
     text = NativeEngine(FSDPEngine(tiny_model(tmp_path / "t"), role_cfg=trained(), device="cpu").module, **LIMITS)
     with pytest.raises(ValueError, match="the model sees none"):
         sample(text, prompts[:1])
+
+
+def test_text_after_a_long_video_begins_after_its_last_frame(path25: Path) -> None:
+    """Three rows of time 3 seconds apart, at tokens_per_second=4: the largest position is that of the last row."""
+    module = load_model(path25)
+    rate = module.config.vision_config.tokens_per_second
+    ids = np.array([65, 261, *[263] * 12, 262, 66, 261, *[263] * 4, 262])
+    grids = np.array([[3, 4, 4], [1, 4, 4]])
+    media = Media({"image_grid_thw": grids, VIDEO_SECONDS: np.array([3.0, 0.0], np.float32)}, 16)
+    context = VisionInputs(module).context(ids, media)
+    rows = [[2 + 3 * rate * t, 2 + y, 2 + x] for t in range(3) for y in range(2) for x in range(2)]
+    after = 2 + 6 * rate + 1
+    image = [[after + 3, after + 3 + y, after + 3 + x] for y in range(2) for x in range(2)]
+    text = [[n] * 3 for n in (0, 1, *range(after, after + 3), after + 5)]
+    assert context.positions.T.tolist() == [*text[:2], *rows, *text[2:5], *image, text[5]]
+    assert context.axes(len(ids), 1).tolist() == [[after + 6]] * 3

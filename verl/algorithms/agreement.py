@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from verl.algorithms.correction import LIMIT, correction_metrics, mean_of
-from verl.config.layout import sampling_mask_from
+from verl.config.layout import quantized_sampling, sampling_mask_from
 from verl.config.schema.entries import Config
 from verl.engine.registry import float_name
 from verl.trajectory import Trajectory
@@ -177,7 +177,7 @@ def first_step_bound(config: Config, trainer_dtype: str) -> tuple[str, float] | 
         (truncated and not replayed)
         or rollout.repetition_penalty != 1
         or rollout.logprobs_mode != "processed_logprobs"
-        or rollout.quantization
+        or quantized_sampling(rollout)
     )
     if other or config.algorithm.rollout_correction.bypass_mode:
         return None

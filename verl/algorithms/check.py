@@ -199,8 +199,12 @@ def _teacher_model(report: Report, at: str, teacher: Any) -> None:
     facts = report.look(where, teacher["model_path"])
     if facts is None or report.facts is None:
         return
-    if facts.vision != report.facts.vision:
-        report.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
+    if facts.vision and not report.facts.vision:
+        report.refuse(where, "it sees images and the policy does not; choose a text model")
+    elif not facts.vision and report.facts.vision:
+        report.notice(f"{where} is a text model: it reads the policy's prompts without their images")
+        if teacher.get("prompt"):
+            report.refuse(f"{at}.prompt", "is not in this release for a text teacher of a policy that sees images")
     elif _patches(facts) != _patches(report.facts):
         report.refuse(where, "its images have other patches than the policy's; choose a teacher of the family")
 

@@ -20,7 +20,8 @@ BATCHES = "async_training.require_batches"
 PROMPTS, TEST = "rollout.total_rollout_steps", "rollout.test_freq"
 MEMORY = "actor_rollout_ref.rollout.standalone_gpu_memory_utilization"
 MERGE = "actor_rollout_ref.model.lora.merge"
-KEYS = (MODE, LIMIT, V1_EVERY, THRESHOLD, EVERY, BATCHES, PROMPTS, TEST, MEMORY, MERGE)
+DYNAMIC = "async_training.use_dynamic_resource_scheduling"
+KEYS = (MODE, LIMIT, V1_EVERY, THRESHOLD, EVERY, BATCHES, PROMPTS, TEST, MEMORY, MERGE, DYNAMIC)
 """Keys that stand for others by a computation."""
 _MODES = ("sync", "colocate_async", "separate_async")
 
@@ -65,6 +66,15 @@ def settle(
     if any(key in given for key in (THRESHOLD, EVERY, BATCHES, PROMPTS)):
         _fully_async(settings)
     _modes(settings)
+    if given.get(DYNAMIC):
+        rollout = root.actor_rollout_ref.rollout
+        if rollout.nnodes > 0:
+            share = {"actor_rollout_ref.rollout.trainer_memory_utilization": rollout.gpu_memory_utilization}
+            settings.mean(DYNAMIC, share)
+        else:
+            notice(
+                f"no effect: {DYNAMIC}: without rollout.nnodes the samplers are on the trainers' devices, and wait for them"
+            )
     if given.get(MEMORY) is not None:
         _memory(settings)
     if given.get(MERGE):

@@ -30,8 +30,12 @@ _KINDS: dict[str, tuple[type, ...]] = {
 _KINDS |= {"list": (list,), "tuple": (list,), "dict": (dict,)}
 QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
-VISION_MODELS = (*QWEN_VISION, *QWEN3_5, "glm4v", "glm46v", "glm4v_moe")
+VISION_MODELS = (*QWEN_VISION, *QWEN3_5, "glm4v", "glm46v", "glm4v_moe", "kimi_vl")
 """Types of models that see images and were seen to be trained as transformers computes them (docs/vision.md)."""
+VIDEOS_AS_ONE = ("qwen2_vl", "qwen2_5_vl")
+"""Those in whose prompts a video is one run of tokens; in others' each row of time is one, after its time."""
+_BUILT_OF = {"kimi_vl": "kimi_k25"}
+"""Types of models that this package builds of another one's parts in transformers."""
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 """Kinds of layers that carry no state along a row."""
 LINEAR_ATTENTION = "linear_attention"
@@ -86,7 +90,7 @@ class ModelFacts:
     @property
     def remote_code(self) -> bool:
         """True if the model can only be built by code that is shipped with it."""
-        return "auto_map" in self.config and not _transformers(self.name)
+        return "auto_map" in self.config and not _transformers(_BUILT_OF.get(self.name, self.name))
 
     def weight_names(self) -> list[str]:
         """Names of the tensors in the safetensors files, from the index or the file's header; empty if unavailable."""

@@ -355,8 +355,14 @@ def load_processor(
     kind = config.get("model_type", "unknown")
     name = PROCESSOR_MAPPING_NAMES.get(kind)
     try:
-        images = AutoImageProcessor.from_pretrained(path, backend="pil", **trusted, **kwargs)
-        processor_class = processor_class_from_name(name) if name else None
+        if kind == "kimi_vl":
+            from verl.data import kimi_images
+
+            images: Any = kimi_images.KimiVLImageProcessor.from_pretrained(path, **kwargs)
+            processor_class = kimi_images.Processor
+        else:
+            images = AutoImageProcessor.from_pretrained(path, backend="pil", **trusted, **kwargs)
+            processor_class = processor_class_from_name(name) if name else None
     except (OSError, ValueError, TypeError, ImportError) as error:
         why = str(error).strip().partition("\n")[0]
         raise DataError(f"{path}: its image processor cannot be loaded: {why}") from error

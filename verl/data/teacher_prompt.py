@@ -1,4 +1,5 @@
-"""What a teacher reads in place of the policy's prompt: the question with an answer, a demonstration or feedback."""
+"""What a teacher reads in place of the policy's prompt: the question with an answer, a demonstration or feedback, or
+without its images."""
 
 from __future__ import annotations
 
@@ -13,7 +14,34 @@ from verl.data.rows import ChatRenderer, as_messages
 from verl.errors import UserError
 from verl.trajectory import Segment, Trajectory
 
+_READ = ("response_ids", "response_mask", "teacher_topk_ids")
 _NAME = re.compile(r"\{(\w+)\}")
+
+
+def _after(context: np.ndarray, segment: Segment) -> Segment:
+    """The segment's response after another context."""
+    columns: dict[str, Any] = {name: segment.column(name) for name in _READ}
+    return Segment(context, **columns)
+
+
+class WithoutImages:
+    """The policy's prompt without the tokens of images, for a teacher that is a text model. tokens: those that stand for
+    images or mark where they begin and end."""
+
+    def __init__(self, tokens: Sequence[int], key: str):
+        self._tokens, self._key = tokens, key
+
+    def __call__(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> Trajectory:
+        """The same response after the text of its context. UserError where it holds images, which a tool gave."""
+        segments, prompt = [], trajectory.prompt
+        for segment in trajectory.segments:
+            if np.isin(segment.response_ids, self._tokens).any():
+                raise UserError(
+                    f"{self._key}: {prompt.file} row {prompt.row}: a tool gave the policy an image, which a text model "
+                    "cannot see; take a teacher that sees images"
+                )
+            segments.append(_after(segment.context_ids[~np.isin(segment.context_ids, self._tokens)], segment))
+        return Trajectory(prompt, trajectory.index, segments=segments)
 
 
 class TeacherPrompt:
@@ -46,10 +74,7 @@ class TeacherPrompt:
             if not users or not np.array_equal(segment.context_ids, np.concatenate([whole, rest])):
                 why = "the prompt is not the rendering of its messages alone (tools, images, truncation)"
                 raise UserError(f"{self._key}: {prompt.file} row {prompt.row}: {why}; take a teacher without prompt")
-            columns: dict[str, Any] = {
-                name: segment.column(name) for name in ("response_ids", "response_mask", "teacher_topk_ids")
-            }
-            segments.append(Segment(np.concatenate([context, rest]), **columns))
+            segments.append(_after(np.concatenate([context, rest]), segment))
         return Trajectory(prompt, trajectory.index, segments=segments)
 
     def _ids(self, messages: list[dict[str, Any]]) -> np.ndarray:

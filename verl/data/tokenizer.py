@@ -34,7 +34,12 @@ def load_tokenizer(
         raise DataError(f"{source}: no such model directory (actor_rollout_ref.model.path)")
     try:
         place = str(local) if local.exists() else source
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+        if _model_type(place) == "kimi_vl":
+            from verl.data import kimi_images
+
+            tokenizer = kimi_images.load_tokenizer(place)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(_why(source, local, error)) from error
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
@@ -49,6 +54,16 @@ def load_tokenizer(
             raise DataError(f"{source}: the tokenizer has neither an end token nor a padding token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _model_type(place: str) -> str:
+    """Of the model whose tokenizer it is; "" where that is not known."""
+    from transformers import PretrainedConfig
+
+    try:
+        return str(PretrainedConfig.get_config_dict(place)[0].get("model_type", ""))
+    except (OSError, ValueError):
+        return ""
 
 
 def tokenizer_of(model: ModelConfig, named: str | None = None) -> Any:

@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from verl.config.model_facts import VISION_MODELS
+from verl.config.model_facts import VIDEOS_AS_ONE, VISION_MODELS
 from verl.errors import UserError
 from verl.trajectory import VIDEO_SECONDS, Media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_SPECIAL = ("image_", "video_", "audio_", "vision_")
+_SPECIAL = ("image_", "video_", "audio_", "vision_", "media_")
 
 
 def model_inputs(
@@ -127,6 +127,16 @@ def takes_features(model: Any) -> bool:
     return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
 
 
+def _after_last_frames(positions: torch.Tensor, tokens: np.ndarray, counts: torch.Tensor) -> None:
+    """Let what follows a video begin after its largest position, as in the published model and vLLM; transformers' function
+    takes the height and width alone, which a long video exceeds in time. In place: positions int64 [3, P]; tokens: where
+    those of images are; counts: of each image."""
+    for last in tokens[counts.cumsum(0).numpy() - 1]:
+        block = positions[:, : last + 1]
+        late = int(block.max()) + 1 - int(positions[:, last + 1 :].min()) if last + 1 < positions.shape[1] else 0
+        positions[:, last + 1 :] += max(0, late)
+
+
 class VisionInputs:
     """The inputs of a vision-language model for contexts with images. UserError for an unsupported model type."""
 
@@ -162,7 +172,7 @@ class VisionInputs:
 
     def _find(self, ids: np.ndarray, media: Media) -> ImageContext:
         is_image, grid = ids == self.image_token, media.inputs["image_grid_thw"]
-        expected = int(grid.prod(-1).sum()) // self._merge**2
+        expected = self.tokens(media)
         if int(is_image.sum()) != expected:
             raise ValueError(f"a context has {int(is_image.sum())} image tokens for images of {expected}")
         tokens, kinds = torch.from_numpy(ids)[None], is_image.astype(np.int32)
@@ -173,11 +183,17 @@ class VisionInputs:
             kinds[is_image] = np.repeat(1 + video.int().numpy(), grid.prod(-1) // self._merge**2)
             more |= {"video_grid_thw": grids[video], "second_per_grid_ts": seconds[video]}
         positions, _ = self._base.get_rope_index(tokens, torch.from_numpy(kinds)[None], **more)
+        if video.any() and self._config.model_type in VIDEOS_AS_ONE:
+            _after_last_frames(positions[:, 0], np.flatnonzero(is_image), grids.prod(-1) // self._merge**2)
         # Later positions continue from the last token, as in a forward over the whole sequence. The function's second
         # result counts from the largest position, which in a long video is that of its last frame.
         shift = int(positions[:, 0, -1].max()) + 1 - len(ids)
         before = np.concatenate(([0], np.cumsum(is_image)))
         return ImageContext(positions[:, 0].numpy(), shift, before)
+
+    def tokens(self, media: Media) -> int:
+        """How many tokens of a context stand for these images."""
+        return int(media.inputs["image_grid_thw"].prod(-1).sum()) // self._merge**2
 
     @staticmethod
     def tensors(media: Sequence[Media], device: torch.device | str) -> dict[str, torch.Tensor]:

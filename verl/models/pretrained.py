@@ -8,6 +8,7 @@ architecture's own initialisation; whether it did is checked.
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -300,6 +301,7 @@ def load_config(path: str | Path, model_cfg: Mapping[str, Any] | None = None) ->
 
     source = setting(model_cfg, "hf_config_path") or path
     trusted = bool(setting(model_cfg, "trust_remote_code", False))
+    register_own(source)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
     except Exception as error:  # of a damaged file each class has its own
@@ -309,6 +311,22 @@ def load_config(path: str | Path, model_cfg: Mapping[str, Any] | None = None) ->
     if refused:
         raise UserError("; ".join(f"model.override_config.{name}: {why}" for name, why in refused.items()))
     return config
+
+
+def register_own(source: str | Path) -> None:
+    """Make transformers know the type of a directory or hub id that this package builds of its parts."""
+    from transformers import PreTrainedConfig
+
+    try:
+        facts, _ = PreTrainedConfig.get_config_dict(source)
+    except (OSError, ValueError):
+        return  # who loads it says why
+    if facts.get("model_type") == "kimi_vl":
+        if importlib.util.find_spec("transformers.models.kimi_k25") is None:
+            raise UserError(
+                f"model.path={source}: Kimi-VL is built of Kimi-K2.5's parts, which this transformers lacks"
+            )
+        importlib.import_module("verl.models.kimi_vl")
 
 
 def check_supported(module: PreTrainedModel, path: str | Path) -> None:

@@ -59,7 +59,7 @@ class ResumableGeneration:
             part = await self._ask(ids, remaining, request_id=name, group=shared, **options)
             parts.append(part)
             num_sampled += len(part.token_ids)
-            interrupted = part.finish_reason == "abort" and pauses != self._pauses
+            interrupted = part.finish_reason == "moved" or (part.finish_reason == "abort" and pauses != self._pauses)
             if not interrupted or num_sampled >= sampling.max_tokens:
                 completion = _joined(parts, "length" if interrupted else part.finish_reason)
                 # The text is the whole response's; of a response that began elsewhere these are not all its tokens.

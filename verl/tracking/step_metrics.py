@@ -269,6 +269,7 @@ def perf_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
         "perf/device_busy_ratio": min(1.0, _ratio(busy, step)) if step > 0 else math.nan,
     }
     if "update_weights" in timings:
+        out["perf/weight_sync_gb"] = facts.sync_bytes / 1e9
         out["perf/weight_sync_gb_per_s"] = _ratio(facts.sync_bytes / 1e9, timings["update_weights"])
     return out | {name: float(value) for name, value in facts.memory.items()}
 

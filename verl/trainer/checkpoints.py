@@ -23,6 +23,7 @@ from verl.checkpoint.manifest import remove
 from verl.checkpoint.remote import Copy, RemoteCopies
 from verl.data.files import contents
 from verl.errors import UserError
+from verl.platform import detect
 from verl.tracking.names import plain_metrics
 from verl.tracking.run_folder import mask_secrets
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
@@ -55,7 +56,8 @@ class Storage:
         self._contents = contents = config.select(key)
         self._tracking = tracking
         self._narrowed = config.was_set(f"{key}.load_contents")
-        self._given = mask_secrets(config.to_dict())
+        kernels = {"compiled kernels": detect(settings.device).compiled_kernels()}  # they round otherwise than torch
+        self._given = mask_secrets(config.to_dict()) | kernels
         self.root = tracking.run_dir
         self._remote = RemoteCopies(settings.default_hdfs_dir) if settings.default_hdfs_dir else None
         self._thread: threading.Thread | None = None

@@ -23,7 +23,8 @@ from verl.workers.roles import Role
 class Colocation:
     """The sampler lends its memory while it is idle and the trainer works on the same devices. It is not idle with
     trainer.max_staleness > 0, and has devices of its own with rollout.nnodes > 0; rollout.free_cache_engine=False keeps
-    its memory. A judge on the same devices lends its memory with it.
+    its memory. A judge on the same devices lends its memory with it. With rollout.trainer_memory_utilization a pool that
+    has devices of its own has samplers on the trainers', too, and these lend theirs.
 
     A role whose engine offloads something (`Placement.leaves`) is in host memory except during its own passes and
     updates; so is a classifier that scores on the policy's devices.
@@ -31,9 +32,10 @@ class Colocation:
 
     def __init__(self, config: Config, sampler: RolloutEngine | None, judge: ServedJudge | None = None):
         arr, lag = config.actor_rollout_ref, config.trainer.max_staleness
-        self.sampler_lends = arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag
+        guests = bool(arr.rollout.nnodes and arr.rollout.trainer_memory_utilization)
+        self.sampler_lends = guests or (arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag)
         self._lenders: list[RolloutEngine | ServedJudge] = [] if sampler is None else [sampler]
-        if judge is not None and "judge" not in own_pools(config):
+        if judge is not None and not guests and "judge" not in own_pools(config):
             self._lenders.append(judge)
         groups: dict[str, Group] = {
             "actor": arr.actor,

@@ -21,7 +21,7 @@ from verl.data.dataset import PromptDataset
 from verl.data.media import load_processor
 from verl.data.rows import ChatRenderer, text_of
 from verl.data.stream import PromptStream, open_stream
-from verl.data.teacher_prompt import TeacherPrompt
+from verl.data.teacher_prompt import TeacherPrompt, WithoutImages
 from verl.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_of
 from verl.engine.rollout.base import RolloutEngine, SamplingParams
 from verl.errors import UserError
@@ -192,11 +192,13 @@ def check_teachers(config: Config, train: PromptDataset) -> None:
 
 
 def set_teacher_prompts(config: Config, workers: WorkerSet, tokenizer: Any) -> None:
-    """Teachers that read a prompt of their own know how to make it."""
+    """Teachers that read another prompt than the policy know how to make it."""
     for name, teacher in teacher_roles(config).items():
-        role = workers.roles.get(name)
-        if isinstance(role, Teacher) and (template := teacher.get("prompt")):
-            key = f"distillation.teacher_models.{name.removeprefix('teacher_')}.prompt"
+        role, key = workers.roles.get(name), f"distillation.teacher_models.{name.removeprefix('teacher_')}"
+        if isinstance(role, Teacher) and (tokens := build.unseen_tokens(config, teacher)):
+            role.prompt = WithoutImages(tokens, key)
+        elif isinstance(role, Teacher) and (template := teacher.get("prompt")):
+            key = f"{key}.prompt"
             renderer = ChatRenderer(tokenizer, config.data.apply_chat_template_kwargs)
             least = teacher.get("solution_score")
             role.prompt = TeacherPrompt(template, key, renderer, 1.0 if least is None else float(least))

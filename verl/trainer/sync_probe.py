@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verl.config import Config
-from verl.config.layout import reference_is_base
+from verl.config.layout import quantized_sampling, reference_is_base
 from verl.engine.registry import float_name
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.trainer.parts import Parts
@@ -138,7 +138,7 @@ class SyncProbe:
         # Replayed routes come with the responses: a probe has none, and its experts may differ by rounding.
         replays = actor.router_replay.mode != "disabled"
         self._adapted, self._ahead = reference_is_base(config), config.trainer.max_staleness > 0
-        self._on = self._mode != "off" and rollout.temperature > 0 and not replays and not rollout.quantization
+        self._on = self._mode != "off" and rollout.temperature > 0 and not replays and not quantized_sampling(rollout)
         model = config.actor_rollout_ref.model
         self._fresh_adapter = self._adapted and not model.lora_adapter_path and not self._ahead
         self._rows: list[ProbeRow] = []

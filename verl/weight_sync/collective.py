@@ -6,7 +6,8 @@
 
 A bucket is filled in the memory that the samplers of the root's host read, sent from there, and received in the memory
 that the samplers of the other host read: nothing is copied in between (over gloo; over a device's library it goes
-through one buffer on the device). While a relay's samplers load a bucket, the next one is on its way.
+through one buffer on the device). While a relay's samplers load a bucket, the next one is on its way. With
+`SentBuckets` on every side only what changed in a bucket travels (`verl.weight_sync.delta`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,10 +30,13 @@ from verl.platform import Platform, platform_of
 from verl.platform.network import address_towards, listen, time_limit
 from verl.weight_sync import buckets
 from verl.weight_sync.channel import TIMEOUT, Channel, SharedMemorySink
+from verl.weight_sync.delta import SentBuckets
 from verl.weight_sync.verify import SyncResult, WeightSyncError
 
-_BEGIN, _BUCKET, _DONE, _FAILED = range(4)
+_BEGIN, _BUCKET, _CHANGES, _DONE, _FAILED = range(5)
 _TEXT = 1024
+DELTA = "delta_sharded"
+"""The backend that sends what changed, through host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +52,9 @@ class Rendezvous:
     timeout: float = TIMEOUT
 
     def join(self, rank: int, backend: str, platform: Platform) -> WeightGroup:
-        """The group as that rank. backend: `checkpoint_engine.backend`; `naive` goes through host memory."""
-        if backend == "naive" or platform.on_host:
+        """The group as that rank. backend: `checkpoint_engine.backend`; `naive` and `delta_sharded` go through host
+        memory."""
+        if backend in ("naive", DELTA) or platform.on_host:
             return WeightGroup(rank, self)
         return WeightGroup(rank, self, backend, platform.device())
 
@@ -176,18 +182,22 @@ def broadcast(
     bucket_bytes: int,
     dtype: torch.dtype | None = None,
     channel: Channel | None = None,
+    last: SentBuckets | None = None,
 ) -> SyncResult:
     """Rank 0's side: weights to the relays, and to the readers of this host on `channel`, if any.
 
     The other ranks call `relay` meanwhile. As with `BucketSender.send`, `weights` is used up whatever happens, and
-    WeightSyncError names the host that failed. Returns when all samplers of all hosts have everything.
+    WeightSyncError names the host that failed. Returns when all samplers of all hosts have everything. last: of the last
+    transfer; only what changed since travels, and `bytes` counts what is broadcast.
     """
     started = time.monotonic()
     size = buckets.bucket_size(bucket_bytes)
-    group.announce(_BEGIN, json.dumps([version, size]))
+    token = "" if last is None else secrets.token_hex(8)
+    group.announce(_BEGIN, json.dumps([version, size, token]))
+    _same_start(group, last)
     try:
         with nullcontext() if channel is None else SharedMemorySink(channel, size, version) as local:
-            sink = _Broadcast(group, _place(group, size, local))
+            sink = _Broadcast(group, _place(group, size, local), last)
             pack = buckets.pack_while_gathering if group.on_host else buckets.pack
             moved = pack(weights, sink, dtype=dtype)
             group.announce(_DONE)
@@ -200,18 +210,21 @@ def broadcast(
             _agree(group, reason)
         raise
     _agree(group, "")
-    return SyncResult(bytes=moved, seconds=time.monotonic() - started)
+    if last is not None:
+        last.token = token
+    return SyncResult(bytes=moved if last is None else sink.sent, seconds=time.monotonic() - started)
 
 
-def relay(group: WeightGroup, channel: Channel) -> SyncResult:
+def relay(group: WeightGroup, channel: Channel, last: SentBuckets | None = None) -> SyncResult:
     """A relay's side of one `broadcast`: what comes goes to the readers of this host on `channel`.
 
     A reader that fails does not keep the other hosts from getting their buckets; after the last one every rank raises
-    WeightSyncError with its name. `bytes` counts the gaps between tensors too.
+    WeightSyncError with its name. `bytes` counts the gaps between tensors too. last: where the sender has one.
     """
     started = time.monotonic()
-    version, size = json.loads(group.next_announcement()[1])
-    incoming = _Incoming(group)
+    version, size, token = json.loads(group.next_announcement()[1])
+    _same_start(group, last)
+    incoming = _Incoming(group, last)
     error, moved = "", 0
     try:
         with SharedMemorySink(channel, size, version) as local:
@@ -227,14 +240,26 @@ def relay(group: WeightGroup, channel: Channel) -> SyncResult:
         error = str(caught) if isinstance(caught, WeightSyncError) else f"{type(caught).__name__}: {caught}"
         incoming.drain(size)
     _agree(group, error)
+    if last is not None:
+        last.token = token
     return SyncResult(bytes=moved, seconds=time.monotonic() - started)
+
+
+def _same_start(group: WeightGroup, last: SentBuckets | None) -> None:
+    """Forget the last transfer's buckets where one of the ranks has others, or none. A transfer that fails leaves none."""
+    if last is not None:
+        tokens = group.gather(last.token)
+        if not last.token or len(set(tokens)) > 1:
+            last.forget()
+        last.token = ""
 
 
 def _place(group: WeightGroup, size: int, local: SharedMemorySink | None) -> buckets.Sink:
     """Where buckets lie on this host: in the memory that its readers read, or in a buffer that is copied there."""
     if local is not None and group.on_host:
         return local
-    return _Buffer(torch.empty(size, dtype=torch.uint8, device=group.device), local)
+    # zeros: what lies between tensors is the same in every transfer, too
+    return _Buffer(torch.zeros(size, dtype=torch.uint8, device=group.device), local)
 
 
 class _Buffer(buckets.Sink):
@@ -257,10 +282,11 @@ class _Buffer(buckets.Sink):
 
 
 class _Broadcast(buckets.Sink):
-    """Rank 0's side: buckets to the relays, then to the readers of this host."""
+    """Rank 0's side: buckets to the relays, then to the readers of this host. sent: bytes that were broadcast."""
 
-    def __init__(self, group: WeightGroup, here: buckets.Sink):
-        self._group, self._here = group, here
+    def __init__(self, group: WeightGroup, here: buckets.Sink, last: SentBuckets | None):
+        self._group, self._here, self._last = group, here, last
+        self._number = self.sent = 0
 
     def room(self) -> torch.Tensor:
         """See Sink.room."""
@@ -273,36 +299,60 @@ class _Broadcast(buckets.Sink):
 
     def publish(self, header: bytes, used: int) -> None:
         """See Sink.publish."""
-        self._group.announce(_BUCKET, header.decode("ascii"), used)
-        self._group.broadcast(self._room[:used])
-        self._here.publish(header, used)
+        bucket = self._room[: used + used % 2]  # whole words; a room's size is even
+        changes = None if self._last is None else self._last.changes(self._number, header, bucket)
+        sent = bucket if changes is None else changes
+        self._group.announce(_BUCKET if changes is None else _CHANGES, header.decode("ascii"), sent.numel())
+        self._group.broadcast(sent)
+        self._here.publish(header, bucket.numel())
+        self._number, self.sent = self._number + 1, self.sent + sent.numel()
 
 
 class _Incoming:
     """Rank 0's buckets, as a relay receives them: (header, bytes) of each; `receive` it before the next."""
 
-    def __init__(self, group: WeightGroup):
-        self._group, self._pending, self._ended = group, 0, False
+    def __init__(self, group: WeightGroup, last: SentBuckets | None):
+        self._group, self._last, self._ended = group, last, False
+        self._number, self._pending, self._header, self._changes = -1, 0, b"", False
 
     def __iter__(self) -> Iterator[tuple[bytes, int]]:
         while not self._ended:
             kind, text, self._pending = self._group.next_announcement()
-            self._ended = kind != _BUCKET
             if kind == _FAILED:
+                self._ended = True
                 raise WeightSyncError(f"the sender of the broadcast failed: {text}")
-            if kind == _BUCKET:
-                yield text.encode("ascii"), self._pending
+            if kind == _DONE:
+                self._ended = True
+                return
+            self._number, self._header, self._changes = self._number + 1, text.encode("ascii"), kind == _CHANGES
+            yield self._header, self._used()
+
+    def _used(self) -> int:
+        if self._changes:
+            assert self._last is not None
+            return 2 * self._last.words(self._number).numel()
+        return self._pending
 
     def receive(self, room: torch.Tensor) -> None:
-        """The bytes that were announced and have not been received."""
+        """Fill the room with the bucket that was announced and has not been received."""
         used, self._pending = self._pending, 0
-        self._group.broadcast(room[:used])
+        if not self._changes:
+            self._group.broadcast(room[:used])
+            if self._last is not None:
+                self._last.store(self._number, self._header, room[:used])
+            return
+        assert self._last is not None
+        changes = torch.empty(used, dtype=torch.uint8)
+        self._group.broadcast(changes)
+        bucket = self._last.apply(self._number, changes)
+        room[: bucket.numel()].copy_(bucket)
 
     def drain(self, size: int) -> None:
         """To the end, after the readers of this host have failed: the other hosts are to get their buckets."""
         if not self._ended:
             scratch = torch.empty(size, dtype=torch.uint8, device=self._group.device)
-            self.receive(scratch)
+            if self._pending:
+                self.receive(scratch)
             for _ in self:
                 self.receive(scratch)
 

@@ -118,9 +118,22 @@ def teacher_engine(config: Config, role: str, teacher: Any, platform: Platform) 
         if size < needed:
             raise UserError(f"model_path={path}: its vocabulary has {size} tokens, the policy's {needed}")
         options: dict[str, Any] = {"model_cfg": model, "trainable": False, "role": role, "topk": topk}
+        if unseen := unseen_tokens(config, teacher):
+            options["barred"] = unseen
         return _engine(config, path, arr.ref, platform, placed=placed, **options)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
+
+
+def unseen_tokens(config: Config, teacher: Any) -> list[int]:
+    """The policy's tokens for images, of a teacher that is a text model; empty if it sees what the policy sees."""
+    from verl.models.inputs import sees_images, special_token_ids
+    from verl.models.pretrained import load_config
+
+    model, path = config.actor_rollout_ref.model, teacher.get("model_path")
+    policy = load_config(model.path, model)
+    seen = path is None or not sees_images(policy) or sees_images(load_config(path, _frozen(model)))
+    return [] if seen else special_token_ids(policy)
 
 
 def _vocabulary(path: str | None, model_cfg: Mapping[str, Any]) -> int:

@@ -24,7 +24,8 @@ from verl.platform import detect, processes, thread_stacks
 from verl.platform.processes import Identity
 from verl.tracking.profiler import open_profiler
 from verl.tracking.timer import Profiled
-from verl.weight_sync.collective import Channel, Rendezvous, relay
+from verl.weight_sync.collective import DELTA, Channel, Rendezvous, relay
+from verl.weight_sync.delta import SentBuckets
 from verl.workers import build, payloads
 from verl.workers.payloads import Payload
 from verl.workers.training_worker import prepare_process
@@ -44,6 +45,7 @@ class RolloutWorker(Profiled):
         self._decode: Callable[[np.ndarray], str] | None = None
         self._done: list[payloads.GenerateResult] = []
         self._death = ""
+        self._relayed = SentBuckets()
         self._receiving: tuple[asyncio.Future[dict[str, str]], list[tuple[str, int]], int] | None = None
         self._wakeup = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
@@ -194,7 +196,8 @@ class RolloutWorker(Profiled):
 
         def work() -> None:
             with closing(Rendezvous(**rendezvous).join(rank, backend, platform)) as group:
-                relay(group, Channel(channel, len(readers), expected=readers, timeout=timeout))
+                last = self._relayed if backend == DELTA else None
+                relay(group, Channel(channel, len(readers), expected=readers, timeout=timeout), last)
 
         await asyncio.to_thread(work)
 

@@ -42,7 +42,8 @@ from verl.plugins import import_modules
 from verl.tracking.timer import Profiled
 from verl.trajectory import Segment, fill_flat
 from verl.weight_sync.channel import BucketSender, Channel, offer
-from verl.weight_sync.collective import Rendezvous, broadcast
+from verl.weight_sync.collective import DELTA, Rendezvous, broadcast
+from verl.weight_sync.delta import SentBuckets
 from verl.weight_sync.verify import SyncResult, digesting
 from verl.workers import build, payloads
 
@@ -62,6 +63,7 @@ class Worker(Profiled):
         self.engines: dict[str, TrainingEngine] = {}
         self._rows: list[Segment] = []
         self._remote = False
+        self._sent = SentBuckets()
         self._temperature = float(config.actor_rollout_ref.rollout.temperature)
 
     @cached_property
@@ -221,7 +223,8 @@ class Worker(Profiled):
 
     def _release_cached_memory(self) -> None:
         """Samplers of the same devices are about to wake, first their weights and then their cache."""
-        if not self.config.actor_rollout_ref.rollout.nnodes:
+        rollout = self.config.actor_rollout_ref.rollout
+        if not rollout.nnodes or rollout.trainer_memory_utilization:
             self.engine().release_cached_memory()
 
     def _deliver(
@@ -244,7 +247,8 @@ class Worker(Profiled):
             return BucketSender(channel, len(readers), bucket, **of_this_node).send(weights, version)
         target = None if channel is None else Channel(channel, len(readers), expected=readers)
         with closing(Rendezvous(**rendezvous).join(0, settings.backend, self.platform)) as group:
-            return broadcast(group, weights, version, bucket_bytes=bucket, dtype=dtype, channel=target)
+            last = self._sent if settings.backend == DELTA else None
+            return broadcast(group, weights, version, bucket_bytes=bucket, dtype=dtype, channel=target, last=last)
 
     def try_channel(self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float) -> str:
         """Write a first, small transfer (`channel.offer`); what went wrong, "" for nothing."""

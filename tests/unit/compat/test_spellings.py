@@ -198,7 +198,6 @@ def test_asynchronous_entry_points_are_the_one_loop(argv, expected):
     [
         ("async_training.staleness_threshold=-1", "no number of at least 0"),
         ("async_training.trigger_parameter_sync_step=0", "no whole number of at least 1"),
-        ("async_training.use_dynamic_resource_scheduling=True", "not in this release"),
         (
             "trainer.v1={trainer_mode:separate_async,separate_async:{parameter_sync_step:0.5}}",
             "no whole number",
@@ -347,7 +346,7 @@ def test_missing_features_are_refused_unless_they_are_off(glob):
         for off in PUBLIC.refused[glob].off:
             assert load([f"{path}={off}"], entry) == load([], entry)
     with pytest.raises(ConfigError, match="not in this release; closest: "):
-        load([f"{ARR}.model.mtp={{enable:True}}"])
+        load([f"{ARR}.actor.qat={{enable:True}}"])
 
 
 def test_value_synonyms():

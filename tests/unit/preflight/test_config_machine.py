@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.tiny import HAS_KIMI_VL
 from tests.unit.preflight.cases import ARR, MODEL, notices, only, problems, write_model, write_rows
 from verl.config import load
 from verl.config.model_facts import ModelTrouble, look
@@ -86,12 +87,18 @@ def test_a_teacher_sees_what_the_policy_sees(base, tmp_path):
     facts, other = {"model_type": "qwen2_5_vl", "text_config": MODEL}, {}
     policy = write_model(tmp_path / "vl", vision_config={"patch_size": 14}, **facts)
     other["other patches"] = write_model(tmp_path / "b", vision_config={"patch_size": 16}, **facts)
-    other["sees images if the policy does"] = write_model(tmp_path / "c")
     run = [*base, f"{ARR}.model.path={policy}", "distillation.enabled=True"]
     teacher = "distillation.teacher_models.teacher_model.model_path"
     assert problems(*run, f"{teacher}={policy}") == []
     for why, path in other.items():
         only(problems(*run, f"{teacher}={path}"), "configuration", why)
+    text = f"{teacher}={write_model(tmp_path / 'c')}"
+    assert "it reads the policy's prompts without their images" in notices(*run, text)
+    own = "distillation.teacher_models.teacher_model.prompt"
+    only(
+        problems(*run, text, f"{own}={{prompt}}"), "configuration", f"{own}: is not in this release for a text teacher"
+    )
+    only(problems(*base, "distillation.enabled=True", f"{teacher}={policy}"), "configuration", "the policy does not")
 
 
 def test_models_in_the_hubs_cache(base, tmp_path):
@@ -176,8 +183,12 @@ def test_model_directories(base, tmp_path, monkeypatch):
     ):
         write_model(tmp_path / kind, model_type=kind, vision_config={}, text_config=MODEL)
         only(problems(*base, path(kind)), "configuration", kind, "not seen to be right")
+    if HAS_KIMI_VL:  # the published directory names code of its own, which is not run
+        own = {"auto_map": {"AutoConfig": "configuration_kimi_vl.KimiVLConfig"}, "vision_config": {}}
+        write_model(tmp_path / "kimi", model_type="kimi_vl", text_config=MODEL, **own)
+        assert problems(*base, path("kimi")) == []
     split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
-    assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
+    assert any("that see images are not split" in p for p in problems(*base, path("vl"), split))
     with monkeypatch.context() as patched:
         patched.setattr("verl.engine.rollout.vllm.VLLM.installed", lambda record: "")
         patched.setattr("verl.engine.rollout.vllm.kwargs.vllm_arguments", frozenset)

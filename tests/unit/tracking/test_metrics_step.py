@@ -162,6 +162,7 @@ def test_times():
     assert perf["perf/total_num_tokens"] == total
     close(perf, "perf/throughput", total / (10.0 * 2))
     close(perf, "perf/weight_sync_gb_per_s", 2.0)
+    close(perf, "perf/weight_sync_gb", FACTS.sync_bytes / 1e9)
     close(perf, "perf/device_busy_ratio", (3.5 + 1.0 + 3.0) / 10)
     assert perf["perf/cpu_memory_used_gb"] > 0.01
     longer = StepFacts(1, 0, {"step": 5.0, "gen": 2.0}, 1, 5, 5, sampler={"busy_s": 99.0})

@@ -23,6 +23,7 @@ from tests.weight_sync_processes import (
     hangs_on_host_2,
     hashes,
     kill,
+    reads_two,
     relays,
     spawn,
     weights,
@@ -31,6 +32,7 @@ from verl.platform.network import address_towards, listen
 from verl.weight_sync import collective
 from verl.weight_sync.channel import Channel
 from verl.weight_sync.collective import Rendezvous, WeightGroup, broadcast
+from verl.weight_sync.delta import SentBuckets
 from verl.weight_sync.verify import WeightSyncError, checksums
 
 pytestmark = pytest.mark.timeout(90)
@@ -81,6 +83,40 @@ def test_samplers_of_all_hosts_hold_the_same_bytes(channel: str, own: int, bucke
     for reader, hosts in ((0, 2 + own), (1, 2)):
         assert sorted(map(str, found[reader])) == sorted(map(str, expected * hosts))
     assert all(isinstance(moved, int) for r in (1, 2) for moved in found[f"relay {r}"])
+    group.close()
+
+
+@pytest.mark.parametrize("bucket", [4096, 1 << 20])
+def test_only_what_changed_travels_and_samplers_hold_the_same_bytes(channel: str, bucket: int) -> None:
+    """Versions: all; 1 % of the words of one weight; none; all; then after a reader that failed everything again."""
+    out, port = context.Queue(), free_port()
+    spawn(relays, 1, 2, port, channel, 1, 6, out, True)
+    spawn(hashes, f"{channel}.1", 0, 4, out)
+    group, last = WeightGroup(0, Rendezvous("127.0.0.1", port, 2, 20)), SentBuckets()
+    versions = [weights(), weights(), weights(), weights(1)]
+    for _, tensor in versions[1][4:5] + versions[2][4:5]:
+        tensor[::100] += 0.5
+    whole = sum(-(-2 * t.numel() // 64) * 64 for _, t in weights() if t.is_floating_point()) + 40
+    sent = []
+
+    def push(version: int, tensors: Any) -> None:
+        result = broadcast(group, tensors, version, bucket_bytes=bucket, dtype=torch.bfloat16, last=last)
+        sent.append(result.bytes)
+
+    for version, tensors in enumerate(versions):
+        push(version, tensors)
+    assert sent[0] >= whole - 64 and sent[3] >= whole - 64, "a first transfer, and one in which everything changed"
+    words = len(versions[1][4][1][::100])
+    assert 3 * words <= sent[1] <= 3 * (words + whole // 2 // 255) and sent[2] == 0
+    spawn(reads_two, f"{channel}.1")
+    with pytest.raises(WeightSyncError, match="reader 0"):
+        push(4, versions[3])
+    spawn(hashes, f"{channel}.1", 0, 1, out, 5)
+    push(5, versions[3])
+    assert sent[4] == sent[3] and last.token, "after a failure everything is sent"
+    found = gathered(out, 6 + 5)
+    tensors_of = [*versions, versions[3]]
+    assert found[0] == [checksums(tensors, dtype=torch.bfloat16) for tensors in tensors_of]
     group.close()
 
 

@@ -127,7 +127,8 @@ class ActorConfig(TrainedRoleConfig):
             tools and environments said), its mean over those of a mini-batch.
         use_prefix_grouper: Compute the shared prompt once per group; null = when it pays.
         freeze_vision_tower: No gradient to the vision encoder.
-        use_torch_compile: Compile the log-prob and entropy kernels where the platform can.
+        use_torch_compile: torch.compile for norms, gated MLPs and rotations on a device that Triton compiles for and verl has no
+            kernels for (AMD's); elsewhere no effect.
         calculate_sum_pi_squared: Σπ² per token (variance metrics); on by itself for `optimal_token_baseline`.
     """
 
@@ -166,7 +167,7 @@ class RefConfig(LogProbConfig):
     Attributes:
         strategy: As `actor.strategy`.
         ulysses_sequence_parallel_size: Devices a sequence is split over.
-        use_torch_compile: Compile the log-prob kernel where the platform can.
+        use_torch_compile: As the actor's.
     """
 
     strategy: str = same_as(_ACTOR + "strategy", options=STRATEGIES)

@@ -64,12 +64,14 @@ class CheckpointEngineConfig(Group):
     """How weights reach the sampler.
 
     Attributes:
-        backend: `naive` (= chosen: in process, shared memory, device handles, broadcast), `nccl`, `hccl`.
+        backend: How nodes that sample and do not train get weights: `naive` (over gloo), `nccl`, `hccl`, or `delta_sharded`:
+            over gloo, of each weight what changed since the last transfer; sender and receiving nodes keep a copy of the
+            weights in host memory.
         update_weights_bucket_megabytes: Size of one transfer.
         engine_kwargs: Arguments of the backend.
     """
 
-    backend: str = choice("naive", "naive", "nccl", "hccl")
+    backend: str = choice("naive", "naive", "nccl", "hccl", "delta_sharded")
     update_weights_bucket_megabytes: int = key(2048, low=1)
     engine_kwargs: Map = open_map()
 
@@ -263,6 +265,9 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         multi_stage_wake_up: Wake weights and cache one after the other.
         nnodes: > 0: a pool of its own for sampling.
         n_gpus_per_node: Devices per node of that pool.
+        trainer_memory_utilization: With nnodes > 0, more samplers on the trainers' devices, with that share of their memory
+            (as gpu_memory_utilization): they sample while the trainers wait, and what they have begun goes on in the pool
+            when these compute. 0: none.
     """
 
     name: str = choice("auto", *ENGINES, ours=True)
@@ -307,6 +312,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     checkpoint_engine: CheckpointEngineConfig = sub(CheckpointEngineConfig)
     nnodes: int = key(0, low=0, high=100_000)
     n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1, high=1024)
+    trainer_memory_utilization: float = key(0.0, low=0, high=1, ours=True)
     multi_turn: MultiTurnConfig = sub(MultiTurnConfig)
     agent: AgentConfig = sub(AgentConfig)
     prometheus: PrometheusConfig = sub(PrometheusConfig)

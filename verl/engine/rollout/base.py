@@ -58,7 +58,8 @@ class Completion:
     [P + L − 1, layers, k], where recorded: the experts that prompt and response tokens went to, without the last token;
     sampling_mask object [L], where recorded: the sets that the tokens were drawn from (`verl.models.sampling_mask`).
 
-    finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
+    finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept),
+    "moved" (the same: its device is needed, and it goes on in another engine of the pool).
     `parts`: how many requests it took, more than one after changes of weights. `prefilled`: tokens that were computed
     before the first was sampled (recomputed ones too), not those found in the cache. `text`: of the whole response (the
     `start` tokens that the prompt ends with, then token_ids), where the engine has decoded it as

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from verl.trajectory import Segment
 
 LOG_PROBS = ("log_probs",)
+FURTHER = "further_log_probs"
+"""Of tokens by the layer that predicts a token further (`verl.models.mtp`), at temperature 1; 0 where it has none before
+it."""
 ROUTES, SAMPLING_MASK = "routed_experts", "sampling_mask"
 ON_ROWS = (ROUTES, SAMPLING_MASK)
 """Outputs that an engine puts on the rows instead of returning them."""
@@ -44,6 +47,7 @@ class MicroBatch:
     scores: torch.Tensor | None = None
     candidate_log_probs: torch.Tensor | None = None
     candidates_in_topk: torch.Tensor | None = None
+    further_log_probs: torch.Tensor | None = None
     cache: dict[str, Any] = field(default_factory=dict)
 
 

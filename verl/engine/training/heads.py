@@ -7,19 +7,21 @@ That is what sharding hooks on: while this module's forward runs, the weights th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from verl.engine.training.base import SAMPLING_MASK
+from verl.engine.training.base import FURTHER, LOG_PROBS, SAMPLING_MASK
 from verl.engine.training.log_prob import DEVICE_BLOCK_SCORES, OUTPUTS, LogitLayer, outputs_of_logits, token_outputs
 from verl.engine.training.packing import Pack
+from verl.errors import UserError
 from verl.models import adapters, attention
 from verl.models.attention import TokenSpan
 from verl.models.inputs import model_inputs, special_token_ids
+from verl.models.mtp import NAME as MTP
 from verl.models.packed_attention import PackedPlan
 from verl.models.pretrained import NotPacked, value_layer
 from verl.models.sampling_mask import SamplingMask, encode_sets, truncate
@@ -41,6 +43,8 @@ class OutputHead(torch.nn.Module, ABC):
     layer: LogitLayer | None = None
     #: How many tokens `topk_log_probs` and `topk_ids` hold.
     topk: int = 0
+    #: Whether the loss of the layer that predicts a token further trains that layer alone.
+    further_detached: bool = True
     #: top_k, top_p and min_p of the sampler, for the output sampling_mask.
     truncation: tuple[int, float, float] | None = None
 
@@ -57,6 +61,9 @@ class OutputHead(torch.nn.Module, ABC):
         """The requested outputs, float32 [R] or [R, k] each, of the pack's response tokens: what the hidden state
         `source` of a token says of its `targets` and `candidates`. The attention plan must be in force."""
 
+    def bar(self, tokens: Iterable[int]) -> None:
+        """Give these tokens no probability. Called before `find_layer`."""
+
     def find_layer(self) -> LogitLayer | None:
         """The `layer` that fits. Called once, on every rank, when the weights have their values."""
         return None
@@ -72,8 +79,15 @@ class LogProbHead(OutputHead):
         # As in the sampler: the distribution is that over the tokens that can be sampled.
         self._barred = special_token_ids(module.config)
 
+    def bar(self, tokens: Iterable[int]) -> None:
+        """See `OutputHead.bar`."""
+        self._barred = sorted({*self._barred, *tokens})
+
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; of softmax(logits / temperature)."""
+        if FURTHER in outputs and (self.layer is None or batch.media):
+            beside = "images" if batch.media else "a model whose head verl does not know as a formula"
+            raise UserError(f"model.mtp.enable_train=True with {beside} is not here; set it to False")
         inputs = batch.inputs(self.module.base_model)
         options = {"candidates": batch.candidates, "topk": self.topk, "mask": batch.sampling_mask}
         finds = SAMPLING_MASK in outputs
@@ -84,7 +98,8 @@ class LogProbHead(OutputHead):
             if finds:
                 options["mask"] = batch.sampling_mask = self._sets(batch.targets, lambda rows: logits[rows].clone())
             return outputs_of_logits(logits, batch.targets, outputs, **options)
-        hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
+        states = self.module.base_model(**inputs).last_hidden_state
+        hidden = states[0].index_select(0, batch.source)
         # Sharding exchanges the weights.
         output_layer = self.module.get_output_embeddings()
         layer = replace(self.layer, weight=output_layer.weight, bias=self._bias(output_layer))
@@ -92,7 +107,25 @@ class LogProbHead(OutputHead):
             options["mask"] = batch.sampling_mask = self._sets(
                 batch.targets, lambda rows: layer.logits(hidden[rows]) / temperature
             )
-        return token_outputs(hidden, batch.targets, layer, outputs, temperature=temperature, **options)
+        computed = token_outputs(hidden, batch.targets, layer, outputs, temperature=temperature, **options)
+        if FURTHER in outputs:
+            computed[FURTHER] = self._further(batch, states, layer)
+        return computed
+
+    def _further(self, batch: Pack, states: torch.Tensor, layer: LogitLayer) -> torch.Tensor:
+        """Log-probs of the targets by the layer that predicts a token further: from the state before `source` and the
+        token at it. The last token of a sequence in a pack stands beside one of another, and nothing reads what comes of
+        it."""
+        embedded = self.module.get_input_embeddings()(batch.input_ids.roll(-1))[None]
+        if self.further_detached:
+            states, embedded = states.detach(), embedded.detach()
+            layer = replace(
+                layer, weight=layer.weight.detach(), bias=None if layer.bias is None else layer.bias.detach()
+            )
+        out = getattr(self.module, MTP)(embedded, states, (batch.positions + 1)[None])[0]
+        before = out.index_select(0, (batch.source - 1).clamp(min=0))
+        log_probs = token_outputs(before, batch.targets, layer, LOG_PROBS, temperature=1.0)["log_probs"]
+        return torch.where(batch.positions[batch.source] > 0, log_probs, 0.0)
 
     def _sets(self, targets: torch.Tensor, logits: Callable[[slice], torch.Tensor]) -> SamplingMask:
         """The sets that `truncation` leaves of each row's logits, its target always among them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -83,10 +84,12 @@ class _Builder:
         judge = self._judge(apart.pop("judge")) if "judge" in apart else None
         groups = {name: self._ranks_of(pool, f"{name.replace('_', ' ')} worker")[0] for name, pool in apart.items()}
         replicas = self.replicas = self._samplers(sampling, None if separate else devices)
+        if guests := separate and rollout.trainer_memory_utilization > 0:
+            replicas += self._guests(trainer, devices, len(replicas))
         engines = self._group([replica.worker for replica in replicas])
         self._say(f"loading the model, starting {_some(len(replicas), 'sampler')}")
         loading = {name: calls.start("build", total_steps, False, name) for name, calls in groups.items()}
-        facts = self._load(group, engines, total_steps, separate)
+        facts = self._load(group, engines, total_steps, separate and not guests)
         training = self._worker_group(group, facts)
         roles = roles_of(training, config)
         for name, calls in groups.items():
@@ -136,6 +139,14 @@ class _Builder:
         for replica, fact in zip(replicas, engines.call("start", doing="starting the judges"), strict=True):
             replica.started(fact)
         return ReplicaPool(replicas, event=self._of_sampler)
+
+    def _guests(self, trainer: DevicePool, devices: list[list[str]], first: int) -> list[Replica]:
+        """Samplers on the trainers' devices beside those of a pool of its own, numbered from `first`."""
+        config = copy.deepcopy(self.config)
+        rollout = config.actor_rollout_ref.rollout
+        rollout.gpu_memory_utilization, rollout.nnodes = rollout.trainer_memory_utilization, 0
+        rollout.n_gpus_per_node, config.trainer.device = config.trainer.n_gpus_per_node, self.kind
+        return self._samplers(trainer, devices, config, first=first)
 
     def _watched(self, replicas: list[Replica], ranks: Sequence[WorkerHandle] = ()) -> ReplicaPool:
         """All workers are there: which process is which is recorded, and their deaths are noticed from now on."""
@@ -246,29 +257,31 @@ class _Builder:
         shared: list[list[str]] | None,
         config: Config | None = None,
         label: str = "sampler",
+        first: int = 0,
     ) -> list[Replica]:
         """Replicas of `sampler_devices` each, of one node or of whole ones, not started; if `shared`, on the ranks' devices.
 
-        config: what they are built from, if it is not the run's; label: their names begin with it.
+        config: what they are built from, if it is not the run's; label: their names begin with it; first: the number of the
+        first, above 0 for guests of the trainers beside a pool of its own.
         """
         size = sampler_devices((config or self.config).actor_rollout_ref.rollout)
         plain = self.plain if config is None else for_elsewhere(config)
         spanned, local = max(1, size // pool.per_node), min(size, pool.per_node)
         replicas = []
-        for number in range(pool.devices // size):
-            bundle, place = divmod(number * size, pool.per_node)
+        for number in range(first, first + pool.devices // size):
+            bundle, place = divmod((number - first) * size, pool.per_node)
             options = []
             for each in range(bundle, bundle + spanned):
                 if shared is None:
                     options.append(pool.owner_options(each, local))
                 else:
-                    first = each * pool.per_node + place
-                    visible = [device for rank in shared[first : first + local] for device in rank]
+                    rank = each * pool.per_node + place
+                    visible = [device for devices in shared[rank : rank + local] for device in devices]
                     options.append(pool.guest_options(each, visible))
             node = pool.node_of(bundle)
             create = partial(self._sampler, pool, bundle, options, plain, number, label)
             again = partial(self._sampler_again, pool, bundle, create)
-            replicas.append(Replica(number, again, create(node), node))
+            replicas.append(Replica(number, again, create(node), node, guest=first > 0))
         return replicas
 
     def _sampler(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ _CALL_S = 120.0
 _OTHERS_S = 35.0
 _PING_S = 5.0
 _CLOSE_S = 10.0
+_ABORT_AGAIN_S, _LOOK_S = 1.0, 0.01
 _SESSIONS = 1 << 16  # the last so many are remembered
 MAX_RESTARTS = 3
 """Deaths of one worker between two weight transfers after which the run ends."""
@@ -74,7 +75,8 @@ class _Waiting:
 @dataclass(slots=True, eq=False)
 class Replica:
     """One engine. `start()` makes a fresh worker in the place of a dead one, blocking; it returns the worker, its node,
-    and what `RolloutWorker.start` says. `reader_nodes`: of each reader, where they are not all on `node`."""
+    and what `RolloutWorker.start` says. `reader_nodes`: of each reader, where they are not all on `node`. `guest`: on a
+    device of the trainers, beside replicas that have their own; `resting`: it gets no requests."""
 
     number: int
     start: Callable[[], tuple[WorkerHandle, str, dict[str, Any]]]
@@ -88,6 +90,8 @@ class Replica:
     ended: list[str] = field(default_factory=list)  # sessions it has not heard of
     submitted: list[Any] = field(default_factory=list)  # calls of `submit` that have not been looked at
     requests: dict[str, _Waiting] = field(default_factory=dict)
+    guest: bool = False
+    resting: bool = False
     poll: asyncio.Task[None] | None = None
     reviving: bool = False
     deaths: int = 0
@@ -145,6 +149,7 @@ class ReplicaPool(RolloutEngine):
         self.event = event
         self._sessions: dict[str, Replica] = {}
         self._flushing = False
+        self._placing = threading.Lock()  # a request is placed, or guests begin to rest
         self._version = 0
         self._closed = False
         self._ended: Exception | None = None
@@ -166,22 +171,21 @@ class ReplicaPool(RolloutEngine):
             raise self._ended
         ids = np.asarray(prompt_ids, np.int64)
         request = GenerateRequest(request_id, ids, sampling, group, media, session)
-        replica = self._sessions.get(session or "") or self._replica_for(group)
-        if session is not None:  # its later calls find its prefix there
-            self._sessions[session] = replica
-            if len(self._sessions) > _SESSIONS:
-                del self._sessions[next(iter(self._sessions))]
         if any(request_id in other.requests for other in self.replicas):
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         loop = asyncio.get_running_loop()
-        pending = replica.requests[request_id] = _Waiting(request, loop.create_future())
+        with self._placing:
+            replica = self._place(session, group)
+            pending = replica.requests[request_id] = _Waiting(request, loop.create_future())
         replica.count(request, 1)
         replica.queue.append(request)
         if not self._flushing:
             self._flushing = True
             loop.call_soon(self._flush)
         try:
-            return await pending.future
+            completion = await pending.future
+            moved = replica.resting and completion.finish_reason == "abort"
+            return replace(completion, finish_reason="moved") if moved else completion
         except asyncio.CancelledError:
             self.abort([request_id])
             raise
@@ -194,10 +198,24 @@ class ReplicaPool(RolloutEngine):
         if (replica := self._sessions.pop(session, None)) is not None:
             replica.ended.append(session)
 
+    def _place(self, session: str | None, group: str | None) -> Replica:
+        """The session's replica, else one for the group."""
+        replica = self._sessions.get(session or "")
+        if replica is not None and replica.resting:
+            replica.ended.append(str(session))
+            replica = None
+        replica = replica or self._replica_for(group)
+        if session is not None:  # its later calls find its prefix there
+            self._sessions[session] = replica
+            if len(self._sessions) > _SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+        return replica
+
     def _replica_for(self, group: str | None) -> Replica:
         """The one that has requests of this group, else the one with least to do."""
-        having = [replica for replica in self.replicas if group is not None and group in replica.groups]
-        return min(having or self.replicas, key=lambda replica: (replica.tokens, replica.number))
+        awake = [replica for replica in self.replicas if not replica.resting]
+        having = [replica for replica in awake if group is not None and group in replica.groups]
+        return min(having or awake, key=lambda replica: (replica.tokens, replica.number))
 
     def _flush(self) -> None:
         """Send what was asked for in this tick, one call for each replica."""
@@ -345,19 +363,44 @@ class ReplicaPool(RolloutEngine):
         return self._version
 
     def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
-        self._everywhere("sleep")
+        """See `RolloutEngine.sleep`. Where there are guests they alone sleep, and their requests go on in the others."""
+        guests = self._guests()
+        with self._placing:
+            for guest in guests:
+                guest.resting = True
+        self._empty(guests)
+        self._everywhere("sleep", guests or self.replicas)
 
     def wake(self) -> None:
         """See `RolloutEngine.wake`."""
-        self._everywhere("wake")
+        self._everywhere("wake", self._guests() or self.replicas)
+        for guest in self._guests():
+            guest.resting = False
 
-    def _everywhere(self, method: str, *, needed: bool = True) -> list[Any]:
-        """A call on every replica that lives; a dead one is found, and started again, where it is needed.
+    def _guests(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.guest]
+
+    def _empty(self, guests: Sequence[Replica]) -> None:
+        """End the requests of these replicas, from another thread than that of the event loop. SamplerLost for one that
+        does not end them."""
+        end, again = time.monotonic() + _CALL_S, 0.0
+        while pending := {name: waiting for guest in guests for name, waiting in list(guest.requests.items())}:
+            loop = next(iter(pending.values())).future.get_loop()
+            if not loop.is_running():  # nobody waits for them now
+                return
+            if time.monotonic() > end:
+                raise SamplerLost(f"samplers on the trainers' devices have not ended {len(pending)} requests")
+            if time.monotonic() >= again:  # one that reached the engine after the last abort is aborted now
+                again = time.monotonic() + _ABORT_AGAIN_S
+                loop.call_soon_threadsafe(self.abort, list(pending))
+            time.sleep(_LOOK_S)
+
+    def _everywhere(self, method: str, among: Sequence[Replica] | None = None, *, needed: bool = True) -> list[Any]:
+        """A call on every replica (of `among`) that lives; a dead one is found, and started again, where it is needed.
 
         SamplerLost for one that does not answer, if the call is `needed`; else it is recorded and left out.
         """
-        replicas = [replica for replica in self.replicas if not replica.reviving]
+        replicas = [replica for replica in (self.replicas if among is None else among) if not replica.reviving]
         refs = [getattr(replica.worker.handle, method).remote() for replica in replicas]
         out = []
         for replica, ref in zip(replicas, refs, strict=True):

@@ -43,6 +43,7 @@ from verl.models import positions, recurrent
 from verl.models.adapters import PlainView, exported, is_adapted
 from verl.models.checkpoint_names import CheckpointViews
 from verl.models.inputs import VisionInputs, special_token_ids
+from verl.models.mtp import is_extra
 from verl.platform import platform_of
 from verl.trajectory import Media
 from verl.weight_sync.receiver import WeightReceiver
@@ -231,7 +232,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """One forward pass and what follows from it: on a device from the pass before, while this one runs."""
         begin = time.monotonic()
         with self._runner.ready():
-            if self._drawn is not None and (self._drawn.known or any(map(_records, self._scheduler.running))):
+            if self._drawn is not None and (self._drawn.known or any(map(_follows_grammar, self._scheduler.running))):
                 self._settle_drawn()  # what follows is drawn from logits here, or was
             work = self._scheduler.prefill()
             rows = self._scheduler.decode() if work is None else [request for request, _ in work.sampled]
@@ -245,7 +246,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     def _launch(self, work: Prefill | None, rows: list[Request]) -> Drawn | None:
         """Make a pass and draw the next token of each of `rows`; None if nobody gets one."""
         device, drawn = self._runner.device_decode, None
-        here = device is None or any(map(_records, rows))
+        here = device is None or any(map(_follows_grammar, rows))
         if work is not None:
             logits = self._runner.prefill(work)
             if rows:
@@ -381,7 +382,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """See `WeightReceiver.load_weights`: copies into this engine's model, one tensor at a time.
 
         Names are those of a Hugging Face checkpoint, or of the model's own tensors; tied weights may be left out. For a
-        model with an adapter they are the adapter's, as peft's files name them: its base stays.
+        model with an adapter they are the adapter's, as peft's files name them: its base stays. Layers that predict
+        further tokens are passed over.
         An error leaves a mixture of old and new: until a load succeeds, `generate` refuses.
         """
         from verl.weight_sync.verify import close_stream
@@ -393,7 +395,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._incomplete = f"loading version {version} has not finished"
         try:
             with torch.no_grad():
+                layers = int(self._runner.model.config.get_text_config().num_hidden_layers)
                 for name, tensor in weights:
+                    if is_extra(name, layers) and name not in targets:
+                        continue
                     if name not in targets or targets[name].shape != tensor.shape:
                         shape = tuple(tensor.shape)
                         raise ValueError(f"load_weights: {name!r} is no weight here, of shape {shape}")
@@ -456,6 +461,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._pool.drop()
 
 
-def _records(request: Request) -> bool:
-    """Whether the set that its tokens are drawn from is recorded, which the kernels do not say."""
-    return request.progress is not None or (request.sampling.record_mask and request.sampling.truncated)
+def _follows_grammar(request: Request) -> bool:
+    """Whether its tokens are drawn by torch's operators, from logits that its grammar masks."""
+    return request.progress is not None

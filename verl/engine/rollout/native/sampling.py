@@ -87,6 +87,10 @@ def sample(logits: Tensor, rows: Rows, *, seen: dict[int, Tensor] | None = None)
     filtered = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0) | rows.constrained)
     sets = _truncate(logits, rows, np.flatnonzero(filtered)) if filtered.any() else []
 
+    fused = platform_of(logits.device).fused_operators()
+    if fused is not None and fused.draw is not None:
+        uniform = np.where(greedy, -1.0, uniforms(rows.seed, rows.call, rows.position))
+        return *fused.draw(logits, torch.from_numpy(uniform)), sets
     probs = logits.softmax(-1)
     if greedy.all():
         tokens = probs.argmax(-1)

@@ -59,6 +59,7 @@ class EngineSettings:
     limit_images: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     engines: int = 1
+    draft_tokens: int = 0
 
     @property
     def copies(self) -> int:
@@ -104,6 +105,7 @@ def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
         "limit_images": rollout.limit_images,
         "mm_processor_kwargs": dict(config.data.mm_processor_kwargs),
         "engines": samplers_per_node(config),
+        "draft_tokens": model.mtp.num_speculative_tokens if model.mtp.enable and model.mtp.enable_rollout else 0,
     }
 
 
@@ -142,6 +144,8 @@ def engine_arguments(
         # What it sets room aside for is one of a list; a rank above the largest is refused with the configuration.
         rank, known_ranks = int(s.lora["r"]), ENGINE.capabilities.lora_ranks
         arguments["max_lora_rank"] = next((size for size in known_ranks if size >= rank), rank)
+    if s.draft_tokens:
+        arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": s.draft_tokens}
     if s.record_routes:
         arguments["enable_return_routed_experts"] = True
     if "structured_outputs_config" in known:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property
 from tempfile import TemporaryDirectory
@@ -98,6 +97,7 @@ class VLLMEngine(HostedEngine):
         if cpu:
             launch.check_cpu_model(model_config, s.dtype)
             launch.check_cpu_experts(s)
+            launch.check_cpu_drafts(s)
             # vLLM would size its cache by the whole machine.
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
         self._sleeps = s.free_cache_engine and sleeps
@@ -213,8 +213,8 @@ class VLLMEngine(HostedEngine):
         output = None
         for _ in range(1 if live.media is None else 2):  # an image that vLLM has forgotten is sent again
             fields = {"request_id": live.key, "lora_request": self._adapter_request}
-            if (copies := self._settings.copies) > 1:  # a group stays where its prompt is cached
-                fields["data_parallel_rank"] = zlib.crc32((live.group or live.id).encode()) % copies
+            if (copies := self._settings.copies) > 1:
+                fields["data_parallel_rank"] = live.copy(copies)
             stream = self._engine.generate(self._prompt(live), launch.request_parameters(arguments), **fields)
             async for final in stream:
                 output = final

@@ -37,10 +37,12 @@ from verl.engine.training.base import (
     SAMPLING_MASK,
     MicroBatch,
     MicroLoss,
+    TrainStepResult,
 )
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
 from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.fsdp.sharding import layout, sharded_modules
+from verl.engine.training.further_tokens import FurtherTokens
 from verl.engine.training.muon import matrices
 from verl.engine.training.optimizer import (
     StepAccumulator,
@@ -88,6 +90,7 @@ class FSDPEngine(ScheduledEngine):
     head          what the outputs are made with (`verl.engine.training.heads`)
     topk          how many of the most likely tokens its outputs topk_log_probs and topk_ids hold
     truncation    top_k, top_p and min_p of the sampler, for the output sampling_mask
+    barred        tokens without probability beside those of the model's images
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class FSDPEngine(ScheduledEngine):
         head: str = "lm",
         topk: int = 0,
         truncation: tuple[int, float, float] | None = None,
+        barred: Sequence[int] = (),
     ):
         self.role, self.head, self.trainable = role, head, trainable
         placement = placement or ENGINE.placement(role_cfg or {})
@@ -133,19 +137,24 @@ class FSDPEngine(ScheduledEngine):
             longest,
             streams=streams,
             freezes_vision=bool(setting(role_cfg, "freeze_vision_tower", False)),
+            compiles=bool(setting(role_cfg, "use_torch_compile", True)),
         )
         alone = self.layout.mesh is None
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
         self.module, self._model.head.topk = self._model.head.module, topk
         self._model.head.truncation = truncation
+        if barred:
+            self._model.head.bar(barred)
         self._sharded = sharded_modules(self._model.head)
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
-        self._serving_dtype = pretrained.serving_dtype(model_path, model_cfg)
+        self._serving_dtype, self._source = pretrained.serving_dtype(model_path, model_cfg), model_path
+        self._further = FurtherTokens.of(model_cfg, role, self.device) if trainable and head == "lm" else None
         self._token_bytes = activation_bytes(self.module.config)
         self._heads = int(self.module.config.get_text_config().num_attention_heads)
         self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
         self._routing: Routing | None = None
+        self._added_norm = 0.0
         self._read_settings(role_cfg, log_prob_cfg)
         # With `offload_policy` the state of a sharded engine is in host memory at all times.
         moves = not (self._sharded and streams)
@@ -163,7 +172,8 @@ class FSDPEngine(ScheduledEngine):
 
     def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
         preferred = preferred_tokens(self.platform, self._token_bytes)
-        share = setting(role_cfg, "use_prefix_grouper")
+        # What predicts further tokens reads each token beside the one after it, of which a shared one has several.
+        share = False if self._further is not None and prefix == "ppo" else setting(role_cfg, "use_prefix_grouper")
         batching = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
         # A sequence lies on all devices that share it.
         tokens, limit = (size * self.layout.placement.sequence for size in (batching.tokens, batching.limit))
@@ -198,6 +208,10 @@ class FSDPEngine(ScheduledEngine):
             self.module.gradient_checkpointing_enable(options)
             pretrained.switch_off_dropout(self._layers)
         self.schedule(1)
+
+    def set_topk(self, count: int) -> None:
+        """How many tokens the outputs topk_log_probs and topk_ids hold from now on."""
+        self._model.head.topk = count
 
     def cost(self) -> ModelCost | None:
         """See `TrainingEngine.cost`."""
@@ -304,8 +318,45 @@ class FSDPEngine(ScheduledEngine):
         temperature: float,
         scale: float,
     ) -> tuple[StepAccumulator, float]:
-        """See `ScheduledEngine._accumulate`; this rank's share. A loss that is not finite ends it, where no rank waits."""
+        """See `ScheduledEngine._accumulate`; this rank's share."""
         self._clear_gradients()
+        return self._add_gradients(rows, loss, outputs, temperature, scale)
+
+    def accumulate(
+        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str] = LOG_PROBS, *, temperature: float
+    ) -> TrainStepResult:
+        """The passes of `step` alone: gradients are added to those of the calls since the last `update`, and `grad_norm`
+        is that of the sum. Where a loss or the norm is not finite, all of them are dropped and `refused` says so."""
+        self._require_optimizer()
+        total, norm = self._add_gradients(rows, loss, outputs, temperature, 1.0)
+        if not total.refused and not math.isfinite(norm):
+            total.refused = f"the gradient norm is {norm}"
+        if total.refused:
+            self._clear_gradients()
+        self._added_norm = 0.0 if total.refused else norm
+        return TrainStepResult(total.metrics(), norm, total.refused, total.tokens)
+
+    def update(self, clip: float, **settings: Any) -> float:
+        """One step of the optimizer with the gradients of `accumulate`, which are zero afterwards. clip: the largest
+        global norm, 0 for none; settings: entries of its parameter groups (lr, betas, …) from now on. Returns the norm
+        before clipping."""
+        norm, self._added_norm = self._added_norm, 0.0
+        self._fill_gradients()
+        if 0 < clip < norm:
+            self._multiply_gradients(clip / (norm + 1e-6))
+        for group in self._require_optimizer().param_groups:
+            group.update(settings)
+        self._update_weights()
+        self._clear_gradients()
+        return norm
+
+    def _add_gradients(
+        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float, scale: float
+    ) -> tuple[StepAccumulator, float]:
+        """See `ScheduledEngine._accumulate`, but added to the gradients that are there. A loss that is not finite ends
+        it, where no rank waits."""
+        if self._further is not None:
+            loss, outputs = self._further.joined(rows, loss, outputs)
         total = StepAccumulator()
         for number, (batch, last) in enumerate(self._packs(rows, self.update_batching)):
             if self._sharded:
@@ -436,7 +487,7 @@ class FSDPEngine(ScheduledEngine):
         return [self.module]
 
     def _write_weights(self, directory: Path) -> None:
-        weight_files.save_weights(self.module, directory, self._serving_dtype)
+        weight_files.save_weights(self.module, directory, self._serving_dtype, self._source)
 
     def _read_weights(self, directory: Path) -> None:
         weight_files.load_weights(self.module, directory)

@@ -217,6 +217,6 @@ class MegatronAdapter(lora.Adapter):
             for name, weight in chunk.adapters.named():
                 weight.copy_(_share(saved[name], weight.partition_dim if weight.tensor_model_parallel else None))
         if any((directory / name).is_file() for name in bridges.WEIGHT_FILES):
-            files = on_all_ranks(lambda: bridges.WeightFiles(directory))
+            files = on_all_ranks(lambda: self._bridge.files(directory))
             for name, weight in self.merged():
                 self.refuse_other_base(directory, name, weight.cpu(), files.read(name).float())
