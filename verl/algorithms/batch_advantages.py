@@ -98,9 +98,8 @@ def prepare_outcomes(
     Returns (usable bool [N], number of groups dropped). loss_mask is the policy mask of usable responses, but for those
     without gradient (`rollout.agent.on_status`), and all False elsewhere. With `rollout_n` ≥ 2 and an estimator that
     compares the members of a group (of the run, or of each data source), a group left with one scored response has no
-    baseline: it is dropped. With
-    rollout_n = 1 every response is a group of one and all scored ones count. `needs_greedy`: a group is dropped too
-    whose greedy response has no score.
+    baseline: it is dropped. With rollout_n = 1 every response is a group of one and all scored ones count.
+    `needs_greedy`: a group is dropped too whose greedy response has no score.
     """
     outcomes = {id(t) for t in batch if t.scored}
     dropped = 0
