@@ -329,9 +329,10 @@ class Checkpoints:
         if self._storage.refuses(step, batch, self._log_probs, "actor_rollout_ref.actor.optim.lr"):
             return
         jobs: list[Job] = []
-        for role in self._trained():
+        for role in self._moving():
             jobs.append(("model", role.name, partial(self._save_weights, role)))
-            jobs.append(("optimizer", f"state/{role.name}_optim", partial(role.save, "optimizer")))
+            if role.trained:
+                jobs.append(("optimizer", f"state/{role.name}_optim", partial(role.save, "optimizer")))
         jobs.append(("extra", "state/rng", rng.save))
         state = {
             "step": step,
@@ -404,8 +405,8 @@ class Checkpoints:
             )
             self._tracking.event("check_resume", message=message)
 
-    def _trained(self) -> list[Role]:
-        return [role for role in self._workers.roles.values() if role.trained]
+    def _moving(self) -> list[Role]:
+        return [role for role in self._workers.roles.values() if role.moves]
 
     def _save_weights(self, role: Role, directory: Path) -> None:
         role.save("weights", directory)
@@ -424,10 +425,10 @@ class Checkpoints:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state, wants = checkpoint.loop_state, self._storage.wants
-        for role in self._trained():
+        for role in self._moving():
             if wants("model"):
                 role.load("weights", checkpoint.part(role.name))
-            if wants("optimizer"):
+            if wants("optimizer") and role.trained:
                 role.load("optimizer", checkpoint.part(f"state/{role.name}_optim"))
         self._stream.load_state(state["data_position"])
         self._compare(state)

@@ -163,9 +163,11 @@ class StepChecks:
             yield f"scores: {others} of {len(noted)} scores are those of other responses"
 
     def _of_advantages(self, batch: Batch) -> Iterator[str]:
-        if self._config.algorithm.adv_estimator not in CENTRED:
-            return
+        algorithm = self._config.algorithm
         for group in batch.groups():
+            of_source = algorithm.by_source.get(group[0].prompt.data_source) or {}
+            if of_source.get("adv_estimator", algorithm.adv_estimator) not in CENTRED:
+                continue
             # Where rejected responses are left out of the baseline they have none, and add nothing to the sum.
             rows = [t for t in group if t.scored and t.advantages is not None and t.advantages.any()]
             values = np.array([t.advantages[t.response_mask][0] for t in rows], np.float64)

@@ -14,7 +14,7 @@ import numpy as np
 
 from verl.algorithms import policy_loss  # noqa: F401  (it fills the registry)
 from verl.algorithms.correction import correct, parse_correction
-from verl.algorithms.flat_tokens import LossDenominators, count_denominators
+from verl.algorithms.flat_tokens import LossDenominators, count_denominators, demonstrates
 from verl.algorithms.registry import LOSSES, MiniBatchTokens
 from verl.config.schema.actor import ActorConfig, CriticConfig
 from verl.config.schema.algorithm import RolloutCorrectionConfig
@@ -215,7 +215,8 @@ class UpdatePlan:
         return [
             row
             for row in rows
-            if row.loss_mask is not None and (row.loss_mask.any() or (self._observes and not row.response_mask.all()))
+            if row.loss_mask is not None
+            and (row.loss_mask.any() or demonstrates(row) or (self._observes and not row.response_mask.all()))
         ]
 
     def _order(self, count: int, step: int, epoch: int) -> Sequence[int]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -184,6 +186,11 @@ class TrainingEngine(ABC):
     def cost(self) -> ModelCost | None:
         """What a forward pass takes, and the peak of all of this engine's devices together, if it is known."""
         return None
+
+    def follow(self, other: TrainingEngine, rate: float) -> None:
+        """Move the weights towards those of another engine of the same model and layout: w ← w + rate·(other − w).
+        UserError where an engine cannot."""
+        raise UserError(f"{type(self).__name__} cannot follow another model (update_rate of a teacher)")
 
     def offload(self) -> None:  # noqa: B027
         """The role is idle now: what the configuration names goes to host memory. Before it and again: nothing."""

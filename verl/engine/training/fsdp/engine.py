@@ -37,6 +37,7 @@ from verl.engine.training.base import (
     SAMPLING_MASK,
     MicroBatch,
     MicroLoss,
+    TrainingEngine,
     TrainStepResult,
 )
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
@@ -465,6 +466,15 @@ class FSDPEngine(ScheduledEngine):
         finally:
             for layer in layers:
                 layer.training = False
+
+    @torch.no_grad()
+    def follow(self, other: TrainingEngine, rate: float) -> None:
+        """See `TrainingEngine.follow`: each rank moves its share, wherever the two are."""
+        weights, targets = ([local(w) for w in engine.module.parameters()] for engine in (self, other))
+        if [w.shape for w in weights] != [w.shape for w in targets]:
+            raise UserError(f"the {self.role} cannot follow the policy: its weights are others, or cut in another way")
+        for weight, target in zip(weights, targets, strict=True):
+            weight.lerp_(target.to(weight.device, weight.dtype), rate)
 
     # -- the device's memory -----------------------------------------------------------------------------------
 
