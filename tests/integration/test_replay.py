@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.integration.test_vision_runs import VisionRun
 from tests.runs import TinyRun
 from verl.cli.main import main
 from verl.data import atif
@@ -45,6 +46,21 @@ def test_a_step_is_rebuilt_bit_for_bit(run, capsys, step: int, start: str) -> No
     assert "actor/grad_norm" in text and "recorded " not in re.sub("recorded metrics", "", text)
     same, count = re.search(r"(\d+) of (\d+) recorded metrics are the same", text).groups()
     assert same == count and int(count) >= 8
+
+
+def test_a_step_with_images_is_rebuilt_bit_for_bit(tmp_path, capsys) -> None:
+    tiny, out = VisionRun(tmp_path / "tiny"), tmp_path / "out"
+    assert main_ppo(tiny.overrides(out, *WORDS, "trainer.total_training_steps=2", "trainer.save_freq=-1")) == 0
+    text = said(capsys, "replay", out, "--step", 2)
+    same, count = re.search(r"(\d+) of (\d+) recorded metrics are the same", text).groups()
+    assert same == count and int(count) >= 8
+    batch, _ = journal.read(out / "journal/2.parquet")
+    media = {segment.media for segment in batch.segments}
+    values = sum(m.inputs["pixel_values"].size for m in media)
+    assert len(media) == 4 and (out / "journal/2.parquet").stat().st_size < 1.5 * values, (
+        "4 bytes of a value are not kept"
+    )
+    assert "is for text" in said(capsys, "audit", out, "--step", 2)
 
 
 def test_what_would_have_changed(run, capsys, tmp_path) -> None:

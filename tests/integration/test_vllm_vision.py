@@ -13,12 +13,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.invariant import test_vision as vision
 from tests.runs import environment
 from tests.sampler_cases import assert_agreement
 from tests.tiny import tiny_vision_model
 from tests.vllm_cases import require_vllm, vllm_engine
+from verl.engine.training.fsdp.engine import FSDPEngine
 
 require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -31,7 +34,7 @@ VIDEOS = Path(__file__).parents[1] / "unit" / "data" / "test_media.py"
 @pytest.mark.parametrize(
     "words",
     [
-        (__file__, "-k", "qwen2_5_vl"),
+        (__file__, "-k", "qwen2_5_vl and syncs"),
         pytest.param((__file__, str(VIDEOS), "-k", "agree or video"), marks=pytest.mark.long),
     ],
     ids=["one", "all"],
@@ -48,3 +51,20 @@ def test_with_torchvision_on_the_path(words: tuple[str, ...]) -> None:
 def test_sampler_and_trainer_agree_from_a_checkpoint_and_after_syncs(tmp_path: Path, arch: str) -> None:
     path = tiny_vision_model(tmp_path / "model", arch, head=32)
     assert_agreement(path, lambda saved: vllm_engine(saved, max_model_len=320, skip_tokenizer_init=True))
+
+
+@pytest.mark.skipif(not HERE, reason="vLLM reads models that see images with torchvision")
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl"])
+def test_sampler_and_trainer_agree_on_a_video(tmp_path: Path, arch: str) -> None:
+    """Its rows of time are six positions apart, more than its height: what follows begins after the last."""
+    path = tiny_vision_model(tmp_path / "model", arch, head=32)
+    prompts = [vision.prompt_with_video(arch, 1.5)[1]]
+    sampler = vllm_engine(path, max_model_len=320, skip_tokenizer_init=True, load_format="auto")
+    try:
+        found = vision.sample(sampler, prompts)
+    finally:
+        sampler.close()
+    actor = FSDPEngine(path, role_cfg=vision.trained(), device="cpu")
+    rows = vision.rows_of(prompts, found)
+    ours = actor.forward(vision.segments(rows), temperature=1.0)["log_probs"]
+    assert np.abs(ours - vision.sampled(found)).max() <= 1e-4

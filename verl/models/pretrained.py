@@ -260,6 +260,8 @@ def freeze_vision_tower(module: PreTrainedModel) -> None:
     """Keep the vision tower, its projection included, out of training. Nothing for a text model."""
     if sees_images(module.config):
         module.get_encoder(modality="image").requires_grad_(False)
+        if (projector := getattr(module.base_model, "mm_projector", None)) is not None:  # not in the tower
+            projector.requires_grad_(False)
 
 
 def _damaged(where: str) -> str:

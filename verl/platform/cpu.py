@@ -16,7 +16,12 @@ from verl.platform.host_resources import processor, thread_limit
 
 # Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
 _ROWS_HINT = 256
-_FUSED = fused_operators(cpu_kernels, decode_attention=cpu_kernels.decode_attention, draw=cpu_kernels.draw)
+_FUSED = fused_operators(
+    cpu_kernels,
+    decode_attention=cpu_kernels.decode_attention,
+    draw=cpu_kernels.draw,
+    pack_attention=(cpu_kernels.pack_attention, cpu_kernels.pack_attention_backward),
+)
 
 
 class CpuPlatform(Platform):

@@ -442,42 +442,39 @@ static void key_scores(const float* q, Size queries, const float* keys, Size cou
             store(scores + i * step + j, sums<W>(dots) * scale, int(std::min<Size>(W, count - j)));
         }
 }
-// out [queries, width] += weights [queries][step] · values [count, width], Q queries at a time
-template <int N, int Q, class T>
-static inline Size add_values(const float* weights, Size from, Size queries, Size step, const T* values, Size count,
-                              float* out) {
-    for (; from + Q <= queries; from += Q) {
-        float* to = out + from * N * W;
-        const float* weight = weights + from * step;
-        V acc[Q][N];
-        for (int i = 0; i < Q; i++)
-            for (int d = 0; d < N; d++) acc[i][d] = load(to + (i * N + d) * W);
-        for (Size j = 0; j < count; j++)
-            for (int d = 0; d < N; d++) {
-                V v = load(values + (j * N + d) * W);
-                for (int i = 0; i < Q; i++) acc[i][d] += weight[i * step + j] * v;
-            }
-        for (int i = 0; i < Q; i++)
-            for (int d = 0; d < N; d++) store(to + (i * N + d) * W, acc[i][d]);
+// out [m, width] += a · b [count, width], the element (i, j) of `a` at i·row + j·column
+template <int Q, int C, class T>
+static inline void product_tile(const float* a, Size row, Size column, const T* b, Size count, Size width, float* out,
+                                int n) {
+    V acc[Q][C];
+    for (int i = 0; i < Q; i++)
+        for (int c = 0; c < C; c++) acc[i][c] = load(out + i * width + c * W, n);
+    for (Size j = 0; j < count; j++)
+        for (int c = 0; c < C; c++) {
+            V v = load(b + j * width + c * W, n);
+            for (int i = 0; i < Q; i++) acc[i][c] += a[i * row + j * column] * v;
+        }
+    for (int i = 0; i < Q; i++)
+        for (int c = 0; c < C; c++) store(out + i * width + c * W, acc[i][c], n);
+}
+template <int Q, class T>
+static inline Size product_rows(const float* a, Size row, Size column, Size from, Size m, const T* b, Size count,
+                                Size width, float* out) {
+    for (; from + Q <= m; from += Q) {
+        const float* at = a + from * row;
+        float* to = out + from * width;
+        Size d = 0;
+        for (; d + 4 * W <= width; d += 4 * W) product_tile<Q, 4>(at, row, column, b + d, count, width, to + d, W);
+        for (; d + W <= width; d += W) product_tile<Q, 1>(at, row, column, b + d, count, width, to + d, W);
+        if (d < width) product_tile<Q, 1>(at, row, column, b + d, count, width, to + d, int(width - d));
     }
     return from;
 }
-template <int N, class T>
-static void value_sums(const float* weights, Size queries, Size step, const T* values, Size count, Size width,
-                       float* out) {
-    Size i = 0;
-    if constexpr (N > 0) {
-        if constexpr (N * W <= 64) i = add_values<N, 4>(weights, i, queries, step, values, count, out);
-        i = add_values<N, 2>(weights, i, queries, step, values, count, out);
-        add_values<N, 1>(weights, i, queries, step, values, count, out);
-    } else {
-        for (; i < queries; i++)
-            for (Size j = 0; j < count; j++)
-                each(width, [&](Size d, int n) {
-                    V v = load(values + j * width + d, n) * weights[i * step + j];
-                    store(out + i * width + d, load(out + i * width + d, n) + v, n);
-                });
-    }
+template <class T>
+static void product(const float* a, Size row, Size column, Size m, const T* b, Size count, Size width, float* out) {
+    Size from = product_rows<4>(a, row, column, 0, m, b, count, width, out);
+    from = product_rows<2>(a, row, column, from, m, b, count, width, out);
+    product_rows<1>(a, row, column, from, m, b, count, width, out);
 }
 
 struct Step {  // a decode step; `order`: rows, those of a prompt side by side in tiles of `counts` from `starts` on
@@ -485,7 +482,7 @@ struct Step {  // a decode step; `order`: rows, those of a prompt side by side i
     Size tiles, blocks, prompt_blocks;  // blocks: the widths of the tables
 };
 
-template <int N, int NV, class T>
+template <int N, class T>
 static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values, const float* sinks, T* out,
                          const Step& step, Size heads, Size per, Size cols, Size width, Size value_width, Size q_row,
                          Size q_head, Size k_row, Size k_head, Size v_row, Size v_head, float scale, float softcap,
@@ -552,16 +549,16 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
             totals[i] = sum(total) + (sinks ? std::exp(sink - top) : 0.f);
         }
         for (Size j = 0; j < prompt; j += cols)
-            value_sums<NV>(scores.data() + j, queries, room,
-                           widened(values + block(shared, j) * value_width, cols * value_width, block_room),
-                           std::min(cols, prompt - j), value_width, sums);
+            product(scores.data() + j, room, 1, queries,
+                    widened(values + block(shared, j) * value_width, cols * value_width, block_room),
+                    std::min(cols, prompt - j), value_width, sums);
         for (Size r = 0; r < count; r++) {
             const int32_t* table = step.tables + rows[r] * step.blocks;
             Size length = step.lengths[rows[r]];
             for (Size j = 0; j < length; j += cols)
-                value_sums<NV>(scores.data() + r * per * room + prompt + j, per, room,
-                               values + block(table, j) * value_width, std::min(cols, length - j), value_width,
-                               sums + r * per * value_width);
+                product(scores.data() + r * per * room + prompt + j, room, 1, per,
+                        values + block(table, j) * value_width, std::min(cols, length - j), value_width,
+                        sums + r * per * value_width);
             for (Size i = 0; i < per; i++) {
                 float factor = 1.f / totals[r * per + i];
                 T* to = out + (rows[r] * heads * per + head * per + i) * value_width;
@@ -580,11 +577,234 @@ extern "C" void decode_attention(const void* q, const void* k, const void* v, vo
                                  Size q_row, Size q_head, Size k_row, Size k_head, Size v_row, Size v_head, float scale,
                                  float softcap, Size window, int kind, int threads) {
     Step step{order, starts, counts, lengths, prompt_lengths, tables, prompt_tables, tiles, blocks, prompt_blocks};
-#define DECODE(N, NV)                                                                                               \
-    decode_tiles<N, NV>((const T*)q, (const T*)k, (const T*)v, (T*)keys, (T*)values, sinks, (T*)out, step, heads,   \
+#define DECODE(N)                                                                                                   \
+    decode_tiles<N>((const T*)q, (const T*)k, (const T*)v, (T*)keys, (T*)values, sinks, (T*)out, step, heads,   \
                         per, cols, width, value_width, q_row, q_head, k_row, k_head, v_row, v_head, scale, softcap, \
                         window, threads)
-    bool same = width == value_width;
-    KIND(kind, T, if (same && width == 64) DECODE(64 / W, 64 / W); else if (same && width == 128) DECODE(128 / W, 128 / W);
-         else DECODE(0, 0))
+    KIND(kind, T, if (width == 64) DECODE(64 / W); else if (width == 128) DECODE(128 / W); else DECODE(0))
+}
+
+// ---- attention of a pack: spans of tokens, each of which sees what is before it in its span, and other spans as a whole
+
+struct Spans {
+    const Size *starts, *ends, *first, *prefix_starts, *prefix_ends;  // prefixes of span i: from first[i] to first[i + 1]
+    Size count;
+};
+
+// scores [m][step] = q [m, width] · kt [width][tokens], of `count` keys from kt on and a few more
+static void transposed_scores(const float* q, Size m, Size width, const float* kt, Size tokens, Size count, float* scores,
+                              Size step) {
+    for (Size j = 0; j < count; j += 2 * W) {
+        Size i = 0;
+        for (; i + 4 <= m; i += 4) {
+            V acc[4][2] = {};
+            for (Size d = 0; d < width; d++) {
+                V a = load(kt + d * tokens + j), b = load(kt + d * tokens + j + W);
+                for (int r = 0; r < 4; r++) {
+                    acc[r][0] += q[(i + r) * width + d] * a;
+                    acc[r][1] += q[(i + r) * width + d] * b;
+                }
+            }
+            for (int r = 0; r < 4; r++) {
+                store(scores + (i + r) * step + j, acc[r][0]);
+                store(scores + (i + r) * step + j + W, acc[r][1]);
+            }
+        }
+        for (; i < m; i++) {
+            V a{}, b{};
+            for (Size d = 0; d < width; d++) {
+                a += q[i * width + d] * load(kt + d * tokens + j);
+                b += q[i * width + d] * load(kt + d * tokens + j + W);
+            }
+            store(scores + i * step + j, a);
+            store(scores + i * step + j + W, b);
+        }
+    }
+}
+
+struct Heads {  // of queries, keys and values: steps of heads and tokens
+    Size tokens, per, width, q_head, q_token, k_head, k_token, v_head, v_token;
+    float scale;
+};
+constexpr Size PACK_QUERIES = 32;
+
+// The rows of one key head: float copies of keys and values, and what every block of queries does with them
+template <class T> struct PackHead {
+    const Heads& size;
+    const Spans& spans;
+    Size head, padded, queries = 0, step = 0, visible = 0, first = 0, rows = 0;
+    std::vector<float> keys, values, keys_t, values_t, q, scores;
+    std::vector<std::pair<Size, Size>> ranges;
+
+    PackHead(const Heads& size, const Spans& spans, Size head, const T* k, const T* v, bool backward)
+        : size(size), spans(spans), head(head), padded(size.tokens + 2 * W) {
+        copy(k + head * size.k_head, size.k_token, backward ? &keys : nullptr, &keys_t);
+        copy(v + head * size.v_head, size.v_token, &values, backward ? &values_t : nullptr);
+        q.resize((PACK_QUERIES + size.per) * size.width);
+    }
+    void copy(const T* from, Size token_step, std::vector<float>* rows, std::vector<float>* turned) {
+        Size width = size.width;
+        if (rows) rows->resize(size.tokens * width);
+        if (turned) turned->assign(width * padded, 0.f);
+        std::vector<float> one(width);
+        for (Size t = 0; t < size.tokens; t++) {
+            each(width, [&](Size d, int n) { store(one.data() + d, load(from + t * token_step + d, n), n); });
+            if (rows) memcpy(rows->data() + t * width, one.data(), width * sizeof(float));
+            if (turned)
+                for (Size d = 0; d < width; d++) (*turned)[d * padded + t] = one[d];
+        }
+    }
+    // rows of queries, [tokens, heads, width] or by steps, as floats [queries, width] times a factor
+    template <class X> void gather(const X* from, Size head_step, Size token_step, float factor, float* to) {
+        for (Size i = 0; i < queries; i++) {
+            const X* in = from + (head * size.per + i % size.per) * head_step + (first + i / size.per) * token_step;
+            each(size.width, [&](Size d, int n) { store(to + i * size.width + d, load(in + d, n) * factor, n); });
+        }
+    }
+    // f() of each block of queries, whose keys are `ranges`; `seen(i)`: how many of them query i sees
+    template <class F> void blocks(F f) {
+        Size at_once = std::max<Size>(1, PACK_QUERIES / size.per);
+        for (Size s = 0; s < spans.count; s++)
+            for (first = spans.starts[s]; first < spans.ends[s]; first += at_once) {
+                rows = std::min(at_once, spans.ends[s] - first);
+                queries = rows * size.per;
+                ranges.clear();
+                Size keys_seen = first - spans.starts[s];
+                for (Size p = spans.first[s]; p < spans.first[s + 1]; p++) {
+                    ranges.push_back({spans.prefix_starts[p], spans.prefix_ends[p]});
+                    keys_seen += spans.prefix_ends[p] - spans.prefix_starts[p];
+                }
+                ranges.push_back({spans.starts[s], first + rows});
+                visible = keys_seen;
+                step = keys_seen + rows + 2 * W;
+                f();
+            }
+    }
+    Size seen(Size i) const { return visible + i / size.per + 1; }
+    void dots(const float* rows_of, const std::vector<float>& turned, std::vector<float>& to) {
+        if (Size(to.size()) < queries * step + 2 * W) to.resize(queries * step + 2 * W);
+        Size at = 0;
+        for (auto [from, end] : ranges) {
+            transposed_scores(rows_of, queries, size.width, turned.data() + from, padded, end - from, to.data() + at, step);
+            at += end - from;
+        }
+    }
+    // out [queries, width] += weights · rows of the keys
+    void sums(const std::vector<float>& weights, const std::vector<float>& of, float* out) {
+        Size at = 0;
+        for (auto [from, end] : ranges) {
+            product(weights.data() + at, step, 1, queries, of.data() + from * size.width, end - from, size.width, out);
+            at += end - from;
+        }
+    }
+    // rows of the keys += weightsᵀ · x [queries, width]
+    void spread(const std::vector<float>& weights, const float* x, std::vector<float>& to) {
+        Size at = 0;
+        for (auto [from, end] : ranges) {
+            product(weights.data() + at, 1, step, end - from, x, queries, size.width, to.data() + from * size.width);
+            at += end - from;
+        }
+    }
+};
+
+template <class T>
+static void pack_forward(const T* q, const T* k, const T* v, T* out, float* lse, const Heads& size, const Spans& spans,
+                         Size kv_heads, int threads) {
+    DYNAMIC
+    for (Size head = 0; head < kv_heads; head++) {
+        PackHead<T> h(size, spans, head, k, v, false);
+        std::vector<float> sums(h.q.size());
+        Size heads = kv_heads * size.per, width = size.width;
+        h.blocks([&] {
+            h.gather(q, size.q_head, size.q_token, size.scale, h.q.data());
+            h.dots(h.q.data(), h.keys_t, h.scores);
+            std::fill(sums.begin(), sums.end(), 0.f);
+            for (Size i = 0; i < h.queries; i++) {
+                float* s = h.scores.data() + i * h.step;
+                Size seen = h.seen(i);
+                V peak = all(-INFINITY), total{};
+                each(seen, [&](Size d, int n) { peak = most(filled(load(s + d, n), n, -INFINITY), peak); });
+                float top = largest(peak);
+                each(seen, [&](Size d, int n) { total += filled(exponential(load(s + d, n) - top), n, 0.f); });
+                float normaliser = top + std::log(sum(total));
+                each(seen, [&](Size d, int n) { store(s + d, exponential(load(s + d, n) - normaliser), n); });
+                std::fill(s + seen, s + h.visible + h.rows, 0.f);
+                lse[(head * size.per + i % size.per) * size.tokens + h.first + i / size.per] = normaliser;
+            }
+            h.sums(h.scores, h.values, sums.data());
+            for (Size i = 0; i < h.queries; i++) {
+                T* to = out + ((h.first + i / size.per) * heads + head * size.per + i % size.per) * width;
+                each(width, [&](Size d, int n) { store(to + d, load(sums.data() + i * width + d, n), n); });
+            }
+        });
+    }
+}
+
+template <class T>
+static void pack_gradients(const T* grad, const T* q, const T* k, const T* v, const T* out, const float* lse, T* dq, T* dk,
+                           T* dv, const Heads& size, const Spans& spans, Size kv_heads, int threads) {
+    DYNAMIC
+    for (Size head = 0; head < kv_heads; head++) {
+        PackHead<T> h(size, spans, head, k, v, true);
+        Size heads = kv_heads * size.per, width = size.width;
+        std::vector<float> keys(size.tokens * width), values(size.tokens * width), d_out(h.q.size()), wide(h.q.size()),
+            d_scores, sums(h.q.size());
+        h.blocks([&] {
+            h.gather(q, size.q_head, size.q_token, size.scale, h.q.data());
+            h.gather(grad, width, heads * width, 1.f, d_out.data());
+            h.gather(out, width, heads * width, 1.f, wide.data());
+            h.dots(h.q.data(), h.keys_t, h.scores);
+            h.dots(d_out.data(), h.values_t, d_scores);
+            std::fill(sums.begin(), sums.end(), 0.f);
+            for (Size i = 0; i < h.queries; i++) {
+                V along{};
+                each(width, [&](Size d, int n) {
+                    along += load(d_out.data() + i * width + d, n) * load(wide.data() + i * width + d, n);
+                });
+                float mean = sum(along);
+                float normaliser = lse[(head * size.per + i % size.per) * size.tokens + h.first + i / size.per];
+                float *s = h.scores.data() + i * h.step, *g = d_scores.data() + i * h.step;
+                Size seen = h.seen(i);
+                each(seen, [&](Size d, int n) {
+                    V p = exponential(load(s + d, n) - normaliser);
+                    store(s + d, p, n);
+                    store(g + d, p * (load(g + d, n) - mean), n);
+                });
+                std::fill(s + seen, s + h.visible + h.rows, 0.f);
+                std::fill(g + seen, g + h.visible + h.rows, 0.f);
+            }
+            h.sums(d_scores, h.keys, sums.data());
+            h.spread(h.scores, d_out.data(), values);
+            h.spread(d_scores, h.q.data(), keys);
+            for (Size i = 0; i < h.queries; i++) {
+                T* to = dq + ((h.first + i / size.per) * heads + head * size.per + i % size.per) * width;
+                each(width, [&](Size d, int n) { store(to + d, load(sums.data() + i * width + d, n) * size.scale, n); });
+            }
+        });
+        for (Size t = 0; t < size.tokens; t++)
+            each(width, [&](Size d, int n) {
+                store(dk + (t * kv_heads + head) * width + d, load(keys.data() + t * width + d, n), n);
+                store(dv + (t * kv_heads + head) * width + d, load(values.data() + t * width + d, n), n);
+            });
+    }
+}
+#define PACK                                                                                                       \
+    Heads size{tokens, per, width, q_head, q_token, k_head, k_token, v_head, v_token, scale};                      \
+    Spans spans{starts, ends, first, prefix_starts, prefix_ends, count};
+extern "C" void pack_attention(const void* q, const void* k, const void* v, void* out, float* lse, const Size* starts,
+                               const Size* ends, const Size* first, const Size* prefix_starts, const Size* prefix_ends,
+                               Size count, Size kv_heads, Size tokens, Size per, Size width, Size q_head, Size q_token,
+                               Size k_head, Size k_token, Size v_head, Size v_token, float scale, int kind, int threads) {
+    PACK
+    KIND(kind, T, pack_forward((const T*)q, (const T*)k, (const T*)v, (T*)out, lse, size, spans, kv_heads, threads))
+}
+extern "C" void pack_attention_backward(const void* grad, const void* q, const void* k, const void* v, const void* out,
+                                        const float* lse, void* dq, void* dk, void* dv, const Size* starts,
+                                        const Size* ends, const Size* first, const Size* prefix_starts,
+                                        const Size* prefix_ends, Size count, Size kv_heads, Size tokens, Size per,
+                                        Size width, Size q_head, Size q_token, Size k_head, Size k_token, Size v_head,
+                                        Size v_token, float scale, int kind, int threads) {
+    PACK
+    KIND(kind, T, pack_gradients((const T*)grad, (const T*)q, (const T*)k, (const T*)v, (const T*)out, lse, (T*)dq,
+                                 (T*)dk, (T*)dv, size, spans, kv_heads, threads))
 }

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,8 +83,10 @@ def _built(compiler: str) -> Path:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """A kernel with tensors as pointers, then the number of threads."""
-    getattr(_state("auto").library, name)(*map(_argument, arguments), ctypes.c_int(torch.get_num_threads()))
+    """A kernel with tensors as pointers, then the number of threads; an event for a profiler."""
+    watched = torch.autograd._profiler_enabled()
+    with torch.profiler.record_function(f"verl::{name}") if watched else nullcontext():
+        getattr(_state("auto").library, name)(*map(_argument, arguments), ctypes.c_int(torch.get_num_threads()))
 
 
 def _argument(value: Any) -> Any:
@@ -193,6 +196,43 @@ def decode_attention(
     numbers = *sizes, *steps, float(scale), float(softcap), window
     _call("decode_attention", query, key, value, keys, values, sinks, out, *tables, *numbers, query.dtype)
     return out
+
+
+def pack_attention(
+    query: Tensor, key: Tensor, value: Tensor, spans: tuple[Tensor, ...], scale: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """query [1, Hq, S, D], key and value [1, Hkv, S, D] of a pack → output [1, S, Hq, D], log-normalisers [Hq, S].
+
+    spans, int64: starts and ends of the spans [n], the first of each one's prefixes [n + 1], and their starts and ends.
+    """
+    query, key, value = map(_readable, (query, key, value))
+    _, heads, tokens, width = query.shape
+    out, lse = torch.empty(1, tokens, heads, width, dtype=query.dtype), torch.empty(heads, tokens)
+    numbers = _pack_numbers(query, key, value, spans, scale)
+    _call("pack_attention", query, key, value, out, lse, *spans, *numbers)
+    return out, lse
+
+
+def pack_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spans: tuple[Tensor, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value, of their shapes."""
+    grad, query, key, value = (_readable(x) for x in (grad.to(query.dtype).contiguous(), query, key, value))
+    shapes = [(x.shape[2], x.shape[1], x.shape[3]) for x in (query, key, value)]
+    gradients = [torch.empty(shape, dtype=query.dtype) for shape in shapes]
+    numbers = _pack_numbers(query, key, value, spans, scale)
+    _call("pack_attention_backward", grad, query, key, value, out, lse, *gradients, *spans, *numbers)
+    dq, dk, dv = (x.transpose(0, 1)[None] for x in gradients)
+    return dq, dk, dv
+
+
+def _pack_numbers(
+    query: Tensor, key: Tensor, value: Tensor, spans: tuple[Tensor, ...], scale: float
+) -> tuple[Any, ...]:
+    _, heads, tokens, width = query.shape
+    steps = (step for x in (query, key, value) for step in x.stride()[1:3])
+    return len(spans[0]), key.shape[1], tokens, heads // key.shape[1], width, *steps, float(scale), query.dtype
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype:

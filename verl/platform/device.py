@@ -69,8 +69,8 @@ class FusedOperators:
     rotate    (q and k [1, H, S, D], cos, sin [1, S, D]) → of both ·cos + (−second half, first half)·sin
 
     Where swiglu has no gradient swiglu_backward (gradient, gate, up) → (silu(gate)·up, gradients of gate and up) is
-    there. merge_attention and the two functions of `head` see `verl.platform.cuda_kernels`, decode_attention and draw
-    `verl.platform.cpu_kernels`.
+    there. merge_attention and the two functions of `head` see `verl.platform.cuda_kernels`, decode_attention, draw and
+    the two functions of `pack_attention` `verl.platform.cpu_kernels`.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
@@ -81,6 +81,7 @@ class FusedOperators:
     head: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     decode_attention: Callable[..., torch.Tensor] | None = None
     draw: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    pack_attention: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
 
 class Platform(ABC):

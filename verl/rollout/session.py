@@ -175,7 +175,7 @@ class Session:
         """The run's settings with what a mapping changes of them."""
         if settings is None or isinstance(settings, SamplingParams):
             return settings or self.sampling
-        if settings.get("grammar") and not self.setup.follows_grammars:
+        if settings.get("grammar") and self.setup.engine and not self.setup.follows_grammars:
             raise ValueError(f"rollout.name={self.setup.engine} cannot be held to a grammar")
         options = {_ALIASES.get(name, name): value for name, value in settings.items() if name not in _UNUSED}
         if unknown := [name for name in options if name not in _FIELDS]:

@@ -157,6 +157,8 @@ class Adapter:
         backward: its gradient is added to those since the last step. ValueError for data that cannot be computed,
         FloatingPointError where the result is not finite: the gradients since the last step are lost then.
         """
+        if not data:
+            raise ValueError("there is no data")
         rows, width = self._rows(data, loss, config)
         column = "candidate_log_probs" if width else "log_probs"
         results: dict[int, torch.Tensor] = {}

@@ -33,7 +33,7 @@ _MESSAGES = {
     "SampleResponse": "1 sequences *SampledSequence, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs",
 }
 _FLOAT32 = 1
-_DTYPES = {1: np.dtype(np.float32), 2: np.dtype(np.int64), 3: np.dtype(np.int32)}
+_DTYPES: dict[int, Any] = {1: np.dtype(np.float32), 2: np.dtype(np.int64), 3: np.dtype(np.int32)}
 
 
 def _classes() -> dict[str, Any]:
@@ -106,9 +106,9 @@ def _ids(chunks: Sequence[Any]) -> np.ndarray:
 
 def _array(name: str, tensor: Any) -> np.ndarray:
     """The whole array; entries that a sparse one leaves out are 0."""
-    dtype, shape = _DTYPES.get(tensor.dtype), tuple(tensor.shape)
-    if dtype is None:
-        raise ValueError(f"{name} has the data type {tensor.dtype}; float32 and int64 are known")
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"{name} has the data type {tensor.dtype}; float32 and int64 can be read")
+    dtype, shape = _DTYPES[tensor.dtype], tuple(tensor.shape)
     if not tensor.HasField("sparse_csr"):
         values = np.frombuffer(tensor.dense, dtype)
         return values.reshape(shape) if shape else values

@@ -31,13 +31,14 @@ class Job:
     """A request and, once `done` is set, its result: also an error's, as `{"error": …, "category": …}`.
 
     shares: what the worker must be set to, by which requests that may run together are alike; None: it runs alone.
-    prepare: sets the worker to `shares`.
+    prepare: sets the worker to `shares`. about: what the client is told beside the id.
     """
 
     id: str
     work: Callable[[], Awaitable[Result]]
     shares: Hashable = None
     prepare: Callable[[], None] = lambda: None
+    about: dict[str, Any] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None
     cancelled: bool = False
@@ -99,7 +100,7 @@ class Work:
 
     def cancel(self, name: str) -> None:
         """Nobody waits for this any more; a request that trains runs all the same."""
-        if (job := self._jobs.get(name)) is not None and job.shares is not None:
+        if (job := self._jobs.get(name)) is not None and job.shares is not None and self._thread.is_alive():
             self._worker.call_soon_threadsafe(self._cancel, job)
 
     def forget(self, prefix: str) -> None:

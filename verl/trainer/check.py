@@ -89,6 +89,10 @@ def _multi_token(report: Report) -> None:
         report.refuse(
             f"{key}.enable_rollout=True", f"the {report.rollout.name} engine does not draft with it; vllm does"
         )
+    elif drafts and config.select("trainer.device") == "cpu":
+        report.lacks(f"{key}.enable_rollout=True", "on a CPU vLLM draws wrongly beside drafts; set it to False")
+    elif drafts and report.facts is not None and report.facts.vision:
+        report.refuse(f"{key}.enable_rollout=True", "beside drafts vLLM cannot forbid the tokens that stand for images")
     elif drafts and (report.rollout.min_p or report.rollout.val_kwargs.min_p):
         report.refuse(f"{report.rollout_key}.min_p", f"vLLM has no min_p beside drafts ({key}.enable_rollout); set 0")
 

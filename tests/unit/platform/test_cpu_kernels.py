@@ -21,7 +21,8 @@ from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, KVSlotT
 from verl.engine.rollout.native.decode_plan import DecodePlan
 from verl.engine.rollout.native.engine import NativeEngine
 from verl.engine.rollout.native.sampling import Rows, sample
-from verl.models.attention import AttentionOptions
+from verl.models.attention import AttentionOptions, TokenSpan
+from verl.models.packed_attention import PackedPlan
 from verl.platform import cpu_kernels, detect
 
 KINDS = (torch.float32, torch.bfloat16)
@@ -149,6 +150,28 @@ def test_attention_of_a_decode_step(
         results.append((out, *(store.to(kind) for store in stores)))
     close(*results, kind)
     assert torch.equal(results[0][1], results[1][1]) and torch.equal(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "width"), [((4, 2), 64), ((3, 1), 24), ((2, 2), 8)])
+def test_attention_of_a_pack(
+    compiled: pytest.MonkeyPatch, kind: torch.dtype, heads: tuple[int, int], width: int
+) -> None:
+    """A prompt with two responses, a branch of one of them, and a sequence alone; output and gradients."""
+    spans = [TokenSpan(0, 37), TokenSpan(37, 102, ((0, 37),)), TokenSpan(102, 103, ((0, 37),))]
+    spans += [TokenSpan(103, 120, ((0, 37), (37, 102))), TokenSpan(120, 161)]
+    inputs = [torch.randn(1, h, 161, width).to(kind) for h in (heads[0], heads[1], heads[1])]
+    grad, results = torch.randn(1, 161, heads[0], width).to(kind), []
+    for choice in ("auto", "off"):
+        compiled.setenv(cpu_kernels.SWITCH, choice)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = PackedPlan(spans, torch.arange(161), heads[0]).attend(torch.nn.Identity(), *leaves, AttentionOptions(0.3))
+        assert ("PackAttention" in type(out.grad_fn).__name__) == (choice == "auto")
+        out.backward(grad)
+        results.append((out, *(leaf.grad for leaf in leaves)))
+    for ours, theirs in zip(*results, strict=True):
+        size = float(theirs.detach().abs().max())
+        close([ours / size], [theirs / size], kind)
 
 
 def test_a_sampler_gives_what_it_gives_without(compiled: pytest.MonkeyPatch, tmp_path: Path) -> None:

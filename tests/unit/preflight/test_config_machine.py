@@ -290,9 +290,9 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
         only(problems(*videos), "machine", "videos need torchvision, which is not installed: pip install")
         patched.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or find(name))
         assert problems(*videos) == []
-        told = problems(*videos, f"{ARR}.rollout.name=vllm")
+        told = problems(*videos, f"{ARR}.rollout.name=sglang")
         assert any(
-            "configuration: " in problem and "not sampled by vllm" in problem and "rollout.name=native" in problem
+            "configuration: " in problem and "not sampled by sglang" in problem and "rollout.name=native" in problem
             for problem in told
         )
     label = {"architectures": ["QForSequenceClassification"], "id2label": {"0": "x"}}
@@ -372,7 +372,7 @@ def test_resume_path(base, tmp_path):
 
 def test_the_check_knows_the_algorithms_that_are_registered():
     """It reads their names from the source, without torch."""
-    from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
+    from verl.algorithms import advantage, policy_loss, step_credit  # noqa: F401  (they fill the registries)
     from verl.algorithms.registry import ESTIMATORS, LOSSES
 
     for name, registry in (("ESTIMATORS", ESTIMATORS), ("LOSSES", LOSSES)):

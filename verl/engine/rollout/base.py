@@ -169,6 +169,11 @@ class RolloutEngine(ABC):
         """True when the engine can answer nothing any more: only a new one helps."""
         return False
 
+    @property
+    def engines(self) -> Sequence[RolloutEngine]:
+        """The engines behind this one, where they are several: what is asked of one of them, that one answers."""
+        return (self,)
+
     def stats(self) -> dict[str, float]:
         """Since the last call: busy_s (time with requests running), and images, how many an engine encoded itself."""
         return {}

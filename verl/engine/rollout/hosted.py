@@ -27,7 +27,7 @@ from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, 
 from verl.errors import UserError
 from verl.models.inputs import special_token_ids
 from verl.platform.processes import alive
-from verl.trajectory import VIDEO_SECONDS, Media
+from verl.trajectory import Media
 from verl.weight_sync.receiver import WeightReceiver
 
 T = TypeVar("T")
@@ -190,20 +190,18 @@ class ImageTokens:
     def __init__(self, record: RolloutEngineRecord, config: Any):
         if config.model_type not in record.capabilities.images:
             raise UserError(f"{record.name} is not shown images of {config.model_type} here; set rollout.name=native")
-        self._package, self.forbidden = record.name, special_token_ids(config)
+        self.forbidden = special_token_ids(config)
         self._token, self._patches = config.image_token_id, config.vision_config.spatial_merge_size**2
 
-    def ranges(self, ids: Sequence[int], media: Media | None) -> list[tuple[int, int]]:
-        """(first token, number of tokens) of each image. ValueError where the image tokens are not those of the
-        images."""
+    def ranges(self, ids: Sequence[int], grids: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+        """(first token, number of tokens) of each image; grids: of each, [3]. ValueError where the image tokens are not
+        those of the images."""
         places = np.flatnonzero(np.asarray(ids) == self._token)
-        if media is None:
+        if not len(grids):
             if len(places):
                 raise ValueError("a prompt without images holds image tokens")
             return []
-        if VIDEO_SECONDS in media.inputs:
-            raise ValueError(f"videos are not sampled by {self._package} in this release; set rollout.name=native")
-        counts = (media.inputs["image_grid_thw"].prod(-1) // self._patches).tolist()
+        counts = [int(grid.prod()) // self._patches for grid in grids]
         if len(places) != sum(counts):
             raise ValueError(f"a prompt has {len(places)} image tokens for images of {sum(counts)}")
         starts = np.cumsum([0, *counts[:-1]])

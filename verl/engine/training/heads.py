@@ -7,7 +7,8 @@ That is what sharding hooks on: while this module's forward runs, the weights th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,6 +68,39 @@ class OutputHead(torch.nn.Module, ABC):
     def find_layer(self) -> LogitLayer | None:
         """The `layer` that fits. Called once, on every rank, when the weights have their values."""
         return None
+
+    def output_layer(self) -> torch.nn.Module | None:
+        """The linear layer from hidden states to outputs; None where they are more than a linear function of them."""
+        return None
+
+    @torch.no_grad()
+    def scales(self) -> dict[str, float]:
+        """Weights that the output grows with, by name, and what to add to each: of the last normalisation, and the
+        output layer's bias. {} where the output is not linear in them, as four tokens tell."""
+        names, layer = {id(p): name for name, p in self.module.named_parameters()}, self.output_layer()
+        if layer is None or adapters.is_adapted(layer):
+            return {}
+        seen: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        hooks = [
+            part.register_forward_hook(lambda part, x, y: seen.append((part, x[0], y)))
+            for part in self.module.base_model.modules()
+            if getattr(getattr(part, "weight", None), "ndim", 0) == 1
+        ]
+        try:
+            with _four_tokens(self.module.get_input_embeddings().weight) as inputs:
+                hidden = self.module.base_model(**inputs).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        last, x, y = seen[-1] if seen else (None, hidden, hidden)
+        if last is None or not torch.equal(y, hidden) or getattr(last, "bias", None) is not None:
+            return {}
+        unit = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=1e-6)
+        biases = {names[id(layer.bias)]: 0.0} if getattr(layer, "bias", None) is not None else {}
+        for offset in (0.0, 1.0):
+            if torch.allclose(unit * (last.weight.float() + offset), hidden.float(), rtol=0.05, atol=0.05):
+                return {names[id(last.weight)]: offset, **biases}
+        return {}
 
 
 class LogProbHead(OutputHead):
@@ -151,6 +185,10 @@ class LogProbHead(OutputHead):
         logit_layer = LogitLayer(layer.weight, bias, scale, float(softcap) if softcap else None)
         return logit_layer if self._agrees(logit_layer) else None
 
+    def output_layer(self) -> torch.nn.Module | None:
+        """See `OutputHead.output_layer`."""
+        return None if self.layer is None or self.layer.softcap else self.module.get_output_embeddings()
+
     def _bias(self, layer: torch.nn.Module) -> torch.Tensor | None:
         """The layer's bias, with what bars special tokens."""
         bias: torch.Tensor | None = getattr(layer, "bias", None)
@@ -171,17 +209,27 @@ class LogProbHead(OutputHead):
 
 def _probe(module: PreTrainedModel, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's own logits of four tokens, float32, and their hidden states. weight: of embedding or head."""
-    positions, vocabulary = torch.arange(4, device=weight.device), int(weight.shape[0])
-    inputs = model_inputs((positions + 1) * 7 % vocabulary, positions)
-    with attention.use(PackedPlan([TokenSpan(0, 4)], positions, 1)):
+    with _four_tokens(weight) as inputs:
         logits = module(**inputs).logits.float()
         return logits, module.base_model(**inputs).last_hidden_state
+
+
+@contextmanager
+def _four_tokens(weight: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """Inputs of a model. weight: of embedding or head."""
+    positions, vocabulary = torch.arange(4, device=weight.device), int(weight.shape[0])
+    with attention.use(PackedPlan([TokenSpan(0, 4)], positions, 1)):
+        yield model_inputs((positions + 1) * 7 % vocabulary, positions)
 
 
 class ValueHead(OutputHead):
     """A linear layer from hidden state to one number, in float32: the value before the token the state predicts."""
 
     outputs = ("values",)
+
+    def output_layer(self) -> torch.nn.Module:
+        """See `OutputHead.output_layer`."""
+        return value_layer(self.module)
 
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; the temperature plays no part."""

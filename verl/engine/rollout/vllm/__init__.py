@@ -28,6 +28,7 @@ class VLLM(RolloutEngineRecord):
         lora_experts=False,
         lora_head=False,
         images=QWEN_VISION + QWEN3_5,
+        videos=QWEN_VISION,
         routes=True,
         grammars=True,
         several_nodes=True,

@@ -97,6 +97,7 @@ class VLLMEngine(HostedEngine):
         if cpu:
             launch.check_cpu_model(model_config, s.dtype)
             launch.check_cpu_experts(s)
+            launch.check_cpu_drafts(s)
             # vLLM would size its cache by the whole machine.
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
         self._sleeps = s.free_cache_engine and sleeps

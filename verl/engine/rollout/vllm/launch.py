@@ -90,6 +90,12 @@ def check_cpu_experts(settings: EngineSettings) -> None:
         raise UserError("on a CPU vLLM returns no routes: set actor.router_replay.mode=R2, or rollout.name=native")
 
 
+def check_cpu_drafts(settings: EngineSettings) -> None:
+    """UserError for drafts: vLLM 0.32 reads the temperatures of draws beside them from memory that nothing has written."""
+    if settings.draft_tokens or settings.engine_kwargs.get("speculative_config"):
+        raise UserError("on a CPU vLLM draws wrongly beside drafts: set model.mtp.enable_rollout=False")
+
+
 def _check_latent(text: Any, sizes: Sequence[int]) -> None:
     """vLLM 0.32 samples from a distribution other than the model's in the refused cases (measured: off by up to 3)."""
     width = int(text.kv_lora_rank) + int(getattr(text, "qk_rope_head_dim", None) or 0)

@@ -37,6 +37,7 @@ from verl.engine.training.base import (
     SAMPLING_MASK,
     MicroBatch,
     MicroLoss,
+    TrainingEngine,
     TrainStepResult,
 )
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
@@ -155,6 +156,7 @@ class FSDPEngine(ScheduledEngine):
         self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
         self._routing: Routing | None = None
         self._added_norm = 0.0
+        self._scales: list[tuple[torch.nn.Parameter, float]] = []
         self._read_settings(role_cfg, log_prob_cfg)
         # With `offload_policy` the state of a sharded engine is in host memory at all times.
         moves = not (self._sharded and streams)
@@ -207,6 +209,10 @@ class FSDPEngine(ScheduledEngine):
             options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._both_contexts}
             self.module.gradient_checkpointing_enable(options)
             pretrained.switch_off_dropout(self._layers)
+        scales = self._model.head(self._model.head.scales)
+        self._after_passes()
+        if scales.keys() <= self._names.keys():
+            self._scales = [(self._names[name], offset) for name, offset in scales.items()]
         self.schedule(1)
 
     def set_topk(self, count: int) -> None:
@@ -385,20 +391,33 @@ class FSDPEngine(ScheduledEngine):
         # A weight without a gradient decays and keeps its place in the optimizer.
         self._fill_gradients()
         if not self._sharded:
-            return total, math.nan if total.refused else float(global_norm(self._gradients()))
+            norm, derivative = torch.stack([global_norm(self._gradients()), self._scale_derivative()]).tolist()
+            total.scale_derivative = derivative if self._scales else None
+            return total, math.nan if total.refused else norm
         tensor, speaks = self._model.tensor, self.layout.counts_rows
         if tensor is not None:
             with waiting("adding up gradients"):
                 tensor.complete(self._names)
-        counted = [p for p in self._parameters if self.layout.counts and (tensor is None or tensor.own(p))]
-        squares = sum_of_squares([local(p.grad) for p in counted if p.grad is not None])
+        squares = sum_of_squares([local(p.grad) for p in self._parameters if p.grad is not None and self._counts(p)])
         counted = [total.sums, total.tokens] if speaks else [{}, 0]
-        reports = all_gather_json([*counted, total.refused, squares])
+        reports = all_gather_json([*counted, total.refused, squares, float(self._scale_derivative())])
         merged = StepAccumulator(tokens=sum(tokens for _, tokens, *_ in reports))
         for sums, *_ in reports:
             merged.add(sums)
-        merged.refused = next((why for *_, why, _ in reports if why), "")
-        return merged, math.nan if merged.refused else math.sqrt(sum(square for *_, square in reports))
+        merged.refused = next((why for *_, why, _, _ in reports if why), "")
+        merged.scale_derivative = sum(derivative for *_, derivative in reports) if self._scales else None
+        return merged, math.nan if merged.refused else math.sqrt(sum(square for *_, square, _ in reports))
+
+    def _counts(self, parameter: torch.Tensor) -> bool:
+        """True on one of the ranks that hold this shard of a parameter."""
+        return self.layout.counts and (self._model.tensor is None or self._model.tensor.own(parameter))
+
+    def _scale_derivative(self) -> torch.Tensor:
+        """This rank's share of `TrainStepResult.scale_derivative`, float32 scalar: dL/ds = Σ (w + offset) · dL/dw over
+        the weights that the head's output grows with (`OutputHead.scales`)."""
+        scales = [(p, offset) for p, offset in self._scales if p.grad is not None and self._counts(p)]
+        parts = [((local(p) + offset) * local(p.grad)).sum() for p, offset in scales]
+        return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
 
     def _gradients(self) -> list[torch.Tensor]:
         """The gradients, this rank's share."""
@@ -448,6 +467,15 @@ class FSDPEngine(ScheduledEngine):
             for layer in layers:
                 layer.training = False
 
+    @torch.no_grad()
+    def follow(self, other: TrainingEngine, rate: float) -> None:
+        """See `TrainingEngine.follow`: each rank moves its share, wherever the two are."""
+        weights, targets = ([local(w) for w in engine.module.parameters()] for engine in (self, other))
+        if [w.shape for w in weights] != [w.shape for w in targets]:
+            raise UserError(f"the {self.role} cannot follow the policy: its weights are others, or cut in another way")
+        for weight, target in zip(weights, targets, strict=True):
+            weight.lerp_(target.to(weight.device, weight.dtype), rate)
+
     # -- the device's memory -----------------------------------------------------------------------------------
 
     def offload(self) -> None:
@@ -491,6 +519,17 @@ class FSDPEngine(ScheduledEngine):
 
     def _read_weights(self, directory: Path) -> None:
         weight_files.load_weights(self.module, directory)
+
+    def optimizer_norm(self) -> float | None:
+        """See `TrainingEngine.optimizer_norm`."""
+        state = self._require_optimizer().state
+        shares = [
+            local(value)
+            for parameter in self._parameters if self._counts(parameter)
+            for value in state.get(parameter, {}).values()
+            if isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point()
+        ]  # fmt: skip
+        return math.sqrt(sum(all_gather_json(sum_of_squares(shares))))
 
     def save_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.save_optimizer`; each rank writes its share."""
