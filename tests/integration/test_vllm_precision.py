@@ -60,7 +60,7 @@ def test_a_sampler_in_fp8_follows_the_weights(tmp_path: Path, lower: dict[str, A
         sync = StreamedSync(actor, sampler)
         sync.push(0)
         responses = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
-        assert 1e-3 < apart(actor, responses) < 0.15
+        assert 8e-3 < apart(actor, responses) < 0.15, "0.003 in bfloat16 alone"
         for _ in range(3):
             actor.step(rows(responses, 2), simple_loss(len(responses) * 24), temperature=TEMPERATURE)
         sync.push(1)

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import rows_of, simple_loss
+from verl.engine.training import process_group
 from verl.engine.training.base import FURTHER
 from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
@@ -116,6 +118,21 @@ def test_the_layer_is_trained(tmp_path: Path, detach: bool) -> None:
     assert {
         name for name in files(path) if ".layers.2." in name and "embed" not in name and "head.head" not in name
     } <= sent
+
+
+def stepped(path: str, folder: str, size: int) -> tuple[list[float], list[str]]:
+    """The loss and the gradient's norm of one rank's step over its share of the rows, and the weights that are there."""
+    engine, rank = engine_of(Path(path), **TRAINED, detach_encoder=False), process_group.this_rank()
+    metrics = engine.step(rows()[rank::size], simple_loss(19), temperature=1.0).metrics
+    engine.save_weights(Path(folder))
+    return [metrics[f"actor/{name}"] for name in ("mtp_loss", "grad_norm")], sorted(files(Path(folder)))
+
+
+def test_two_ranks_train_it_as_one(tmp_path: Path) -> None:
+    path = str(glm_with_mtp(tmp_path / "model"))
+    numbers, names = stepped(path, str(tmp_path / "one"), 1)
+    for others, same in ranks.run(stepped, 2, path, str(tmp_path / "two"), 2):
+        assert others == pytest.approx(numbers, rel=1e-4) and same == names
 
 
 def test_what_has_no_such_layer_is_refused(tmp_path: Path) -> None:
