@@ -19,7 +19,7 @@ import pytest
 from tests.invariant import test_vision as vision
 from tests.runs import environment
 from tests.sampler_cases import assert_agreement
-from tests.tiny import tiny_vision_model
+from tests.tiny import HAS_KIMI_VL, tiny_vision_model
 from tests.vllm_cases import require_vllm, vllm_engine
 from verl.engine.training.fsdp.engine import FSDPEngine
 
@@ -68,3 +68,39 @@ def test_sampler_and_trainer_agree_on_a_video(tmp_path: Path, arch: str) -> None
     rows = vision.rows_of(prompts, found)
     ours = actor.forward(vision.segments(rows), temperature=1.0)["log_probs"]
     assert np.abs(ours - vision.sampled(found)).max() <= 1e-4
+
+
+@pytest.mark.skipif(not HERE or not HAS_KIMI_VL, reason="vLLM reads models that see images with torchvision")
+def test_the_tower_of_kimi_vl_computes_as_vllms(tmp_path: Path) -> None:
+    """From the same file, whose names vLLM's module has: the published ones."""
+    import torch
+    from safetensors.torch import load_file
+    from vllm import distributed
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.models.moonvit import MoonVitPretrainedModel
+    from vllm.transformers_utils.configs.moonvit import MoonViTConfig
+
+    from verl.models.pretrained import load_model
+
+    path = tiny_vision_model(tmp_path / "model", "kimi_vl")
+    ours = load_model(path)
+    settings = ours.config.vision_config.to_dict()
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        distributed.init_distributed_environment(1, 0, f"file://{tmp_path / 'meeting'}", 0, backend="gloo")
+        distributed.initialize_model_parallel(1)
+        try:
+            others = ("model_type", "rope_parameters", "dtype")
+            tower = MoonVitPretrainedModel(MoonViTConfig(**{k: v for k, v in settings.items() if k not in others}))
+            stored = load_file(path / "model.safetensors")
+            prefix = "vision_tower."
+            tower.load_state_dict({k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)})
+            for module in tower.modules():
+                if (method := getattr(module, "quant_method", None)) is not None:
+                    method.process_weights_after_loading(module)
+            grids = torch.tensor([[1, 4, 8], [1, 6, 6], [1, 2, 10]])
+            pixels = torch.randn(int(grids.prod(-1).sum()), 3, 4, 4, generator=torch.Generator().manual_seed(0))
+            theirs = torch.cat(tower(pixels, grids[:, 1:]))
+            mine = ours.model.vision_tower(pixels, grid_thw=grids).pooler_output
+        finally:
+            distributed.cleanup_dist_env_and_memory()
+    assert (mine - theirs).abs().max() <= 1e-4 < 1 < theirs.abs().max()
