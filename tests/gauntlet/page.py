@@ -33,7 +33,7 @@ is Σ (log p + entropy)·∂L/∂log p over the tokens of the first mini-batch, 
 is checked for the vanilla loss (with a KL loss of k3) and for the critic, with FSDP. Not with LoRA, whose normalisation is not trained, nor with Megatron.
 
 "Steps" counts until the error is named; 0 is before the first step. "`verl prove`" names the check of [prove.md](prove.md) that finds the error
-before a run; it is injected there, too. "not caught" means that a normal run does not notice. "(ours)": no thread was found. Everything was
+before a run; it is injected there, too. A line without a name would be an error that nothing notices; there is none. "(ours)": no thread was found. Everything was
 run in one process on a CPU with the embedded sampler; errors of asynchronous runs, of several ranks and of other samplers are not in the list.
 
 """

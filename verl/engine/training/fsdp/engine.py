@@ -209,7 +209,8 @@ class FSDPEngine(ScheduledEngine):
             options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._both_contexts}
             self.module.gradient_checkpointing_enable(options)
             pretrained.switch_off_dropout(self._layers)
-        scales = self._model.head(self._model.head.scales)
+        with self._autocast() if self._sharded else nullcontext():
+            scales = self._model.head(self._model.head.scales)
         self._after_passes()
         if scales.keys() <= self._names.keys():
             self._scales = [(self._names[name], offset) for name, offset in scales.items()]
@@ -415,9 +416,13 @@ class FSDPEngine(ScheduledEngine):
     def _scale_derivative(self) -> torch.Tensor:
         """This rank's share of `TrainStepResult.scale_derivative`, float32 scalar: dL/ds = Σ (w + offset) · dL/dw over
         the weights that the head's output grows with (`OutputHead.scales`)."""
-        scales = [(p, offset) for p, offset in self._scales if p.grad is not None and self._counts(p)]
-        parts = [((local(p) + offset) * local(p.grad)).sum() for p, offset in scales]
-        return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
+        products = []
+        for parameter, offset in self._scales:
+            if parameter.grad is not None and self._counts(parameter):
+                gradient = local(parameter.grad)
+                products.append(torch.dot(local(parameter), gradient))
+                products += [offset * gradient.sum()] if offset else []
+        return sum(products[1:], products[0]) if products else torch.zeros((), device=self.device)
 
     def _gradients(self) -> list[torch.Tensor]:
         """The gradients, this rank's share."""
