@@ -176,15 +176,6 @@ def with_fsdp(path: Path) -> dict[str, Any]:
     return seen | {"weights": copied(engine)}
 
 
-def on_the_host(path: Path) -> dict[str, torch.Tensor]:
-    """The weights after all steps of an optimizer whose state and steps are the host's."""
-    overrides = {"adam_eps": EPS, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-    engine = _build(path, {}, role={"optim": OPTIM | {"override_optimizer_config": overrides}})
-    for _ in range(STEPS):
-        learn(engine)
-    return copied(engine)
-
-
 def in_half(path: Path, dtype: str, total: int, folder: Path) -> tuple[dict[str, Any], float, bool]:
     """Outputs, the gradient norm of a step over a loss of so many tokens, and whether a resume after it is exact."""
     engine, other, loss = _build(path, {}, dtype=dtype), _build(path, {}, dtype=dtype), simple_loss(total, 0.1)

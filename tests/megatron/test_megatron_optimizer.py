@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from tests import ranks
 from tests.megatron import cases
-from tests.tiny import tiny_model
 
 pytestmark = [cases.NEEDS_MEGATRON, pytest.mark.timeout(240)]
 
@@ -50,12 +48,3 @@ def test_learning_rates_of_its_own_schedules(name: str) -> None:
     for start in (0, 3):
         (found,) = ranks.run(rates, 1, settings, len(expected) - start, start, timeout=120.0)
         assert found == pytest.approx(expected[start:])
-
-
-def test_the_optimizer_on_the_host_takes_the_same_steps(tmp_path: Path) -> None:
-    """`optimizer_cpu_offload`: state and steps of all weights are the host's."""
-    path = tiny_model(tmp_path / "m", scale=4.0)
-    local = cases.with_fsdp(path)
-    (weights,) = ranks.run(cases.on_the_host, 1, path, timeout=120.0)
-    for name, expected in local["weights"].items():
-        torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-5, msg=name)
