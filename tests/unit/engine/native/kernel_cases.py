@@ -97,6 +97,7 @@ DRAWS = [
     {"temperature": 1.0, "top_k": 40, "top_p": 0.5},
     {"temperature": 1.0, "min_p": 0.05},
     {"temperature": 1.0, "top_p": 0.9999, "min_p": 0.3},
+    {"temperature": 3.0, "min_p": 0.05},  # leaves many
 ]
 
 
@@ -112,7 +113,7 @@ def test_draws_are_those_of_the_torch_code() -> None:
     step_rows.fill_draws(step, requests)
     wide = torch.from_numpy(step[:4].reshape(2, -1).view(np.float64).copy())
     device_step = torch.from_numpy(step)
-    padded = torch.cat((logits, torch.zeros(11, 2500)))
+    padded = torch.cat((logits, torch.zeros(32 - len(requests), 2500)))
     padded[-1, 5] = torch.nan
     lowest = sampling_kernels.threshold(padded, wide[1], device_step)
     sums = sampling_kernels.chunk_sums(padded, lowest, device_step)
