@@ -157,7 +157,9 @@ def test_how_a_run_on_this_processor_computes_is_said(monkeypatch: pytest.Monkey
     probe.cpu_products.cache_clear()
     try:
         assert "multiplies in fp32" in named("bf16").found
-        assert re.search(r"\d threads?, float32 products, .*kernels.*; default: float32$", named("a run on the cpu").found)
+        assert re.search(
+            r"\d threads?, float32 products, .*kernels.*; default: float32$", named("a run on the cpu").found
+        )
         assert f"about {doctor.QUICKSTART['float32']} tokens/s" in named("quickstart").found
     finally:
         probe.cpu_products.cache_clear()
