@@ -58,7 +58,7 @@ $(VENV)/packages/.installed: $(VENV)/.installed-test
 	$(BIN)/python -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
 	$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|numpy)==' > $(@D)/held.txt
-	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'gymnasium>=1' 'openenv>=0.10' 'openai>=2' uvicorn
+	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'gymnasium>=1' 'openenv>=0.10' 'openai>=2' uvicorn 'atif>=1.7'
 	touch $@
 
 # Agent programs that speak to a session over HTTP; OpenEnv's mcp 1 and theirs do not go together.
@@ -68,6 +68,15 @@ $(VENV)/agents/.installed: $(VENV)/.installed-test
 	$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|numpy)==' > $(@D)/held.txt
 	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt 'openai>=2' anthropic litellm 'pydantic-ai-slim[openai,anthropic]' openai-agents \
 	  'smolagents[openai]' langgraph langchain-openai mini-swe-agent
+	touch $@
+
+# tinker-cookbook's renderers of one vendor's models have no wheel everywhere; its loops do without them.
+$(VENV)/tinker/.installed: $(VENV)/.installed-test
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|numpy)==' > $(@D)/held.txt
+	$(@D)/bin/python -m pip install -q -c $(@D)/held.txt tinker==0.38.0 aiohttp blobfile chz cloudpickle datasets termcolor tiktoken tqdm
+	$(@D)/bin/python -m pip install -q --no-deps tinker-cookbook==0.6.1
 	touch $@
 
 # aider pins all that it needs. Without npm the agent of the terminal that runs on Node is left out.
@@ -128,10 +137,11 @@ test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 test-long: $(VENV)/.installed-test $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
-test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed $(VENV)/agents/.installed $(VENV)/terminal/.installed
-	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/rollout/test_adapters.py
+test-packages: $(VENV)/packages/.installed $(VENV)/verifiers/.installed $(VENV)/agents/.installed $(VENV)/terminal/.installed $(VENV)/tinker/.installed
+	OMP_NUM_THREADS=1 VERL_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(VENV)/packages/bin/python -m pytest -rs tests/unit/rollout/test_adapters.py tests/unit/data/test_atif.py
 	OMP_NUM_THREADS=1 VERL_AIDER=$(abspath $(VENV))/terminal/bin/aider VERL_PI=$(abspath $(VENV))/terminal/node_modules/.bin/pi \
 	  $(VENV)/agents/bin/python -m pytest -rs tests/packages
+	OMP_NUM_THREADS=1 $(VENV)/tinker/bin/python -m pytest -rs tests/packages/test_tinker.py
 
 test-sglang: $(VENV)/sglang/.installed
 	OMP_NUM_THREADS=1 $(VENV)/sglang/bin/python -m pytest -rs -m "not long" -k sglang tests/contract/test_rollout_engine_contract.py \

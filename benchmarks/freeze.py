@@ -57,6 +57,7 @@ class Workplace:
             "HOME": str(folder / "home"),
             "PYTHONPATH": f"{os.environ.get('PYTHONPATH') or Path.cwd()}:{inputs}/plugins",
             "OMP_NUM_THREADS": "1",
+            "VERL_COMPILED_KERNELS": "off",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }

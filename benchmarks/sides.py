@@ -45,7 +45,8 @@ class Side:
 
     def __init__(self, name: str, command: list[str], threads: int | None, limit: float | None = None):
         self.name = name
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # another Python has no verl
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         self._log = tempfile.NamedTemporaryFile("w+", suffix=f"_{name}.log", delete=False)  # noqa: SIM115

@@ -1,6 +1,6 @@
 """Tokens that a micro-batch computes against tokens in segments, for agents that branch and rewrite.
 
-    python benchmarks/trees.py [--group 8] [--budget 65536] [--out benchmarks/results/trees.json]
+    python benchmarks/trees.py [--group 8] [--budget 65536] [--count_shared once] [--out benchmarks/results/trees.json]
 
 A stand-in sampler gives tokens at random; what is counted is the work of the trainer's packs (`verl.engine.training.packing`), with the tree and with
 nothing shared.
@@ -82,13 +82,14 @@ class Dialogue(loops.AgentLoop):
         return Outcome()
 
 
-async def played(name: str, group: int) -> list[Segment]:
+async def played(name: str, group: int, count_shared: str) -> list[Segment]:
     """The segments of a group."""
 
     async def score(trajectory: Trajectory) -> None:
         trajectory.score = 0.0
 
-    settings = RolloutSettings(SamplingParams(max_tokens=10**6), n=group, seed=1, default_loop=name)
+    params = SamplingParams(max_tokens=10**6)
+    settings = RolloutSettings(params, n=group, seed=1, default_loop=name, count_shared=count_shared)
     manager = RolloutManager(Sampler(), settings, decode=lambda ids: "", on_finished=score)
     return (await manager.take([Prompt("0:0@0", DRAW.integers(0, 50_000, PROMPT), "q")])).segments
 
@@ -103,18 +104,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--budget", type=int, default=65536)
+    parser.add_argument("--count_shared", choices=["once", "every_segment"], default="once")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = {}
+    figures = {}
     for name in ("compaction", "best_of_4", "dialogue"):
-        rows = asyncio.run(played(name, args.group))
+        rows = asyncio.run(played(name, args.group, args.count_shared))
         tree = computed(rows, MicroBatching(args.budget))
         apart = computed(rows, MicroBatching(args.budget, share_prompt=False))
-        found[name] = {"segments": len(rows), "tokens in segments": apart, "computed": tree}
+        figures[name] = {"segments": len(rows), "tokens in segments": apart, "computed": tree}
         print(f"{name}: {len(rows)} segments, {apart} tokens in them, {tree} computed ({tree / apart:.2f})", flush=True)
     if args.out:
         about = {"group": args.group, "tokens of a pack": args.budget}
-        args.out.write_text(json.dumps(about | found, indent=1) + "\n")
+        args.out.write_text(json.dumps(about | figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

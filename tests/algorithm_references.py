@@ -127,6 +127,37 @@ def gdpo(rows: list[Row], config: Any) -> Any:
     return whiten(rows, everywhere(rows, total))
 
 
+def mo_grpo(rows: list[Row], config: Any) -> Any:
+    weights = config.gdpo_reward_weights or [1.0] * len(config.gdpo_reward_keys)
+    of_keys = [relative(rows, [row.parts[key] for row in rows]) for key in config.gdpo_reward_keys]
+    return everywhere(
+        rows, [math.fsum(w * a for w, a in zip(weights, each, strict=True)) for each in zip(*of_keys, strict=True)]
+    )
+
+
+def rlcsd(rows: list[Row], config: Any) -> Any:
+    """Two means in one: the loss's token mean divides by all tokens."""
+    outcome = relative(rows, [row.s for row in rows], config.norm_adv_by_std_in_grpo)
+
+    def change(row: Row, t: int) -> float:
+        e = row.columns["teacher_log_probs"][t] - row.columns["teacher_contrast_log_probs"][t]
+        r = config.rlcsd_scale * math.tanh(e / config.rlcsd_tau)
+        return r if abs(r) > config.rlcsd_threshold else 0.0
+
+    tokens = [(row, t) for row in rows for t in row.policy if row.m[t]]
+    changed = sum(change(row, t) != 0 for row, t in tokens)
+    factors = {True: len(tokens) / max(changed, 1), False: len(tokens) / max(len(tokens) - changed, 1)}
+    out = []
+    for row, a in zip(rows, outcome, strict=True):
+        per_token = []
+        for t in row.policy:
+            r = change(row, t)
+            moved = max(a + r, 0.0) if a > 0 else min(a + r, 0.0) if a < 0 else 0.0
+            per_token.append(moved * config.rlcsd_weight * factors[True] if r else a * factors[False])
+        out.append(per_token)
+    return out
+
+
 def reinforce_plus_plus(rows: list[Row], config: Any) -> Any:
     returns = []
     for row in rows:
@@ -232,27 +263,54 @@ Step = tuple[str, float, int]
 """State, reward and number of policy tokens."""
 
 
+def relative_to(value: float, values: list[float], alone: float, config: Any) -> float:
+    if len(values) == 1 or max(values) == min(values):
+        return alone if len(values) == 1 else 0.0
+    return (value - mean(values)) / (std(values) + EPS if config.norm_adv_by_std_in_grpo else 1.0)
+
+
+def discounted(steps: list[Step], t: int, config: Any) -> float:
+    return math.fsum(config.gamma ** (j - t) * steps[j][1] for j in range(t, len(steps)))
+
+
+def hgpo(episodes: list[tuple[str, list[Step]]], config: Any) -> list[list[float]]:
+    """Of each (group, steps) the advantage of each step."""
+    out = []
+    for uid, steps in episodes:
+        group = [other for key, other in episodes if key == uid]
+        of_episode = []
+        for t in range(len(steps)):
+            above = below = 0.0
+            for k in range(min(t, config.hgpo_history) + 1):
+                history = [state for state, _, _ in steps[t - k : t + 1]]
+                same = [
+                    discounted(other, j, config)
+                    for other in group
+                    for j in range(k, len(other))
+                    if [state for state, _, _ in other[j - k : j + 1]] == history
+                ]
+                a = relative_to(discounted(steps, t, config), same, 0.0, config)
+                weight = (k + 1) ** config.hgpo_alpha if a else 0.0
+                above, below = above + weight * a, below + weight
+            of_episode.append(above / below if below else 0.0)
+        out.append(of_episode)
+    return out
+
+
 def gigpo(episodes: list[tuple[str, list[Step]]], config: Any) -> list[list[float]]:
     """Of each (group, steps) the advantage of each step."""
-
-    def relative_to(value: float, values: list[float], alone: float) -> float:
-        if len(values) == 1 or max(values) == min(values):
-            return alone if len(values) == 1 else 0.0
-        return (value - mean(values)) / (std(values) + EPS if config.norm_adv_by_std_in_grpo else 1.0)
-
-    def later(steps: list[Step], t: int) -> float:
-        return math.fsum(config.gamma ** (j - t) * steps[j][1] for j in range(t, len(steps)))
-
     out = []
     for uid, steps in episodes:
         group = [other for key, other in episodes if key == uid]
         score = math.fsum(reward for _, reward, _ in steps)
         alone = score / (1 + EPS if config.norm_adv_by_std_in_grpo else 1.0)
-        whole = relative_to(score, [math.fsum(r for _, r, _ in other) for other in group], alone)
+        whole = relative_to(score, [math.fsum(r for _, r, _ in other) for other in group], alone, config)
         of_episode = []
         for t, (state, _, _) in enumerate(steps):
-            same = [later(other, j) for other in group for j in range(len(other)) if other[j][0] == state]
-            of_episode.append(whole + config.gigpo_step_weight * relative_to(later(steps, t), same, 0.0))
+            same = [discounted(other, j, config) for other in group for j in range(len(other)) if other[j][0] == state]
+            of_episode.append(
+                whole + config.gigpo_step_weight * relative_to(discounted(steps, t, config), same, 0.0, config)
+            )
         out.append(of_episode)
     return out
 
@@ -264,6 +322,8 @@ ESTIMATORS = {
     "grpo_passk": grpo_passk,
     "gdpo": gdpo,
     "maxrl": maxrl,
+    "mo_grpo": mo_grpo,
+    "rlcsd": rlcsd,
     "real": real_label,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

@@ -14,6 +14,8 @@ from tests.runs import TinyRun
 
 # A token in the home directory, where any Ray of a run's own leaves one, would be asked for by whatever starts next.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+# One choice for all tests, whatever the machine has; those of the compiled kernels make theirs.
+os.environ.setdefault("VERL_COMPILED_KERNELS", "off")
 gc.disable()  # what is imported and collected stays: to look through it again and again takes seconds
 
 

@@ -1,13 +1,16 @@
-"""Our operators (`torch.ops.verl`) in torch on the processor, slow and plain: what their Triton kernels compute.
+"""Operators of CUDA devices in torch on the processor, slow and plain: ours (`torch.ops.verl`, what their Triton kernels
+compute) and torch's own that the processor lacks, with what they refuse.
 
-`install` registers them, so that the paths for devices run here; on a pretend device too.
+`install` registers ours, so that the paths for devices run here; on a pretend device too, which takes `OF_CUDA` as well.
 `MOVED` counts the bytes of keys and values that attention reads and writes, which the operators' arguments do not tell.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from functools import cache
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +18,11 @@ from torch import Tensor
 
 from verl.engine.rollout.native import device_decode, sampling  # noqa: F401 - defines the sampler's operators
 from verl.engine.rollout.native import step as s
-from verl.models.sampling_mask import truncate
+from verl.models.sampling_mask import encode_sets, truncate
 from verl.platform import cuda_fused  # noqa: F401 - defines those of training
 from verl.platform.operators import LIBRARY
 
+aten, HALF = torch.ops.aten, (torch.bfloat16, torch.float16)
 MOVED: Counter[str] = Counter()
 _CHUNK = 1024
 
@@ -110,6 +114,17 @@ def threshold(logits: Tensor, top_p: Tensor, step: Tensor) -> Tensor:
         truncate(part, top_k[filtered], top_p.numpy()[filtered], min_p[filtered])
         scaled[filtered] = part
     return torch.where(torch.isneginf(scaled), 2**31 - 1, _keys(scaled)).amin(1).to(torch.int32)
+
+
+def encode(logits: Tensor, lowest: Tensor, step: Tensor, sets: Tensor) -> None:
+    scaled = _scaled(logits, step)
+    allowed = (_keys(scaled) >= lowest[:, None]) & (scaled > -torch.inf)
+    sets[:, 0] = allowed.sum(1)
+    for row, encoded in enumerate(encode_sets(allowed)):
+        content = torch.from_numpy(
+            np.frombuffer(encoded[1:].ljust(-(-len(encoded[1:]) // 4) * 4, b"\0"), np.int32).copy()
+        )
+        sets[row, 1 : 1 + len(content)] = content
 
 
 def chunk_sums(logits: Tensor, lowest: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,8 +220,80 @@ def head_backward(
     z.copy_(pi * factor + chosen)
 
 
-@cache
+@functools.cache
 def install() -> None:
     """Compute our operators on the processor by these functions."""
     for operator in LIBRARY._op_defs:
         LIBRARY.impl(operator, globals()[operator.partition("::")[2]], "CPU")
+
+
+def _sequences(
+    q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, causal: bool
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Of each sequence its queries, its keys and the mask between them."""
+    assert q.dtype in HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.stride(-1) == 1
+    assert queries.dtype == keys.dtype == torch.int32
+    for i in range(len(queries) - 1):
+        rows, columns = slice(*queries[i : i + 2].tolist()), slice(*keys[i : i + 2].tolist())
+        n, m = rows.stop - rows.start, columns.stop - columns.start
+        hidden = torch.ones(n, m, dtype=torch.bool).triu_(m - n + 1 if causal else m)
+        if n:
+            yield rows, columns, torch.zeros(n, m, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _alone(rows: slice, *tensors: Tensor) -> list[Tensor]:
+    """[S, H, D] → [1, H, rows, D]"""
+    return [x[rows].transpose(0, 1)[None] for x in tensors]
+
+
+def flash(
+    q: Any, k: Any, v: Any, cq: Any, ck: Any, most: int, _: int, p: float, causal: bool, *__: Any, scale: float
+) -> Any:
+    assert most > 1 or q.shape[1] == k.shape[1] or len(q) == len(cq) - 1, "of one query each, with grouped heads"
+    out, lse = torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), float("-inf"))
+    for rows, columns, mask in _sequences(q, k, cq, ck, causal):
+        parts = *_alone(rows, q), *_alone(columns, k, v)
+        part, lse[None, :, rows] = aten._scaled_dot_product_flash_attention_for_cpu(*parts, attn_mask=mask, scale=scale)
+        out[rows] = part[0].transpose(0, 1)
+    return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), q.new_zeros(0)
+
+
+def flash_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cq: Any, ck: Any, _: int, __: int, p: float, causal: bool,
+    *___: Any, scale: float,
+) -> Any:  # fmt: skip
+    assert lse.dtype == torch.float32 and lse.is_contiguous() and grad.dtype == out.dtype == q.dtype
+    call, sums = aten._scaled_dot_product_flash_attention_for_cpu_backward, [torch.zeros(x.shape) for x in (q, k, v)]
+    for rows, columns, mask in _sequences(q, k, cq, ck, causal):
+        parts = *_alone(rows, grad, q), *_alone(columns, k, v), *_alone(rows, out)
+        gradients = call(*parts, lse[None, :, rows].contiguous(), 0.0, False, attn_mask=mask, scale=scale)
+        for total, at, gradient in zip(sums, (rows, columns, columns), gradients, strict=True):
+            total[at] += gradient[0].transpose(0, 1)
+    return tuple(total.to(q.dtype) for total in sums)
+
+
+def sdpa_flash(
+    q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, causal: bool = False, *_: Any, scale: Any = None
+) -> Any:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    out, empty = attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=True), torch.zeros(0)
+    return out, torch.zeros(q.shape[:3]), None, None, q.shape[2], k.shape[2], empty, empty, empty
+
+
+def _wide(product: Any, *tensors: Any, out: Any = None, **options: Any) -> Tensor:
+    """A product of half precision with float32 results."""
+    *tensors, dtype = tensors
+    assert tensors[-2].dtype in HALF and tensors[-1].dtype == tensors[-2].dtype and dtype == torch.float32
+    result: Tensor = product(*(x.float() for x in tensors), **options)
+    return result if out is None else out.copy_(result)
+
+
+OF_CUDA: dict[Any, Any] = {
+    aten._flash_attention_forward.default: flash,
+    aten._flash_attention_backward.default: flash_backward,
+    aten._scaled_dot_product_flash_attention.default: sdpa_flash,
+    aten.bmm.dtype_out: functools.partial(_wide, torch.bmm),
+    aten.mm.dtype: functools.partial(_wide, torch.mm),
+    aten.addmm.dtype_out: functools.partial(_wide, torch.addmm),
+}
+"""torch's operator → what stands in for it."""

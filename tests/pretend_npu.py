@@ -1,4 +1,4 @@
-"""A pretend Ascend device in pure Python: tensors that say "npu:0" and compute on the processor (`tests.pretend.tensors`).
+"""A pretend Ascend device in pure Python: tensors that say "npu:0" and compute on the processor (`tests.device_tensors`).
 
     python -m tests.pretend_npu verl.trainer.main_ppo trainer.device=npu …
 
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from tests import torch_npu_reference
-from tests.pretend import tensors
+from tests import device_tensors, torch_npu_reference
 from verl.config import devices
 
 MEMORY = 64 << 30
@@ -24,14 +23,14 @@ aten = torch.ops.aten
 _GROUPED = aten._grouped_mm.default
 
 
-class NpuTensor(tensors.DeviceTensor):
+class NpuTensor(device_tensors.DeviceTensor):
     """A tensor on npu:0."""
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> Any:
         if host.dtype in (torch.float64, torch.complex128):
             raise RuntimeError(f"{host.dtype} is not supported on npu")
-        return tensors.DeviceTensor.__new__(cls, host)
+        return device_tensors.DeviceTensor.__new__(cls, host)
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
@@ -53,7 +52,7 @@ class NpuTensor(tensors.DeviceTensor):
         return func(*args, **kwargs)
 
 
-class Stream(tensors.Stream):
+class Stream(device_tensors.Stream):
     @property
     def device(self) -> torch.device:
         return NpuTensor.place
@@ -62,7 +61,7 @@ class Stream(tensors.Stream):
 class Backend:
     """`torch.npu`."""
 
-    Stream, Event = Stream, tensors.Event
+    Stream, Event = Stream, device_tensors.Stream
     _stream = Stream()
     is_available = is_initialized = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)
@@ -89,11 +88,11 @@ def install() -> None:
     """Give this process the device. Once."""
     _setup_privateuseone_for_python_backend("npu", backend_module=Backend)
     NpuTensor.place = torch.device("npu", 0)
-    library = tensors.install(NpuTensor, "PrivateUse1")
+    library = device_tensors.install(NpuTensor, "PrivateUse1")
     install.libraries = library, *_autocast()  # type: ignore[attr-defined]  # kernels live as long as they
 
     def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        tensors.host_of(target).copy_(tensors.host_of(source))
+        device_tensors.host_of(target).copy_(device_tensors.host_of(source))
         return target
 
     def hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -120,7 +119,9 @@ def _autocast() -> tuple[torch.library.Library, torch.library.Library]:
 
         def product(*args: Any, _op: Any = getattr(aten, name), **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(key):
-                return _op(*tensors.over(lower, args), **{k: tensors.over(lower, v) for k, v in kwargs.items()})
+                return _op(
+                    *device_tensors.over(lower, args), **{k: device_tensors.over(lower, v) for k, v in kwargs.items()}
+                )
 
         products.impl(name, product)
     return every, products
@@ -129,7 +130,7 @@ def _autocast() -> tuple[torch.library.Library, torch.library.Library]:
 def main() -> None:
     """Run the module that the first word names, in a process that has the device."""
     install()
-    tensors.run_module()
+    device_tensors.run_module()
 
 
 if __name__ == "__main__":

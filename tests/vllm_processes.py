@@ -54,6 +54,21 @@ def _patch() -> None:
 
     utils.get_mp_context = multiproc_executor.get_mp_context = _Context
     _spread_experts()
+    _draw_beside_drafts()
+
+
+@functools.cache
+def _draw_beside_drafts() -> None:
+    """vLLM's stand-in for this kernel on a CPU writes into a copy of `output` where that is not int64."""
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.utils import cpu_triton_utils
+
+    def expand(output: Any, values: Any, ends: Any, replaced: Any, by: Any, *_: Any, **__: Any) -> None:
+        repeated = values.repeat_interleave(ends.long().diff(prepend=ends.new_zeros(1).long()))
+        output.copy_(repeated.masked_fill(repeated == replaced, by))
+
+    cpu_triton_utils._expand_kernel_impl = expand
+    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
 
 
 @functools.cache

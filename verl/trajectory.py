@@ -56,6 +56,9 @@ COLUMNS: dict[str, Column] = {
     "teacher_log_probs": Column(source="teacher", public="teacher_log_probs"),
     "teacher_topk_ids": Column(np.int32, source="teacher", public="teacher_topk_ids", trailing=("k",)),
     "teacher_topk_log_probs": Column(source="teacher", public="teacher_topk_log_probs", trailing=("k",)),
+    "teacher_other_ids": Column(np.int32, source="teacher", trailing=("k",)),
+    "teacher_other_log_probs": Column(source="teacher", trailing=("k",)),
+    "teacher_contrast_log_probs": Column(source="teacher", public="teacher_contrast_log_probs"),
     "values": Column(source="values", public="values", updates=_CRITIC),
     "scores": Column(source="reward"),
     "token_rewards": Column(source="adv", public="token_level_rewards"),
@@ -63,6 +66,8 @@ COLUMNS: dict[str, Column] = {
     "returns": Column(source="adv", public="returns", updates=_CRITIC),
     "loss_mask": Column(bool, source="adv", public="loss_mask", updates=_BOTH),
     "is_weights": Column(source="adv", public="rollout_is_weights", updates=_ACTOR),
+    "demonstration_weights": Column(source="update", updates=_ACTOR),
+    "observation_weights": Column(source="update", updates=_ACTOR),
     "mini_batch_values": Column(source="update", public="mini_batch_values", updates=_ACTOR),
 }
 """Every token-level column. response_mask is True where the policy wrote the token; rollout_log_probs are those of the
@@ -359,6 +364,11 @@ class Trajectory(_Columns):
     def media(self) -> Media | None:
         """The first segment's images."""
         return self.segments[0].media
+
+    @property
+    def shared(self) -> int:
+        """The first segment's tokens that another one has, too."""
+        return self.segments[0].shared
 
     @property
     def length(self) -> int:

@@ -117,8 +117,8 @@ def main() -> None:
     class Measured(PPOTrainer):
         """Keeps the batch of the step that was done last."""
 
-        def _sample(self, step: int) -> Any:
-            self.sampled = super()._sample(step)
+        def sample(self, step: int) -> Any:
+            self.sampled = super().sample(step)
             return self.sampled
 
     if args.threads:

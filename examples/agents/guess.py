@@ -1,9 +1,10 @@
 """A small model learns to find a number by asking: a game of several turns as an environment (guess_env.py).
 
-    python examples/agents/guess.py --out quickstart_guess
+    python examples/agents/guess.py --out quickstart_guess [--program]
 
 Most games of the warm-up are played at random, whatever is said; the others go by "higher" and "lower". Reinforcement learning finds
-out which of the two wins.
+out which of the two wins. --program: the game is a program that asks the model over HTTP (guess_program.py), one process a
+trajectory, and fewer of them a step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -60,8 +62,12 @@ def prepare_data(out: Path, seed: int) -> None:
     pq.write_table(pa.Table.from_pylist([demonstration(draw) for _ in range(4000)]), out / "warm_up.parquet")
 
 
-def reinforce(out: Path, warm_steps: int, steps: int, seed: int, extra: list[str]) -> None:
+def reinforce(out: Path, warm_steps: int, steps: int, seed: int, extra: list[str], program: bool) -> None:
     rollout = "actor_rollout_ref.rollout."
+    played = {"name": "custom", "path": HERE / "guess_env.py:Guess"}
+    if program:
+        played = {"name": "command", "path": f"'{sys.executable} {HERE / 'guess_program.py'}'"}
+        extra = ["data.train_batch_size=8", *extra]
     words = [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={out / 'data/train.parquet'}",
@@ -75,8 +81,7 @@ def reinforce(out: Path, warm_steps: int, steps: int, seed: int, extra: list[str
         f"{rollout}n=8",
         f"{rollout}name=native",
         f"{rollout}multi_turn.max_assistant_turns={TURNS}",
-        f"{rollout}agent.environment.name=custom",
-        f"{rollout}agent.environment.path={HERE / 'guess_env.py:Guess'}",
+        *(f"{rollout}agent.environment.{key}={value}" for key, value in played.items()),
         f"{rollout}agent.num_workers=1",
         "trainer.device=cpu",
         f"trainer.total_training_steps={steps}",
@@ -97,6 +102,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-steps", type=int, default=120)
     parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--program", action="store_true")
     args, extra = parser.parse_known_args()
     out, started = args.out, time.monotonic()
     if not (out / "data/warm_up.parquet").exists():
@@ -109,7 +115,7 @@ def main() -> None:
         say(f"3/4  Supervised warm-up to the rules of the game, {args.warm_steps} steps")
         warm_up(out, args.warm_steps, args.seed)
     say(f"4/4  Reinforcement learning in the environment, {args.steps} steps")
-    reinforce(out, args.warm_steps, args.steps, args.seed, extra)
+    reinforce(out, args.warm_steps, args.steps, args.seed, extra, args.program)
     shutil.copyfile(out / "grpo/report.html", out / "report.html")
     found = curve(out / "grpo", "critic/score/mean")
     say(f"Share of games won in {TURNS} turns")

@@ -206,12 +206,16 @@ def test_vision_commands_lack_only_the_machine(script, fork_server, home, tmp_pa
     ],
 )
 def test_vision_commands_train(script, arch, fork_server, seeing_home, tmp_path) -> None:
-    """On real diagrams; the first two scripts call the other two."""
+    """On real diagrams, those for NPUs on a pretend one; the first two scripts call the other two."""
     out = tmp_path / "out"
     more = [f"actor_rollout_ref.model.path={seeing_home}/{arch}", "trainer.total_training_steps=1"]
     more += ["data.max_prompt_length=1024", "data.train_max_samples=10"]
+    more += ["trainer.device=npu"] if "npu" in script else []
     words = arguments(script, [*shrink(seeing_home, out, script), *more], seeing_home, tmp_path)
-    run = start(fork_server, words, seeing_home, tmp_path)
+    if "npu" in script:
+        run = fork_server.run(words[1:], module="tests.pretend_npu", cwd=tmp_path, HOME=str(seeing_home))
+    else:
+        run = start(fork_server, words, seeing_home, tmp_path)
     assert run.status == 0, run.stderr[-3000:]
     assert "images are seen: blanked" in run.stdout + run.stderr
     step = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])

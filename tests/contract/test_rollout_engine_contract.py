@@ -195,3 +195,27 @@ def test_a_later_turn_of_a_session_computes_what_is_new(sampler: Sampler) -> Non
     sampler.engine.end_session("turns")
     assert 11 <= second.prefilled <= 11 + 32, "whole blocks of 32 tokens are shared at least"
     assert sampler.difference(longer, second) < 1e-4
+
+
+def test_a_grammar_is_followed_and_the_tokens_that_it_left_are_told(sampler: Sampler) -> None:
+    """The sets by hand: each byte of a text is a token."""
+    from tests.tiny import tiny_tokenizer
+
+    pytest.importorskip("llguidance")
+    if sampler.kind not in ("native", "vllm"):
+        pytest.skip("it is not held to grammars")
+    if sampler.kind == "vllm":  # it imports all that it could use
+        pytest.importorskip("lmformatenforcer")
+    grammar = 'start: ("ab" | "ac") /[0-7]/ "."'
+    tokenizer, sets = tiny_tokenizer(), ["a", "bc", "01234567", ".", ["<|im_end|>"]]
+    for done in sample(sampler.engine, [PROMPT[:20]], 4, grammar=grammar, temperature=0.7):
+        response = done.token_ids.tolist()
+        assert done.finish_reason == "stop" and len(response) == len(sets)
+        logits = sampler.logits(PROMPT[:20], response) / 0.7
+        for row, token, log_prob, names, left in zip(
+            logits, response, done.log_probs, sets, done.sampling_mask, strict=True
+        ):
+            allowed = sorted(tokenizer.convert_tokens_to_ids(list(names)))
+            assert token in allowed
+            assert abs(float(row[allowed].log_softmax(0)[allowed.index(token)]) - log_prob) < 1e-4
+            assert np.frombuffer(left, np.int32, offset=1).tolist() == allowed

@@ -27,6 +27,9 @@ AWAKE = f"{ROLLOUT}free_cache_engine=False"
 LORA = "actor_rollout_ref.model.lora_rank=4"
 KL = f"{ACTOR}use_kl_loss=True"
 ONE = f"{ACTOR}ppo_micro_batch_size_per_gpu=1"
+REJECTS = tuple(
+    f"algorithm.rollout_correction.{word}" for word in ("rollout_rs=seq_mean_k2", "rollout_rs_threshold=1e-14")
+)
 COOL = f"{ROLLOUT}temperature=0.6"
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -134,7 +137,7 @@ def half_pushed(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("the rows of a weight arrive in another order", "verl #7453", by=FIRST_PUSH, steps=0,
-       caught="the sampler's copy of .* is not its weight", quick=True)  # fmt: skip
+       caught="the sampler's copy of .* is not its weight", prove="weights", quick=True)  # fmt: skip
 def rows_reordered(m: pytest.MonkeyPatch) -> None:
     wrap(m, CpuPlatform, "pack_weight", lambda pack, self, weight: pack(self, weight.flip(0)))
 
@@ -267,9 +270,21 @@ def end_masked(m: pytest.MonkeyPatch) -> None:
     masks(m, lambda mask: mask[-1:].fill(False))
 
 
-@fault("the sampler does not know the model's end token", "torchtune #949, TRL #1623")
+@fault("the sampler does not know the model's end token", "torchtune #949, TRL #1623", by=CHECKS,
+       caught="goes on after token .*, with which the model ends a turn", prove="step", quick=True)  # fmt: skip
 def never_ends(m: pytest.MonkeyPatch) -> None:
     wrap(m, scheduler.Stopper, "reason", lambda reason, self, request: reason(self, request).replace("stop", ""))
+
+
+@fault("the separator between turns is dropped", "verl #6921, #3720", kind="tools", by=CHECKS,
+       caught="follows the end of a turn, where the chat template writes", prove="step")  # fmt: skip
+def separator_dropped(m: pytest.MonkeyPatch) -> None:
+    from verl.rollout.turn_boundaries import Boundaries
+
+    def joined(after: Any, self: Any, *more: Any) -> str:
+        return str(after(self, *more)).replace("<|im_end|>\n", "<|im_end|>").lstrip("\n")
+
+    wrap(m, Boundaries, "_after", joined)
 
 
 # -- routes of experts -------------------------------------------------------------------------------------------------
@@ -301,6 +316,12 @@ def batch_baseline(m: pytest.MonkeyPatch) -> None:
     m.setattr(GroupStatistics, "of", lambda scores, index: of(scores, [0] * len(scores)))
 
 
+@fault("rejected responses shift the baseline of the accepted ones", "verl #6375, NeMo-RL #4160",
+       by="event rejected_in_baseline", caught="their scores still count in the mean", words=REJECTS)  # fmt: skip
+def rejected_count(m: pytest.MonkeyPatch) -> None:
+    """As the public verl does it: a setting here, and on."""
+
+
 @fault("advantages are paired with other responses", "verl #7956, slime #36", by=CHECKS,
        caught="not in the order of its scores", prove="step")  # fmt: skip
 def wrong_pairs(m: pytest.MonkeyPatch) -> None:
@@ -330,21 +351,23 @@ def wrong_sign(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("all responses of a group are drawn with the same random numbers", "", by="event no_signal",
-       caught="every advantage is 0")  # fmt: skip
+       caught="every advantage is 0", prove="scores")  # fmt: skip
 def same_seed(m: pytest.MonkeyPatch) -> None:
     from verl.rollout import attempt
 
     wrap(m, attempt, "response_seed", lambda seed, run, uid, index: seed(run, uid, 0))
 
 
-@fault("a reward function that fails gives 0", "NeMo-RL #431, open-r1 #134, OpenEnv #1025", prove="failing reward")
+@fault("a reward function that fails gives 0", "NeMo-RL #431, open-r1 #134, OpenEnv #1025", prove="failing reward",
+       kind="failing", by=CHECKS, caught="have a score, and their reward failed", quick=True)  # fmt: skip
 def failure_is_zero(m: pytest.MonkeyPatch) -> None:
     from verl.reward.runner import RewardRunner
 
     m.setattr(RewardRunner, "_fail", lambda self, trajectory, outcome, label: setattr(trajectory, "score", 0.0))
 
 
-@fault("a response gets the score of the one before", "slime #36", prove="same scores again")
+@fault("a response gets the score of the one before", "slime #36", prove="step", by=CHECKS,
+       caught="scores are those of other responses", quick=True)  # fmt: skip
 def scores_shifted(m: pytest.MonkeyPatch) -> None:
     from verl.reward.runner import RewardRunner
 
@@ -388,19 +411,26 @@ def denominator_unmasked(m: pytest.MonkeyPatch) -> None:
     wrap(m, update_plan, "count_denominators", count)
 
 
+of_gradient = {"by": CHECKS, "caught": "the gradient of actor along its last normalisation"}
+
+
 @fault("gradients are divided by the number of micro-batches once more", "ms-swift #10117, NeMo-RL #84",
-       prove="micro-batches", words=(ONE,))  # fmt: skip
+       prove="micro-batches", words=(ONE,), quick=True, **of_gradient)  # fmt: skip
 def divided_again(m: pytest.MonkeyPatch) -> None:
-    wrap(m, trainer, "_backward", lambda back, outputs, rows, loss, scale: back(outputs, rows, loss, scale / len(rows)))
+    def accumulate(original: Any, self: Any, rows: Any, loss: Any, outputs: Any, heat: float, scale: float) -> Any:
+        count = len(trainer.split_rows(rows, self.update_batching))
+        return original(self, rows, loss, outputs, heat, scale / count)
+
+    wrap(m, FSDPEngine, "_accumulate", accumulate)
 
 
-@fault("gradients of the mini-batch before are not cleared", "", prove="gradient")
+@fault("gradients of the mini-batch before are not cleared", "", prove="gradient", steps=2, **of_gradient)
 def not_cleared(m: pytest.MonkeyPatch) -> None:
     m.setattr(FSDPEngine, "_clear_gradients", FSDPEngine._fill_gradients)
 
 
 @fault("old log-probs are computed anew for each update", "", by=CHECKS,
-       caught="the policy is exactly the old one")  # fmt: skip
+       caught="the policy is exactly the old one", prove="old log-probs")  # fmt: skip
 def ratio_of_one(m: pytest.MonkeyPatch) -> None:
     from verl.algorithms.flat_tokens import MicroBatchColumns
 
@@ -474,6 +504,7 @@ def adapter_not_loaded(m: pytest.MonkeyPatch) -> None:
     m.setattr(FSDPEngine, "load_weights", lambda self, directory: None)
 
 
-@fault("a resume begins with a fresh optimizer", "", runs=2, prove="next update")
+@fault("a resume begins with a fresh optimizer", "", runs=2, steps=0, by="checks of a resume",
+       caught="optimizer state is .*, and was", prove="next update", quick=True)  # fmt: skip
 def fresh_optimizer(m: pytest.MonkeyPatch) -> None:
     m.setattr(FSDPEngine, "load_optimizer", lambda self, directory: None)

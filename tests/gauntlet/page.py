@@ -20,13 +20,20 @@ of a tiny model on a CPU; the run must name the cause within two steps. A normal
   is pushed, compared and taken back;
 - **images blanked at the first step**: the log-probs of a response must depend on the images before it ([vision.md](vision.md));
 - the **check of each step** (`verl/trainer/step_checks.py`): identities between numbers that the step has computed anyway. A difference is an
-  event `check_mask`, `check_data`, `check_baseline`, `check_pairing`, `check_loss`, `check_ratio`, `check_reference` or `check_update`, shown
-  as a notice the first time; the run goes on;
-- the **checks of a resume**: the row that comes next and the log-probs of a short response must be those of the checkpoint, else the events
-  `check_data` and `check_resume`.
+  event `check_mask`, `check_end`, `check_turns`, `check_data`, `check_reward`, `check_scores`, `check_baseline`, `check_pairing`, `check_loss`,
+  `check_gradient`, `check_ratio`, `check_reference` or `check_update`, shown as a notice the first time; the run goes on;
+- the **checks of a resume**: the row that comes next, the log-probs of a short response and the norm of each optimizer's state must be those
+  of the checkpoint, else the events `check_data` and `check_resume`.
+
+Three of these identities need a word. *End tokens*: a response must not go on after a token that the model's files or its tokenizer name as an end, or
+that its chat template writes after a turn. *Scores*: the scoring process returns a checksum of the text that it was given and whether the call
+failed, and the response keeps both beside its score. *The gradient*: with s a factor of all logits z, d log p(y) / ds = z_y − Σ p·z = log p(y) +
+entropy, and the logits are linear in the last normalisation's weights w (with the head's bias). So Σ w·∂L/∂w, after all micro-batches and ranks,
+is Σ (log p + entropy)·∂L/∂log p over the tokens of the first mini-batch, where the ratio is 1 and ∂L/∂log p is −A over the loss's divisor. It
+is checked for the vanilla loss (with a KL loss of k3) and for the critic, with FSDP. Not with LoRA, whose normalisation is not trained, nor with Megatron.
 
 "Steps" counts until the error is named; 0 is before the first step. "`verl prove`" names the check of [prove.md](prove.md) that finds the error
-before a run; it is injected there, too. "not caught" means that a normal run does not notice. "(ours)": no thread was found. Everything was
+before a run; it is injected there, too. A line without a name would be an error that nothing notices; there is none. "(ours)": no thread was found. Everything was
 run in one process on a CPU with the embedded sampler; errors of asynchronous runs, of several ranks and of other samplers are not in the list.
 
 """

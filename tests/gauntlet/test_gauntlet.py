@@ -39,12 +39,22 @@ def experts(root: Path) -> TinyRun:
     return run
 
 
+def failing(root: Path) -> TinyRun:
+    """A reward function that fails for some responses."""
+    run = text(root)
+    run.reward.write_text(
+        run.reward.read_text().replace("    return", "    assert len(text) % 3 or len(text) < 6\n    return")
+    )
+    return run
+
+
 KINDS: dict[str, tuple[Any, Any]] = {
     "text": (text, lambda run: []),
     "experts": (experts, lambda run: REPLAY),
     "images": (VisionRun, lambda run: []),
     "tools": (ToolRun, lambda run: [*tools(run), "actor_rollout_ref.actor.ppo_mini_batch_size=4"]),
     "critic": (text, critic),
+    "failing": (failing, lambda run: ["reward_model.max_error_ratio=1"]),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.integration.test_vision_runs import VisionRun
 from tests.runs import TinyRun, records, weights
 from tests.tiny import SPECIAL, VISION, VISION_TEMPLATE, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tests.unit.data.test_text_spans import pairs_tokenizer
 from verl.trainer.main_ppo import main
 from verl.workers.roles import Policy
 
@@ -195,3 +197,96 @@ def test_a_name_that_a_row_has_not_ends_the_run(
     words = (ON[0], f"{TEACHERS}.teacher_model.prompt='{{prompt}} {{solutions}}'", "trainer.test_freq=-1")
     assert main(tiny.overrides(tmp_path / "out", *words)) == 2
     assert "has no 'solutions' (there are: length, " in capfd.readouterr().err
+
+
+def test_a_teacher_that_follows_the_policy_is_in_the_checkpoints(tiny: TinyRun, tmp_path: Path) -> None:
+    """After k steps it is the moving average of the policy at the start of each; a resumed run goes on exactly."""
+    teacher = f"{TEACHERS}.teacher_model"
+    words = [*ON, f"{teacher}.update_rate=0.25", f"{teacher}.prompt='{PROMPT}'", "trainer.test_freq=-1"]
+    whole = trained(tiny, tmp_path / "whole", *words)
+    trained(tiny, tmp_path / "parts", *words, "trainer.total_training_steps=2")
+    assert trained(tiny, tmp_path / "parts", *words) == whole
+    average = {
+        name: value.clone() for name, value in AutoModelForCausalLM.from_pretrained(tiny.model).named_parameters()
+    }
+    for step in range(1, 5):  # before step n + 1 the average takes in the policy of step n; that of step 0 is itself
+        held = AutoModelForCausalLM.from_pretrained(tmp_path / f"whole/global_step_{step}/teacher_teacher_model")
+        for name, value in held.named_parameters():
+            torch.testing.assert_close(value, average[name], rtol=1e-5, atol=1e-6)
+        policy = dict(
+            AutoModelForCausalLM.from_pretrained(tmp_path / f"whole/global_step_{step}/actor").named_parameters()
+        )
+        average = {name: value + 0.25 * (policy[name] - value) for name, value in average.items()}
+
+
+def test_a_teacher_reads_right_and_wrong_responses(
+    tiny: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What rlcsd compares is what transformers says of a response after each; without both it learns nothing."""
+    seen: list = []
+    update = Policy.update
+    monkeypatch.setattr(
+        Policy, "update", lambda role, batch, **more: (seen.append(list(batch)), update(role, batch, **more))[1]
+    )
+    teacher, loss = f"{TEACHERS}.teacher_model", "distillation.distillation_loss"
+    words = [ON[0], f"{teacher}.prompt='{{prompt}} Somebody said {{solution}}.'", f"{teacher}.contrast=2"]
+    words += [f"{teacher}.solution_score=0.15", f"{loss}.distillation_loss_coef=0", "algorithm.adv_estimator=rlcsd"]
+    short = ("trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.test_freq=-1")
+    trained(tiny, tmp_path / "out", *words, *short, "actor_rollout_ref.rollout.n=5")
+    tokenizer, network = (
+        AutoTokenizer.from_pretrained(tiny.model),
+        AutoModelForCausalLM.from_pretrained(tiny.model).eval(),
+    )
+
+    def after(row, solution: str) -> torch.Tensor:
+        content = [{"role": "user", "content": f"{row.prompt.messages[0]['content']} Somebody said {solution}."}]
+        context = tokenizer(tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True))
+        ids = torch.tensor([[*context["input_ids"], *row.response_ids]])
+        with torch.no_grad():
+            log_probs = network(ids).logits[0, -len(row.response_ids) - 1 : -1].log_softmax(-1)
+        return log_probs.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
+
+    compared = 0
+    for row in seen[0]:
+        others = [other for other in seen[0] if other.uid == row.uid and other is not row]
+        right = [other for other in others if other.score >= 0.15]
+        wrong = [other for other in others if other.score < 0.15]
+        assert bool(row.extra.get("without_contrast")) == (not right or not wrong)
+        if not right or not wrong:
+            assert not row.advantages.any()
+            continue
+        compared += 1
+        best = max(right, key=lambda other: other.score).text
+        assert row.teacher_log_probs == pytest.approx(after(row, best).numpy(), abs=1e-4)
+        order = sorted(wrong, key=lambda other: (other.index < row.index, other.index))[:2]
+        mean = torch.stack([after(row, other.text) for other in order]).logsumexp(0) - math.log(len(order))
+        assert row.teacher_contrast_log_probs == pytest.approx(mean.numpy(), abs=1e-4)
+    assert compared
+
+
+def test_a_teacher_with_another_tokenizer_trains(tiny: TinyRun, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tiny_model(other, seed=5, vocab_size=300)
+    pairs_tokenizer().save_pretrained(other)
+    loss, teacher = "distillation.distillation_loss", f"{TEACHERS}.teacher_model"
+    words = [ON[0], f"{loss}.loss_mode=k1", f"{loss}.use_policy_gradient=True", f"{loss}.use_task_rewards=False"]
+    words += [f"{teacher}.model_path={other}", f"{teacher}.own_tokenizer=True"]
+    short = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.test_freq=-1")
+    found = trained(tiny, tmp_path / "out", *words, *short)
+    assert found[2]["actor/grad_norm"] > 0 and found[1]["distillation/abs_loss"] > 0
+
+
+def test_sources_and_demonstrations_in_one_run(tiny: TinyRun, tmp_path: Path) -> None:
+    """Two environments with an estimator each, and the rows' demonstrations in every update."""
+    rows = pq.read_table(tiny.train).to_pylist()
+    for i, row in enumerate(rows):
+        row["data_source"], row["solution"] = ("test/letters", "test/digits")[i % 2], "abc"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    sources = "{test/digits:{adv_estimator:rloo,weight:0.5}}"
+    words = [f"data.train_files={tmp_path / 'train.parquet'}", f"algorithm.by_source={sources}"]
+    words += ["actor_rollout_ref.actor.demonstrations.column=solution", "actor_rollout_ref.actor.demonstrations.mu=0.5"]
+    short = ("trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.test_freq=-1")
+    found = trained(tiny, tmp_path / "out", *words, *short)
+    losses = [found[step]["actor/demonstration_loss"] for step in (1, 2, 3)]
+    assert losses == sorted(losses, reverse=True) and found[1]["actor/demonstration_weight"] == 0.5
+    assert found[1]["actor/pg_loss"] != 0

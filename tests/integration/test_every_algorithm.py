@@ -17,6 +17,14 @@ ACTOR = "actor_rollout_ref.actor"
 ESTIMATORS = built_in("ESTIMATORS")
 LOSSES = built_in("LOSSES")
 MORE = {
+    "mo_grpo": ["algorithm.gdpo_reward_keys=[score,length]"],
+    "rlcsd": [
+        "distillation.enabled=True",
+        "distillation.distillation_loss.distillation_loss_coef=0",
+        "distillation.teacher_models.teacher_model.prompt='{prompt} Read this: {solution}'",
+        "distillation.teacher_models.teacher_model.solution_score=0.15",
+        "distillation.teacher_models.teacher_model.contrast=2",
+    ],
     "gdpo": ["algorithm.gdpo_reward_keys=[score,length]"],
     "gigpo": ["data.sampler={class_path:pkg://verl.data.curriculum,class_name:Frontier}", "algorithm.gamma=0.95"],
     "grpo_passk": ["algorithm.passk_k=2"],
@@ -36,6 +44,11 @@ DISTILLED = {
         f"{LOSS}.use_task_rewards=False",
     ],
     "the policy's most likely tokens": [f"{LOSS}.loss_mode=reverse_kl_topk", f"{LOSS}.topk=8"],
+    "the most likely tokens of both": [
+        f"{LOSS}.loss_mode=reverse_kl_topk",
+        f"{LOSS}.token_set=union",
+        f"{LOSS}.topk=8",
+    ],
     "a policy gradient": [
         f"{LOSS}.loss_mode=k1",
         f"{LOSS}.use_policy_gradient=True",

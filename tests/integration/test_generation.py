@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.runs import TinyRun, check_listed
-from verl.trainer import main_eval, main_generation, main_ppo
+from verl.trainer import main_eval, main_generation, main_ppo, sft_trainer
 
 
 def words(tiny: TinyRun, out: Path, *more: str) -> list[str]:
@@ -61,6 +61,25 @@ def test_a_checkpoints_score_is_what_validation_logged(tiny: TinyRun, tmp_path: 
     assert "val-core/test/letters/reward/mean@2" in logged and "val/accuracy" in logged
     assert logged["val-aux/test/letters/overlong_reward/mean@2"] < 0
     assert {name: found.get(name) for name in logged} == logged
+
+
+def test_the_responses_are_learned_by_the_supervised_trainer(tiny: TinyRun, tmp_path: Path) -> None:
+    """SSD: one truncated sample for each prompt, then cross-entropy on it, with no reward."""
+    out = tmp_path / "responses.parquet"
+    sampling = ["data.n_samples=1", "rollout.temperature=0.8", "rollout.top_k=20", "rollout.top_p=0.9"]
+    assert main_generation.main(words(tiny, out, *sampling)) == 0
+    learned = [
+        "data.prompt_key=prompt",
+        "data.response_key=responses",
+        f"data.train_files={out}",
+        "data.val_files=null",
+    ]
+    run = ["data.train_batch_size=4", "optim.lr=1e-2", "trainer.total_training_steps=2", "trainer.total_epochs=2"]
+    folder = [f"model.path={tiny.model}", f"trainer.default_local_dir={tmp_path / 'sft'}", "trainer.device=cpu"]
+    assert sft_trainer.main([*learned, *run, *folder, "data.max_length=128"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "sft/metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert len(losses) == 2 and losses[1] < losses[0]
 
 
 def test_rows_come_out_with_a_column_more(tiny: TinyRun, tmp_path: Path, capfd: Any) -> None:

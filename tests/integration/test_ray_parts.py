@@ -217,6 +217,18 @@ def test_a_group_is_sampled_on_one_host_and_groups_are_spread(pool) -> None:
     assert len(again) == 12, "another event loop, the same pool"
 
 
+def test_each_host_by_itself(pool) -> None:
+    """The probe asks every one of them, whatever it has to do."""
+    one, _ = pool()
+
+    async def run() -> list[Completion]:
+        return await asyncio.gather(*(ask(engine, f"{n}{i}") for n, engine in enumerate(one.engines) for i in range(3)))
+
+    hosts = [c.log_probs[0] for c in asyncio.run(run())]
+    assert len(one.engines) == 2 and hosts[:3] == [hosts[0]] * 3 and hosts[3:] == [hosts[3]] * 3
+    assert hosts[0] != hosts[3]
+
+
 def test_a_host_that_dies_is_replaced_and_asked_again(pool) -> None:
     one, seen = pool()
 

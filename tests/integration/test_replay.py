@@ -6,10 +6,13 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.integration.test_vision_runs import VisionRun
 from tests.runs import TinyRun
 from verl.cli.main import main
+from verl.data import atif
 from verl.tracking import journal
 from verl.trainer.main_ppo import main as main_ppo
 
@@ -43,6 +46,21 @@ def test_a_step_is_rebuilt_bit_for_bit(run, capsys, step: int, start: str) -> No
     assert "actor/grad_norm" in text and "recorded " not in re.sub("recorded metrics", "", text)
     same, count = re.search(r"(\d+) of (\d+) recorded metrics are the same", text).groups()
     assert same == count and int(count) >= 8
+
+
+def test_a_step_with_images_is_rebuilt_bit_for_bit(tmp_path, capsys) -> None:
+    tiny, out = VisionRun(tmp_path / "tiny"), tmp_path / "out"
+    assert main_ppo(tiny.overrides(out, *WORDS, "trainer.total_training_steps=2", "trainer.save_freq=-1")) == 0
+    text = said(capsys, "replay", out, "--step", 2)
+    same, count = re.search(r"(\d+) of (\d+) recorded metrics are the same", text).groups()
+    assert same == count and int(count) >= 8
+    batch, _ = journal.read(out / "journal/2.parquet")
+    media = {segment.media for segment in batch.segments}
+    values = sum(m.inputs["pixel_values"].size for m in media)
+    assert len(media) == 4 and (out / "journal/2.parquet").stat().st_size < 1.5 * values, (
+        "4 bytes of a value are not kept"
+    )
+    assert "is for text" in said(capsys, "audit", out, "--step", 2)
 
 
 def test_what_would_have_changed(run, capsys, tmp_path) -> None:
@@ -80,6 +98,20 @@ def test_log_probs_are_those_of_transformers(run, capsys) -> None:
     assert "12 of them sampled with the weights of this step" in text
     apart = [float(value) for value in re.findall(r"largest difference (\S+) nats", text)]
     assert len(apart) == 2 and max(apart) <= 1e-5
+    assert f"step 3 of {run}: 12 rows" in said(capsys, "audit", run)
+
+
+def test_trajectories_in_the_interchange_format(run, capsys, tmp_path) -> None:
+    assert "12 documents" in said(capsys, "export", run, tmp_path / "out", "--atif", "--step", 3)
+    made = {d["trajectory_id"]: d for d in map(atif.read, (tmp_path / "out").iterdir())}
+    batch, _ = journal.read(run / "journal/3.parquet")
+    for t in batch:
+        metrics = made[f"{run.name}/3/{t.uid}/{t.index}/0"]["steps"][-1]["metrics"]
+        assert metrics["prompt_token_ids"] == t.context_ids.tolist()
+        assert metrics["completion_token_ids"] == t.response_ids.tolist()
+        assert np.array_equal(np.float32(metrics["logprobs"]), t.rollout_log_probs)
+    assert "36 documents" in said(capsys, "export", run, tmp_path / "all", "--atif")
+    assert "its journal has steps 1 to 3" in said(capsys, "export", run, tmp_path / "none", "--atif", "--step", 9)
 
 
 def test_steps_that_the_journal_lacks_are_named(run, capsys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -288,9 +289,15 @@ def test_a_live_page_grows_and_keeps_what_the_reader_chose(page: chromium.Page, 
     page.eval("document.querySelector('#responses-body a.open').click()")
     page.wait("document.getElementById('panel').open")
     response = page.eval("document.getElementById('panel').textContent")
+    with (run / "events.jsonl").open("a") as events:  # a check says its cause once, and counts from then on
+        for step, more in ((31, ', "message": "step 31: loss: a mask is wrong"'), (32, "")):
+            events.write(f'{{"time": {time.time()}, "event": "check_loss", "step": {step}{more}}}\n')
     grow(run, 32)
     page.wait(f"{steps} === 32")
     assert page.eval("document.getElementById('panel').textContent") == response
+    assert "step 32: check loss, step 31: loss: a mask is wrong" in page.eval(
+        "document.getElementById('alarms').textContent"
+    )
 
 
 def test_only_the_token_opens_a_live_page(served: tuple[Path, str]) -> None:

@@ -138,11 +138,56 @@ def test_programs_start_beside_it(engine: Any) -> None:
         assert runner.run(run()) == 0
 
 
-def test_two_steps(tmp_path: Path, fork_server: Any) -> None:
-    run, out = TinyRun(tmp_path), tmp_path / "out"
-    done = fork_server.run(run.overrides(out, *TWO_STEPS), timeout=500, teardown=True)
+def probed(run: TinyRun, server: Any, fault: str, *words: str) -> tuple[Any, list[dict[str, float]]]:
+    """A run of two steps with a probe at each push. Its end, and training/sync_proof/* of each step."""
+    plugin, out = "from verl.trainer import sync_probe\nsync_probe.SHARE = 1e9\n", run.root / "out"
+    (run.root / "probe_plugin.py").write_text(plugin + fault)
+    more = ("actor_rollout_ref.model.external_lib=probe_plugin", "actor_rollout_ref.actor.optim.lr=1e-3", *words)
+    done = server.run(run.overrides(out, *TWO_STEPS, *more), timeout=500, teardown=True, PYTHONPATH=str(run.root))
+    file, prefix = out / "metrics.jsonl", "training/sync_proof/"
+    lines = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+    return done, [{k.removeprefix(prefix): v for k, v in r.items() if prefix in k} for r in lines if "step" in r]
+
+
+def test_two_steps_with_a_probe(tmp_path: Path, fork_server: Any) -> None:
+    done, steps = probed(TinyRun(tmp_path), fork_server, "")
     assert done.status == 0, done.stderr[-4000:]
-    assert_trained(out)
+    assert_trained(tmp_path / "out")
+    slopes = [step["slope"] for step in steps if "slope" in step]
+    assert slopes == pytest.approx([1.0] * len(slopes), abs=0.02) and slopes
+
+
+LOST = """
+from verl.engine.rollout.sglang.engine import SGLangEngine
+
+update, count = SGLangEngine._update, []
+SGLangEngine._update = lambda self, bucket: update(self, bucket) if len(count) < 1 else None
+load = SGLangEngine.load_weights
+
+
+def loaded(self, *args, **options):
+    result = load(self, *args, **options)
+    count.append(1)
+    return result
+
+
+SGLangEngine.load_weights = loaded
+"""
+KEPT = """
+from verl.engine.rollout.sglang.engine import SGLangEngine
+
+SGLangEngine._forget = lambda self, paused: None
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "said"), [(LOST, "the sampler's by 0% of that"), (KEPT, "keys and values of earlier")]
+)
+def test_a_sampler_that_does_not_follow_ends_the_run(fault: str, said: str, tmp_path: Path, fork_server: Any) -> None:
+    awake = ("actor_rollout_ref.rollout.free_cache_engine=False", "trainer.verify_weight_sync=False")
+    done, _ = probed(TinyRun(tmp_path), fork_server, fault, *awake, "trainer.logprob_diff_limit=1e9")
+    assert done.status == 1 and said in done.stderr, done.stderr[-4000:]
 
 
 @pytest.mark.long

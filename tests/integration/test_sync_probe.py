@@ -29,6 +29,20 @@ from verl.engine.rollout.native.scheduler import Scheduler
 Scheduler.forget_cache = lambda self: None
 """,
 }
+PARTLY = """
+from verl.engine.rollout.native import runner
+
+merged, seen = runner.merged_weight, []
+
+
+def partly(layer):
+    if layer not in seen:
+        seen.append(layer)
+    return layer.base_layer.weight.detach() if {} else merged(layer)
+
+
+runner.merged_weight = partly
+"""
 AWAKE = "actor_rollout_ref.rollout.free_cache_engine=False"  # else sleep drops what is stale
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-3")
 
@@ -69,6 +83,22 @@ def test_a_sampler_that_does_not(
         assert "before the first step: a known adapter" in stderr and not steps
     else:
         assert len(steps) <= 2 and steps[-1]["apart"] > 1e-3
+        assert ("keys and values of earlier weights" in stderr) is (fault == "keys and values of earlier weights")
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        ("layer.base_layer.weight.shape == (32, 32)", "k_proj, v_proj of all layers"),
+        ("seen.index(layer) == 13", "down_proj of layers 1"),
+    ],
+)
+def test_what_an_adapter_is_not_applied_to_is_named(
+    lost: str, named: str, fork_server: ForkServer, tiny: TinyRun, tmp_path: Path
+) -> None:
+    status, stderr, steps = run(fork_server, tiny, tmp_path, PARTLY.format(lost), AWAKE, *LORA)
+    assert status == 1 and not steps
+    assert f"the adapter is not applied as it should be in {named}: report it" in stderr, stderr[-3000:]
 
 
 def test_warn_goes_on(fork_server: ForkServer, tiny: TinyRun, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from tests.runs import TinyRun, main_ppo, records, weights
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_tokenizer
 from tests.unit.engine.training.engine_cases import gradients
 from verl.algorithms.flat_tokens import count_denominators
 from verl.algorithms.objective import ActorObjective
@@ -106,6 +107,28 @@ def test_trainer_and_sampler_agree(limits: dict[str, Any]) -> None:
     finds.forward(rows, ("log_probs", "sampling_mask"), temperature=TEMPERATURE)
     assert off_by(finds, rows) <= 1e-5
     assert all((row.sampling_mask == own).all() for row, own in zip(rows, sets, strict=True))
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}], ids=str)
+def test_they_agree_on_what_a_grammar_left(limits: dict[str, Any]) -> None:
+    """A few ids, many, and by top_p fewer of these; in both turns, for preempted responses too."""
+    pytest.importorskip("llguidance")
+    agent_loop.register("two_turns")(TwoTurns)
+    options = {"tokenizer": tiny_tokenizer(), "cache_tokens": 200, "max_num_batched_tokens": 24}
+    grammar = 'start: ("a" /[0-9]/ /[b-z]/)+'
+    try:
+        rows = sampled(model := model_of(), limits | {"grammar": grammar}, "two_turns", **options)
+    finally:
+        loops._LOOPS.pop("two_turns")
+    engine = engine_of(model)
+    assert off_by(engine, rows) <= 1e-5
+    for row in rows:
+        text = options["tokenizer"].decode(row.response_ids[:20]).partition("<|im_end|>")[0]
+        assert re.fullmatch("(a[0-9][b-z])+(a[0-9]?)?", text), text
+        sizes = {len(s) for s in row.sampling_mask[row.response_mask]}
+        assert {5} < sizes and 0 not in sizes
+        row.sampling_mask = None
+    assert off_by(engine, rows) > 1
 
 
 def test_later_turns_preempted_responses_and_inserted_tokens() -> None:

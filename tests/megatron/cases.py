@@ -17,6 +17,7 @@ from tests.unit.engine.training.engine_cases import BOTH, simple_loss
 from tests.unit.engine.training.fsdp_cases import TOPK, rows, shares, total
 from verl.engine.training.log_prob import CANDIDATE_OUTPUTS
 from verl.models.sampling_mask import encode_sets
+from verl.trajectory import Trajectory
 
 INSTALLED = None not in (importlib.util.find_spec("megatron"), importlib.util.find_spec("mbridge"))
 NEEDS_MEGATRON = pytest.mark.skipif(
@@ -175,6 +176,15 @@ def with_fsdp(path: Path) -> dict[str, Any]:
     return seen | {"weights": copied(engine)}
 
 
+def on_the_host(path: Path) -> dict[str, torch.Tensor]:
+    """The weights after all steps of an optimizer whose state and steps are the host's."""
+    overrides = {"adam_eps": EPS, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    engine = _build(path, {}, role={"optim": OPTIM | {"override_optimizer_config": overrides}})
+    for _ in range(STEPS):
+        learn(engine)
+    return copied(engine)
+
+
 def in_half(path: Path, dtype: str, total: int, folder: Path) -> tuple[dict[str, Any], float, bool]:
     """Outputs, the gradient norm of a step over a loss of so many tokens, and whether a resume after it is exact."""
     engine, other, loss = _build(path, {}, dtype=dtype), _build(path, {}, dtype=dtype), simple_loss(total, 0.1)
@@ -201,6 +211,54 @@ def distributed(path: Path, sizes: dict[str, Any], folder: Path) -> dict[str, to
 def from_distributed(path: Path, sizes: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
     """The weights of an engine that starts with those in `folder`."""
     return copied(_build(path, sizes, use_dist_checkpointing=True, dist_checkpointing_path=str(folder)))
+
+
+# -- images --------------------------------------------------------------------------------------------------
+
+
+def seeing_rows(path: Path) -> list[Any]:
+    """Two responses to each of four prompts, of none to three images."""
+    from tests.invariant.test_vision import make_prompts
+
+    rng, out = np.random.default_rng(3), []
+    for prompt in make_prompts(path):
+        for index, size in enumerate((5, 9)):
+            advantages = rng.standard_normal(size).astype(np.float32)
+            ids, mask = rng.integers(0, 250, size), np.ones(size, bool)
+            out += Trajectory(prompt, index, ids, mask, advantages=advantages).segments
+    return out
+
+
+def see(path: Path, strategy: str, sizes: dict[str, Any], folder: Path, **role: Any) -> dict[str, Any]:
+    """What is compared of a model that sees images. Files are left in `folder`."""
+
+    def build() -> Any:
+        options = {"role": role | {"ppo_max_token_len_per_gpu": 160}}
+        return _fsdp(path, **options) if strategy == "fsdp" else _build(path, sizes, **options)
+
+    engine, rows = build(), seeing_rows(path)
+    mine, count = rows[engine.dp_rank :: engine.dp_size], sum(row.length for row in rows)
+    seen: dict[str, Any] = {"start": copied(engine), "holds": engine.holds_outputs}
+    seen |= {"rows": range(len(rows))[engine.dp_rank :: engine.dp_size], "lengths": [row.length for row in rows]}
+    seen["outputs"] = engine.forward(mine, BOTH, temperature=0.8)
+    seen["images"] = engine.images()
+    engine.save_weights(folder / "start")
+
+    def step(engine: Any) -> Any:
+        result = engine.step(mine, simple_loss(count, 0.1), BOTH, temperature=0.8)
+        engine.advance()
+        return result
+
+    results = [step(engine) for _ in range(STEPS - 1)]
+    engine.save_weights(folder / "weights")
+    engine.save_optimizer(folder / "optimizer")
+    results.append(step(engine))
+    seen |= {"norms": [r.grad_norm for r in results], "weights": copied(engine)}
+    other = build()
+    other.load_weights(folder / "weights")
+    other.load_optimizer(folder / "optimizer")
+    step(other)
+    return seen | {"resumed": identical(seen["weights"], copied(other))}
 
 
 # -- adapters ------------------------------------------------------------------------------------------------

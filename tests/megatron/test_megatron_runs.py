@@ -17,6 +17,7 @@ from tests.chaos.ray_runs import LIMIT_S, events, last_word, pid_of, steps_logge
 from tests.megatron.cases import NEEDS_MEGATRON
 from tests.runs import TinyRun, environment, main_ppo, records
 from tests.tiny import tiny_model
+from tests.unit.reward.test_reward_model import classifier
 from tests.unit.trainer import test_sft_trainer as sft
 from tests.vllm_cases import require_vllm, vllm_model
 
@@ -52,6 +53,14 @@ def test_a_run_goes_on_at_another_layout(tiny: TinyRun, tmp_path: Path) -> None:
     assert all(seen[step]["actor/grad_norm"] > 0 for step in seen) and seen[3]["actor/kl_loss"] > 0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("shards", [True, False])
+def test_two_data_parallel_ranks(tiny: TinyRun, tmp_path: Path, shards: bool) -> None:
+    seen = train(tiny, tmp_path / "out", f"{ACTOR}.use_distributed_optimizer={shards}")
+    assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+    assert all(seen[step]["actor/grad_norm"] > 0 for step in (1, 2))
+
+
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_adapters_and_the_base_as_reference(tiny: TinyRun, tmp_path: Path, size: int) -> None:
     pytest.importorskip("peft")
@@ -85,6 +94,21 @@ def test_a_critic_on_two_stages(tiny: TinyRun, tmp_path: Path) -> None:
     words += ("critic.model.external_lib=tests.megatron_on_cpu", f"{ACTOR}.pipeline_model_parallel_size=2")
     seen = train(tiny, tmp_path / "out", *words, "critic.megatron.pipeline_model_parallel_size=2")
     assert seen[2]["critic/vf_loss"] > 0 and seen[2]["critic/grad_norm"] > 0
+
+
+def test_a_teacher_and_a_reward_model_have_the_layout_of_the_policy(tiny: TinyRun, tmp_path: Path) -> None:
+    teacher, scorer = tiny_model(tmp_path / "teacher", seed=5, scale=4.0), classifier(tmp_path / "scorer")
+    words = ["distillation.enabled=True", "distillation.distillation_loss.loss_mode=k2"]
+    words += [f"distillation.teacher_models.teacher_model.model_path={teacher}", "trainer.total_training_steps=1"]
+    words += ["reward_model.enable=True", f"reward_model.model.path={scorer}", "custom_reward_function.path=null"]
+    words += ["reward_model.rollout.dtype=float32", "trainer.save_freq=-1"]
+    ref = ("actor_rollout_ref.ref.megatron.dtype=float32",)
+    seen = train(tiny, tmp_path / "out", *words, *ref, f"{ACTOR}.pipeline_model_parallel_size=2")[1]
+    plain = main_ppo(tiny.overrides(tmp_path / "plain", *words, "trainer.test_freq=0"))
+    assert plain.returncode == 0, plain.stderr[-4000:]
+    expected = records(tmp_path / "plain")[1]
+    for name in ("distillation/loss", "reward/model/mean", "critic/score/mean", "actor/grad_norm"):
+        assert seen[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
 def test_vllm_samples_with_the_weights_of_two_ranks(tmp_path: Path) -> None:

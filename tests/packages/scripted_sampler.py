@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class ScriptedSampler(NativeEngine):
 
 class Scripted(Native):
     name = "scripted"
+    capabilities = replace(Native.capabilities, grammars=False)
 
     def attach(self, config: Any, tokenizer: Any, trainer: Any) -> Any:
         engine = on_tensors(config, tokenizer, trainer.module, str(trainer.compute_dtype))

@@ -8,16 +8,12 @@ import pytest
 import torch
 
 from tests.integration.test_vision_runs import VisionRun
-from tests.pretend.counts import BOUNDS, COUNTS, Counts, counting
+from tests.pretend.device import Counts, counting
 from tests.runs import TinyRun
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import rows_of, simple_loss
 from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.trainer.main_ppo import main
-
-
-def check(name: str, count: float) -> None:
-    assert count <= BOUNDS[name], f"{name}: {count:.4g}, at most {BOUNDS[name]}"
 
 
 def trained(folder: Path, layers: int, sizes: list[int], *, step: bool) -> Counts:
@@ -37,14 +33,16 @@ def trained(folder: Path, layers: int, sizes: list[int], *, step: bool) -> Count
 
 def test_launches_and_bytes_of_training(tmp_path: Path) -> None:
     few, many = [50] * 2, [50] * 6
-    for step in (False, True):
+    for step, most, most_outside in ((False, 28, 45), (True, 69, 84)):
         one, two = (trained(tmp_path, n, many, step=step) for n in (1, 2))
-        layer, kind = two.launches.total() - one.launches.total(), "step" if step else "forward"
-        check(f"training: launches a layer, {kind}", layer)
-        check(f"training: launches outside the layers, {kind}", one.launches.total() - layer)
+        layer = two.launches.total() - one.launches.total()
+        outside = one.launches.total() - layer
+        print(f"step {step}: launches a layer {layer}, outside {outside}")
+        assert layer <= most and outside <= most_outside
     less = [trained(tmp_path, n, few, step=True).bytes for n in (1, 2)]
     grown = (two.bytes - one.bytes - (less[1] - less[0])) / (49 * 4)
-    check("training: KB a token and layer, step", grown / 1000)
+    print(f"KB a token and layer {grown / 1000:.0f}")
+    assert grown <= 489e3
 
 
 FEATURES = {
@@ -71,4 +69,3 @@ def test_a_step_of(feature: str, tiny: TinyRun, tmp_path: Path) -> None:
         assert main(tiny.overrides(tmp_path / "out", "trainer.total_training_steps=1", *words)) == 0
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(COUNTS) == 1

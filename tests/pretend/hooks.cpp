@@ -1,29 +1,6 @@
-// What torch's CPU build asks of CUDA: that a device is there, its current stream, and memory that is pinned.
-#include <ATen/Context.h>
+// What torch's CPU build asks of CUDA: that a device is there, and its current stream.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <map>
-#include <mutex>
-
-static std::map<const char*, size_t> blocks;
-static std::mutex lock;
-
-struct Pinned final : c10::Allocator {
-  static void release(void* p) {
-    std::lock_guard<std::mutex> held(lock);
-    blocks.erase(static_cast<char*>(p));
-    free(p);
-  }
-  c10::DataPtr allocate(size_t n) override {
-    void* p = aligned_alloc(64, (n / 64 + 1) * 64);
-    std::lock_guard<std::mutex> held(lock);
-    blocks[static_cast<char*>(p)] = n;
-    return {p, p, &release, c10::Device(c10::kCPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t n) const override { default_copy_data(to, from, n); }
-};
-static Pinned pinned;
 
 namespace at {
 struct CUDAHooks : CUDAHooksInterface {
@@ -35,13 +12,6 @@ struct CUDAHooks : CUDAHooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return false; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
-  Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
-  bool isPinnedPtr(const void* data) const override {
-    std::lock_guard<std::mutex> held(lock);
-    auto at = static_cast<const char*>(data);
-    auto next = blocks.upper_bound(at);
-    return next != blocks.begin() && at < (--next)->first + next->second;
-  }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -163,10 +163,11 @@ def grpo(inputs: EstimatorInputs) -> Result:
     A group whose scores are all equal gets exactly 0; a group of one has mean 0 and std 1.
     Sources: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783.
     """
-    return _group_relative(inputs.scores, inputs)
+    return group_relative(inputs.scores, inputs)
 
 
-def _group_relative(scores: np.ndarray, inputs: EstimatorInputs, index: Iterable[Any] | None = None) -> np.ndarray:
+def group_relative(scores: np.ndarray, inputs: EstimatorInputs, index: Iterable[Any] | None = None) -> np.ndarray:
+    """The advantage of `grpo` on other scores, or over other groups, [N]."""
     group = GroupStatistics.of(scores, inputs.index if index is None else index)
     advantage = scores - group.mean
     if inputs.divide:
@@ -193,7 +194,8 @@ def grpo_passk(inputs: EstimatorInputs) -> Result:
     the subsets I of k members that contain it, undivided where the division is off; k is `passk_k`, n_g without.
 
     With k = n_g the best response gets s₍₁₎ − s₍₂₎, all others 0. A smaller group has k = n_g. In a group of one A = s.
-    Sources: arXiv 2503.19595; k < n_g: PKPO, arXiv 2505.15201.
+    Undivided it is s^(loo−1) of PKPO: s_i − (k/n)·ρ(n−1, k−1) without i, ρ the estimate of the best of k.
+    Sources: arXiv 2503.19595; k < n_g: PKPO, arXiv 2505.15201, equation 33.
     """
     group = GroupStatistics.of(inputs.scores, inputs.index)
     advantage = np.zeros_like(inputs.scores)
@@ -219,16 +221,32 @@ def gdpo(inputs: EstimatorInputs) -> Result:
     RewardPartError without keys, and for a response whose reward has no number under one of them.
     Source: arXiv 2601.05242.
     """
+    return whiten_responses(_sum_of_components(inputs), inputs)
+
+
+@ESTIMATORS.register("mo_grpo", compares_groups=True, keys=GDPO_KEYS[:2])
+def mo_grpo(inputs: EstimatorInputs) -> Result:
+    """A = Σ_q w_q (s_q − mean_g s_q) / (std_g s_q + ε) over the components q of `gdpo_reward_keys`: each has the same
+    variance, whatever its scale, and nothing is whitened after the sum; w_q = 1 unless weights are given.
+
+    RewardPartError as of `gdpo`. Source: MO-GRPO, arXiv 2509.22047.
+    """
+    return _sum_of_components(replace(inputs, divide=True))
+
+
+def _sum_of_components(inputs: EstimatorInputs) -> np.ndarray:
+    """Σ_q w_q A^q, A^q the advantage of GRPO on component q."""
     keys = setting(inputs.config, "gdpo_reward_keys", [])
     weights = setting(inputs.config, "gdpo_reward_weights", [1.0] * len(keys))
     if not keys or len(weights) != len(keys):
         raise RewardPartError(
-            f"gdpo needs algorithm.gdpo_reward_keys, and as many gdpo_reward_weights: {keys}, {weights}"
+            f"{setting(inputs.config, 'adv_estimator', 'gdpo')} needs algorithm.gdpo_reward_keys, and as many "
+            f"gdpo_reward_weights: {keys}, {weights}"
         )
     parts = [
-        weight * _group_relative(_component(key, inputs), inputs) for key, weight in zip(keys, weights, strict=True)
+        weight * group_relative(_component(key, inputs), inputs) for key, weight in zip(keys, weights, strict=True)
     ]
-    return whiten_responses(np.sum(parts, axis=0), inputs)
+    return np.asarray(np.sum(parts, axis=0))
 
 
 class RewardPartError(ValueError, AssertionError):
@@ -315,6 +333,47 @@ def rae(inputs: EstimatorInputs) -> Result:
         before = baselines.get(key, 0.0)
         advantages[i], baselines[key] = score - before, decay * before + (1 - decay) * score
     return advantages
+
+
+# -- an estimator that reads teachers ------------------------------------------------------------------------------
+
+RLCSD_KEYS = ("rlcsd_tau", "rlcsd_scale", "rlcsd_threshold", "rlcsd_weight", "norm_adv_by_std_in_grpo")
+RLCSD_NEEDS = frozenset({"teacher_log_probs", "teacher_contrast_log_probs"})
+WITHOUT_CONTRAST = "without_contrast"
+"""The note (`Trajectory.extra`) of a response for which the teacher had no right or no wrong response to read."""
+
+
+@ESTIMATORS.register("rlcsd", compares_groups=True, needs=RLCSD_NEEDS, keys=RLCSD_KEYS)
+def rlcsd(inputs: EstimatorInputs) -> Result:
+    """A = A^g, that of `grpo`, and on tokens with |r| > `rlcsd_threshold` A = A^g + r, limited to the side of A^g: r =
+    `rlcsd_scale`·tanh(e / `rlcsd_tau`), e the teacher's log-prob after a right response less that after wrong ones.
+
+    The tokens of both kinds have a mean of their own in the loss (`token-mean`), that of those with r times
+    `rlcsd_weight`: A is multiplied by T / T_kind, counts of the step's tokens in the loss. A response for which the
+    teacher had not both to read (`contrast` of a teacher) has A = 0 and is in no count.
+    Source: RLCSD, arXiv 2606.11709; the constants are those of the authors' code.
+    """
+    settings = {name: float(setting(inputs.config, name)) for name in RLCSD_KEYS[:4]}
+    rows = inputs.batch or ()
+    learns = [not t.extra.get(WITHOUT_CONTRAST) for t in rows] or [True] * len(inputs.scores)
+    masks = [mask & counted for mask, counted in zip(inputs.loss_masks, learns, strict=True)]
+    right, wrong = inputs.column("teacher_log_probs"), inputs.column("teacher_contrast_log_probs")
+    residuals = [
+        settings["rlcsd_scale"] * np.tanh((a - b) / settings["rlcsd_tau"]) for a, b in zip(right, wrong, strict=True)
+    ]
+    selected = [np.abs(r) > settings["rlcsd_threshold"] for r in residuals]
+    of_kind = [
+        sum(int((m & kind).sum()) for m, kind in zip(masks, kinds, strict=True))
+        for kinds in ([~s for s in selected], selected)
+    ]
+    total = sum(int(mask.sum()) for mask in inputs.loss_masks)
+    plain, moved = (total / max(count, 1) for count in of_kind)
+    advantages = []
+    for base, r, kind, counted in zip(group_relative(inputs.scores, inputs), residuals, selected, learns, strict=True):
+        towards = np.sign(base) * np.maximum(np.sign(base) * (base + r), 0.0)
+        scaled = np.where(kind, towards * moved * settings["rlcsd_weight"], base * plain)
+        advantages.append(scaled * counted)
+    return advantages, advantages
 
 
 # -- estimators whose advantages differ from token to token: recursions over the policy tokens of all segments ------
@@ -404,58 +463,6 @@ def optimal_token_baseline(inputs: EstimatorInputs) -> Result:
             if group.equal[i]:
                 advantages[i] = np.zeros_like(returns[i])
     return advantages, returns
-
-
-# -- credit for the steps of an agent ----------------------------------------------------------------------------
-
-
-def steps_of(trajectory: Trajectory) -> tuple[list[int], list[bytes]]:
-    """Of each step, a run of policy tokens: the number of the first among the policy tokens, and the state.
-
-    The state is what the environment said last, its token ids: the tokens between two runs; for the first run of a
-    segment what its context adds to the segment that it goes on from, or all of the context.
-    """
-    starts, states, before = list[int](), list[bytes](), 0
-    for segment in trajectory.segments:
-        ids, mask = segment.columns["response_ids"], np.asarray(segment.columns["response_mask"], bool)
-        first = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
-        ends = np.append(-1, np.flatnonzero(mask & ~np.append(mask[1:], False)))
-        context = segment.context_ids[segment.shared :]
-        for number, (start, end) in enumerate(zip(first, ends, strict=False)):
-            said = ids[end + 1 : start]
-            starts.append(before + int(np.count_nonzero(mask[:start])))
-            states.append((said if number else np.concatenate([context, said])).astype(np.int64).tobytes())
-        before += int(np.count_nonzero(mask))
-    return starts, states
-
-
-GIGPO_KEYS = ("gigpo_step_weight", "gamma", "norm_adv_by_std_in_grpo")
-
-
-@ESTIMATORS.register("gigpo", compares_groups=True, keys=GIGPO_KEYS)
-def gigpo(inputs: EstimatorInputs) -> Result:
-    """A = A^E + ω·A^S: A^E of `grpo` on the scores, A^S of `grpo` on R_t = Σ_{j ≥ t} γ^{j−t}·r_j of the group's steps in
-    the same state; ω is `gigpo_step_weight`. A step is a run of policy tokens, r_t the sum of its token rewards.
-
-    The state is what the environment said last, token by token. A step that is alone in its state has A^S = 0.
-    Source: GiGPO, arXiv 2505.10978.
-    """
-    if inputs.batch is None:
-        raise ValueError("gigpo needs the steps of the responses, which only the trainer knows")
-    episode, steps = _group_relative(inputs.scores, inputs), [steps_of(t) for t in inputs.batch]
-    returns = [
-        discounted_sums(np.add.reduceat(rewards, starts), inputs.gamma) if starts else np.zeros(0)
-        for rewards, (starts, _) in zip(inputs.column("token_rewards"), steps, strict=True)
-    ]
-    keys = [(uid, state) for uid, (_, states) in zip(inputs.index, steps, strict=True) for state in states]
-    relative = _group_relative(np.concatenate(returns), inputs, keys)
-    relative = np.where(Groups.of(keys).size > 1, relative, 0.0) * setting(inputs.config, "gigpo_step_weight", 1.0)
-    of_steps = np.split(relative, np.cumsum([len(values) for values in returns])[:-1])
-    advantages = [
-        whole + np.repeat(values, np.diff([*starts, length]))
-        for whole, values, (starts, _), length in zip(episode, of_steps, steps, inputs.lengths, strict=True)
-    ]
-    return advantages, advantages
 
 
 # -- how much of the policy gradient is signal: proxies of its variance, from Σπ² per token ---------------------------

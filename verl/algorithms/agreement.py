@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from verl.algorithms.correction import LIMIT, correction_metrics, mean_of
-from verl.config.layout import sampling_mask_from
+from verl.config.layout import quantized_sampling, sampling_mask_from
 from verl.config.schema.entries import Config
 from verl.engine.registry import float_name
 from verl.trajectory import Trajectory
@@ -156,14 +157,39 @@ def _policy(values: np.ndarray, row: Trajectory) -> np.ndarray:
     return values if mask.all() else values[mask]
 
 
-FAR = {"float32": ("max", 1e-3), "half": ("mean", 0.1)}
-"""|sampler's log-prob − trainer's| of the first batch beyond which two models must differ, in nats: of a token where
-both compute in float32, on average in half precision. Measured agreement is some hundred times, and ten times, better
-(docs/weight-sync.md)."""
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What rounding explains of differences between two computations of the same, and no more; differences of log-probs
+    in nats. docs/weight-sync.md has the table, and what was measured.
+
+    far      |sampler's log-prob − trainer's| of a batch: the largest or the mean, and its bound
+    noise    of the probe at each push: least and most difference under the same weights that is taken for rounding
+    known    B of the known adapter: moves far above rounding, and most greedy tokens stay as they are
+    loss     of a loss, and of a gradient's product, from its value at ratio 1: share of the mean size of their terms
+    update   of norms and losses of the same update, cut otherwise: relative
+    """
+
+    far: tuple[str, float]
+    noise: tuple[float, float]
+    known: float
+    loss: float
+    update: float
+
+
+BOUNDS = {
+    "float32": Bounds(("max", 1e-3), (1e-5, 1e-4), 0.003, 1e-3, 1e-3),
+    "half": Bounds(("mean", 0.1), (3e-3, 3e-2), 0.01, 0.1, 0.05),
+}
+"""By the lower precision of the two sides."""
+
+
+def precision_of(*dtypes: str) -> str:
+    """The key of `BOUNDS` for these data types."""
+    return "float32" if all(float_name(name) == "float32" for name in dtypes) else "half"
 
 
 def first_step_bound(config: Config, trainer_dtype: str) -> tuple[str, float] | None:
-    """What a run's first batch is held to: `FAR` of the precision in use. trainer_dtype: in which the policy's ranks
+    """What a run's first batch is held to: `Bounds.far` of the precision in use. trainer_dtype: in which the policy's ranks
     compute.
 
     None where both may differ by design (bypass mode, a distribution that is truncated by one side or not the one sampled
@@ -177,21 +203,22 @@ def first_step_bound(config: Config, trainer_dtype: str) -> tuple[str, float] | 
         (truncated and not replayed)
         or rollout.repetition_penalty != 1
         or rollout.logprobs_mode != "processed_logprobs"
-        or rollout.quantization
+        or quantized_sampling(rollout)
     )
     if other or config.algorithm.rollout_correction.bypass_mode:
         return None
     if config.trainer.logprob_diff_limit is not None:
         return None
-    names = rollout.dtype or trainer_dtype, trainer_dtype
-    return FAR["float32" if all(float_name(name) == "float32" for name in names) else "half"]
+    return BOUNDS[precision_of(rollout.dtype or trainer_dtype, trainer_dtype)].far
 
 
-def first_step_disagreement(metrics: Mapping[str, Any], bound: tuple[str, float] | None) -> str:
+def first_step_disagreement(
+    metrics: Mapping[str, Any], bound: tuple[str, float] | None, rows: Iterable[Trajectory] = ()
+) -> str:
     """Why a run's first batch shows that sampler and trainer do not compute the same model; "" if it does not.
 
     Finds what checksums of a weight sync cannot: tied or fused weights that the sampler derived from old ones, a stale
-    cache. `bound`: of `first_step_bound`. A batch with responses of an earlier version of the weights shows nothing.
+    cache. `bound`: of `first_step_bound`. rows: of the batch, to say where they differ. A batch with responses of an earlier version of the weights shows nothing.
     """
     if bound is None or metrics.get("training/off_policy/trajectory_staleness_worst/max", 0) > 0:
         return ""
@@ -199,12 +226,43 @@ def first_step_disagreement(metrics: Mapping[str, Any], bound: tuple[str, float]
     difference = metrics.get(f"training/rollout_logprob_abs_diff/{kind}")
     if difference is None or not difference > limit:  # nan: nothing was compared, or the update is refused
         return ""
+    where = f"; {said}" if (said := where_apart(rows)) else ""
     return (
         "sampler and trainer do not compute the same model: in the first batch after a weight sync their log-probs "
-        f"differ by {difference:.3g} nats ({kind}), rounding of their precisions explains at most {limit:g}. "
+        f"differ by {difference:.3g} nats ({kind}), rounding of their precisions explains at most {limit:g}{where}. "
         "Weights reached the sampler in a wrong form, or it computes this architecture differently: report it, and try "
         "rollout.name=native; trainer.logprob_diff_limit=1e9 goes on regardless"
     )
+
+
+def where_apart(rows: Iterable[Trajectory]) -> str:
+    """Where in the responses log-probs of sampler and trainer begin to differ clearly, and what that points to; "" where
+    they do not."""
+    apart = [
+        (row, np.abs(row.old_log_probs - row.rollout_log_probs) * row.response_mask)
+        for row in rows
+        if row.old_log_probs is not None and row.rollout_log_probs is not None and row.policy_tokens
+    ]
+    limit = 0.3 * max((float(values.max()) for _, values in apart), default=0.0)
+    first, later, following = 0, 0, 0
+    for row, values in apart:
+        if not values.max() > limit:
+            continue
+        turns = np.flatnonzero(np.diff(row.response_mask.astype(np.int8), prepend=0) == 1)
+        start = int(turns[np.searchsorted(turns, at := int(np.argmax(values > limit)), side="right") - 1])
+        if at - start > 1:
+            later += 1
+        elif start == turns[0]:
+            first += 1
+        else:
+            following += 1
+    causes = {
+        "the beginning of a response: another prompt (template, image, positions), or other weights": first,
+        "the beginning of a later turn: what stands between the turns is another (template, results of tools)": following,
+        "the middle of a response: positions, masks, routes or cached keys and values of decoded tokens": later,
+    }
+    cause = max(causes, key=causes.__getitem__)
+    return f"they part in {causes[cause]} of {len(apart)} responses at {cause}" if causes[cause] else ""
 
 
 def high_percentile(parts: Sequence[np.ndarray], percent: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,9 +45,9 @@ def compute_advantages(
     Metrics: training/dropped_groups; with KL in the reward actor/reward_kl_penalty and its coefficient;
     rollout_corr/rollout_is_… and rollout_rs_…; critic/reward_baseline/mean where greedy responses are compared with.
     """
-    estimator = ESTIMATORS.get(algorithm.adv_estimator)
     greedy = "reward_baselines" in ESTIMATORS.needs(algorithm.adv_estimator)
-    compares = ESTIMATORS.declared(algorithm.adv_estimator).compares_groups
+    of_source = {source: _settings_of(source, algorithm) for source in {t.prompt.data_source for t in batch}}
+    compares = {s: ESTIMATORS.declared(group.adv_estimator).compares_groups for s, group in of_source.items()}
     usable, dropped = prepare_outcomes(batch, rollout_n, compares, greedy)
     metrics: dict[str, float] = {}
     correction = parse_correction(setting(algorithm, "rollout_correction"))
@@ -65,33 +65,47 @@ def compute_advantages(
     if correction.active and not correction.bypass:
         metrics |= correct(rows.trajectories, correction)
         if not correction.rejected_in_baseline:
-            rows, alone = _without_rejected(rows, compares and rollout_n >= 2)
+            rows, alone = _without_rejected(rows, compares, rollout_n)
             dropped += alone
     metrics["training/dropped_groups"] = dropped
-    if len(rows):
-        _estimate(rows, estimator, algorithm, {} if state is None else state)
+    state = {} if state is None else state
+    for settings in {id(group): group for group in of_source.values()}.values():
+        part = [t for t in rows if of_source[t.prompt.data_source] is settings]
+        if part:
+            _estimate(Batch(part, batch.meta), ESTIMATORS.get(settings.adv_estimator), settings, state)
     if greedy:
         baselines = _baselines(Batch({t.uid: t for t in rows}.values()))
         metrics["critic/reward_baseline/mean"] = math.nan if baselines is None else float(np.mean(baselines))
     return metrics
 
 
+def _settings_of(source: str, algorithm: Any) -> Any:
+    """The algorithm's settings for the rows of a data source (`by_source`); the group itself where there are none."""
+    changes = (setting(algorithm, "by_source") or {}).get(source)
+    if not changes:
+        return algorithm
+    settings = copy.copy(algorithm)
+    for name, value in changes.items():
+        setattr(settings, name, value)
+    return settings
+
+
 def prepare_outcomes(
-    batch: Batch, rollout_n: int, needs_group_baseline: bool, needs_greedy: bool = False
+    batch: Batch, rollout_n: int, needs_group_baseline: bool | Mapping[str, bool], needs_greedy: bool = False
 ) -> tuple[np.ndarray, int]:
     """Decide which responses count and set `loss_mask` of every trajectory.
 
     Returns (usable bool [N], number of groups dropped). loss_mask is the policy mask of usable responses, but for those
     without gradient (`rollout.agent.on_status`), and all False elsewhere. With `rollout_n` ≥ 2 and an estimator that
-    compares the members of a group, a group left with one scored response has no baseline: it is dropped. With
-    rollout_n = 1 every response is a group of one and all scored ones count. `needs_greedy`: a group is dropped too
-    whose greedy response has no score.
+    compares the members of a group (of the run, or of each data source), a group left with one scored response has no
+    baseline: it is dropped. With rollout_n = 1 every response is a group of one and all scored ones count.
+    `needs_greedy`: a group is dropped too whose greedy response has no score.
     """
     outcomes = {id(t) for t in batch if t.scored}
     dropped = 0
     for group in batch.groups():
         members = [id(t) for t in group if id(t) in outcomes]
-        alone = len(members) == 1 and rollout_n >= 2 and needs_group_baseline
+        alone = len(members) == 1 and rollout_n >= 2 and _compares(group[0], needs_group_baseline)
         greedy = group[0].baseline
         if members and (alone or (needs_greedy and (greedy is None or not greedy.scored))):
             dropped += 1
@@ -103,7 +117,13 @@ def prepare_outcomes(
     return usable, dropped
 
 
-def _without_rejected(rows: Batch, needs_group_baseline: bool) -> tuple[Batch, int]:
+def _compares(trajectory: Trajectory, needs_group_baseline: bool | Mapping[str, bool]) -> bool:
+    if isinstance(needs_group_baseline, bool):
+        return needs_group_baseline
+    return needs_group_baseline[trajectory.prompt.data_source]
+
+
+def _without_rejected(rows: Batch, compares: Mapping[str, bool], rollout_n: int) -> tuple[Batch, int]:
     """(the rows of which rejection left a token to train on, the number of groups it left without a baseline).
 
     A response that had no gradient before the rejection stays: its score is an outcome of its group all the same.
@@ -112,7 +132,7 @@ def _without_rejected(rows: Batch, needs_group_baseline: bool) -> tuple[Batch, i
     dropped = 0
     for group in rows.groups():
         members = [t for t in group if t.loss_mask.any() or t.extra.get("without_gradient") or not t.policy_tokens]
-        if needs_group_baseline and len(members) == 1:
+        if rollout_n >= 2 and len(members) == 1 and _compares(group[0], compares):
             members[0].loss_mask = np.zeros(members[0].length, bool)
             members, dropped = [], dropped + 1
         accepted += members
@@ -169,6 +189,9 @@ def _estimate(rows: Batch, estimator: Estimator, algorithm: Any, state: dict[str
     masks = [np.asarray(t.response_mask, bool) for t in rows]
     result = estimator(replace(_inputs(rows, masks, algorithm), state=state))
     advantages, returns = result if isinstance(result, tuple) else (result, result)
+    if (weight := float(setting(algorithm, "weight", 1.0))) != 1:
+        of_both, advantages = returns is advantages, [weight * values for values in advantages]
+        returns = advantages if of_both else returns
     for t, mask, advantage, value in zip(rows, masks, advantages, returns, strict=True):
         t.advantages = on_tokens(advantage, mask)
         t.returns = t.advantages if returns is advantages else on_tokens(value, mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from verl.algorithms.correction import parse_rules, parse_weighting
@@ -11,8 +11,9 @@ from verl.config.layout import own_pools, policy_placement
 from verl.config.matching import nearest
 from verl.config.model_facts import ModelFacts
 from verl.config.report import ACTOR, ROLLOUT, Report
-from verl.config.schema.algorithm import GROUP_ESTIMATORS, TEACHER_KEYS, TOPK_MODES
-from verl.config.schema.base import Root
+from verl.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, TEACHER_KEYS, TOPK_MODES
+from verl.config.schema.base import Group, Map, Root
+from verl.plugins import REGISTRIES
 
 _CORRECTION = "algorithm.rollout_correction"
 _LOSS, _TEACHERS = "distillation.distillation_loss", "distillation.teacher_models"
@@ -21,7 +22,7 @@ _LOSS, _TEACHERS = "distillation.distillation_loss", "distillation.teacher_model
 def check(config: Root, report: Report) -> None:
     """Check `algorithm.*`, the losses of the actor, and `distillation.*` of a reinforcement-learning run."""
     if report.ppo:
-        for rules in (_kl, _estimator, _loss, _correction):
+        for rules in (_kl, _estimator, _by_source, _loss, _correction):
             rules(report)
         if report.config.distillation.enabled:
             _distillation(report)
@@ -62,12 +63,41 @@ def _estimator(report: Report) -> None:
         message = "the KL penalty is not known while groups are sampled; use metric=reward"
         report.refuse("algorithm.filter_groups.metric=seq_final_reward", message)
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if name == "gdpo" and not keys:
-        report.refuse("algorithm.gdpo_reward_keys", "gdpo needs the keys the reward function returns, [a,b]")
+    if name in ("gdpo", "mo_grpo") and not keys:
+        report.refuse("algorithm.gdpo_reward_keys", f"{name} needs the keys the reward function returns, [a,b]")
     if keys and weights and len(keys) != len(weights):
         report.refuse("algorithm.gdpo_reward_weights", f"{len(weights)} weights for {len(keys)} keys")
-    if name == "gdpo" and algorithm.use_kl_in_reward:
-        report.notice("algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys alone")
+    if name in ("gdpo", "mo_grpo") and algorithm.use_kl_in_reward:
+        report.notice(f"algorithm.use_kl_in_reward=True with {name}: advantages are made of gdpo_reward_keys alone")
+
+
+def _by_source(report: Report) -> None:
+    """Settings of data sources are settings of the group, and their estimators need what the run has."""
+    algorithm = report.config.algorithm
+    keys = {"weight", *(name for name, value in vars(algorithm).items() if not isinstance(value, Group | Map))}
+    keys -= {"use_kl_in_reward", "kl_penalty", "use_pf_ppo", "by_source", "_extra"}
+    for source, settings in algorithm.by_source.items():
+        at = f"algorithm.by_source.{source}"
+        if not isinstance(settings, dict):
+            report.refuse(at, "is a mapping, {adv_estimator: …, weight: …}")
+            continue
+        for unknown in sorted(settings.keys() - keys):
+            report.refuse(f"{at}.{unknown}", f"no such setting of a data source{nearest(unknown, sorted(keys))}")
+        weight = settings.get("weight", 1.0)
+        if not isinstance(weight, int | float) or weight < 0:
+            report.refuse(f"{at}.weight={weight}", "is a number, at least 0")
+        name = settings.get("adv_estimator", algorithm.adv_estimator)
+        if name != algorithm.adv_estimator and name in ("gae", "remax"):
+            what = "values of a critic" if name == "gae" else "greedy responses"
+            report.refuse(f"{at}.adv_estimator={name}", f"needs {what}, which a run has for all rows or none")
+        elif name not in ESTIMATORS and name not in _registered_estimators():
+            report.refuse(f"{at}.adv_estimator={name}", f"no such estimator{nearest(name, ESTIMATORS)}")
+
+
+def _registered_estimators() -> Container[str]:
+    """Estimators of plug-ins, where the check has imported them."""
+    registry = REGISTRIES.get("ESTIMATORS")
+    return registry.functions if registry is not None else ()
 
 
 def _same_tokens(report: Report, key: str) -> None:
@@ -92,8 +122,24 @@ def _loss(report: Report) -> None:
     unset = not (report.was_set(f"{ACTOR}.clip_ratio_low") and report.was_set(f"{ACTOR}.clip_ratio_high"))
     if mode.startswith("dppo_") and unset:
         report.notice(f"{mode}: clip_ratio_low and clip_ratio_high bound a divergence; set both (paper: 0.05)")
+    _weights(report)
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and report.config.algorithm.norm_adv_by_std_in_grpo:
         report.notice("seq-mean-token-sum-norm with norm_adv_by_std_in_grpo=True: Dr. GRPO sets it to False")
+
+
+def _weights(report: Report) -> None:
+    """Weights of turns, roles and demonstrations are numbers that something reads."""
+    actor = report.config.actor_rollout_ref.actor
+    roles, coef = actor.observation_loss_roles, actor.observation_loss_coef
+    if any(weight < 0 for weight in actor.turn_weights or ()):
+        report.refuse(f"{ACTOR}.turn_weights={actor.turn_weights}", "are numbers, at least 0")
+    if wrong := [role for role, w in roles.items() if isinstance(w, bool) or not isinstance(w, int | float) or w < 0]:
+        report.refuse(f"{ACTOR}.observation_loss_roles.{wrong[0]}={roles[wrong[0]]}", "is a number, at least 0")
+    if roles and not coef:
+        report.notice(f"no effect: {ACTOR}.observation_loss_roles: {ACTOR}.observation_loss_coef is 0")
+    shown = report.was_set(f"{ACTOR}.demonstrations")
+    if shown and not actor.demonstrations.column:
+        report.notice(f"no effect: {ACTOR}.demonstrations: demonstrations.column is not set")
 
 
 def _correction(report: Report) -> None:
@@ -180,13 +226,16 @@ def _teacher_model(report: Report, at: str, teacher: Any) -> None:
     unread += ["num_replicas"] if teacher.get("num_replicas") else []
     if unread:
         report.notice(f"no effect: {at}: {', '.join(unread)}: the training engine serves every teacher")
+    _moving_and_contrasting(report, at, teacher)
     if not isinstance(teacher.get("solution_score") or 1.0, int | float):
         report.refuse(f"{at}.solution_score={teacher['solution_score']}", "is not a number")
     mode = report.config.distillation.distillation_loss.loss_mode
-    if "{solution}" in str(teacher.get("prompt")) and mode in ("forward_kl_topk", "reverse_kl_topk"):
+    loss = report.config.distillation.distillation_loss
+    learns = not loss.use_task_rewards or loss.distillation_loss_coef
+    if "{solution}" in str(teacher.get("prompt")) and learns and mode in ("forward_kl_topk", "reverse_kl_topk"):
         why = f"loss_mode={mode} would train responses without a solution too; take jsd_topk, k1, k2 or k3"
         report.refuse(f"{at}.prompt with {{solution}}", why)
-    if not teacher.get("model_path") and teacher.get("prompt"):
+    if not teacher.get("model_path") and (teacher.get("prompt") or teacher.get("update_rate") is not None):
         if own_pools(report.config).get("teacher"):
             report.refuse(
                 f"{at}.model_path", "is required on devices of the teachers' own; or set distillation.nnodes=0"
@@ -209,6 +258,28 @@ def _teacher_model(report: Report, at: str, teacher: Any) -> None:
         report.refuse(where, "its images have other patches than the policy's; choose a teacher of the family")
 
 
+def _moving_and_contrasting(report: Report, at: str, teacher: Any) -> None:
+    """`own_tokenizer`, `update_rate` and `contrast` go with the rest."""
+    mode = report.config.distillation.distillation_loss.loss_mode
+    if teacher.get("own_tokenizer") and mode in TOPK_MODES:
+        report.refuse(f"{at}.own_tokenizer=True", f"loss_mode={mode} compares tokens; take k1, k2 or k3")
+    if teacher.get("own_tokenizer") and not teacher.get("model_path"):
+        report.refuse(f"{at}.own_tokenizer=True", "the teacher's model_path is missing")
+    rate, contrast = teacher.get("update_rate"), teacher.get("contrast")
+    if rate is not None and (not isinstance(rate, int | float) or not 0 < rate <= 1):
+        report.refuse(f"{at}.update_rate={rate}", "is the share of the policy that goes into the teacher, above 0 to 1")
+    elif rate is not None and own_pools(report.config).get("teacher"):
+        report.refuse(f"{at}.update_rate={rate}", "a teacher that follows the policy is on its devices; set nnodes=0")
+    elif rate is not None and report.model.lora_rank:
+        report.refuse(f"{at}.update_rate={rate}", "a teacher cannot follow an adapter; set model.lora_rank=0")
+    if not contrast:
+        return
+    if not isinstance(contrast, int) or contrast < 0:
+        report.refuse(f"{at}.contrast={contrast}", "is the number of wrong responses that it reads, 0 for none")
+    elif "{solution}" not in str(teacher.get("prompt")):
+        report.refuse(f"{at}.contrast={contrast}", "wrong responses are read as {solution} of its prompt; add it there")
+
+
 def _patches(facts: ModelFacts) -> list[Any]:
     """How images are cut for a model; what the policy's processor makes of them goes to its teachers too."""
     vision = facts.config.get("vision_config") or {}
@@ -226,6 +297,8 @@ def _distillation_loss(report: Report) -> None:
             report.notice(f"{mode} with use_policy_gradient=True: it says nothing of the token that was sampled")
         if vocabulary and loss.topk > vocabulary:
             report.refuse(report.at(f"{_LOSS}.topk"), f"the vocabulary has {vocabulary} tokens; lower it")
+    if report.was_set(f"{_LOSS}.token_set") and loss.loss_mode != "reverse_kl_topk":
+        report.notice(f"no effect: {_LOSS}.token_set={loss.token_set}: it is of loss_mode=reverse_kl_topk")
     if gradient and loss.policy_loss_mode == "dro" and not (actor.policy_loss.dro_beta or 0) > 0:
         report.refuse(f"{ACTOR}.policy_loss.dro_beta", "policy_loss_mode=dro needs a value above 0")
     if loss.use_task_rewards:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,19 +28,39 @@ from verl.config.schema.base import Map, setting
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
 
-OF_TEACHER = TOPK_MODES[:2]
-"""Modes that compare the teacher's most likely tokens."""
+
+def compares_teachers_tokens(config: Any) -> bool:
+    """True if the tokens that are compared follow from the teacher's most likely ones (`distillation.distillation_loss`)."""
+    mode = config.loss_mode
+    return mode in TOPK_MODES[:2] or (mode in TOPK_MODES and config.token_set in ("teacher", "intersection"))
+
+
+def compares_both_sets(config: Any) -> bool:
+    """True if the policy's most likely tokens and the teacher's are compared."""
+    return config.loss_mode == "reverse_kl_topk" and config.token_set in ("union", "difference")
+
+
+def joined_sets(
+    ids: np.ndarray, log_probs: np.ndarray, other_ids: np.ndarray, other_log_probs: np.ndarray, symmetric: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The policy's k most likely tokens of each position, then the teacher's, [L, 2k] each: ids, and the teacher's
+    log-probs, −inf for what is not to be compared: a token's second place, or with `symmetric` a token of both."""
+    same = ids[:, :, None] == other_ids[:, None, :]
+    first = np.where(same.any(2) & symmetric, -np.inf, log_probs)
+    second = np.where(same.any(1), -np.inf, other_log_probs)
+    return np.concatenate([ids, other_ids], 1), np.concatenate([first, second], 1).astype(np.float32)
 
 
 def topk_terms(student: Tensor, teacher: Tensor) -> Tensor:
     """Σ_v ν(v)·(log ν(v) − logp(v)), at least 0: the forward KL over the teacher's k most likely tokens,
     [..., k] → [...].
 
-    `student`, `teacher`: their log-probs of those tokens. A token of −inf, which is not in the student's vocabulary, is
-    left out. With the two exchanged it is the reverse KL, over any k tokens.
+    `student`, `teacher`: their log-probs of those tokens. A token of −inf for either, which is not in its vocabulary or
+    not to be compared, is left out. With the two exchanged it is the reverse KL, over any k tokens.
     """
-    terms = teacher.exp() * (teacher - student)
-    return terms.masked_fill(student == float("-inf"), 0.0).sum(-1).clamp(min=0)
+    absent = (student == float("-inf")) | (teacher == float("-inf"))
+    student, teacher = student.masked_fill(absent, 0.0), teacher.masked_fill(absent, 0.0)
+    return (teacher.exp() * (teacher - student)).masked_fill(absent, 0.0).sum(-1).clamp(min=0)
 
 
 def jsd_terms(student: Tensor, teacher: Tensor) -> Tensor:
@@ -64,7 +85,7 @@ class Distillation:
     def __init__(self, config: DistillationLossConfig):
         self.config = config
         self.topk = config.loss_mode in TOPK_MODES
-        self.of_teacher = config.loss_mode in OF_TEACHER
+        self.of_teacher = compares_teachers_tokens(config)
         #: What the engine's pass has to give beside log-probs and entropy.
         outputs = ("candidate_log_probs", "candidates_in_topk")
         self.outputs = outputs[: 1 + self.of_teacher] if self.topk else ()
@@ -114,12 +135,16 @@ class Distillation:
         teacher = columns["teacher_topk_log_probs"]
         assert micro.candidate_log_probs is not None
         student = micro.candidate_log_probs
+        if self.config.loss_mode == "reverse_kl_topk" and self.config.token_set == "intersection":
+            assert micro.candidates_in_topk is not None
+            teacher = teacher.masked_fill(micro.candidates_in_topk == 0, float("-inf"))
         metrics = self._overlap(inputs, student.detach(), teacher, micro.candidates_in_topk)
         student, teacher, limited = self._from_below(inputs, student, teacher)
         if self.config.loss_mode == "jsd_topk":
             terms = jsd_terms(student, teacher)
         else:
-            terms = topk_terms(student, teacher) if self.of_teacher else topk_terms(teacher, student)
+            reverse = self.config.loss_mode == "reverse_kl_topk"
+            terms = topk_terms(teacher, student) if reverse else topk_terms(student, teacher)
         return terms, metrics | limited
 
     def _from_below(self, inputs: LossInputs, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Metrics]:
@@ -127,14 +152,20 @@ class Distillation:
         least = self.config.log_prob_min_clamp
         if least is None:
             return student, teacher, {}
-        below = (student.detach() < least) | (teacher < least)
+        below = (student.detach() < least) | ((teacher < least) & (teacher > float("-inf")))
         below = below if below.ndim == 1 else below.any(-1)
         limited = torch.where(student == float("-inf"), student, student.clamp(min=least))
-        return limited, teacher.clamp(min=least), self._told(inputs, log_prob_clamped_ratio=below)
+        absent = teacher == float("-inf")
+        return (
+            limited,
+            torch.where(absent, teacher, teacher.clamp(min=least)),
+            self._told(inputs, log_prob_clamped_ratio=below),
+        )
 
     def _overlap(self, inputs: LossInputs, student: Tensor, teacher: Tensor, overlap: Tensor | None) -> Metrics:
         """What the k tokens have of both, and with `overlap` how far the two agree on the most likely tokens. The advantage is the mean of −ν(v)·(log ν(v) − logp(v)) over
         tokens that are among the k of both, 0 where there is none."""
+        student = student.masked_fill(teacher == float("-inf"), float("-inf"))  # not compared
         values = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
         if overlap is None:
             return self._told(inputs, ("student_mass", "teacher_mass"), **values)

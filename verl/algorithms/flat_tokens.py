@@ -141,13 +141,14 @@ def _count(count: Count | None, counted: Tensor, name: str, mode: str, dp_size: 
 
 @dataclass(frozen=True, slots=True)
 class LossDenominators:
-    """Counts over a whole mini-batch, all ranks: T tokens in the loss, B trajectories that have one, H, and response
-    tokens that the policy did not write."""
+    """Counts over a whole mini-batch, all ranks: T tokens in the loss, B trajectories that have one, H, response tokens
+    that the policy did not write, and those of demonstrations."""
 
     tokens: int
     trajectories: int
     max_response_length: float | None
     observed: int = 0
+    demonstrated: int = 0
 
 
 def loss_mask(row: Segment) -> np.ndarray:
@@ -160,8 +161,15 @@ def count_denominators(rows: Sequence[Segment], max_response_length: float | Non
     """T and B of a mini-batch, after rejection and drops; `max_response_length` is H of seq-mean-token-sum-norm."""
     counts = [int(np.count_nonzero(loss_mask(row))) for row in rows]
     carrying = {id(row.trajectory or row) for row, count in zip(rows, counts, strict=True) if count}
-    observed = sum(row.length - int(np.count_nonzero(row.columns["response_mask"])) for row in rows)
-    return LossDenominators(sum(counts), len(carrying), max_response_length, observed)
+    demonstrated = sum(row.length for row in rows if demonstrates(row))
+    observed = sum(row.length - int(np.count_nonzero(row.columns["response_mask"])) for row in rows) - demonstrated
+    return LossDenominators(sum(counts), len(carrying), max_response_length, observed, demonstrated)
+
+
+def demonstrates(row: Segment) -> bool:
+    """True for the segment of a demonstration."""
+    weights = row.columns.get("demonstration_weights")
+    return weights is not None and bool(weights.any())
 
 
 def trajectory_tokens(rows: Sequence[Segment]) -> list[int] | None:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
+from verl.algorithms import advantage, policy_loss, step_credit  # noqa: F401  (they fill the registries)
 from verl.algorithms.correction import parse_correction
+from verl.algorithms.distillation import compares_both_sets, compares_teachers_tokens
 from verl.algorithms.registry import ESTIMATORS, LOSSES
 from verl.config.layout import sampling_mask_from
 from verl.config.schema.algorithm import TOPK_MODES
@@ -75,7 +76,7 @@ def needed_columns(config: Config) -> frozenset[str]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = parse_correction(algorithm.rollout_correction)
     loss_mode = setting(actor.policy_loss, "loss_mode", "vanilla")
-    needs = set(ESTIMATORS.needs(algorithm.adv_estimator) | LOSSES.needs(loss_mode))
+    needs = set(LOSSES.needs(loss_mode)).union(*map(ESTIMATORS.needs, estimators_of(algorithm)))
     if algorithm.use_kl_in_reward:
         needs |= {"ref_log_probs", "old_log_probs"}
     if actor.use_kl_loss:
@@ -93,16 +94,26 @@ def needed_columns(config: Config) -> frozenset[str]:
     }
     if teacher_roles(config):
         available |= {"teacher_log_probs"} | teacher_columns(config)
+        contrasts = [bool(teacher.get("contrast")) for teacher in teacher_roles(config).values()]
+        available |= {"teacher_contrast_log_probs"} if all(contrasts) else set()
     for name in sorted(needs - available):
         where = f"algorithm.adv_estimator={algorithm.adv_estimator} or policy_loss.loss_mode={loss_mode}"
         why = "no pass produces a column of that name"
-        if name in _TAUGHT.values():
+        if name == "teacher_contrast_log_probs":
+            why = "it comes from teachers with `contrast`; set distillation.enabled=True, and both `prompt` with {solution} and `contrast` of each"
+        elif name in _TAUGHT.values():
             why = (
                 "it comes from a teacher; set distillation.enabled=True, "
                 "and loss_mode=forward_kl_topk for the most likely tokens"
             )
         raise UserError(f"{where} needs {name}: {why}")
     return frozenset(needs)
+
+
+def estimators_of(algorithm: Any) -> list[str]:
+    """The names of the run's estimators: its own, and those of data sources (`algorithm.by_source`)."""
+    of_sources = (setting(algorithm, "by_source") or {}).values()
+    return [algorithm.adv_estimator, *(source["adv_estimator"] for source in of_sources if source.get("adv_estimator"))]
 
 
 def passes(config: Config, updates_per_step: int) -> list[Pass]:
@@ -113,8 +124,10 @@ def passes(config: Config, updates_per_step: int) -> list[Pass]:
     needed = needed_columns(config)
     if updates_per_step > 1 and not parse_correction(config.algorithm.rollout_correction).bypass:
         needed |= {"old_log_probs"}
-    reverse = teacher_roles(config) and config.distillation.distillation_loss.loss_mode == "reverse_kl_topk"
-    if reverse:
+    loss = config.distillation.distillation_loss
+    reverse = teacher_roles(config) and loss.loss_mode == "reverse_kl_topk" and not compares_teachers_tokens(loss)
+    by_text = any(teacher.get("own_tokenizer") for teacher in teacher_roles(config).values())
+    if reverse or by_text:  # what a teacher says of a span of text is shared among the policy's tokens
         needed |= {"old_log_probs"}
     if config.algorithm.use_pf_ppo:  # the update is of responses drawn again, what is logged of all
         needed |= {"old_log_probs"}
@@ -133,10 +146,14 @@ def passes(config: Config, updates_per_step: int) -> list[Pass]:
     if reverse:
         # The policy says which tokens are compared, the teachers their log-probs.
         ids, asked = {"topk_ids": "teacher_topk_ids"}, {"candidate_log_probs": "teacher_topk_log_probs"}
+        if compares_both_sets(loss):
+            asked |= {"topk_ids": "teacher_other_ids", "topk_log_probs": "teacher_other_log_probs"}
         chosen = [
             replace(forward, outputs={**forward.outputs, **ids})
             if forward.name == OLD_LOG_PROB.name
-            else replace(forward, outputs=asked)
+            else replace(
+                forward, outputs=asked | ({"log_probs": "teacher_log_probs"} if "teacher_log_probs" in needed else {})
+            )
             if forward.name == TEACHER.name
             else forward
             for forward in chosen
@@ -154,6 +171,12 @@ def teacher_roles(config: Config) -> dict[str, Any]:
     """The teachers' roles with what `distillation.teacher_models` says of each; none where distillation is off."""
     on = setting(config, "distillation.enabled", False)
     return {f"teacher_{name}": model for name, model in config.distillation.teacher_models.items()} if on else {}
+
+
+def teacher_path(teacher: Mapping[str, Any], config: Config) -> str | None:
+    """The model that a teacher is; None for the policy itself. One that follows the policy is a model of its own."""
+    path = config.actor_rollout_ref.model.path if teacher.get("update_rate") is not None else None
+    return teacher.get("model_path") or path
 
 
 def teacher_columns(config: Config) -> frozenset[str]:

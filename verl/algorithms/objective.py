@@ -51,7 +51,8 @@ class ActorObjective:
 
     Metrics come as (sum, weight). The mini-batch's value is Σsum / Σweight over its micro-batches: shares and
     means weigh by their tokens; an aggregated term (pg_loss, kl_loss, entropy_loss, loss) is a part of a sum,
-    and weighs by its share of the mini-batch's tokens (with `observation_loss_coef` of those that others wrote, too), so that weights add up to 1 and parts just add.
+    and weighs by its share of the mini-batch's tokens (with `observation_loss_coef` of those that others wrote, and with
+    demonstrations of theirs, too), so that weights add up to 1 and parts just add.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ActorObjective:
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
         self._denominators, self._tokens_of = denominators, tokens_of
         self._observation_coef = float(setting(actor, "observation_loss_coef", 0.0))
+        self._by_confidence = bool(setting(actor, "demonstrations.by_confidence", False))
         self._entropy_coeff = float(setting(actor, "entropy_coeff", 0.0))
         self._use_kl = bool(setting(actor, "use_kl_loss", False))
         self._kl_coef = float(setting(actor, "kl_loss_coef", 0.001))
@@ -96,10 +98,23 @@ class ActorObjective:
             parts, metrics = parts | distillation_parts, metrics | distillation_metrics
             loss = loss + self._distillation.coefficient * pulled
         total = self._denominators.tokens
+        weights = columns["demonstration_weights"] if self._denominators.demonstrated else None
+        if weights is not None:
+            demonstrated, chances = weights > 0, inputs.log_probs.detach().exp()
+            terms = -inputs.log_probs * (chances * (1 - chances) if self._by_confidence else 1.0)
+            shown = int(demonstrated.sum())
+            tokens, total = tokens + shown, total + self._denominators.demonstrated
+            count = self._denominators.demonstrated
+            parts["actor/demonstration_loss"] = masked(terms, demonstrated).sum() / count
+            loss = loss + masked(terms * weights, demonstrated).sum() / count
+            metrics["actor/demonstration_weight"] = (float(weights.sum()), float(shown))
         if self._observation_coef and self._denominators.observed:
-            observed = 1 - inputs.response_mask
+            observed = 1 - inputs.response_mask if weights is None else (1 - inputs.response_mask) * (weights == 0)
             tokens, total = tokens + int(observed.sum()), total + self._denominators.observed
-            cross_entropy = masked(-inputs.log_probs, observed).sum() / self._denominators.observed
+            terms = -inputs.log_probs
+            if all("observation_weights" in row.columns for row in micro.rows):
+                terms = terms * columns["observation_weights"]
+            cross_entropy = masked(terms, observed).sum() / self._denominators.observed
             parts["actor/observation_loss"] = cross_entropy
             loss = loss + self._observation_coef * cross_entropy
         assert isinstance(loss, torch.Tensor)

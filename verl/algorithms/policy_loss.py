@@ -459,7 +459,7 @@ def real(inputs: LossInputs) -> PolicyLoss:
 
     n_g, the members of the group in the mini-batch, makes seq-mean-token-mean the mean over groups. Meant for
     `algorithm.adv_estimator=real`, whose advantages are the labels; with another one A = 0 is no label.
-    Source: REAL, arXiv 2602.05630.
+    Source: REAL, arXiv 2602.05630, and the README of the authors' code.
     """
     terms = -inputs.of_mini_batch(LABEL_WEIGHTS) * inputs.log_probs
     return inputs.policy_term(terms), inputs.metrics()

@@ -1,4 +1,5 @@
-"""`verl export RUN OUT`: copy the model of a sealed checkpoint out of a run, whole or not at all."""
+"""`verl export RUN OUT`: copy the model of a sealed checkpoint out of a run, whole or not at all; with `--atif` write the
+trajectories of its journal."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 from verl.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.manifest import NAME, step_directories, step_of
 from verl.checkpoint.read import foreign, newest_of
+from verl.cli.report import find_run
 from verl.errors import UserError
 
 
@@ -58,14 +60,47 @@ def copy_model(checkpoint: Checkpoint, out: Path, role: str = "actor") -> Path:
     return out
 
 
+def write_trajectories(run: Path, out: Path, step: int | None) -> int:
+    """Write the trajectories of a journal, of one step or of all, in ATIF below `out`; returns how many documents.
+    UserError where the journal has none."""
+    from verl import __version__
+    from verl.cli.replay import run_config
+    from verl.data import atif
+    from verl.data.tokenizer import tokenizer_of
+    from verl.tracking import journal
+    from verl.tracking.run_folder import JOURNAL
+
+    there = journal.steps(run / JOURNAL)
+    if not there or (step is not None and step not in there):
+        has = f"steps {min(there)} to {max(there)}" if there else "none (trainer.journal=0?)"
+        raise UserError(f"{run} has no trajectories{f' of step {step}' if there else ''}: its journal has {has}")
+    config = run_config(run, [])
+    model = config.actor_rollout_ref.model
+    decode = tokenizer_of(model, config.select("data.tokenizer")).decode
+    written = 0
+    for number in there if step is None else [step]:
+        batch, _ = journal.read(there[number])
+        about = {"run": run.resolve().name, "model": str(model.path), "version": __version__}
+        written += sum(atif.write(out, t, number, decode, **about) for t in batch)
+    return written
+
+
 def main(argv: list[str]) -> int:
-    """Copy the model; 0, or 2 with one line on what is wrong."""
+    """Copy the model, or write trajectories; 0, or 2 with one line on what is wrong."""
     about = "Copy the trained model (a Hugging Face directory) of a checkpoint to a directory of its own."
     parser = argparse.ArgumentParser(prog="verl export", description=about)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a global_step_N in it")
-    parser.add_argument("out", type=Path, metavar="OUT", help="new directory for the model")
-    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest complete one)")
+    parser.add_argument("out", type=Path, metavar="OUT", help="new directory for the model, or for the trajectories")
+    about = "which checkpoint (default: the newest complete one); with --atif which step (default: all of the journal)"
+    parser.add_argument("--step", type=int, help=about)
+    parser.add_argument(
+        "--atif", action="store_true", help="write trajectories, one JSON file each, in place of the model"
+    )
     args = parser.parse_args(argv)
+    if args.atif:
+        run, out = find_run(args.run), args.out.expanduser()
+        print(f"{out}: {write_trajectories(run, out, args.step)} documents")
+        return 0
     checkpoint = find_checkpoint(args.run.expanduser(), args.step)
     out = copy_model(checkpoint, args.out.expanduser())
     print(f"{out}  (step {checkpoint.step})")

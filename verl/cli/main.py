@@ -32,6 +32,10 @@ COMMANDS: dict[str, tuple[str | Callable[[list[str]], int], str]] = {
     "prove": ("verl.proving.run", "check a training command on its model and data: verl prove key=value …"),
     "replay": ("verl.cli.replay", "a step of a run again, with other settings or rewards: verl replay RUN --step N"),
     "diff": ("verl.cli.replay:diff", "the first step and tensor at which two runs part: verl diff RUN RUN"),
+    "serve": (
+        "verl.cli.serve",
+        "a model behind the Tinker API, for training and sampling clients: verl serve --model M",
+    ),
     "audit": ("verl.cli.replay:audit", "a step's log-probs against transformers: verl audit RUN --step N"),
 }
 """Name → its function, or where it is (of a module: `main`), and what it does."""

@@ -1,4 +1,4 @@
-"""`verl replay RUN --step N`, `verl diff RUN RUN`, `verl audit RUN --step N`: what a run's journal says."""
+"""`verl replay RUN --step N`, `verl diff RUN RUN`, `verl audit RUN`: what a run's journal says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from verl.config import Config
 
 
-def _config(run: Path, overrides: list[str], *changed: str) -> Config:
+def run_config(run: Path, overrides: list[str], *changed: str) -> Config:
     """The configuration of a run with changes."""
     import warnings
 
@@ -35,8 +35,9 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="step of the journal")
+def _add_step(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    which = "step of the journal" + (" (default: the newest)" if not required else "")
+    parser.add_argument("--step", type=int, required=required, metavar="N", help=which)
     about = "settings of this machine, such as trainer.device=cpu or model.path, where they are not the run's"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=about)
 
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
     from verl.trainer.replay import replay
 
     run = find_run(args.run)
-    for line in replay(run, args.step, partial(_config, run, args.overrides), args.set, args.reward):
+    for line in replay(run, args.step, partial(run_config, run, args.overrides), args.set, args.reward):
         print(line)
     return 0
 
@@ -72,12 +73,15 @@ def diff(argv: list[str]) -> int:
 def audit(argv: list[str]) -> int:
     """Compare a step's log-probs with those of transformers; 0, or 2 with one line on what is wrong."""
     parser = _parser("audit", "Compute the log-probs of a step's tokens with transformers, and compare.")
-    _add_step(parser)
+    _add_step(parser, required=False)
     args = parser.parse_args(argv)
     prepare_process()
+    from verl.tracking import journal
+    from verl.tracking.run_folder import JOURNAL
     from verl.trainer.replay import audit
 
     run = find_run(args.run)
-    for line in audit(run, args.step, _config(run, args.overrides)):
+    step = args.step if args.step is not None else max(journal.steps(run / JOURNAL), default=0)
+    for line in audit(run, step, run_config(run, args.overrides)):
         print(line)
     return 0

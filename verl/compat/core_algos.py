@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from types import ModuleType
 from typing import Any
 
-from verl.algorithms import advantage, policy_loss
+from verl.algorithms import advantage, policy_loss, step_credit  # noqa: F401  (they fill the registries)
 from verl.algorithms.advantage import EPSILON
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
 from verl.algorithms.registry import (
@@ -55,6 +55,7 @@ def _of_groups(estimator: Algorithm) -> Callable[..., estimators.Tensors]:
 compute_grpo_outcome_advantage = compute_grpo_vectorized_outcome_advantage = _of_groups(advantage.grpo)
 compute_grpo_passk_outcome_advantage = _of_groups(advantage.grpo_passk)
 compute_gdpo_outcome_advantage = _of_groups(advantage.gdpo)
+compute_mo_grpo_outcome_advantage = _of_groups(advantage.mo_grpo)
 compute_reinforce_plus_plus_baseline_outcome_advantage = _of_groups(advantage.reinforce_plus_plus_baseline)
 compute_rloo_outcome_advantage = compute_rloo_vectorized_outcome_advantage = _of_groups(advantage.rloo)
 compute_opo_outcome_advantage = _of_groups(advantage.opo)

@@ -70,6 +70,7 @@ RENAMES: dict[str, dict[str, str]] = {
             "critic.ulysses_sequence_parallel_size"
         ),
         "{actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.engine": r"\1.megatron",
+        "{actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.mindspeed": r"\1.megatron.mindspeed",
         "actor_rollout_ref.actor.{tau_pos, tau_neg}": r"actor_rollout_ref.actor.policy_loss.\1",
         "actor_rollout_ref.rollout.enable_sleep_mode": "actor_rollout_ref.rollout.free_cache_engine",
         "actor_rollout_ref.model.lora.fully_sharded_loras": (
@@ -136,8 +137,7 @@ MEGATRON_MODULES = {
 
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
-    "{transfer_queue, *.model.mtp, *.rollout.mtp, *.router_replay.{record_file, replay_file}, *.qat, "
-    "*.mindspeed, "
+    "{transfer_queue, *.model.mtp.{method, speculative_*}, *.rollout.mtp, *.router_replay.{record_file, replay_file}, *.qat, "
     "actor_rollout_ref.partition, *.rollout.disaggregation, *.rollout.trace, "
     "global_profiler.global_tool_config, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding, engine.use_remove_padding, "
@@ -220,7 +220,6 @@ _ROWS = "set it to 1: ulysses_sequence_parallel_size splits rows as well"
 
 
 REFUSED = {
-    "*.model.mtp.enable": Absent("multi-token prediction", "train without the extra heads"),
     "reward_model.{enable, model.path, weights}": Absent(
         "a reward model or weights of rewards outside training",
         "main_ppo with trainer.val_only=True and data.val_files",

@@ -19,6 +19,7 @@ _HEADS = "num_attention_heads"
 _COUNTS = (_HEADS, "num_key_value_heads", "intermediate_size")
 MODEL_KEYS = (*_COUNTS, "layer_types")
 """What a model's configuration has to say for `model_problems`."""
+_FULL = ("auto", "float", "bfloat16", "fp32", "fp16", "bf16", "half")
 _WORDS = {_HEADS: "attention heads", "num_key_value_heads": "key-value heads"}
 
 
@@ -148,6 +149,14 @@ def divisors(number: int) -> str:
     """The divisors of a number, as text."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return ", ".join(map(str, sorted({*small, *(number // d for d in small)})))
+
+
+def quantized_sampling(rollout: Any) -> str:
+    """The key below `rollout.`, with its value, by which a sampler computes in lower precision than the trainer; "" for
+    none."""
+    cache = f"engine_kwargs.{rollout.name}.kv_cache_dtype"
+    values = {"quantization": rollout.quantization or "auto", cache: str(setting(rollout, cache, "auto"))}
+    return next((f"{key}={value}" for key, value in values.items() if not value.startswith(_FULL)), "")
 
 
 def sampling_mask_from(config: Any) -> str:

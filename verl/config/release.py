@@ -41,7 +41,12 @@ UNREAD: dict[str, dict[str, str]] = {
         "critic.checkpoint.{save_contents, load_contents, async_save}": (
             "the critic is saved as the policy is: actor_rollout_ref.actor.checkpoint"
         ),
-        "{*.use_torch_compile, *.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
+        "critic.model.mtp.enable": "a critic predicts no tokens",
+        "*.model.use_liger": (
+            "norms, gated MLPs, rotations and the head have kernels of verl's own, used wherever Triton compiles for the "
+            "device; Liger's are not"
+        ),
+        "{*.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
         "*.rollout.quantization_config_file, reward_model.rollout.multi_stage_wake_up, "
         "*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, "
         "data.dataloader_num_workers, data.num_workers, data.image_patch_size, "
@@ -72,8 +77,6 @@ REFUSED_VALUES: dict[str, dict[str, Absent]] = {
 """By the last part of the key: values of other systems."""
 FEATURES: dict[str, Absent] = {
     "*.model.tiled_mlp.enabled": Absent("the MLP in slices", "set it to False"),
-    "*.model.use_liger": Absent("liger kernels", "set it to False"),
-    "*.rollout.quantization": Absent("quantised sampling", "leave it null"),
     "*.rollout.prometheus.enable": Absent("engine metrics over HTTP", "set it to False"),
     "*.rollout.trace.backend": Absent("traces", "leave it null"),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),

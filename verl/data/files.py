@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -432,8 +433,57 @@ def _looks_like(local: Path) -> str:
 _READERS: dict[str, Any] = {".parquet": ParquetFile} | dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonFile)
 
 
+_TASKS = "tasks:"
+TASK_FILES = ("task.toml", "task.yaml")
+"""What a folder of Harbor, and one of terminal-bench, has."""
+
+
+def tasks_of(folder: Path) -> list[Path]:
+    """The folders of tasks in a folder, or it alone if it is one."""
+    if any((folder / name).is_file() for name in TASK_FILES):
+        return [folder]
+    return sorted({file.parent for name in TASK_FILES for file in folder.glob(f"*/{name}")})
+
+
+class TaskRows(RowFile):
+    """Rows of tasks that have no file of their own. DataError for a path that names none.
+
+    tasks:500, tasks:500-600   places in the taskset of an environment: extra_info.index
+    tasks:FOLDER               task folders of Harbor or terminal-bench: extra_info.task
+    """
+
+    def __init__(self, path: str):
+        place = path.removeprefix(_TASKS)
+        super().__init__(path, Path(place).expanduser())
+        self.columns = ["data_source", "extra_info"]
+        if ends := re.fullmatch(r"(?:(\d+)-)?(\d+)", place):
+            self._tasks: list[dict[str, Any]] = [{"index": i} for i in range(int(ends[1] or 0), int(ends[2]))]
+        else:
+            folders = tasks_of(self.local)
+            self._tasks = [{"task": "" if folder == self.local else folder.name} for folder in folders]
+        if not self._tasks:
+            raise DataError(
+                f"{path}: it names no tasks: tasks:500, tasks:500-600, or tasks:FOLDER with folders of tasks"
+            )
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """See `RowFile.rows`."""
+        source = self.local.name if "task" in self._tasks[0] else "tasks"
+        return [{"data_source": source, "extra_info": task} for task in self._tasks[start:stop]]
+
+    def is_string(self, column: str) -> bool:
+        """See `RowFile.is_string`."""
+        return column == "data_source"
+
+
 def open_file(path: str, cache_dir: str | None = None, *, use_shm: bool = False) -> RowFile:
-    """Open one file by its extension (parquet, json, jsonl). Raises DataError, also for a file without rows."""
+    """Open one file by its extension (parquet, json, jsonl), or the rows of `tasks:…`. Raises DataError, also for a file
+    without rows."""
+    if path.startswith(_TASKS):
+        return TaskRows(path)
     local = local_path(path, cache_dir, use_shm=use_shm)
     suffix = Path(path.split("?", 1)[0]).suffix.lower()
     if suffix not in _READERS:

@@ -286,6 +286,8 @@ def dialogue(row: Mapping[str, Any], config: SFTDataConfig, *, images: bool) -> 
         return messages
     question = _reach(row, config.prompt_key, config.prompt_dict_keys)
     response = _reach(row, config.response_key, config.response_dict_keys)
+    if isinstance(response, list | np.ndarray) and len(response) == 1:  # what main_generation writes
+        response = response[0]
     if not isinstance(response, str) or not response.strip():
         raise BadRow("answer missing", f"column {config.response_key!r} is {response!r:.60}")
     prompt = as_messages(question, config.prompt_key, images=images)

@@ -60,14 +60,32 @@ class TeacherPrompt:
         UserError for a name that the row has not, and for a prompt that is more than the rendering of its messages
         (tools, images, a prompt that was cut).
         """
+        return self._after(trajectory, self._solution(trajectory, group))
+
+    def contrasts(self, trajectory: Trajectory, group: Sequence[Trajectory], count: int) -> list[Trajectory]:
+        """The same response after prompts with other responses below `solution_score` as the solution: the `count` that
+        follow it in the group, or as many as there are; none where there is no `{solution}` either."""
+        place = next(number for number, member in enumerate(group) if member is trajectory)
+        others = [*group[place + 1 :], *group[:place]]
+        wrong = [t for t in others if t.scored and t.score is not None and t.score < self._solution_score]
+        if self._solution(trajectory, group) is None:
+            return []
+        return [self._after(trajectory, other.text) for other in wrong[:count]]
+
+    def column(self, trajectory: Trajectory, reading: Trajectory, name: str) -> np.ndarray | None:
+        """A column of what was read, for the response's own tokens."""
+        return reading.column(name)
+
+    def _after(self, trajectory: Trajectory, solution: str | None) -> Trajectory:
+        """The response after the teacher's prompt with a solution."""
         prompt, segments = trajectory.prompt, []
         messages = as_messages(prompt.messages)
         whole = self._ids(messages)
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
-        told = self._told(trajectory, group, messages[users[-1]]["content"]) if users else ""
+        question = self._question(trajectory, solution, messages[users[-1]]["content"]) if users else ""
         changed = [*messages]
         if users:
-            changed[users[-1]] = {**messages[users[-1]], "content": told}
+            changed[users[-1]] = {**messages[users[-1]], "content": question}
         context = self._ids(changed)
         for segment in trajectory.segments:
             rest = segment.context_ids[len(whole) :]
@@ -86,8 +104,8 @@ class TeacherPrompt:
         score, text = max(scores, key=lambda entry: entry[0], default=(-math.inf, None))
         return text if score >= self._solution_score else None
 
-    def _told(self, trajectory: Trajectory, group: Sequence[Trajectory], content: str) -> str:
-        prompt, solution = trajectory.prompt, self._solution(trajectory, group)
+    def _question(self, trajectory: Trajectory, solution: str | None, content: str) -> str:
+        prompt = trajectory.prompt
         if solution is None and "{solution}" in self._template:
             return content
         values: Mapping[str, Any] = {

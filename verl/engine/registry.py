@@ -119,6 +119,8 @@ class Capabilities:
     image_transformers versions of transformers whose models take images from it
     routes             it returns the experts that each token went to
     sampling_mask      it returns which tokens each draw of a truncated distribution could have given
+    grammars           a response follows a grammar, where llguidance is installed
+    quantization       values of rollout.quantization: kinds of weights that it makes of the trainer's, at each transfer
     """
 
     dtypes: tuple[str, ...] = tuple(_SHORT.values())[:3]
@@ -134,6 +136,8 @@ class Capabilities:
     image_transformers: str = ""
     routes: bool = False
     sampling_mask: bool = False
+    grammars: bool = False
+    quantization: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +241,7 @@ class TrainingEngineRecord(EngineRecord):
 
     def misfits(self, placement: Placement, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """(key=value, what is wrong) for sizes of a placement that do not suit a model. model: entries of its
-        config.json as far as they are known, and "experts", how many a layer has."""
+        config.json as far as they are known, "experts", how many a layer has, and "vision", whether it sees images."""
         return iter(())
 
     def build(
@@ -330,6 +334,15 @@ def not_sampled(engine: str) -> str:
     """What to say of a type that a rollout engine does not have."""
     dtypes = " or ".join(capabilities(engine).dtypes)
     return f"the {engine} engine computes in {dtypes}; set one, or leave it null for the trainer's"
+
+
+def not_quantized(engine: str) -> str:
+    """What to say of a quantization that a rollout engine does not have."""
+    kinds = capabilities(engine).quantization
+    if kinds:
+        return f"the {engine} engine makes {' or '.join(kinds)} of the trainer's weights; set one, or leave it null"
+    able = [name for name, record in ROLLOUT_ENGINES.items() if record.capabilities.quantization]
+    return f"the {engine} engine cannot make such weights of the trainer's at each transfer; {' and '.join(able)} can"
 
 
 def sampler_dtype(engine: str, dtype: str | None, trainer: str) -> str:

@@ -8,9 +8,11 @@ Which view is found by converting a tensor of element numbers: the strides are r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from verl.models.mtp import NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +30,10 @@ def checkpoint_parts(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
     """
     from transformers.core_model_loading import revert_weight_conversion
 
+    further = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{NAME}.") and hasattr(model, NAME)}
+    if further:
+        parts = checkpoint_parts(model, {name: tensor for name, tensor in tensors.items() if name not in further})
+        return parts | {key: value for name in further for key, value in _further(model, name, tensors[name])}
     parts = revert_weight_conversion(model, dict(tensors))
     turned = _TURNED.get(model.config.model_type, ())
     for name in [name for name in parts if turned and name.endswith(turned) and name in tensors]:
@@ -35,6 +41,18 @@ def checkpoint_parts(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
         if tensor.shape == tensors[name].shape and tensor.shape[1] != tensor.shape[2]:
             parts[name] = tensor.transpose(1, 2)
     return parts
+
+
+def _further(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of the layer that predicts further tokens (`verl.models.mtp`)."""
+    layer: Any = getattr(model, NAME)
+    start, alike = layer.name_in_files(name.removeprefix(f"{NAME}."))
+    if not alike:
+        yield start, tensor
+        return
+    number = layer.pattern.rstrip(".").rpartition(".")[2]
+    for key, value in checkpoint_parts(model, {alike: tensor}).items():
+        yield start + key.partition(f"layers.{number}.")[2], value
 
 
 # Where the numbers of a view are in the tensor that it shows: size, stride, offset.

@@ -17,16 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from verl.platform import platform_of
-from verl.platform.device import FusedOperators
+from verl.platform.device import FusedOperators, Platform
 
 Forward = Callable[..., Any]
 _ROTATION = "apply_rotary_pos_emb"
 
 
 class FusedLayers:
-    """The replacements that fit a model. Holds no tensors of its own. `forward_for` says which modules have one."""
+    """The replacements that fit a model. Holds no tensors of its own. `forward_for` says which modules have one.
 
-    def __init__(self, model: nn.Module | None = None):
+    compiles: by torch.compile where the device has no operators of its own (`Platform.compiled_operators`).
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, compiles: bool = False):
+        self._compiles = compiles
         self.forwards: dict[nn.Module, Forward] = {}
         self.rotations: dict[str, Forward] = {}
         self.add(() if model is None else model.modules())
@@ -35,7 +39,8 @@ class FusedLayers:
         """Look at modules one by one, while their weights are whole. options: of `forward_for`."""
         for module in modules:
             like = next(module.parameters(), None)
-            operators = None if like is None else platform_of(like.device).fused_operators()
+            wide = like is None or like.dtype.itemsize > 4  # kernels compute in float32
+            operators = None if wide or like is None else self._operators(platform_of(like.device))
             forward = self.forward_for(module, operators, **options)
             name = type(module).__module__
             if (
@@ -46,6 +51,9 @@ class FusedLayers:
                 self.rotations[name] = turn
             if forward is not None and "forward" not in module.__dict__:
                 self.forwards[module] = forward
+
+    def _operators(self, platform: Platform) -> FusedOperators | None:
+        return platform.fused_operators() or (platform.compiled_operators() if self._compiles else None)
 
     def forward_for(self, module: nn.Module, operators: FusedOperators | None) -> Forward | None:
         """The replacement for a module's forward, None for its own."""

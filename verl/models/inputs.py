@@ -172,7 +172,7 @@ class VisionInputs:
 
     def _find(self, ids: np.ndarray, media: Media) -> ImageContext:
         is_image, grid = ids == self.image_token, media.inputs["image_grid_thw"]
-        expected = int(grid.prod(-1).sum()) // self._merge**2
+        expected = self.tokens(media)
         if int(is_image.sum()) != expected:
             raise ValueError(f"a context has {int(is_image.sum())} image tokens for images of {expected}")
         tokens, kinds = torch.from_numpy(ids)[None], is_image.astype(np.int32)
@@ -190,6 +190,10 @@ class VisionInputs:
         shift = int(positions[:, 0, -1].max()) + 1 - len(ids)
         before = np.concatenate(([0], np.cumsum(is_image)))
         return ImageContext(positions[:, 0].numpy(), shift, before)
+
+    def tokens(self, media: Media) -> int:
+        """How many tokens of a context stand for these images."""
+        return int(media.inputs["image_grid_thw"].prod(-1).sum()) // self._merge**2
 
     @staticmethod
     def tensors(media: Sequence[Media], device: torch.device | str) -> dict[str, torch.Tensor]:

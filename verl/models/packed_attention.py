@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +158,21 @@ class PackedPlan:
         """The pack as calls of a flash kernel."""
         return flash_attention.parts_of(self.segments, self.device)
 
+    def _kernels(self, query: Tensor, value: Tensor, options: AttentionOptions) -> Any:
+        """The device's own functions for a pack, None where there are none that fit."""
+        fused = platform_of(self.device).fused_operators()
+        plain = options.softcap is None and options.sinks is None and query.dtype.itemsize <= 4
+        return fused.pack_attention if fused and plain and query.shape[-1] == value.shape[-1] else None
+
+    @cached_property
+    def span_tables(self) -> tuple[Tensor, ...]:
+        """See `verl.platform.cpu_kernels.pack_attention`."""
+        firsts = accumulate((len(s.prefix) for s in self.segments), initial=0)
+        prefixes = [span for s in self.segments for span in s.prefix]
+        columns = [s.start for s in self.segments], [s.end for s in self.segments], firsts
+        ends = [start for start, _ in prefixes], [end for _, end in prefixes]
+        return tuple(torch.tensor(list(column), dtype=torch.int64) for column in (*columns, *ends))
+
     @cached_property
     def _states(self) -> PackedStates:
         return PackedStates(self.segments, self.device)
@@ -182,6 +199,8 @@ class PackedPlan:
         with torch.autocast(query.device.type, enabled=False):
             if kernel and window is None and flash_attention.fits(query, value, options):
                 return flash_attention.attend(query, key, value, self.flash_parts, options.scaling, kernel)
+            if (kernels := self._kernels(query, value, options)) and window is None:
+                return _PackAttention.apply(query, key, value, self.span_tables, options.scaling, kernels)
             tiles = self.tiles_for(window)
             return _TiledAttention.apply(query, key, value, options.sinks, self, tiles, options)
 
@@ -278,6 +297,21 @@ class _TiledAttention(torch.autograd.Function):
         dq = dq.view(kv_heads, size, group, -1).transpose(1, 2).reshape(1, kv_heads * group, size, -1)
         dsinks = dsinks.to(sinks.dtype) if dsinks is not None else None
         return dq, dk.to(k.dtype)[None], dv.to(v.dtype)[None], dsinks, None, None, None
+
+
+class _PackAttention(torch.autograd.Function):
+    """The same by a device's own kernels, for spans without softcap, sinks and window."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, spans, scale, kernels):  # type: ignore[no-untyped-def]
+        out, lse = kernels[0](query, key, value, spans, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.spans, ctx.scale, ctx.kernels = spans, scale, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return *ctx.kernels[1](grad, *ctx.saved_tensors, ctx.spans, ctx.scale), None, None, None
 
 
 def _scatter(total: Tensor, tile: Tile, part: Tensor) -> None:

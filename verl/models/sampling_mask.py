@@ -38,6 +38,16 @@ def encode_set(ids: np.ndarray, vocabulary: int) -> bytes:
     return _BITS + np.packbits(bits, bitorder="little").tobytes()
 
 
+def decode_row(row: np.ndarray, vocabulary: int) -> bytes:
+    """The set of a row int32 [1 + ceil(V / 32)] that a device has encoded: the number of ids, then they or the bits."""
+    count = int(row[0])
+    if count == vocabulary:
+        return b""
+    if 32 * count <= vocabulary:
+        return _IDS + row[1 : 1 + count].tobytes()
+    return _BITS + row[1:].tobytes()[: -(-vocabulary // 8)]
+
+
 class SamplingMask:
     """The sets of R tokens, on a device."""
 

@@ -9,11 +9,19 @@ from functools import cache
 
 import torch
 
-from verl.platform.device import Platform
+from verl.platform import cpu_kernels
+from verl.platform.device import FusedOperators, Platform
+from verl.platform.fused import fused_operators
 from verl.platform.host_resources import processor, thread_limit
 
 # Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
 _ROWS_HINT = 256
+_FUSED = fused_operators(
+    cpu_kernels,
+    decode_attention=cpu_kernels.decode_attention,
+    draw=cpu_kernels.draw,
+    pack_attention=(cpu_kernels.pack_attention, cpu_kernels.pack_attention_backward),
+)
 
 
 class CpuPlatform(Platform):
@@ -47,7 +55,8 @@ class CpuPlatform(Platform):
         return dtype == torch.float32
 
     def key_dtype(self, compute: torch.dtype) -> torch.dtype:
-        return torch.float32
+        """See Platform: torch's products round scores to the type of their factors, the kernels do not."""
+        return torch.float32 if self.fused_operators() is None else compute
 
     def has_packed_products(self, dtype: torch.dtype) -> bool:
         return has_packed_products(dtype)
@@ -60,6 +69,14 @@ class CpuPlatform(Platform):
     def packed_product(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
         return out
+
+    def fused_operators(self) -> FusedOperators | None:
+        """See Platform: compiled kernels (`verl.platform.cpu_kernels`), where there are."""
+        return _FUSED if cpu_kernels.state().library is not None else None
+
+    def compiled_kernels(self) -> str:
+        """See Platform."""
+        return cpu_kernels.state().text
 
     def bfloat16_products(self) -> str:
         """How bfloat16 products are computed on this processor, for people."""
@@ -84,7 +101,7 @@ class CpuPlatform(Platform):
     def describe(self) -> str:
         kind = "bfloat16 and float32" if self.supports(torch.bfloat16) else "float32"
         threads = torch.get_num_threads()
-        return f"{os.cpu_count()} cores, {threads} thread{'s' * (threads != 1)}, {kind} products"
+        return f"{os.cpu_count()} cores, {threads} thread{'s' * (threads != 1)}, {kind} products, {self.compiled_kernels()}"
 
 
 PLATFORM = CpuPlatform()

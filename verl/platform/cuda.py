@@ -82,6 +82,9 @@ class CudaPlatform(Accelerator):
     def fused_operators(self) -> FusedOperators | None:
         return _fused_operators()
 
+    def compiled_operators(self) -> FusedOperators | None:
+        return _compiled_operators() if self.has_triton() and _fused_operators() is None else None
+
     def graph_recorder(self) -> GraphRecorder:
         return GraphRecorder()
 
@@ -152,14 +155,25 @@ def _fused_operators() -> FusedOperators | None:
         return None
     from verl.platform.cuda_fused import FUSED
 
+    return _that_work(FUSED)
+
+
+@cache
+def _compiled_operators() -> FusedOperators | None:
+    from verl.platform.compiled import compiled_operators
+
+    return _that_work(compiled_operators())
+
+
+def _that_work(operators: FusedOperators) -> FusedOperators | None:
     try:
         x = torch.ones(2, 8, device="cuda")
-        FUSED.rms_norm(x, x[0], 1e-6, 0.0)
+        operators.rms_norm(x, x[0], 1e-6, 0.0)
     except Exception as error:  # Triton's stages have errors of their own
         text = "training and sampling are slower: Triton's kernels cannot be built here, which takes a C compiler (gcc)"
-        warnings.warn(f"{text}: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{text}: {error}", RuntimeWarning, stacklevel=3)
         return None
-    return FUSED
+    return operators
 
 
 @cache

@@ -5,10 +5,7 @@ Each is one launch of a kernel of `cuda_kernels`, `rms_norm_backward` two.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from verl.platform.device import FusedOperators
+from verl.platform.fused import fused_operators
 from verl.platform.operators import define, ops
 
 define(
@@ -26,46 +23,4 @@ define(
 )
 
 
-def _product_dtype(*like: Tensor) -> torch.dtype:
-    """What products take: results go there without another pass that rounds them."""
-    kind = like[0].device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return torch.promote_types(like[0].dtype, like[-1].dtype)
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps, offset, dtype):  # type: ignore[no-untyped-def]
-        y, inverse = ops.rms_norm(x, weight, eps, offset, dtype)
-        ctx.save_for_backward(x, weight, inverse)
-        ctx.offset = offset
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, weight, inverse = ctx.saved_tensors
-        dx, dw = ops.rms_norm_backward(grad, x, weight, ctx.offset, inverse)
-        return dx, dw.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
-
-
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, cos, sin, dtype):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(cos, sin)
-        ctx.kind = q.dtype
-        return ops.rotate(q, k, cos, sin, dtype, False)
-
-    @staticmethod
-    def backward(ctx, dq, dk):  # type: ignore[no-untyped-def]
-        return *ops.rotate(dq, dk, *ctx.saved_tensors, ctx.kind, True), None, None, None
-
-
-FUSED = FusedOperators(
-    rms_norm=lambda x, weight, eps, offset: _Norm.apply(x, weight, eps, offset, _product_dtype(x, weight)),
-    swiglu=ops.swiglu,
-    rotate=lambda q, k, cos, sin: _Rotation.apply(q, k, cos, sin, _product_dtype(q, cos)),
-    swiglu_backward=ops.swiglu_backward,
-    merge_attention=ops.merge_attention,
-    head=(ops.head_forward, ops.head_backward),
-)
+FUSED = fused_operators(ops, merge_attention=ops.merge_attention)

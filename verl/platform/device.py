@@ -69,7 +69,8 @@ class FusedOperators:
     rotate    (q and k [1, H, S, D], cos, sin [1, S, D]) → of both ·cos + (−second half, first half)·sin
 
     Where swiglu has no gradient swiglu_backward (gradient, gate, up) → (silu(gate)·up, gradients of gate and up) is
-    there. merge_attention and the two functions of `head` see `verl.platform.cuda_kernels`.
+    there. merge_attention and the two functions of `head` see `verl.platform.cuda_kernels`, decode_attention, draw and
+    the two functions of `pack_attention` `verl.platform.cpu_kernels`.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
@@ -78,6 +79,9 @@ class FusedOperators:
     swiglu_backward: Callable[..., Any] | None = None
     merge_attention: Callable[..., Any] | None = None
     head: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    decode_attention: Callable[..., torch.Tensor] | None = None
+    draw: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    pack_attention: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
 
 class Platform(ABC):
@@ -219,6 +223,14 @@ class Platform(ABC):
 
     def fused_operators(self) -> FusedOperators | None:
         """The device's own operators for parts of a model, None where it has none (`verl.models.fused_layers`)."""
+        return None
+
+    def compiled_kernels(self) -> str:
+        """Whether kernels that a run may leave out compute here, for people and checkpoints; "" where it has no choice."""
+        return ""
+
+    def compiled_operators(self) -> FusedOperators | None:
+        """Such operators by torch.compile, where the device has none of its own and can be compiled for."""
         return None
 
     def has_triton(self) -> bool:

@@ -101,10 +101,10 @@ def cpu() -> tuple[str, list[str]]:
 
 @cache
 def cpu_products() -> tuple[str, ...]:
-    """How bfloat16 products are computed on this CPU, and what a run on it uses, tried out in a process that imports
-    torch (2 s); empty where that fails."""
+    """How bfloat16 products are computed on this CPU, its compiled kernels, and what a run on it uses, tried out in a
+    process that imports torch (2 s); empty where that fails."""
     code = "from verl.platform.cpu import PLATFORM as cpu; cpu.prepare()"
-    code += "; print(cpu.bfloat16_products()); print(cpu.describe())"
+    code += "; print(cpu.bfloat16_products()); print(cpu.compiled_kernels()); print(cpu.describe())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return tuple(result.stdout.splitlines())
 

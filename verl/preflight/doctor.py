@@ -170,7 +170,10 @@ def _devices() -> Iterator[Finding]:
     limited = f", of which the container may use {quota:g}" if quota is not None and quota < usable else ""
     yield Finding("devices", "cpu", f"{name}, {usable} cores{limited}")
     products, *uses = probe.cpu_products() or ("unknown: torch does not start",)
+    kernels, *uses = uses or ("unknown: torch does not start",)
     yield Finding("devices", "bf16", f"{products} ({', '.join(flags) or 'no known flags'})")
+    missing = (kernels.startswith("no "), NOTE, "apt-get install g++: norms, attention and sampling are faster with it")
+    yield graded("devices", "compiled kernels", kernels, missing)
     for used in uses:
         fast = "bfloat16" in used
         dtype = "bfloat16 products, float32 master weights" if fast else "float32"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.devices import ray_address
-from verl.config.layout import OwnPool, own_pools, policy_placement
+from verl.config.layout import OwnPool, own_pools
 from verl.config.model_facts import VISION_MODELS, ModelFacts, flat_overrides, look
 from verl.config.report import ACTOR, Report
 from verl.config.schema.base import Root
@@ -170,8 +170,6 @@ def _model(report: Report) -> None:
 
 def _no_vision(report: Report, name: str) -> str:
     """Why this run cannot have a model of that type, which sees images, "" if it can."""
-    if (split := policy_placement(report.config)).tensor > 1:
-        return f"are not split so in this release; set {split.keys['tensor']}=1"
     if name not in VISION_MODELS:
         supported = ", ".join(VISION_MODELS)
         return f"are not in this release, where its images were not seen to be right; take one of {supported}"

@@ -8,6 +8,7 @@ from typing import Any
 from verl.algorithms import registry
 from verl.config import release
 from verl.config.devices import ray_address
+from verl.config.layout import quantized_sampling
 from verl.config.matching import lookup, nearest
 from verl.config.release import built_in
 from verl.config.report import ACTOR, Report, beyond
@@ -19,6 +20,7 @@ from verl.engine.registry import (
     TRAINING_ENGINES,
     capabilities,
     float_name,
+    not_quantized,
     not_sampled,
 )
 from verl.reward.user_function import REWARD_MANAGER_REGISTRY
@@ -42,6 +44,8 @@ def check(config: Root, report: Report) -> None:
         if _outside(value, field):
             put(report.config, path, _inside(field))
     _unread(report)
+    if report.rollout is not None and report.rollout.name in ROLLOUT_ENGINES:
+        _quantization(report)
     for path in filter(report.config.select, report.keys):
         if (absent := lookup(release.FEATURES, path)) and not _unused(report, path):
             report.refuse(report.at(path), f"not in this release ({absent.what}); {absent.instead}")
@@ -95,6 +99,19 @@ def _dtype(report: Report, path: str, value: Any) -> None:
         report.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(value, FLOATS)}")
     elif name and path == f"{report.rollout_key}.dtype" and name not in capabilities(report.rollout.name).dtypes:
         report.refuse(f"{path}={value}", not_sampled(report.rollout.name))
+
+
+def _quantization(report: Report) -> None:
+    """Samplers in lower precision than the trainer: what the engine lacks, and what corrects the difference."""
+    rollout, key = report.rollout, f"{report.rollout_key}.quantization"
+    if rollout.quantization and rollout.quantization not in capabilities(rollout.name).quantization:
+        return report.refuse(f"{key}={rollout.quantization}", not_quantized(rollout.name))
+    quantized = quantized_sampling(rollout)
+    if quantized and report.ppo and not report.config.algorithm.rollout_correction.rollout_is:
+        report.notice(
+            f"{report.rollout_key}.{quantized}: the sampler is another policy than the trainer's; "
+            "algorithm.rollout_correction.rollout_is=token corrects for it (docs/vllm.md, Lower precision)"
+        )
 
 
 def _unread(report: Report) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.algorithms.agreement import FAR
+from verl.algorithms.agreement import BOUNDS, precision_of
 from verl.algorithms.batch_advantages import copied
 from verl.config import Config
-from verl.engine.registry import float_name
 from verl.tracking.tracker import Tracking
 from verl.trainer.parts import Parts
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -28,8 +27,7 @@ class Life:
         self.config, self.parts = config, parts
         self.trainer = PPOTrainer(config, parts, STEPS)
         rollout, policy = config.actor_rollout_ref.rollout, parts.workers.policy
-        names = [float_name(name) for name in (rollout.dtype or policy.compute_dtype, policy.compute_dtype)]
-        self.precision = "float32" if names == ["float32"] * 2 else "half"
+        self.precision = precision_of(rollout.dtype or policy.compute_dtype, policy.compute_dtype)
 
     @classmethod
     @contextmanager
@@ -61,10 +59,10 @@ class Life:
         return metrics
 
     def apart(self, ours: list[np.ndarray], theirs: list[np.ndarray], masks: list[np.ndarray]) -> tuple[float, float]:
-        """(difference of log-probs where the masks are set, as `FAR` takes it for this precision; its bound)."""
+        """(difference of log-probs where the masks are set, as `Bounds.far` takes it for this precision; its bound)."""
         pairs = zip(ours, theirs, masks, strict=True)
         differences = np.abs(np.concatenate([np.zeros(0), *((a - b)[mask] for a, b, mask in pairs)], dtype=np.float64))
-        kind, bound = FAR[self.precision]
+        kind, bound = BOUNDS[self.precision].far
         if not len(differences):
             return float("nan"), bound
         return float(differences.max() if kind == "max" else differences.mean()), bound

@@ -25,6 +25,7 @@ from verl.proving.life import STEPS, Life
 from verl.tracking.tracker import Tracking
 from verl.trainer.run import run_guarded
 from verl.trajectory import Batch
+from verl.weight_sync.verify import WeightSyncError
 
 PROMPTS, RESPONSES, LENGTH = 4, 4, 256
 """Most prompts of a step, responses to each, and tokens of one."""
@@ -108,7 +109,11 @@ def prove(config: Config, tracking: Tracking) -> None:
 def _checks(config: Config, tracking: Tracking) -> Iterator[Finding]:
     with Life.open(config, tracking) as life:
         trainer, parts = life.trainer, life.parts
-        trainer.start()
+        try:
+            trainer.start()
+        except WeightSyncError as error:
+            yield Finding("weights", sampling.NOT_ARRIVED, "all", FAILED, str(error))
+            return
         batch = life.sampled(1)
         yield rewards.failing(life, batch)
         yield rewards.again(life, batch)
@@ -165,13 +170,16 @@ def _checks(config: Config, tracking: Tracking) -> Iterator[Finding]:
 
 
 def _signal(batch: Batch) -> Finding:
-    """Whether scores differ within a group. Where none do, the proof goes on with scores of its own."""
+    """Whether responses and scores differ within a group. Where none do, the proof goes on with scores of its own."""
     groups = batch.groups()
     differing = sum(len({t.score for t in group}) > 1 for group in groups)
     if not differing:
         for group in groups:
             for number, t in enumerate(group):
                 t.score, t.score_error = float(number % 2), None
+    if all(len({t.response_ids.tobytes() for t in group}) == 1 < len(group) for group in groups):
+        why = "responses of a group are drawn with the same random numbers, or the policy has no doubt at all"
+        return Finding("scores", "the responses of each group are the same", "other ones", FAILED, why)
     advice = "no group's scores differ, so that there is nothing to learn: look at the responses, or sample more"
     measured = f"scores differ in {differing} of {len(groups)} groups"
     return Finding("scores", measured, "1 group", OK if differing else LOOK, "" if differing else advice)

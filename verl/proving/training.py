@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from verl.algorithms.agreement import BOUNDS
 from verl.algorithms.batch_advantages import copied
 from verl.config import Config
-from verl.proving.finding import FAILED, OK, Finding
+from verl.proving.finding import FAILED, OK, SKIPPED, Finding
 from verl.proving.life import Life, relative
 from verl.trajectory import Batch, Trajectory
-
-BOUNDS = {"float32": 1e-3, "half": 0.05}
-"""Relative difference of norms and losses that rounding explains, by precision."""
 
 
 def cut_otherwise(config: Config) -> Config:
@@ -46,7 +44,9 @@ def micro_batches(life: Life, batch: Batch, expected: dict[str, float]) -> Findi
     ranks = life.parts.workers.policy.group.dp_size
     cut = "one response per micro-batch, groups in reverse" + (f" over {ranks} ranks" if ranks > 1 else "")
     advice = "the gradient depends on how rows are cut into micro-batches and spread over ranks: report it"
-    return Finding.within("micro-batches", difference, BOUNDS[life.precision], "relative", advice, f"{metric}; {cut}")
+    return Finding.within(
+        "micro-batches", difference, BOUNDS[life.precision].update, "relative", advice, f"{metric}; {cut}"
+    )
 
 
 def shared_prompts(life: Life, batch: Batch, expected: list[np.ndarray]) -> Finding:
@@ -67,7 +67,8 @@ def masked_tokens(life: Life, batch: Batch, reload: Callable[[], None]) -> list[
     for some in (rows, rows, other):
         reload()
         results.append(life.update(Batch(some), 1))
-    bound = BOUNDS[life.precision] / 10  # the same rows in the same cut: only atomic additions of a device differ
+    # The same rows in the same cut: only atomic additions of a device differ.
+    bound = BOUNDS[life.precision].update / 10
     again, metric = relative(results[1], results[0])
     masked, of = relative(results[2], results[0])
     return [
@@ -75,11 +76,26 @@ def masked_tokens(life: Life, batch: Batch, reload: Callable[[], None]) -> list[
             "gradient", again, bound, "relative", "the same update twice gives two gradients: what is left of the one "
             "before, or random numbers, is in it; report it", metric,
         ),
+        _old_log_probs(results[0].get("actor/ppo_kl")),
         Finding.within(
             "masked tokens", masked, bound, "relative", "tokens of tools, or other tokens without a mask, change the "
             "gradient: report it", f"{of}; " + ("every second token masked" if hides else "tokens of tools"),
         ),
     ]  # fmt: skip
+
+
+def _old_log_probs(moved: float | None) -> Finding:
+    """moved: actor/ppo_kl of an update of weights that are not those of the old log-probs any more."""
+    name, advice = (
+        "old log-probs",
+        "old log-probs are computed anew for each update, and nothing is ever clipped: report it",
+    )
+    if moved is None:
+        return Finding(name, "the loss has no ratio", verdict=SKIPPED)
+    verdict = OK if moved else FAILED
+    return Finding(
+        name, f"after an update the KL of the ratio is {moved:.3g}", "not 0", verdict, "" if moved else advice
+    )
 
 
 def _masked(t: Trajectory, hides: bool, disturb: bool) -> Trajectory:

@@ -4,6 +4,7 @@ into a number. The exceptions of rewards are here, too."""
 from __future__ import annotations
 
 import traceback
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +71,8 @@ class Outcome:
     or ABSTAINED.
 
     `bare` is True if the function returned a number alone. `seconds` is the time the function took. `undecided`:
-    comparisons that math-verify could not make because of the response, which count as wrong answers.
+    comparisons that math-verify could not make because of the response, which count as wrong answers. `scored`: the
+    `text_digest` of the response that the scoring process was given, None where it did not say.
     """
 
     score: float | None = None
@@ -81,6 +83,19 @@ class Outcome:
     error: str | None = None
     traceback: str = ""
     undecided: int = 0
+    scored: int | None = None
+
+
+def text_digest(text: str) -> int:
+    """A checksum that tells responses apart."""
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+
+def texts_of_call(arguments: Mapping[str, Any]) -> list[str]:
+    """The responses of a call, by its arguments."""
+    if "rows" in arguments:
+        return [row["response"]["text"] for row in arguments["rows"]]
+    return [arguments["solution_str"]] if "solution_str" in arguments else list(arguments.get("solution_strs", ()))
 
 
 def failed(kind: str, error: str, trace: str = "", seconds: float = 0.0) -> Outcome:

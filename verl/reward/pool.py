@@ -188,6 +188,7 @@ def _outcome_of(row: Any) -> Outcome:
         case {"score": float() | None as score, "error": str() | None as error, "parts": dict(parts)}:
             outcome = Outcome(**row)
             numbers = isinstance(outcome.seconds, float) and isinstance(outcome.undecided, int)
+            numbers = numbers and isinstance(outcome.scored, int | None)
             texts = (outcome.kind, outcome.traceback, *parts)
             if (
                 (score is None) is not (error is None)

@@ -191,6 +191,8 @@ class RewardRunner:
             trajectory.extra["undecided"] = outcome.undecided
             self._events("reward_undecided", **_place(trajectory), response=trajectory.text)
         settings, timing = self.settings, trajectory.timing
+        if name == FUNCTION:  # `verl.trainer.step_checks` compares it with what the response ends up with
+            trajectory.extra["scored"] = [outcome.scored, outcome.kind]
         parts = trajectory.score_parts | self._named(outcome, name)
         timing["compute_score"] = timing.get("compute_score", 0.0) + outcome.seconds
         label = self.model.label if self.model is not None and name == MODEL else settings.function.label

@@ -24,7 +24,16 @@ from verl.data.load_object import SOURCES
 from verl.errors import REFUSED_NAMES
 from verl.platform import child_process
 from verl.platform.child_process import ParentChannel
-from verl.reward.outcome import TRACEBACK_CHARACTERS, Outcome, RewardLoadError, failed, outcome_of, raised
+from verl.reward.outcome import (
+    TRACEBACK_CHARACTERS,
+    Outcome,
+    RewardLoadError,
+    failed,
+    outcome_of,
+    raised,
+    text_digest,
+    texts_of_call,
+)
 
 _seconds_apart = 0.0
 _undecided = 0
@@ -117,21 +126,29 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
-def _report(channel: ParentChannel, number: int, outcomes: list[Outcome]) -> None:
-    """Send the outcomes of a call, or that the function asked for what there is not, whatever it made of that."""
+def _report(channel: ParentChannel, number: int, digests: list[int | None], outcomes: list[Outcome]) -> None:
+    """Send the outcomes of a call, or that the function asked for what there is not, whatever it made of that. digests:
+    of the responses, taken before the function could change them."""
     global _undecided
     if _undecided and outcomes:  # a failure may stand for all responses of a call
         outcomes = [replace(outcomes[0], undecided=_undecided), *outcomes[1:]]
         _undecided = 0
     if REFUSED_NAMES:
         outcomes = [failed("load", f"it asks for what verl lacks: {REFUSED_NAMES[0]}", o.traceback) for o in outcomes]
-    channel.send({"id": number, "outcomes": [vars(outcome) for outcome in outcomes]})
+    scored = digests if len(digests) == len(outcomes) else [None] * len(outcomes)
+    rows = [{**vars(outcome), "scored": digest} for outcome, digest in zip(outcomes, scored, strict=True)]
+    channel.send({"id": number, "outcomes": rows})
+
+
+def _digests(message: dict[str, Any]) -> list[int | None]:
+    texts = texts_of_call(message["arguments"])
+    return [text_digest(text) if isinstance(text, str) else None for text in texts]
 
 
 def _serve(channel: ParentChannel, function: Function) -> None:
     while True:
         message = channel.inbox.get()
-        started = _clock()
+        digests, started = _digests(message), _clock()
         try:
             value = function(message)
             if hasattr(value, "__await__"):
@@ -142,7 +159,7 @@ def _serve(channel: ParentChannel, function: Function) -> None:
             outcomes = [raised(error, _clock() - started, __file__)] * message["count"]
         else:
             outcomes = function.outcomes(value, message["count"], _clock() - started)
-        _report(channel, message["id"], outcomes)
+        _report(channel, message["id"], digests, outcomes)
 
 
 async def _finish(value: Any) -> Any:
@@ -153,7 +170,7 @@ def _serve_async(channel: ParentChannel, function: Function) -> None:
     import asyncio
 
     async def one(message: dict[str, Any]) -> None:
-        started = time.perf_counter()
+        digests, started = _digests(message), time.perf_counter()
         limit = asyncio.timeout(message["timeout"])
         try:
             async with limit:
@@ -165,7 +182,7 @@ def _serve_async(channel: ParentChannel, function: Function) -> None:
             outcomes = [outcome] * message["count"]
         else:
             outcomes = function.outcomes(value, message["count"], time.perf_counter() - started)
-        _report(channel, message["id"], outcomes)
+        _report(channel, message["id"], digests, outcomes)
 
     async def serve() -> None:
         running: set[asyncio.Task[None]] = set()

@@ -54,7 +54,7 @@ class RewardSettings:
         manager = "" if is_custom else model.reward_manager
         limited = manager in ("rate_limited", "limited") or getattr(kind, "rate_limited", False)
         groups = config.algorithm.filter_groups
-        counted_on = "gdpo" in (manager, config.algorithm.adv_estimator)
+        counted_on = manager == "gdpo" or config.algorithm.adv_estimator in ("gdpo", "mo_grpo")
         parts = config.algorithm.gdpo_reward_keys or () if counted_on else ()
         sandboxes = model.sandbox_fusion.max_concurrent if function.path is None else model.num_workers
         limits = (model.max_concurrent, model.max_rpm, model.max_tpm, model.estimated_tokens_per_request)

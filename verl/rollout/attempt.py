@@ -47,7 +47,7 @@ def response_seed(seed: int, uid: str, index: int | str) -> int:
 class RolloutSettings:
     """What the sampling side needs to know of the configuration. `greedy_baseline`: one greedy response a group beside
     the n. `on_status`: what becomes of a trajectory by its status (score, mask, drop, resample), score where it is not
-    named."""
+    named. `count_shared`: `once`, or `every_segment`."""
 
     sampling: SamplingParams
     n: int
@@ -57,6 +57,7 @@ class RolloutSettings:
     greedy_baseline: bool = False
     on_status: Mapping[str, str] = field(default_factory=dict)
     max_resamples: int = 0
+    count_shared: str = "once"
 
     @property
     def per_prompt(self) -> int:
@@ -196,6 +197,21 @@ class Attempt(Record):
         for segment, record in zip(segments, records, strict=True):
             segment.parent, segment.shared = _parent_among(records, record)
         return segments
+
+    def count_in_every_segment(self, trajectory: Trajectory) -> None:
+        """Make what a segment shares with those that it goes on from a part of its response, where it was sampled: it
+        is in the loss in each of them. A reward that its turn earned (`token_scores`) stays in the first."""
+        scores, at = trajectory.extra.get("token_scores"), 0
+        for number, (segment, record) in enumerate(zip(trajectory.segments, self.written, strict=True)):
+            longer = self._segment(record.with_shared_spans(), record.media, record.routes(record.length))
+            if repeated := longer.length - segment.length:
+                longer.parent, longer.shared, longer.versions = segment.parent, segment.shared, segment.versions
+                longer.uid, longer.index, longer.trajectory = segment.uid, segment.index, trajectory
+                trajectory.segments[number] = longer
+                scores = None if scores is None else np.insert(scores, at, np.zeros(repeated))
+            at += longer.length
+        if scores is not None:
+            trajectory.extra["token_scores"] = scores
 
     def _segment(self, written: SegmentRecord, media: Media | None, routes: np.ndarray | None) -> Segment:
         """routes: experts of the tokens of context and response, int16 [P + L, layers, k]."""
@@ -357,6 +373,8 @@ class Attempts:
             attempt.end()
         seconds = time.monotonic() - started
         trajectory = attempt.trajectory(index, outcome, segments, seconds, self._decode)
+        if self._settings.count_shared == "every_segment" and outcome.excerpts is None and len(segments) > 1:
+            attempt.count_in_every_segment(trajectory)
         if name != SINGLE_TURN:
             trajectory.extra["agent_loop"] = name
         return trajectory

@@ -27,7 +27,7 @@ import numpy as np
 from verl.config.reward_weights import user_scores
 from verl.data.rows import BadRow, without_nulls
 from verl.errors import UserError
-from verl.rollout import openenv, verifiers_server
+from verl.rollout import harbor, nemo_gym, openenv, verifiers_server
 from verl.rollout.environments import Env, GymEnv, Messages, Observation, StepResult
 from verl.rollout.event_loop import in_thread, thread_room, users_code
 from verl.rollout.loops import AgentLoop, register
@@ -39,6 +39,12 @@ from verl.rollout.tools.toolbox import load_class
 from verl.rollout.turn_boundaries import without_images
 
 _PATH_KEY = "rollout.agent.environment.path"
+_ADAPTERS: dict[str, tuple[type, str, Callable[..., None]]] = {
+    "openenv": (openenv.OpenEnv, "url", openenv.check),
+    "nemo_gym": (nemo_gym.NemoGym, "url", nemo_gym.check),
+    "harbor": (harbor.Task, "folder", harbor.check),
+}
+"""Environments of ours by name: the class, the argument that `path` is, and what checks a path."""
 _LONGEST_VARIABLE = 2**17 - 16  # bytes: Linux starts no program with a longer `VERL_ROW=…`
 
 
@@ -47,14 +53,14 @@ def maker(spec: Mapping[str, Any]) -> Callable[[], Env | Awaitable[Env]]:
 
     It is async where `reset` is: what such a constructor opens belongs to the event loop."""
     path, kwargs = str(spec["path"]), dict(spec.get("kwargs") or {})
-    if spec["name"] == "openenv":
-        cls, kwargs = openenv.OpenEnv, {"url": path, **kwargs}
+    if spec["name"] in _ADAPTERS:
+        cls, kwargs = _ADAPTERS[spec["name"]][0], {_ADAPTERS[spec["name"]][1]: path, **kwargs}
     else:
         cls = load_class(path, _PATH_KEY)
 
     def make() -> Env:
         env: Any = cls(**kwargs)
-        return env if spec["name"] in ("custom", "openenv") else GymEnv(env)
+        return GymEnv(env) if spec["name"] == "gym" else env
 
     async def make_on_the_loop() -> Env:
         return make()
@@ -65,8 +71,9 @@ def maker(spec: Mapping[str, Any]) -> Callable[[], Env | Awaitable[Env]]:
 def check(spec: Mapping[str, Any], tokenizer: str) -> None:
     """UserError for an environment that cannot be used: its class, program, server. tokenizer: path or name."""
     name, path, kwargs = spec["name"], str(spec["path"]), dict(spec.get("kwargs") or {})
-    if name == "openenv":
-        openenv.check(path)
+    if name in _ADAPTERS:
+        _check_kwargs(_ADAPTERS[name][0], name, path, **kwargs)
+        _ADAPTERS[name][2](path, **(kwargs if name == "harbor" else {}))
     elif name == "verifiers":
         verifiers_server.check(spec, tokenizer)
     elif name == "command":
@@ -80,10 +87,7 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
             )
     else:
         factory = load_class(path, _PATH_KEY)
-        try:
-            inspect.signature(factory).bind(**kwargs)
-        except TypeError as error:
-            raise UserError(f"environment.kwargs do not fit {path}: {error}") from error
+        _check_kwargs(factory, path, **kwargs)
         if name == "gym":
             try:
                 env = factory(**kwargs)
@@ -91,6 +95,13 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
                 raise UserError(f"{path} makes no environment: {type(error).__name__}: {error}") from error
             with suppress(Exception):
                 env.close()
+
+
+def _check_kwargs(factory: Callable[..., Any], name: str, *arguments: str, **kwargs: Any) -> None:
+    try:
+        inspect.signature(factory).bind(*arguments, **kwargs)
+    except TypeError as error:
+        raise UserError(f"environment.kwargs do not fit {name}: {error}") from error
 
 
 @register("environment_agent")
@@ -134,7 +145,10 @@ class EnvironmentAgent(AgentLoop):
             if not opening_messages:
                 raise EnvironmentFailed(f"{self._path}: reset gives no messages, and the row has no prompt")
             self._messages = [dict(message) for message in opening_messages]
-            return await self._turns(env, start.tools)
+            status = await self._turns(env, start.tools)
+            if (final := getattr(env, "final", None)) is not None:
+                self._earn(await self._ask(final, StepResult))
+            return status
         finally:
             with suppress(Exception):
                 await self._ask(env.close, object)

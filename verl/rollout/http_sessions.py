@@ -30,13 +30,26 @@ _HEAD_BYTES = 2**14
 _MOST_CONNECTIONS = 1024  # of one session, and of all clients that have sent no token
 _READ_SECONDS = 60.0  # in which a head, a body, and an answer must pass; a connection may be idle for so long
 _LINGER_SECONDS = 2.0
+PROTOBUF = "application/x-protobuf"
 
 
 T = TypeVar("T")
-Result = dict[str, Any] | AsyncGenerator[str]
-"""A body of JSON, or the server-sent events of a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer with a status or a type of its own."""
+
+    status: HTTPStatus
+    data: bytes
+    kind: str = "application/json"
+
+
+Result = dict[str, Any] | AsyncGenerator[str] | Reply
+"""A body of JSON, the server-sent events of a stream, or a `Reply`."""
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Result]]
-"""Answers a request: a session, and the body; of a path that ends with an id, the id is in the body."""
+"""Answers a request: a session, and the body; of a path that ends with an id, the id is in the body. A body that is not
+JSON is `{"data": bytes}`."""
 ROUTES: dict[str, tuple[str, Handler]] = {}
 """Path → the method that it takes, and what answers it; `verl.rollout.dialects` fills it. ID stands for a path's end that
 is not named here."""
@@ -48,7 +61,7 @@ class NotFound(LookupError):
     code = "not_found"
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """A request that is answered with an error, and whose connection is closed."""
 
     def __init__(self, status: HTTPStatus, message: str, header: str = ""):
@@ -57,7 +70,7 @@ class _Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class Head:
     """The head of a request; headers by their names in lower case."""
 
     method: str
@@ -66,7 +79,7 @@ class _Head:
     last: bool
 
 
-class _Server:
+class Server:
     """The sessions of one event loop, and how many connections each has ("": clients that have sent no token)."""
 
     def __init__(self, address: tuple[str, int]) -> None:
@@ -79,6 +92,26 @@ class _Server:
         serving = asyncio.start_server(self._connected, sock=self._socket, limit=_HEAD_BYTES, backlog=1024)
         self._started = asyncio.ensure_future(serving)
 
+    def find(self, head: Head) -> tuple[str, Any, Handler, str]:
+        """Whose request it is (for the limit of connections), the session, the handler and the id at the path's end.
+        Refused where one of them is not there."""
+        _, token, *parts = [*head.path.partition("?")[0].split("/"), ""]
+        session, route = self.sessions.get(token), "/".join(parts).strip("/")
+        if session is None:
+            problem = "no such session: the base URL is wrong, or its trajectory has ended"
+            raise Refused(HTTPStatus.NOT_FOUND, problem)
+        name = ""
+        if route not in ROUTES:
+            above, _, name = route.rpartition("/")
+            route = f"{above}/ID"
+        if route not in ROUTES:
+            raise Refused(HTTPStatus.NOT_FOUND, f"no such path: /{route}; there are /{', /'.join(ROUTES)}")
+        method, handler = ROUTES[route]
+        if head.method != method:
+            message = f"/{route} takes {method}, not {head.method}"
+            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, message, f"Allow: {method}\r\n")
+        return token, session, handler, name
+
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.CancelledError):  # at the loop's end; asyncio would print it
             await _Connection(self, reader, writer).serve()
@@ -87,10 +120,10 @@ class _Server:
 class _Connection:
     """One client. token: of the session that it asks, "" before its first request."""
 
-    def __init__(self, server: _Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    def __init__(self, server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._server, self._reader, self._writer = server, reader, writer
         self._token = ""
-        self._head: asyncio.Task[_Head] | None = None
+        self._head: asyncio.Task[Head] | None = None
 
     async def serve(self) -> None:
         """Answer requests until the client, an error or a limit ends the connection."""
@@ -98,7 +131,7 @@ class _Connection:
         try:
             self._check_limit()
             await self._requests()
-        except _Refused as refused:
+        except Refused as refused:
             await self._refuse(refused)
         except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
             pass  # the client's end
@@ -117,7 +150,7 @@ class _Connection:
             data = await self._body(head.headers)
             # Read while the answer is made: it fails when the client closes the connection.
             self._head = spawn(_read_head(self._reader))
-            answer = spawn(self._answer(session, handler, name, data, head.last))
+            answer = spawn(self._answer(session, handler, name, data, head))
             try:
                 await asyncio.wait({self._head, answer}, return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done() and isinstance(self._head.exception(), EOFError | OSError):
@@ -129,11 +162,11 @@ class _Connection:
             if head.last:
                 return
 
-    async def _answer(self, session: Any, handler: Handler, name: str, data: bytes, last: bool) -> None:
+    async def _answer(self, session: Any, handler: Handler, name: str, data: bytes, head: Head) -> None:
         """Write what answers a request. An error of a stream that has begun is its last event."""
-        header = "Connection: close\r\n" * last
-        status, result = await _guarded(_answer(session, handler, name, data))
-        if isinstance(result, dict):
+        header, last = "Connection: close\r\n" * head.last, head.last
+        status, result = await _guarded(_answer(session, handler, name, data, head))
+        if isinstance(result, dict | Reply):
             self._write(status, result, header)
             return
         async with aclosing(result):
@@ -155,31 +188,18 @@ class _Connection:
         self._writer.write(data if last else f"{len(data):x}\r\n".encode() + data + b"\r\n")
         await asyncio.wait_for(self._writer.drain(), _READ_SECONDS)
 
-    def _route(self, head: _Head) -> tuple[Any, Handler, str]:
-        """The session, the handler of a request, and the id at the end of its path."""
-        _, token, *parts = [*head.path.partition("?")[0].split("/"), ""]
-        session, route = self._server.sessions.get(token), "/".join(parts).strip("/")
-        if session is None:
-            problem = "no such session: the base URL is wrong, or its trajectory has ended"
-            raise _Refused(HTTPStatus.NOT_FOUND, problem)
+    def _route(self, head: Head) -> tuple[Any, Handler, str]:
+        """See `Server.find`."""
+        token, *found = self._server.find(head)
         self._server.connections.update({self._token: -1, token: 1})
         self._token = token
         self._check_limit()
-        name = ""
-        if route not in ROUTES:
-            above, _, name = route.rpartition("/")
-            route = f"{above}/ID"
-        if route not in ROUTES:
-            raise _Refused(HTTPStatus.NOT_FOUND, f"no such path: /{route}; there are /{', /'.join(ROUTES)}")
-        method, handler = ROUTES[route]
-        if head.method != method:
-            message = f"/{route} takes {method}, not {head.method}"
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, message, f"Allow: {method}\r\n")
+        session, handler, name = found
         return session, handler, name
 
     def _check_limit(self) -> None:
         if self._server.connections[self._token] > _MOST_CONNECTIONS:
-            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"more than {_MOST_CONNECTIONS} connections")
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"more than {_MOST_CONNECTIONS} connections")
 
     async def _body(self, headers: dict[str, str]) -> bytes:
         if headers.get("expect", "").lower() == "100-continue":
@@ -187,16 +207,16 @@ class _Connection:
         try:
             return await asyncio.wait_for(_read_body(self._reader, headers), _READ_SECONDS)
         except TimeoutError:
-            raise _Refused(HTTPStatus.REQUEST_TIMEOUT, f"no whole body within {_READ_SECONDS:g} s") from None
+            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"no whole body within {_READ_SECONDS:g} s") from None
         except ValueError as error:
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}") from error
+            raise Refused(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}") from error
 
-    def _write(self, status: HTTPStatus, result: dict[str, Any], header: str = "") -> None:
-        data = json.dumps(result).encode()
-        header += f"Content-Length: {len(data)}\r\n"
-        self._writer.write(_head_of(status, "application/json", header) + data)
+    def _write(self, status: HTTPStatus, result: dict[str, Any] | Reply, header: str = "") -> None:
+        reply = result if isinstance(result, Reply) else Reply(status, json.dumps(result).encode())
+        header += f"Content-Length: {len(reply.data)}\r\n"
+        self._writer.write(_head_of(reply.status, reply.kind, header) + reply.data)
 
-    async def _refuse(self, refused: _Refused) -> None:
+    async def _refuse(self, refused: Refused) -> None:
         with suppress(OSError, TimeoutError):
             error = _error(refused.status, str(refused))
             self._write(refused.status, error, f"Connection: close\r\n{refused.header}")
@@ -213,7 +233,9 @@ def _head_of(status: HTTPStatus, kind: str, header: str) -> bytes:
     return f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n{header}\r\n".encode()
 
 
-async def _answer(session: Any, handler: Handler, name: str, data: bytes) -> Result:
+async def _answer(session: Any, handler: Handler, name: str, data: bytes, head: Head) -> Result:
+    if head.headers.get("content-type", "").startswith(PROTOBUF):
+        return await handler(session, {"data": data})
     body = json.loads(data) if data else {}
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
@@ -238,20 +260,20 @@ def _error(status: HTTPStatus, message: str, code: str | None = None) -> dict[st
     return {"type": "error", "error": about}  # as clients of OpenAI and of Anthropic read it
 
 
-async def _read_head(reader: asyncio.StreamReader) -> _Head:
+async def _read_head(reader: asyncio.StreamReader) -> Head:
     """The head of the next request. IncompleteReadError at the end of the connection."""
     try:
         text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError:
         status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-        raise _Refused(status, f"the head of the request has more than {_HEAD_BYTES} bytes") from None
+        raise Refused(status, f"the head of the request has more than {_HEAD_BYTES} bytes") from None
     line, *lines = text.strip().split("\r\n")
     if len(words := line.split(" ")) != 3:
-        raise _Refused(HTTPStatus.BAD_REQUEST, "this is no request of HTTP")
+        raise Refused(HTTPStatus.BAD_REQUEST, "this is no request of HTTP")
     pairs = (part.partition(":") for part in lines)
     headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
     last = words[2] == "HTTP/1.0" or headers.get("connection", "").lower() == "close"
-    return _Head(words[0], words[1], headers, last)
+    return Head(words[0], words[1], headers, last)
 
 
 async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
@@ -273,18 +295,18 @@ def _checked_size(size: int, before: int) -> int:
     if size < 0:
         raise ValueError(f"it has {size} bytes")
     if before + size > _MOST_BYTES:
-        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {_MOST_BYTES} bytes")
+        raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {_MOST_BYTES} bytes")
     return size
 
 
-_SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Server] = WeakKeyDictionary()
+_SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, Server] = WeakKeyDictionary()
 
 
 def open_session(session: Any) -> str:
     """The base URL under which a session answers from now on. Only on an event loop."""
     loop = asyncio.get_running_loop()
     if loop not in _SERVERS:
-        _SERVERS[loop] = _Server(session.setup.http_address)
+        _SERVERS[loop] = Server(session.setup.http_address)
     server, token = _SERVERS[loop], secrets.token_urlsafe(24)
     server.sessions[token] = session
     return f"{server.base}/{token}/v1"

@@ -149,6 +149,27 @@ class SegmentRecord:
             sets[span.start - self.start : span.end - self.start] = span.sets
         return sets
 
+    def with_shared_spans(self, length: int | None = None) -> SegmentRecord:
+        """Its first `length` tokens (None: all) behind the context in which the first of them was sampled: what was
+        sampled in segments that it goes on from is sampled here, too. Images stay in the context."""
+        length = self.length if length is None else length
+        whole = SegmentRecord(self.number, self.context[:length], self.shown)
+        first = len(self.context)
+        if self.parent is not None and self.parent.shown == self.shown:
+            earlier = self.parent.with_shared_spans(min(self.shared, length))
+            if any(span.sampled for span in earlier.spans):
+                whole, first = earlier, max(first, earlier.length)
+                if len(inserted := self.context[earlier.length : length]):
+                    whole.append(inserted)
+        for span in self.spans:
+            if first <= span.start < length:
+                size = min(span.end, length) - span.start
+                log_probs = None if span.log_probs is None else span.log_probs[:size]
+                sets = None if span.sets is None else span.sets[:size]
+                about = {"call": span.call, "versions": span.versions}
+                whole.append(span.ids[:size], log_probs=log_probs, sets=sets, **about)
+        return whole
+
     def versions(self) -> tuple[int, ...]:
         """Versions of the weights that wrote its tokens, ascending."""
         return tuple(sorted({version for span in self.spans for version in span.versions}))

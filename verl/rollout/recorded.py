@@ -11,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl.config.schema.entries import Config
-from verl.errors import UserError
 from verl.tracking import journal
 from verl.trajectory import Batch
 
@@ -46,9 +45,7 @@ class Recorded:
         return batch
 
     def save(self, step: int, batch: Batch) -> None:
-        """Write what was sampled in a step. UserError for rows with images."""
+        """Write what was sampled in a step."""
         if self.steps and step not in self.steps:
             return
-        if any(segment.media is not None for segment in batch.segments):
-            raise UserError("skip.rollout.enable=True: responses to images are not recorded; set it to False")
         journal.write(self.folder / f"{step}.parquet", batch, {"step": step})

@@ -21,6 +21,7 @@ import numpy as np
 
 from verl.config.schema.base import Map, select
 from verl.config.schema.entries import Config
+from verl.engine.registry import capabilities
 from verl.engine.rollout.base import Completion, OnTokens, SamplingParams
 from verl.rollout import http_sessions
 from verl.rollout.record import Place, Record, SegmentRecord
@@ -32,7 +33,7 @@ from verl.trajectory import Media
 Settings = SamplingParams | Mapping[str, Any] | None
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
-_OWN = ("max_tokens", "stop", "stop_token_ids")
+_OWN = ("max_tokens", "stop", "stop_token_ids", "grammar")
 """What a turn may say about its sampling: anything else would make the trainer's log-probs another distribution's."""
 _ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
 _UNUSED = ("logprobs", "prompt_logprobs", "detokenize", "n")
@@ -43,9 +44,9 @@ class LoopSetup:
     configuration.
 
     timeout: seconds of a trajectory. longest: tokens of context and response together. longest_turn: tokens of a turn of
-    the model in a dialogue. tool_format: how the model
-    writes calls. http_address: where sessions are served (port 0: a free one). as_inference: a turn sees the dialogue as the template writes it, in a new segment where that is not
-    what was written so far.
+    the model in a dialogue. tool_format: how the model writes calls. engine: the sampler's name. http_address: where
+    sessions are served (port 0: a free one). as_inference: a turn sees the dialogue as the template writes it, in a new
+    segment where that is not what was written so far.
     """
 
     def __init__(self, tokenizer: Any = None, config: Config | Map | None = None):
@@ -60,6 +61,7 @@ class LoopSetup:
             self._key("agent.http_port", 0),
         )
         self.as_inference: bool = self._key("multi_turn.use_inference_chat_template", False)
+        self.engine: str = self._key("name", "")
 
     def _key(self, name: str, default: Any = None) -> Any:
         return select(self.config, f"actor_rollout_ref.rollout.{name}", default)
@@ -80,6 +82,11 @@ class LoopSetup:
         processor = load_processor(model.path, self.tokenizer, kwargs, trust_remote_code=trusted)
         scored = self.config.reward_model.images
         return None if processor is None else ImageProcessor(processor, scored=scored)
+
+    @property
+    def follows_grammars(self) -> bool:
+        """Whether the run's engine can be held to a grammar."""
+        return bool(self.engine) and capabilities(self.engine).grammars
 
     @cached_property
     def tools(self) -> Any:
@@ -168,6 +175,8 @@ class Session:
         """The run's settings with what a mapping changes of them."""
         if settings is None or isinstance(settings, SamplingParams):
             return settings or self.sampling
+        if settings.get("grammar") and self.setup.engine and not self.setup.follows_grammars:
+            raise ValueError(f"rollout.name={self.setup.engine} cannot be held to a grammar")
         options = {_ALIASES.get(name, name): value for name, value in settings.items() if name not in _UNUSED}
         if unknown := [name for name in options if name not in _FIELDS]:
             raise ValueError(f"sampling parameters {', '.join(unknown)}; known: {', '.join(sorted(_FIELDS))}")
@@ -193,7 +202,7 @@ class Session:
         """Sample the next turn of a dialogue. Where it goes on from turns of this session their tokens stay as they
         were sampled.
 
-        sampling: max_tokens, stop, stop_token_ids; over HTTP the message ends before the stop string. An image that a
+        sampling: max_tokens, stop, stop_token_ids, grammar (`SamplingParams`); over HTTP the message ends before the stop string. An image that a
         message holds (`{"type": "image", "image": …}`) begins a segment. on_text: gets the message's content in pieces,
         while it is sampled where the engine streams. OutOfTokens if there is no room, BadRow where
         the template refuses the messages or an image cannot be shown.

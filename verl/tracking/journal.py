@@ -3,13 +3,16 @@
     journal/{step}.parquet      a column for each of `verl.trajectory.COLUMNS` that the step has, null where a row lacks it
                                 about: what is not of tokens, as JSON; that of the trajectory on its first segment, and
                                 that of the prompt on its first trajectory
+    pixel_values                of the images that a segment is the first to have, float32 as uint32: a dictionary of the
+                                few values that pixels have, and indices into it, compressed
 
-Numbers come back bit for bit. Pixels are not kept: `about` of the file has the number of images.
+Numbers come back bit for bit.
 """
 
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import accumulate
@@ -20,7 +23,7 @@ import numpy as np
 
 from verl.data.files import written_whole
 from verl.errors import UserError
-from verl.trajectory import COLUMNS, Batch, Prompt, Segment, Trajectory
+from verl.trajectory import COLUMNS, Batch, Media, Prompt, Segment, Trajectory
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 _PROMPT = ("messages", "data_source", "ground_truth", "extra_info", "file", "row", "epoch", "agent_name", "columns")
 _TRAJECTORY = ("finish_reason", "status", "text", "num_turns", "score", "score_parts", "score_error", "fields", "extra")
 _SEGMENT = ("versions", "parent", "shared")
-_CONTEXT, _ABOUT = "context.", "about"
+_CONTEXT, _ABOUT, _PIXELS = "context.", "about", "pixel_values"
 
 
 class Journal:
@@ -65,6 +68,8 @@ def write(path: Path, batch: Batch, about: Mapping[str, Any]) -> None:
     rows = [*batch, *{id(t.baseline): t.baseline for t in batch if t.baseline is not None}.values()]
     first = len(batch)
     prompts: set[str] = set()
+    written: set[Media] = set()
+    pixels: list[np.ndarray | None] = []
     segments: list[Segment] = []
     texts: list[str] = []
     for number, t in enumerate(rows):
@@ -75,7 +80,13 @@ def write(path: Path, batch: Batch, about: Mapping[str, Any]) -> None:
                 note["trajectory"] = {name: getattr(t, name) for name in _TRAJECTORY} | {"baseline": number >= first}
                 if t.uid not in prompts:
                     note["prompt"] = {"ids": t.prompt.ids} | {name: getattr(t.prompt, name) for name in _PROMPT}
+                    note["prompt"]["media"] = _keys(t.prompt.media)
                     prompts.add(t.uid)
+            fresh = [] if segment.media is None else [m for m in segment.media.leaves if m not in written]
+            written.update(fresh)
+            note["media"], note["images"] = _keys(segment.media), [_image_note(leaf) for leaf in fresh]
+            arrays = [_pixels(leaf).reshape(-1).view(np.uint32) for leaf in fresh]
+            pixels.append(np.concatenate(arrays) if arrays else None)
             segments.append(segment)
             texts.append(json.dumps(note, default=_plain))
     table: dict[str, Any] = {
@@ -88,11 +99,48 @@ def write(path: Path, batch: Batch, about: Mapping[str, Any]) -> None:
             table[name] = _lists([segment.columns.get(name) for segment in segments])
         if any(name in segment.context_columns for segment in segments):
             table[_CONTEXT + name] = _lists([segment.context_columns.get(name) for segment in segments])
-    images = sum(segment.media.images for segment in segments if segment.media is not None)
-    metadata = {"verl": json.dumps({**about, "images": images}, default=_plain)}
+    if written:
+        table[_PIXELS] = _lists(pixels)
+    metadata = {"verl": json.dumps(about, default=_plain)}
     arrow = pa.table({**table, _ABOUT: texts}).replace_schema_metadata(metadata)
     with written_whole(path) as beside:
         pq.write_table(arrow, beside, compression="zstd", compression_level=1)
+
+
+def _keys(media: Media | None) -> list[str]:
+    return [] if media is None else [leaf.key for leaf in media.leaves]
+
+
+def _pixels(leaf: Media) -> np.ndarray:
+    return leaf.inputs.get(_PIXELS, np.zeros((0, 0), np.float32))
+
+
+def _image_note(leaf: Media) -> dict[str, Any]:
+    """What is kept of images beside their pixels."""
+    inputs = {name: [str(a.dtype), a.tolist()] for name, a in leaf.inputs.items() if name != _PIXELS}
+    note = {"key": leaf.key, "tokens": leaf.tokens, "token": leaf.token, "inputs": inputs}
+    return note | {"small": [b64encode(file).decode() for file in leaf.small], "shape": _pixels(leaf).shape}
+
+
+def _read_images(notes: Iterable[Mapping[str, Any]], pixels: np.ndarray | None, seen: dict[str, Media]) -> None:
+    """Add to `seen` the images that a segment is the first to have."""
+    start = 0
+    for note in notes:
+        assert pixels is not None
+        size = int(np.prod(note["shape"]))
+        values = pixels[start : start + size].astype(np.uint32, copy=False).view(np.float32).reshape(note["shape"])
+        start += size
+        inputs = {_PIXELS: values} | {name: np.array(v, dtype) for name, (dtype, v) in note["inputs"].items()}
+        small = tuple(map(b64decode, note["small"]))
+        seen[note["key"]] = Media(inputs, note["tokens"], small, key=note["key"], token=note["token"])
+
+
+def _media(keys: list[str], seen: dict[str, Media]) -> Media | None:
+    """The images of these keys: the same object each time."""
+    name = " ".join(keys)
+    if len(keys) > 1 and name not in seen:
+        seen[name] = Media.joined([seen[key] for key in keys])
+    return seen[name] if keys else None
 
 
 def _lists(parts: list[np.ndarray | None]) -> pa.Array:
@@ -121,7 +169,7 @@ def read(path: Path, *, computed: bool = False) -> tuple[Batch, dict[str, Any]]:
     try:
         table = pq.read_table(path)
         wanted = {n for n in COLUMNS if n in table.column_names and (computed or COLUMNS[n].source == "rollout")}
-        names = {"context_ids", *wanted, *(n for n in table.column_names if n.startswith(_CONTEXT))}
+        names = {"context_ids", *wanted, *(n for n in table.column_names if n.startswith(_CONTEXT) or n == _PIXELS)}
         arrays = {name: _parts(table.column(name)) for name in names}
         facts = [table.column(name).to_pylist() for name in ("uid", "index", _ABOUT)]
         about = json.loads(table.schema.metadata[b"verl"])
@@ -147,15 +195,18 @@ def _parts(column: Any) -> list[np.ndarray | None]:
 def _trajectories(rows: Iterable[tuple[dict[str, Any], str, int, str]]) -> list[Trajectory]:
     prompts: dict[str, Prompt] = {}
     contexts: dict[tuple[str, str, bytes], np.ndarray] = {}
+    seen: dict[str, Media] = {}
     made: list[tuple[dict[str, Any], Prompt, int, list[Segment]]] = []
     for arrays, uid, index, text in rows:
         about = json.loads(text)
+        _read_images(about.get("images", ()), arrays.pop(_PIXELS, None), seen)
         if "prompt" in about:
             fields = about["prompt"]
-            prompts[uid] = Prompt(uid, np.array(fields.pop("ids"), np.int64), **fields)
+            media = _media([key for key in fields.pop("media", []) if key in seen], seen)
+            prompts[uid] = Prompt(uid, np.array(fields.pop("ids"), np.int64), media=media, **fields)
         if "trajectory" in about:
             made.append((about["trajectory"], prompts[uid], index, []))
-        made[-1][3].append(segment := _segment(arrays, about, prompts[uid]))
+        made[-1][3].append(segment := _segment(arrays, about, prompts[uid], _media(about.get("media", []), seen)))
         for name, values in segment.context_columns.items():  # one array for all that share the context, as before
             segment.context_columns[name] = contexts.setdefault((uid, name, values.tobytes()), values)
     trajectories, baselines = [], {}
@@ -171,7 +222,7 @@ def _trajectories(rows: Iterable[tuple[dict[str, Any], str, int, str]]) -> list[
     return trajectories
 
 
-def _segment(arrays: dict[str, Any], about: dict[str, Any], prompt: Prompt) -> Segment:
+def _segment(arrays: dict[str, Any], about: dict[str, Any], prompt: Prompt, media: Media | None) -> Segment:
     def shaped(name: str) -> np.ndarray:
         column, values = name.removeprefix(_CONTEXT), arrays[name]
         return values.astype(COLUMNS[column].dtype, copy=False).reshape(-1, *about["shapes"].get(column, ()))
@@ -184,6 +235,7 @@ def _segment(arrays: dict[str, Any], about: dict[str, Any], prompt: Prompt) -> S
         versions=tuple(about["versions"]),
         parent=about["parent"],
         shared=about["shared"],
+        media=media,
     )
     for name, values in arrays.items():
         if name.startswith(_CONTEXT) and values is not None:

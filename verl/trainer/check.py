@@ -22,6 +22,12 @@ from verl.config.schema.trainer import EACH_EPOCH
 from verl.engine.registry import TRAINING_ENGINES, Placement, capabilities, placement
 
 _REF = "actor_rollout_ref.ref"
+# Keys of `trainer.` that belong to sampling, which supervised training does not do.
+_OF_SAMPLING = (
+    "critic_warmup", "max_critic_ckpt_to_keep", "rollout_data_dir", "validation_data_dir", "log_val_generations",
+    "max_staleness", "weight_sync_every", "max_steps_per_version", "partial_rollout", "logprob_diff_limit",
+    "verify_weight_sync", "sync_proof", "journal",
+)  # fmt: skip
 
 
 def check(config: Root, report: Report) -> None:
@@ -39,12 +45,15 @@ def check(config: Root, report: Report) -> None:
         if report.config.data.use_dynamic_bsz and report.config.data.micro_batch_size_per_gpu:
             size = report.at("data.micro_batch_size_per_gpu")
             report.notice(f"no effect: {size}: data.use_dynamic_bsz=True packs by token budget")
+        if unread := [report.at(k) for k in (f"trainer.{name}" for name in _OF_SAMPLING) if report.was_set(k)]:
+            report.notice(f"no effect: {', '.join(unread)}: supervised training samples nothing")
         if config.select("preference.loss"):
             _preference(report)
         for key in ("trainer.save_freq", "trainer.test_freq"):
             if isinstance(config.select(key), str) and config.select(key) != EACH_EPOCH:
                 report.refuse(key, f"a number of steps, or {EACH_EPOCH}")
     if config.entry in ("ppo", "sft"):
+        _multi_token(report)
         _resume(report)
 
 
@@ -58,6 +67,34 @@ def _preference(report: Report) -> None:
     for name, losses in unread.items():
         if loss in losses and report.was_set(key := f"preference.{name}"):
             report.notice(f"no effect: {report.at(key)}: preference.loss={loss}")
+
+
+def _multi_token(report: Report) -> None:
+    """What the layer that predicts a token further (`model.mtp`) does not go with."""
+    config, key = report.config, "actor_rollout_ref.model.mtp" if report.ppo else "model.mtp"
+    model, actor = config.select(key.removesuffix(".mtp")), config.select(ACTOR) if report.ppo else config.engine
+    drafts, mtp = report.ppo and model.mtp.enable_rollout, model.mtp
+    if not mtp.enable:
+        for name in ("enable_train", "enable_rollout"):
+            if mtp[name]:
+                report.notice(f"no effect: {report.at(f'{key}.{name}')}: {key}.enable=False")
+        return
+    if actor.strategy == "megatron":
+        report.refuse(f"{key}.enable=True", "strategy=megatron leaves such layers out; use fsdp2")
+    if model.lora_rank or model.lora_adapter_path:
+        report.refuse(f"{key}.enable=True", "with LoRA such a layer is not trained and not sent; set it to False")
+    if report.ppo and actor.router_replay.mode != "disabled":
+        report.refuse(f"{key}.enable=True", "routes of such a layer are not recorded; set router_replay.mode=disabled")
+    if drafts and report.rollout.name != "vllm":
+        report.refuse(
+            f"{key}.enable_rollout=True", f"the {report.rollout.name} engine does not draft with it; vllm does"
+        )
+    elif drafts and config.select("trainer.device") == "cpu":
+        report.lacks(f"{key}.enable_rollout=True", "on a CPU vLLM draws wrongly beside drafts; set it to False")
+    elif drafts and report.facts is not None and report.facts.vision:
+        report.refuse(f"{key}.enable_rollout=True", "beside drafts vLLM cannot forbid the tokens that stand for images")
+    elif drafts and (report.rollout.min_p or report.rollout.val_kwargs.min_p):
+        report.refuse(f"{report.rollout_key}.min_p", f"vLLM has no min_p beside drafts ({key}.enable_rollout); set 0")
 
 
 def _recorded(report: Report) -> None:
@@ -221,6 +258,7 @@ def _ranks(report: Report, role: Placement, strategy: str, *, own_model: bool) -
         model = report.facts.text | {
             "num_attention_heads": report.facts.heads,
             "experts": report.facts.experts,
+            "vision": report.facts.vision,
         }
         for key, message in TRAINING_ENGINES[strategy].misfits(role, model) if strategy in TRAINING_ENGINES else ():
             report.refuse(key, message)

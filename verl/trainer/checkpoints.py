@@ -8,6 +8,7 @@ run's.
 
 from __future__ import annotations
 
+import math
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.algorithms.agreement import FAR
+from verl.algorithms.agreement import BOUNDS, precision_of
 from verl.checkpoint import CheckpointError, open_checkpoint, read, rng, write
 from verl.checkpoint.manifest import remove
 from verl.checkpoint.remote import Copy, RemoteCopies
 from verl.data.files import contents
 from verl.errors import UserError
+from verl.platform import detect
 from verl.tracking.names import plain_metrics
 from verl.tracking.run_folder import mask_secrets
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
@@ -55,7 +57,8 @@ class Storage:
         self._contents = contents = config.select(key)
         self._tracking = tracking
         self._narrowed = config.was_set(f"{key}.load_contents")
-        self._given = mask_secrets(config.to_dict())
+        kernels = {"compiled kernels": detect(settings.device).compiled_kernels()}  # they round otherwise than torch
+        self._given = mask_secrets(config.to_dict()) | kernels
         self.root = tracking.run_dir
         self._remote = RemoteCopies(settings.default_hdfs_dir) if settings.default_hdfs_dir else None
         self._thread: threading.Thread | None = None
@@ -326,9 +329,10 @@ class Checkpoints:
         if self._storage.refuses(step, batch, self._log_probs, "actor_rollout_ref.actor.optim.lr"):
             return
         jobs: list[Job] = []
-        for role in self._trained():
+        for role in self._moving():
             jobs.append(("model", role.name, partial(self._save_weights, role)))
-            jobs.append(("optimizer", f"state/{role.name}_optim", partial(role.save, "optimizer")))
+            if role.trained:
+                jobs.append(("optimizer", f"state/{role.name}_optim", partial(role.save, "optimizer")))
         jobs.append(("extra", "state/rng", rng.save))
         state = {
             "step": step,
@@ -341,6 +345,7 @@ class Checkpoints:
             "record": plain_metrics(record)[0],
             "next_row": self._stream.row_at(loop["data_position"]),
             "sample": self._sample(batch),
+            "optimizer_norms": self._optimizer_norms(),
         }
         self._storage.save(step, self._storage.chosen(jobs), state)
 
@@ -363,12 +368,25 @@ class Checkpoints:
         sample |= {"dtype": self._workers.policy.compute_dtype, "context": row.segments[0].context_ids.tolist()}
         return sample | {"response": row.response_ids.tolist(), "log_probs": self._log_probs(row).tolist()}
 
+    def _optimizer_norms(self) -> dict[str, float | None]:
+        return {role.name: role.optimizer_norm() for role in self._workers.trained(policy=True)}
+
     def _compare(self, state: Mapping[str, Any]) -> None:
-        """An event where the order of the data, or what the policy computes, is not that of the checkpoint."""
+        """An event where the order of the data, what the policy computes, or the optimizers' state is not that of the
+        checkpoint."""
         row, sample = state.get("next_row"), state.get("sample")
         if row not in (None, now := self._stream.row_at(state["data_position"])):
             message = f"data: the next row is {now}, and was {row} when the checkpoint was saved: the order has changed"
             self._tracking.event("check_data", message=message)
+        norms = (state.get("optimizer_norms") or {}) if self._storage.wants("optimizer") else {}
+        for name, loaded in self._optimizer_norms().items() if norms else ():
+            saved = norms.get(name)
+            if saved is not None and loaded is not None and not math.isclose(saved, loaded, rel_tol=1e-3):
+                message = (
+                    f"resume: the norm of the {name}'s optimizer state is {loaded:.4g}, and was {saved:.4g} when it was "
+                    "saved: it was not saved or not loaded, and updates begin anew"
+                )
+                self._tracking.event("check_resume", message=message)
         if not sample or not self._storage.wants("model"):
             return
         if sample["temperature"] != self._config.actor_rollout_ref.rollout.temperature:
@@ -377,8 +395,7 @@ class Checkpoints:
         segment = Segment(np.array(sample["context"], np.int64), response, np.ones(len(response), bool))
         prompt = Prompt("resume", segment.context_ids, None)
         apart = np.abs(self._log_probs(Trajectory(prompt, 0, segments=[segment])) - np.array(sample["log_probs"]))
-        names = {sample["dtype"], self._workers.policy.compute_dtype}
-        kind, bound = FAR["float32" if names == {"torch.float32"} else "half"]
+        kind, bound = BOUNDS[precision_of(sample["dtype"], self._workers.policy.compute_dtype)].far
         difference = float(apart.max() if kind == "max" else apart.mean())
         if not difference <= bound:
             message = (
@@ -388,8 +405,8 @@ class Checkpoints:
             )
             self._tracking.event("check_resume", message=message)
 
-    def _trained(self) -> list[Role]:
-        return [role for role in self._workers.roles.values() if role.trained]
+    def _moving(self) -> list[Role]:
+        return [role for role in self._workers.roles.values() if role.moves]
 
     def _save_weights(self, role: Role, directory: Path) -> None:
         role.save("weights", directory)
@@ -408,10 +425,10 @@ class Checkpoints:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state, wants = checkpoint.loop_state, self._storage.wants
-        for role in self._trained():
+        for role in self._moving():
             if wants("model"):
                 role.load("weights", checkpoint.part(role.name))
-            if wants("optimizer"):
+            if wants("optimizer") and role.trained:
                 role.load("optimizer", checkpoint.part(f"state/{role.name}_optim"))
         self._stream.load_state(state["data_position"])
         self._compare(state)

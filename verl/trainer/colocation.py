@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verl.algorithms.needs import teacher_roles
+from verl.algorithms.needs import teacher_path, teacher_roles
 from verl.config import Config
 from verl.config.layout import own_pools, reference_is_base
 from verl.config.schema.base import Group
@@ -42,7 +42,9 @@ class Colocation:
             "ref": arr.actor if reference_is_base(config) else arr.ref,
         }
         groups["critic"] = config.critic
-        groups |= {name: arr.ref if cfg.get("model_path") else arr.actor for name, cfg in teacher_roles(config).items()}
+        groups |= {
+            name: arr.ref if teacher_path(cfg, config) else arr.actor for name, cfg in teacher_roles(config).items()
+        }
         self._leave = {name for name, group in groups.items() if placement(group).leaves}
         if "reward_model" not in own_pools(config):
             self._leave.add("reward_model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,13 @@ from verl.config.reward_weights import scores_by_model, user_scores
 from verl.config.schema.data import DataConfig, SFTDataConfig
 from verl.config.schema.model import ModelConfig
 from verl.data.dataset import PromptDataset
+from verl.data.demonstrations import Demonstrations
+from verl.data.loss_weights import loss_weights
 from verl.data.media import load_processor
 from verl.data.rows import ChatRenderer, text_of
 from verl.data.stream import PromptStream, open_stream
 from verl.data.teacher_prompt import TeacherPrompt, WithoutImages
+from verl.data.text_spans import TextTeacher
 from verl.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_of
 from verl.engine.rollout.base import RolloutEngine, SamplingParams
 from verl.errors import UserError
@@ -44,7 +48,7 @@ from verl.trainer.colocation import Colocation
 from verl.trainer.validation import ValidationPrompts, Validator
 from verl.workers import build
 from verl.workers.launch import check_cluster, start_workers
-from verl.workers.roles import Classifier, Teacher, WorkerSet, teacher_of
+from verl.workers.roles import Classifier, Policy, Role, Teacher, WorkerSet, teacher_of
 
 
 @dataclass
@@ -83,7 +87,7 @@ def build_parts(config: Config, tracking: Tracking, loop: Loop, phases: Phases, 
     if user_scores(config) or not config.actor_rollout_ref.rollout.agent.environment.name:
         check_reward(rewards, train, loop)
     workers = judged or start_workers(config, tokenizer, total_steps, hooks)
-    set_teacher_prompts(config, workers, tokenizer)
+    set_texts(config, workers.roles, tokenizer)
     colocation = Colocation(config, workers.sampler, rewards.judge)
     classifier = workers.roles.get("reward_model")
     if rewards.model is not None and isinstance(classifier, Classifier):
@@ -167,7 +171,8 @@ def open_data(
 def check_vocabularies(config: Config, tokenizer: Any) -> None:
     """UserError for a teacher, critic or separate reference whose token ids differ from the policy's."""
     arr, needs = config.actor_rollout_ref, needed_columns(config)
-    models = [("distillation.teacher_models", role["model_path"]) for role in teacher_roles(config).values()]
+    teachers = [role for role in teacher_roles(config).values() if not role.get("own_tokenizer")]
+    models = [("distillation.teacher_models", role["model_path"]) for role in teachers]
     models += [("critic.model.path", config.critic.model.path)] if "values" in needs else []
     models += [("actor_rollout_ref.ref.model.path", arr.ref.model.path)] if "ref_log_probs" in needs else []
     models = [(key, path) for key, path in models if path and path != arr.model.path]
@@ -191,17 +196,30 @@ def check_teachers(config: Config, train: PromptDataset) -> None:
         choose(prompt)
 
 
-def set_teacher_prompts(config: Config, workers: WorkerSet, tokenizer: Any) -> None:
-    """Teachers that read another prompt than the policy know how to make it."""
+def set_texts(config: Config, roles: Mapping[str, Role], tokenizer: Any) -> None:
+    """Roles know the texts that they read beside the batch: prompts of teachers, the policy's demonstrations, what the
+    template writes for a role."""
+    actor, kwargs = config.actor_rollout_ref.actor, config.data.apply_chat_template_kwargs
+    policy, weights = roles["actor"], loss_weights(actor, tokenizer, kwargs)
+    assert isinstance(policy, Policy)
+    policy.before_update = [] if weights is None else [weights]
+    if actor.demonstrations.column:
+        policy.before_update.append(Demonstrations(actor.demonstrations, tokenizer))
     for name, teacher in teacher_roles(config).items():
-        role, key = workers.roles.get(name), f"distillation.teacher_models.{name.removeprefix('teacher_')}"
-        if isinstance(role, Teacher) and (tokens := build.unseen_tokens(config, teacher)):
+        role, key = roles.get(name), f"distillation.teacher_models.{name.removeprefix('teacher_')}"
+        if not isinstance(role, Teacher):
+            continue
+        if tokens := build.unseen_tokens(config, teacher):
             role.prompt = WithoutImages(tokens, key)
-        elif isinstance(role, Teacher) and (template := teacher.get("prompt")):
-            key = f"{key}.prompt"
-            renderer = ChatRenderer(tokenizer, config.data.apply_chat_template_kwargs)
-            least = teacher.get("solution_score")
-            role.prompt = TeacherPrompt(template, key, renderer, 1.0 if least is None else float(least))
+            continue
+        least = 1.0 if teacher.get("solution_score") is None else float(teacher["solution_score"])
+        told = (teacher.get("prompt") or "{prompt}", f"{key}.prompt")
+        if teacher.get("own_tokenizer"):
+            trusted = config.actor_rollout_ref.model.trust_remote_code
+            its = load_tokenizer(teacher["model_path"], trust_remote_code=trusted)
+            role.prompt = TextTeacher(*told, ChatRenderer(its, kwargs), least, tokenizer)
+        elif teacher.get("prompt"):
+            role.prompt = TeacherPrompt(*told, ChatRenderer(tokenizer, kwargs), least)
 
 
 def check_reward(rewards: RewardRunner, train: PromptDataset, loop: Loop, rows: int = 8) -> None:
@@ -236,6 +254,7 @@ def rollout_settings(config: Config) -> RolloutSettings:
         greedy_baseline=GREEDY_BASELINE in needed_columns(config),
         on_status=dict(rollout.agent.on_status),
         max_resamples=rollout.agent.max_resamples,
+        count_shared=rollout.agent.count_shared,
     )
 
 

@@ -100,7 +100,7 @@ class PPOTrainer:
                     parts.checkpoints.save(step, state, batch, metrics | record.facts(step, batch))
         record.log(step, batch, metrics)
         parts.tracking.write_page(last=step == self.total_steps)
-        record.check_limits(step, metrics)
+        record.check_limits(step, batch, metrics)
         self.probe.check()
 
     def sample(self, step: int) -> Batch:

@@ -32,6 +32,7 @@ from verl.checkpoint.read import open_checkpoint
 from verl.checkpoint.write import sealed
 from verl.config import Config
 from verl.config.schema.base import put
+from verl.data.tokenizer import tokenizer_of
 from verl.errors import UserError
 from verl.models.sampling_mask import SamplingMask
 from verl.rollout.schedule import Versions
@@ -40,10 +41,11 @@ from verl.tracking.names import plain_metrics
 from verl.tracking.run_folder import JOURNAL, METRICS
 from verl.trainer.checkpoints import changes
 from verl.trainer.colocation import Colocation
+from verl.trainer.parts import set_texts
 from verl.trainer.ppo_trainer import train_on
 from verl.trajectory import COLUMNS, Batch, Segment
 from verl.workers.launch import build_here
-from verl.workers.roles import Policy, Role, trained_of
+from verl.workers.roles import Policy, Role
 
 ONE_PROCESS = ("ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size", "fsdp_config.expert_parallel_size")
 PHASES = {"rollout": "gen"}
@@ -71,6 +73,7 @@ class Replica:
         self._worker, _, self.roles = build_here(config, total_steps)
         policy = self.roles["actor"]
         assert isinstance(policy, Policy)
+        set_texts(config, self.roles, tokenizer_of(config.actor_rollout_ref.model, config.data.tokenizer))
         self._passes = passes(config, policy.updates_per_step)
         if missing := {forward.role for forward in self._passes} - self.roles.keys():
             raise UserError(f"{', '.join(sorted(missing))}: roles with devices of their own are not replayed")
@@ -80,17 +83,18 @@ class Replica:
 
     def load(self, part: Callable[[str], Path], state: Mapping[str, Any]) -> None:
         """Weights and optimizers from the folders of a checkpoint, and what its `state` of the loop has."""
-        for role in trained_of(self.roles, policy=True):
+        for role in (role for role in self.roles.values() if role.moves):
             role.load("weights", part(role.name))
-            role.load("optimizer", part(f"state/{role.name}_optim"))
+            if role.trained:
+                role.load("optimizer", part(f"state/{role.name}_optim"))
         self._estimator_state = copy.deepcopy(dict(state.get("estimator") or {}))
         if self._kl is not None and (kl := state.get("kl_controller")):
             self._kl.load_state_dict(dict(kl))
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write what `load` reads; returns the state that it takes."""
-        for role in trained_of(self.roles, policy=True):
-            for part, name in (("weights", role.name), ("optimizer", f"state/{role.name}_optim")):
+        for role in (role for role in self.roles.values() if role.moves):
+            for part, name in (("weights", role.name), ("optimizer", f"state/{role.name}_optim"))[: 1 + role.trained]:
                 (folder / name).mkdir(parents=True)
                 role.save(part, folder / name)
         kl = None if self._kl is None else self._kl.state_dict()
@@ -142,12 +146,7 @@ class Recording:
 
     def load(self, step: int, *, computed: bool = False) -> Batch:
         """The trajectories of a step. UserError where the journal lacks it."""
-        batch, about = journal.read(self._path(step), computed=computed)
-        if about["images"] and not computed:
-            raise UserError(
-                f"step {step} has images, whose pixels the journal does not keep: it cannot be computed again"
-            )
-        return batch
+        return journal.read(self._path(step), computed=computed)[0]
 
     def about(self, step: int) -> dict[str, Any]:
         """What the journal says of a step as a whole."""
@@ -349,6 +348,8 @@ def audit(run: Path, step: int, config: Config) -> Iterator[str]:
 
     recording, temperature = Recording(run), float(config.actor_rollout_ref.rollout.temperature)
     rows = [row for row in recording.load(step, computed=True).segments if row.response_mask.any()]
+    if any(row.media is not None for row in rows):
+        raise UserError(f"step {step} has images: `verl audit` is for text; `verl replay` computes the step again")
     version = Versions.of(config.trainer).at(step)
     with TemporaryDirectory(prefix="verl-audit-") as folder:
         recording.replica(config, step).roles["actor"].save("weights", Path(folder))

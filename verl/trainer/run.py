@@ -39,6 +39,8 @@ def run_guarded(config: RunConfig, work: str) -> int:
     could not be written (said last), 130 interrupted.
     """
     os.environ.update({name: str(value) for name, value in (config.select("trainer.worker_env") or {}).items()})
+    if config.select("trainer.compiled_kernels") == "off":
+        os.environ["VERL_COMPILED_KERNELS"] = "off"  # every process of the run gets it
     prepare_process()
     spare()
     try:

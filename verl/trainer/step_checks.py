@@ -7,25 +7,77 @@ name a notice that says the cause. They cost passes over arrays of the driver, a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl.algorithms.agreement import FAR
+from verl.algorithms.agreement import BOUNDS, precision_of
 from verl.algorithms.needs import needed_columns
 from verl.config import Config
-from verl.engine.registry import float_name
+from verl.reward.outcome import text_digest
 from verl.rollout.schedule import PromptSchedule
 from verl.trainer.parts import Parts
 from verl.trajectory import Batch, Segment
 from verl.workers.update_plan import UpdateResult
 
-ROUNDING = {"float32": 1e-3, "half": 0.1}
-"""Of the mean |advantage|: how far a loss may be from its value at ratio 1, where old log-probs are of another pass."""
 CENTRED = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")
 """Estimators whose advantages add up to 0 over a group and order its responses as their scores do."""
 _TINY = 1e-4
+_CLIPPED = 1e-3  # share of clipped tokens, which have no gradient
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnds:
+    """How turns end. tokens: every token that ends one, by the model's files, its tokenizer and its template; token: the
+    one that the chat template writes after the model's turn (-1: none), and separator the white space after that."""
+
+    tokens: tuple[int, ...]
+    token: int = -1
+    separator: str = ""
+
+    @classmethod
+    def of(cls, path: str, tokenizer: Any) -> TurnEnds:
+        """path: folder of the model."""
+        ends = {tokenizer.eos_token_id}
+        for name in ("generation_config.json", "config.json"):
+            file = Path(path).expanduser() / name
+            ids = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+            ends.update(ids if isinstance(ids, list) else [ids])
+        said = [("user", "Hi"), ("assistant", "@end@"), ("user", "@more@")]
+        try:
+            turns = [{"role": role, "content": content} for role, content in said]
+            after = tokenizer.apply_chat_template(turns, tokenize=False).partition("@end@")[2].lstrip()
+        except Exception:  # a template of any kind: one that takes other messages says nothing here
+            after = ""
+        special = {str(t.content): int(i) for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        end = next((text for text in special if after.startswith(text)), None)
+        if end is None:
+            return cls(tuple(sorted(ends - {None})))
+        rest = after.removeprefix(end)
+        separator = rest[: len(rest) - len(rest.lstrip())]
+        return cls(tuple(sorted({*ends, special[end]} - {None})), special[end], separator)
+
+    def passed(self, segment: Segment) -> int | None:
+        """The first of `tokens` that the policy drew and went on after, within a turn."""
+        ids, mask = segment.response_ids, segment.response_mask
+        drawn = ids[:-1][np.isin(ids[:-1], self.tokens) & mask[:-1] & mask[1:]]
+        return int(drawn[0]) if len(drawn) else None
+
+    def joined(self, segment: Segment, tokenizer: Any) -> str | None:
+        """What follows the end of a turn of the policy where that is not the separator; None where all is right."""
+        ids, mask = segment.response_ids, segment.response_mask
+        for last in np.flatnonzero(mask[:-1] & ~mask[1:]) if self.separator else ():
+            end = last if ids[last] == self.token else last + 1
+            following = ids[end + 1 : end + 1 + len(self.separator)]
+            if ids[end] == self.token and len(following):
+                text = str(tokenizer.decode(following, skip_special_tokens=False))
+                if not text.startswith(self.separator[: len(text)]):
+                    return text
+        return None
 
 
 class StepChecks:
@@ -34,7 +86,7 @@ class StepChecks:
     def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule, announce: Callable[..., None]):
         self._config, self._parts, self._schedule, self._announce = config, parts, schedule, announce
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-        self._bound = "float32" if float_name(parts.workers.policy.compute_dtype) == "float32" else "half"
+        self._precision = precision_of(parts.workers.policy.compute_dtype)
         correction = config.algorithm.rollout_correction
         # In bypass mode each update has masks of its own, which the next one replaces.
         self._keeps_masks = not correction.bypass_mode
@@ -44,6 +96,11 @@ class StepChecks:
         self._has_reference = "ref_log_probs" in needed_columns(config) and not other
         simple = not (config.algorithm.filter_groups.enable or config.data.sampler.class_path)
         self._counts = simple and not config.trainer.max_staleness and config.trainer.weight_sync_every == 1
+        self._knows_gradient = self._knows_loss and not actor.entropy_coeff and not actor.observation_loss_coef
+        self._knows_gradient &= not actor.use_kl_loss or actor.kl_loss_type in ("low_var_kl", "k3")
+        self._tokenizer = parts.tracking.tokenizer
+        ends = self._tokenizer is not None and not config.actor_rollout_ref.rollout.ignore_eos
+        self._turns = TurnEnds.of(model.path, self._tokenizer) if ends else None
         self._still, self._updated = 0, False
 
     def after_step(
@@ -59,6 +116,7 @@ class StepChecks:
         """What is wrong by the step's batch, updates and metrics, each as "name: cause"."""
         causes = [
             *self._of_sampling(step, batch),
+            *self._of_scores(batch),
             *self._of_advantages(batch),
             *self._of_losses(updates, metrics),
             *self._of_reference(step, batch),
@@ -79,11 +137,37 @@ class StepChecks:
         drawn = position["epoch"] * stream.steps_per_epoch + position["offset"] // stream.batch_size
         if self._counts and not self._parts.counters.skipped_rows and drawn != step:
             yield f"data: the position in the data is that of step {drawn}: rows were skipped or are drawn again"
+        yield from self._of_turns(written)
+
+    def _of_turns(self, segments: list[Segment]) -> Iterator[str]:
+        for s in segments if self._turns is not None else ():
+            if (token := self._turns.passed(s)) is not None:
+                yield (
+                    f"end: response {s.index} of {s.uid} goes on after token {token}, with which the model ends a turn: the "
+                    f"sampler does not know it as an end (rollout.stop_token_ids=[{token}] says so)"
+                )
+                return
+            if (text := self._turns.joined(s, self._tokenizer)) is not None:
+                yield (
+                    f"turns: in response {s.index} of {s.uid} {text!r} follows the end of a turn, where the chat template "
+                    f"writes {self._turns.separator!r}: the model sees dialogues that its template does not make"
+                )
+                return
+
+    def _of_scores(self, batch: Batch) -> Iterator[str]:
+        """What each score was made of, as the scoring process notes it."""
+        noted = [(t, *t.extra["scored"]) for t in batch if "scored" in t.extra]
+        if failed := sum(bool(failure) and t.score is not None for t, _, failure in noted):
+            yield f"reward: {failed} of {len(noted)} responses have a score, and their reward failed"
+        if others := sum(text is not None and text != text_digest(t.text) for t, text, _ in noted):
+            yield f"scores: {others} of {len(noted)} scores are those of other responses"
 
     def _of_advantages(self, batch: Batch) -> Iterator[str]:
-        if self._config.algorithm.adv_estimator not in CENTRED:
-            return
+        algorithm = self._config.algorithm
         for group in batch.groups():
+            of_source = algorithm.by_source.get(group[0].prompt.data_source) or {}
+            if of_source.get("adv_estimator", algorithm.adv_estimator) not in CENTRED:
+                continue
             # Where rejected responses are left out of the baseline they have none, and add nothing to the sum.
             rows = [t for t in group if t.scored and t.advantages is not None and t.advantages.any()]
             values = np.array([t.advantages[t.response_mask][0] for t in rows], np.float64)
@@ -108,18 +192,25 @@ class StepChecks:
     def _of_losses(self, updates: Mapping[str, UpdateResult], metrics: Mapping[str, Any]) -> Iterator[str]:
         """The loss of each role's first mini-batch, where the new policy or value still is the old one."""
         actor, critic = self._config.actor_rollout_ref.actor, self._config.critic
-        terms: list[tuple[str, Any, Callable[[Segment], np.ndarray]]] = [
+        terms: list[tuple[str, Any, Callable[[Segment], np.ndarray | None]]] = [
             ("critic/vf_loss", critic, lambda s: (s.values - s.returns) ** 2 / 2),
         ]
         # Advantages may cancel; entropies do not, and are aggregated by the same mask and denominator.
         terms += [("actor/entropy_loss", actor, lambda s: s.entropy)] if self._keeps_masks else []
         terms += [("actor/pg_loss", actor, lambda s: -s.advantages)] if self._knows_loss else []
+        terms += [("critic/scale_derivative", critic, lambda s: (s.values - s.returns) * s.values)]
+        terms += [("actor/scale_derivative", actor, self._scale_derivative)] if self._knows_gradient else []
         for name, settings, term in terms:
-            update = updates.get(name.partition("/")[0])
+            role, _, of_metric = name.partition("/")
+            update = updates.get(role)
             if update is None or update.first is None:
                 continue
-            (mini, reported), segments = update.first, update.first[0].usable
-            if name not in reported or any(s.loss_mask is None or term(s) is None for s in segments):
+            (mini, result), segments = update.first, update.first[0].usable
+            derived = of_metric == "scale_derivative"
+            if derived and result.metrics.get("actor/pg_clipfrac", 0.0) > _CLIPPED:
+                continue
+            reported = result.scale_derivative if derived else result.metrics.get(name)
+            if reported is None or any(s.loss_mask is None or term(s) is None for s in segments):
                 continue
             counted = sum(int(np.count_nonzero(s.loss_mask)) for s in segments)
             if mini.denominators.tokens != counted:
@@ -129,23 +220,39 @@ class StepChecks:
                 )
                 break
             expected, size = self._aggregated(segments, term, settings)
-            if abs(reported[name] - expected) > ROUNDING[self._bound] * size + 1e-6:
+            if abs(reported - expected) > BOUNDS[self._precision].loss * size + 1e-6:
+                subject, why = name, "a mask or a denominator of the loss is wrong (normalised per micro-batch?)"
+                if derived:
+                    subject = f"the gradient of {role} along its last normalisation"
+                    why = (
+                        "gradients are divided or added up once more, or those of an earlier mini-batch are among them"
+                    )
                 yield (
-                    f"loss: {name} of the first mini-batch is {reported[name]:.4g}; its rows and masks give "
-                    f"{expected:.4g}: a mask or a denominator of the loss is wrong (normalised per micro-batch?)"
+                    f"{'gradient' if derived else 'loss'}: {subject} of the first mini-batch is {reported:.4g}; its rows "
+                    f"and masks give {expected:.4g}: {why}"
                 )
                 break
         updates_of_actor = updates["actor"].updates if "actor" in updates and self._knows_loss else 0
         moves = metrics.get("actor/lr") and metrics.get("actor/grad_norm")
         # In half precision a small step may change no product.
-        if self._bound == "float32" and updates_of_actor > 1 and metrics.get("actor/ppo_kl") == 0 and moves:
+        if self._precision == "float32" and updates_of_actor > 1 and metrics.get("actor/ppo_kl") == 0 and moves:
             yield (
                 f"ratio: after {updates_of_actor} updates the policy is exactly the old one: old log-probs are "
                 "computed anew for each, and nothing is ever clipped"
             )
 
+    def _scale_derivative(self, s: Segment) -> np.ndarray | None:
+        """Of a token's loss at ratio 1, by s, which multiplies all logits: d log p / ds = log p + entropy."""
+        if s.entropy is None or s.advantages is None or s.old_log_probs is None or s.sampling_mask is not None:
+            return None
+        by_log_prob = -s.advantages
+        actor = self._config.actor_rollout_ref.actor
+        if actor.use_kl_loss:
+            by_log_prob = by_log_prob + actor.kl_loss_coef * (1 - np.exp(s.ref_log_probs - s.old_log_probs))
+        return by_log_prob * (s.old_log_probs + s.entropy)
+
     def _aggregated(
-        self, segments: list[Segment], term: Callable[[Segment], np.ndarray], settings: Any
+        self, segments: list[Segment], term: Callable[[Segment], Any], settings: Any
     ) -> tuple[float, float]:
         """A term of each token, aggregated over a mini-batch by loss_agg_mode, and its size; counted anew, float64."""
         own: dict[int, int] = {}
@@ -172,7 +279,7 @@ class StepChecks:
         if not self._has_reference or not rows:
             return
         apart = np.concatenate([np.abs(t.ref_log_probs - t.old_log_probs)[t.response_mask] for t in rows])
-        kind, limit = FAR[self._bound]
+        kind, limit = BOUNDS[self._precision].far
         difference = float(apart.max() if kind == "max" else apart.mean())
         if step == 1 and difference > limit:
             yield (

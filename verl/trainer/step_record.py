@@ -298,11 +298,11 @@ class StepRecord:
         devices = rollout.nnodes * rollout.n_gpus_per_node if rollout.nnodes else 0
         return times.metrics(devices, trainer.nnodes * trainer.n_gpus_per_node)
 
-    def check_limits(self, step: int, metrics: dict[str, Any]) -> None:
+    def check_limits(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
         """Raises TooManyRefused and DisagreementError at their limits, after the step is logged."""
         self._refused.check()
         bound, self._bound = self._bound, None  # only the first step is held to it
-        if problem := first_step_disagreement(metrics, bound):
+        if problem := first_step_disagreement(metrics, bound, batch):
             raise DisagreementError(f"step {step}: {problem}")
         limit = self._config.trainer.logprob_diff_limit
         worst = metrics.get("training/rollout_logprob_abs_diff/max")

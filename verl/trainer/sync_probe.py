@@ -19,14 +19,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from verl.algorithms.agreement import BOUNDS, precision_of
 from verl.config import Config
-from verl.config.layout import reference_is_base
-from verl.engine.registry import float_name
-from verl.engine.rollout.base import Completion, SamplingParams
+from verl.config.layout import quantized_sampling, reference_is_base
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.trainer.parts import Parts
 from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
 from verl.weight_sync.verify import WeightSyncError
@@ -37,13 +38,9 @@ UNSURE = -0.7
 """A row ends where the token that was drawn had about this log-prob: where every token is certain nothing moves."""
 SHARE = 0.01
 """Of the run's time for the probe: a push that comes too soon after the last probe is left out."""
-NOISE = {"float32": (1e-5, 1e-4), "half": (3e-3, 3e-2)}
-"""Least and most difference of both sides under the same weights that is taken for rounding, in nats, by precision."""
 CERTAIN = 16
 """The moves are judged when their norm is so many times the noise: the slope is then known to 0.1. Tokens may move
 apart by as many times the noise."""
-KNOWN = {"float32": 0.003, "half": 0.01}
-"""B of the known adapter by precision: moves far above rounding, and most greedy tokens stay as they are."""
 FOLLOWS = 0.3
 FEWEST = ROWS * DRAWN // 4
 """Comparable tokens below which the probe starts anew, with rows of the next step."""
@@ -105,6 +102,11 @@ class Moves:
         return float(trainer @ sampler) / total if total else float("nan")
 
     @property
+    def apart(self) -> float:
+        """The largest difference of a token's moves on both sides."""
+        return float(np.abs(self.sampler - self.trainer).max(initial=0.0))
+
+    @property
     def follows(self) -> bool:
         """False when it is certain that the sampler has not followed, or when a fifth of its tokens have moved apart."""
         if len(self.trainer) < FEWEST:
@@ -116,8 +118,7 @@ class Moves:
     def metrics(self) -> dict[str, float]:
         """training/sync_proof/*."""
         moved = float(np.sqrt(np.mean(self.trainer**2))) if len(self.trainer) else 0.0
-        worst = float(np.abs(self.sampler - self.trainer).max(initial=0.0))
-        named = {"tokens": len(self.trainer), "moved": moved, "apart": worst}
+        named = {"tokens": len(self.trainer), "moved": moved, "apart": self.apart}
         if self.certain:
             named["slope"] = self.slope
         return {f"training/sync_proof/{name}": value for name, value in named.items()}
@@ -132,13 +133,11 @@ class SyncProbe:
         # Greedy tokens stay the same for longest; their log-probs are those at temperature 1.
         self._temperature = 0.0 if rollout.temperature == 1 else float(rollout.temperature)
         trainer = parts.workers.policy.compute_dtype
-        names = [float_name(rollout.dtype or trainer), float_name(trainer)]
-        precision = "float32" if names == ["float32"] * 2 else "half"
-        self._bounds, self._known = NOISE[precision], KNOWN[precision]
+        self._bounds = BOUNDS[precision_of(rollout.dtype or trainer, trainer)]
         # Replayed routes come with the responses: a probe has none, and its experts may differ by rounding.
         replays = actor.router_replay.mode != "disabled"
         self._adapted, self._ahead = reference_is_base(config), config.trainer.max_staleness > 0
-        self._on = self._mode != "off" and rollout.temperature > 0 and not replays and not rollout.quantization
+        self._on = self._mode != "off" and rollout.temperature > 0 and not replays and not quantized_sampling(rollout)
         model = config.actor_rollout_ref.model
         self._fresh_adapter = self._adapted and not model.lora_adapter_path and not self._ahead
         self._rows: list[ProbeRow] = []
@@ -157,7 +156,8 @@ class SyncProbe:
         distinct = {id(s): s for s in (*one_of_each_prompt, *shortest)}.values()  # then more of the same prompts
         rows = [_row_of(segment, number) for number, segment in enumerate(list(distinct)[:ROWS])]
         with self._parts.phases("sync_proof"):
-            for row, (drawn, log_probs) in zip(rows, self._sample(rows), strict=True):
+            # All of them have the same weights: what one draws stands for the others.
+            for row, (drawn, log_probs) in zip(rows, self._sample(rows)[0], strict=True):
                 row.drawn, row.sampler = drawn, log_probs
         self._rows = [row for row in rows if len(row.drawn)]
 
@@ -185,11 +185,11 @@ class SyncProbe:
             return {}
         begun = time.monotonic()
         with self._parts.phases("sync_proof"):
-            moves = self._moves(now, self._sample(self._rows))
+            number, moves = self._worst(now)
         self._ended = time.monotonic()
         self._seconds += self._ended - begun
         if not moves.follows:
-            self._problem = self._report(version, moves)
+            self._problem = self._report(version, number, moves)
         if len(moves.trainer) < FEWEST:
             self._rows = []
         return moves.metrics()
@@ -207,26 +207,66 @@ class SyncProbe:
         goes out. The sampler is asleep before and afterwards."""
         parts = self._parts
         assert parts.workers.weight_sync is not None
-        with parts.colocation.computing(parts.workers.policy):
-            if not all(parts.workers.policy.fill_adapter(self._known)):
-                return
         try:
-            now = self._score()
-            parts.workers.weight_sync.push(version)
-            parts.colocation.to_sampling()
-            moves = self._moves(now, self._sample(self._rows))
-            parts.colocation.to_training()
+            layers, moves = self._with_adapter(version)
+            unapplied = self._unapplied(version, layers) if layers and not _applied(moves) else ""
         finally:
             with parts.colocation.computing(parts.workers.policy):
                 parts.workers.policy.fill_adapter(0.0)
-        parts.workers.weight_sync.push(version)
-        if not moves.follows or (moves.certain and abs(moves.slope - 1) > FOLLOWS):
+        if layers:
+            parts.workers.weight_sync.push(version)
+        if unapplied:
             self._problem = (
                 f"before the first step: a known adapter moves the trainer's log-probs of {len(moves.trainer)} tokens, and "
-                f"the sampler's by {max(0.0, moves.slope):.0%} of that: the adapter is not applied, or not in all layers or "
-                "with another scale: report it, and try rollout.name=native; trainer.sync_proof=warn goes on"
+                f"the sampler's by {max(0.0, moves.slope):.0%} of that: the adapter is not applied as it should be in "
+                f"{unapplied}: report it, and try rollout.name=native; trainer.sync_proof=warn goes on"
             )
             self.check()
+
+    def _with_adapter(self, version: int, layers: Collection[str] | None = None) -> tuple[list[str], Moves]:
+        """All layers with an adapter, and the moves while it is known in `layers` (None: all) and 0 in others."""
+        parts = self._parts
+        with parts.colocation.computing(parts.workers.policy):
+            names = parts.workers.policy.fill_adapter(self._bounds.known, layers)
+        if not names:
+            return [], Moves(np.zeros(0), np.zeros(0), 0.0)
+        now = self._score()
+        assert parts.workers.weight_sync is not None
+        parts.workers.weight_sync.push(version)
+        parts.colocation.to_sampling()
+        _, moves = self._worst(now)
+        parts.colocation.to_training()
+        return names, moves
+
+    def _unapplied(self, version: int, layers: Sequence[str]) -> str:
+        """Which kinds of layers, and which of the numbered ones, the sampler does not apply the adapter in: found by
+        sending it in halves of them."""
+
+        def failing(groups: Mapping[str, list[str]]) -> list[str]:
+            sent = [name for names in groups.values() for name in names]
+            if _applied(self._with_adapter(version, sent)[1]):
+                return []
+            if len(groups) == 1:
+                return list(groups)
+            halves = [
+                dict([*groups.items()][part]) for part in (slice(len(groups) // 2), slice(len(groups) // 2, None))
+            ]
+            return [name for half in halves for name in failing(half)]
+
+        said = []
+        for label, key in (("", _kind_of), ("layers ", _number_of)):
+            groups: dict[str, list[str]] = {}
+            for name in layers:
+                groups.setdefault(key(name), []).append(name)
+            wrong = failing(groups)
+            everywhere = label and len(wrong) == len(groups)
+            said.append(f"all {label}".strip() if everywhere else label + ", ".join(wrong) if wrong else "")
+        return " of ".join(part for part in said if part) or "layers that cannot be told apart"
+
+    def _worst(self, now: list[np.ndarray]) -> tuple[int, Moves]:
+        """The number and the moves of the engine that follows least, of all of the sampler's."""
+        moves = [self._moves(now, drawn) for drawn in self._sample(self._rows)]
+        return max(enumerate(moves), key=lambda pair: (not pair[1].follows, pair[1].apart))
 
     def _moves(self, now: list[np.ndarray], sampled: list[Drawn]) -> Moves:
         """Of the tokens that the sampler draws again, up to the first other one of each row."""
@@ -240,12 +280,15 @@ class SyncProbe:
             apart.append(row.sampler[:same] - row.trainer[:same])
         rounding = np.abs(np.concatenate(apart))
         noise = 1.5 * float(np.median(rounding)) if len(rounding) else 0.0
-        return Moves(np.concatenate(trainer), np.concatenate(sampler), float(np.clip(noise, *self._bounds)))
+        return Moves(np.concatenate(trainer), np.concatenate(sampler), float(np.clip(noise, *self._bounds.noise)))
 
-    def _report(self, version: int, moves: Moves) -> str:
-        """What is wrong, found by a second push of which every byte is compared."""
+    def _report(self, version: int, number: int, moves: Moves) -> str:
+        """What is wrong with the sampler's engine of this number, found by a second push of which every byte is
+        compared."""
         facts = f"the trainer's log-probs of {len(moves.trainer)} tokens have moved, and the sampler's by"
-        facts = f"weights of version {version}: {facts} {max(0.0, moves.slope):.0%} of that"
+        count = len(self._parts.workers.sampler.engines)
+        where = f" in sampler {number} (of 0 to {count - 1})" if count > 1 else ""
+        facts = f"weights of version {version}{where}: {facts} {max(0.0, moves.slope):.0%} of that"
         colocation = self._parts.colocation
         colocation.to_training()
         try:
@@ -256,9 +299,14 @@ class SyncProbe:
             return f"{facts}. Not all of them reached it: {error}"
         finally:
             colocation.to_sampling()
-        if self._moves(again, self._sample(self._rows)).follows:
+        if self._worst(again)[1].follows:
             return (
                 f"{facts}. A second push reached it, so the first was lost or undone when the sampler woke: report it"
+            )
+        if self._agrees_uncached(number):
+            return (
+                f"{facts}. All weights arrived, and it computes with them where it has nothing cached: it reuses keys and "
+                "values of earlier weights: report it, and set rollout.enable_prefix_caching=False"
             )
         adapter = "the adapter is not applied, or " if self._adapted else ""
         return (
@@ -266,38 +314,68 @@ class SyncProbe:
             "earlier weights is in use): report it, and try rollout.name=native; trainer.sync_proof=warn goes on"
         )
 
-    def _score(self) -> list[np.ndarray]:
-        """The trainer's log-probs of the drawn tokens, row by row."""
+    def _agrees_uncached(self, number: int) -> bool:
+        """Whether both sides agree on rows that were never asked for: those of the probe without their first token."""
+        rows = [replace(row, ids=row.ids[1:]) for row in self._rows if len(row.ids) > 1 and row.media is None]
+        if not rows:
+            return False
+        for row, (drawn, log_probs) in zip(rows, self._sample(rows)[number], strict=True):
+            row.drawn, row.sampler = drawn, log_probs
+        rows = [row for row in rows if len(row.drawn)]
+        self._parts.colocation.to_training()
+        ours = self._score(rows)
+        self._parts.colocation.to_sampling()
+        apart = [np.abs(values - row.sampler) for values, row in zip(ours, rows, strict=True)]
+        return bool(apart) and float(np.median(np.concatenate(apart))) < CERTAIN * self._bounds.noise[0]
+
+    def _score(self, rows: Sequence[ProbeRow] | None = None) -> list[np.ndarray]:
+        """The trainer's log-probs of the drawn tokens, row by row; rows: others than the probe's."""
         batch = Batch(
             Trajectory(
                 Prompt(f"sync_proof:{number}", row.ids, None),
                 0,
                 segments=[Segment(row.ids, row.drawn, np.ones(len(row.drawn), bool), media=row.media)],
             )
-            for number, row in enumerate(self._rows)
+            for number, row in enumerate(self._rows if rows is None else rows)
         )
         policy = self._parts.workers.policy
         with self._parts.phases("sync_proof"), self._parts.colocation.computing(policy):
             policy.forward(batch, "sync_proof", {"log_probs": "old_log_probs"})
         return [np.array(trajectory.old_log_probs) for trajectory in batch]
 
-    def _sample(self, rows: list[ProbeRow]) -> list[Drawn]:
-        """What the sampler draws after each row, of the same random numbers every time; nothing where it fails."""
+    def _sample(self, rows: list[ProbeRow]) -> list[list[Drawn]]:
+        """What each of the sampler's engines draws after each row, of the same random numbers every time; nothing where
+        it fails."""
         sampler = self._parts.workers.sampler
 
-        async def ask(row: ProbeRow) -> Completion:
+        async def ask(number: int, engine: RolloutEngine, row: ProbeRow) -> Completion:
+            name = f"sync_proof:{number}:{row.seed}"
             sampling = SamplingParams(row.count, temperature=self._temperature, seed=row.seed, ignore_eos=True)
-            return await sampler.generate(
-                row.ids, sampling, request_id=f"sync_proof:{row.seed}", group=f"sync_proof:{row.seed}", media=row.media
-            )
+            return await engine.generate(row.ids, sampling, request_id=name, group=name, media=row.media)
 
         async def together() -> list[Completion | BaseException]:
-            return await asyncio.gather(*(ask(row) for row in rows), return_exceptions=True)
+            asked = [ask(number, engine, row) for number, engine in enumerate(sampler.engines) for row in rows]
+            return await asyncio.gather(*asked, return_exceptions=True)
 
         results = self._parts.loop.run(together())
         if not self._ahead:
             sampler.stats()  # what the probe took is no part of the next step's
-        return [(r.token_ids, r.log_probs) if isinstance(r, Completion) else (_NONE, _NONE) for r in results]
+        drawn = [(r.token_ids, r.log_probs) if isinstance(r, Completion) else (_NONE, _NONE) for r in results]
+        return [drawn[start : start + len(rows)] for start in range(0, len(drawn), len(rows))]
+
+
+def _applied(moves: Moves) -> bool:
+    return moves.follows and not (moves.certain and abs(moves.slope - 1) > FOLLOWS)
+
+
+def _kind_of(layer: str) -> str:
+    """What a layer is, by its name in a Hugging Face model: q_proj."""
+    return layer.rpartition(".")[2]
+
+
+def _number_of(layer: str) -> str:
+    """The number of the decoder layer that it is in."""
+    return next((part for part in layer.split(".") if part.isdecimal()), layer)
 
 
 def _row_of(segment: Segment, number: int) -> ProbeRow:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.algorithms.distillation import OF_TEACHER
-from verl.algorithms.needs import needed_columns, teacher_roles
+from verl.algorithms.distillation import compares_teachers_tokens
+from verl.algorithms.needs import needed_columns, teacher_path, teacher_roles
 from verl.config import Config
 from verl.config.layout import own_pools, sampling_mask_from
 from verl.config.reward_weights import scores_by_model
@@ -57,7 +57,7 @@ def engines_of(
             engines[role] = actor_engine(config, total_steps, platform, shared=shared)
         elif role == "ref":
             engines[role] = reference_engine(config, engines["actor"], platform)
-        elif role in teachers and not teachers[role].get("model_path"):
+        elif role in teachers and not teacher_path(teachers[role], config):
             engines[role] = engines["actor"]  # the policy itself, with a prompt of its own
         elif role in teachers:
             engines[role] = teacher_engine(config, role, teachers[role], platform)
@@ -76,8 +76,9 @@ def actor_engine(config: Config, total_steps: int, platform: Platform, *, shared
     arr = config.actor_rollout_ref
     loss = config.distillation.distillation_loss
     teachers = teacher_roles(config).values()
-    itself = loss.loss_mode in OF_TEACHER and any(not teacher.get("model_path") for teacher in teachers)
-    reverse = teachers and loss.loss_mode == "reverse_kl_topk"
+    of_teacher = compares_teachers_tokens(loss)
+    itself = of_teacher and any(not teacher_path(teacher, config) for teacher in teachers)
+    reverse = teachers and loss.loss_mode == "reverse_kl_topk" and not of_teacher
     options: dict[str, Any] = {"topk": loss.topk} if reverse or itself else {}
     if sampling_mask_from(config) == "trainer":
         options["truncation"] = (arr.rollout.top_k, arr.rollout.top_p, arr.rollout.min_p)
@@ -106,16 +107,16 @@ def _frozen(policys: Any) -> dict[str, Any]:
 def teacher_engine(config: Config, role: str, teacher: Any, platform: Platform) -> TrainingEngine:
     """A frozen teacher's engine, with the reference's settings. UserError if it has fewer tokens than the policy."""
     arr, loss = config.actor_rollout_ref, config.distillation.distillation_loss
-    path, key = teacher["model_path"], f"distillation.teacher_models.{role.removeprefix('teacher_')}"
+    path, key = teacher_path(teacher, config), f"distillation.teacher_models.{role.removeprefix('teacher_')}"
     inference = teacher.get("inference") or {}
     placed = replace(placement(arr.ref), tensor=inference.get("tensor_model_parallel_size") or 1)
     if "teacher" in own_pools(config):
         placed = replace(placed, sequence=1)  # the reference's is that of the policy's ranks
     model = _frozen(arr.model)
-    topk = loss.topk if loss.loss_mode in OF_TEACHER else 0
+    topk = loss.topk if compares_teachers_tokens(loss) else 0
     try:
         size, needed = _vocabulary(path, model), _vocabulary(arr.model.path, arr.model)
-        if size < needed:
+        if size < needed and not teacher.get("own_tokenizer"):
             raise UserError(f"model_path={path}: its vocabulary has {size} tokens, the policy's {needed}")
         options: dict[str, Any] = {"model_cfg": model, "trainable": False, "role": role, "topk": topk}
         if unseen := unseen_tokens(config, teacher):

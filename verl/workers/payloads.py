@@ -28,6 +28,7 @@ Payload = dict[str, Any]
 """What travels. Values are arrays of numbers, mappings of such arrays, and JSON-like values."""
 
 _ALWAYS = ("response_ids", "response_mask")
+_OF_ROWS = ("context", "index", "shared")
 _ON_THE_WAY = {"response_ids": np.int32}
 _SAMPLING = attrgetter(*(field.name for field in fields(SamplingParams)))
 _PRESENT, _CONTEXTS, _PLACES, _BYTES = "has.", "contexts.", "context.", "bytes."
@@ -57,6 +58,7 @@ def encode(rows: Sequence[Segment], columns: Sequence[str] = ()) -> Payload:
         "context_lengths": _lengths(row.context_ids for row in distinct),
         "context_ids": _join([row.context_ids for row in distinct], np.int32),
         "index": np.fromiter((row.index for row in rows), np.int32, len(rows)),
+        "shared": np.fromiter((row.shared for row in rows), np.int32, len(rows)),
         "lengths": np.fromiter((row.length for row in rows), np.int32, len(rows)),
         "columns": collect(rows, [*_ALWAYS, *columns]),
         **_encode_media([row.media for row in distinct]),
@@ -76,9 +78,9 @@ def decode(payload: Mapping[str, Any], inputs: Sequence[Mapping[str, np.ndarray]
     masks = _cut(columns.pop("response_mask"), lengths)
     uids, media = payload["uids"], _decode_media(payload, len(contexts), inputs)
     rows = [
-        Segment(contexts[place], own_ids, mask, media=media[place], uid=uids[place], index=index)
-        for place, index, own_ids, mask in zip(
-            payload["context"].tolist(), payload["index"].tolist(), ids, masks, strict=True
+        Segment(contexts[place], own_ids, mask, media=media[place], shared=shared, uid=uids[place], index=index)
+        for place, index, shared, own_ids, mask in zip(
+            *(payload[n].tolist() for n in _OF_ROWS), ids, masks, strict=True
         )
     ]
     fill(rows, columns)

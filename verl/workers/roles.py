@@ -4,7 +4,7 @@ teachers and a classifier."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from verl.algorithms.advantage import WITHOUT_CONTRAST
+from verl.algorithms.distillation import joined_sets
 from verl.algorithms.flat_tokens import trajectory_tokens
 from verl.algorithms.needs import teacher_columns, teacher_roles
 from verl.config import Config
 from verl.config.schema.actor import ActorConfig, CriticConfig
+from verl.data.teacher_prompt import TeacherPrompt
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training.base import TrainStepResult
 from verl.errors import UserError
@@ -34,6 +37,8 @@ class Role:
     """A model on the ranks of a group, under the name that its checkpoint has. The base class, and a frozen role."""
 
     trained = False
+    #: Whether its weights change in a run, so that checkpoints hold them.
+    moves = False
 
     def __init__(self, name: str, group: WorkerGroup):
         self.name, self.group = name, group
@@ -80,24 +85,66 @@ class Classifier(Role):
 
 
 class Teacher(Role):
-    """A model that computes the rows whose prompt `choose` gives it. prompt: makes of a response, and those
-    of its group, the one that it reads."""
+    """A model that computes the rows whose prompt `choose` gives it.
 
-    def __init__(self, name: str, group: WorkerGroup, choose: Callable[[Prompt], str]):
+    config   the group `distillation`; `cfg` that of this teacher
+    prompt   makes of a response, and those of its group, the one that it reads; None: the response as it is
+    """
+
+    def __init__(self, name: str, group: WorkerGroup, choose: Callable[[Prompt], str], config: Config):
         super().__init__(name, group)
-        self._choose = choose
-        self.prompt: Callable[[Trajectory, Sequence[Trajectory]], Trajectory] | None = None
+        self._choose, self._loss = choose, config.distillation.distillation_loss
+        self._cfg = teacher_roles(config)[name]
+        self.rate: float | None = self._cfg.get("update_rate")
+        self.moves = self.rate is not None
+        self.prompt: TeacherPrompt | None = None
 
     def forward(self, batch: Batch, phase: str, outputs: Mapping[str, str]) -> None:
-        """See `Role.forward`. UserError for a prompt without a teacher."""
+        """See `Role.forward`; a teacher that follows the policy moves before. UserError for a prompt without a
+        teacher."""
+        if self.rate is not None:  # the policy is that of the step's start: the last step's update is in it
+            self.group.call("follow", self.name, self.rate, doing=phase)
         chosen = [t for t in batch if self._choose(t.prompt) == self.name]
-        if self.prompt is not None:
-            told = [self.prompt(trajectory, group) for group in Batch(chosen).groups() for trajectory in group]
-            super().forward(Batch(told), phase, outputs)
-            for trajectory, other in zip(chosen, told, strict=True):  # members of a group are adjacent
-                for column in outputs.values():
-                    trajectory.put(column, other.column(column))
-            return
+        if self.prompt is None:
+            self._compute(chosen, batch, phase, outputs)
+        else:
+            groups = Batch(chosen).groups()
+            self._read([(t, [self.prompt(t, group)]) for group in groups for t in group], phase, outputs)
+            if count := self._cfg.get("contrast"):
+                contrasts = [(t, self.prompt.contrasts(t, group, count)) for group in groups for t in group]
+                self._read(contrasts, phase, {"log_probs": "teacher_contrast_log_probs"})
+                for trajectory, others in contrasts:
+                    if not others:
+                        trajectory.extra[WITHOUT_CONTRAST] = True
+                        trajectory.put("teacher_contrast_log_probs", trajectory.column("teacher_log_probs"))
+        if "teacher_other_ids" in outputs.values():
+            self._join_sets(chosen, batch)
+
+    def _read(
+        self, readings: list[tuple[Trajectory, list[Trajectory]]], phase: str, outputs: Mapping[str, str]
+    ) -> None:
+        """A pass over what it reads in place of each response; of several the log of the mean probability."""
+        super().forward(Batch(row for _, rows in readings for row in rows), phase, outputs)
+        for trajectory, rows in readings:
+            for column in outputs.values() if rows else ():
+                values = [self.prompt.column(trajectory, row, column) for row in rows]
+                merged = values[0] if len(rows) == 1 else np.logaddexp.reduce(values) - np.log(np.float32(len(rows)))
+                trajectory.put(column, merged)
+
+    def _join_sets(self, chosen: Iterable[Trajectory], batch: Batch) -> None:
+        """The policy's most likely tokens and the teacher's become one set (`joined_sets`)."""
+        names = ("teacher_topk_ids", "teacher_topk_log_probs", "teacher_other_ids", "teacher_other_log_probs")
+        for segment in segments_of(chosen):
+            ids, log_probs = joined_sets(
+                *(getattr(segment, name) for name in names), symmetric=self._loss.token_set == "difference"
+            )
+            segment.put(names[0], ids)
+            segment.put(names[1], log_probs)
+            for name in names[2:]:
+                segment.put(name, None)
+        self.group.place(batch, "teacher").known -= set(names)
+
+    def _compute(self, chosen: list[Trajectory], batch: Batch, phase: str, outputs: Mapping[str, str]) -> None:
         group, placed = self.group, self.group.place(batch, phase)
         rows = placed.positions(segments_of(chosen))
         calls = [(phase, self.name, dict(outputs), np.array(rows[rank], np.int64)) for rank in group.dp_ranks]
@@ -111,7 +158,7 @@ def _tokens(rows: Iterable[Segment]) -> int:
 class TrainedRole(Role):
     """A model in training. `plan`: its mini-batches. Advantages, returns and masks arrive on the batch."""
 
-    trained = True
+    trained = moves = True
 
     def __init__(self, name: str, group: WorkerGroup, plan: UpdatePlan):
         super().__init__(name, group)
@@ -131,6 +178,11 @@ class TrainedRole(Role):
         out = summarise(outcomes)
         out.metrics[f"{self.name}/lr"] = rate
         return out
+
+    def optimizer_norm(self) -> float | None:
+        """See `TrainingEngine.optimizer_norm`."""
+        norm: float | None = self.group.call("run", self.name, "optimizer_norm", doing="save_checkpoint")[0]
+        return norm
 
     def cost(self) -> ModelCost | None:
         """What a pass takes, and the peak of all devices together; None where the peak is not known."""
@@ -170,7 +222,20 @@ class TrainedRole(Role):
 
 class Policy(TrainedRole):
     """The policy. An update fills `old_log_probs` and `entropy` of rows that have none: the only update of a step is
-    its own old policy. One call for the whole step, unless each mini-batch must be corrected by itself."""
+    its own old policy. One call for the whole step, unless each mini-batch must be corrected by itself.
+
+    before_update: what (batch, step) becomes before its updates: loss weights, demonstrations.
+    """
+
+    def __init__(self, name: str, group: WorkerGroup, plan: UpdatePlan):
+        super().__init__(name, group, plan)
+        self.before_update: list[Callable[[Batch, int], Batch]] = []
+
+    def update(self, batch: Batch, *, step: int) -> UpdateResult:
+        """See `TrainedRole.update`."""
+        for change in self.before_update:
+            batch = change(batch, step)
+        return super().update(batch, step=step)
 
     @property
     def compute_dtype(self) -> str:
@@ -203,10 +268,11 @@ class Policy(TrainedRole):
             starts[rank] += row.length
         return np.concatenate(out) if out else np.zeros(0, np.float32)
 
-    def fill_adapter(self, value: float) -> list[bool]:
-        """See `TrainingEngine.fill_adapter`; of each rank."""
+    def fill_adapter(self, value: float, layers: Collection[str] | None = None) -> list[str]:
+        """See `TrainingEngine.fill_adapter`; the layers of all ranks."""
         self.group.moved = True
-        return self.group.call("run", self.name, "fill_adapter", value, doing="sync_proof")
+        of_ranks = self.group.call("run", self.name, "fill_adapter", value, layers, doing="sync_proof")
+        return list(dict.fromkeys(name for names in of_ranks for name in names))
 
     def memory(self) -> dict[str, float]:
         """perf/max_memory_{allocated,reserved}_gb of an accelerator, GiB, the largest of all ranks; empty on a CPU."""
@@ -288,7 +354,7 @@ def roles_of(group: WorkerGroup, config: Config) -> dict[str, Role]:
     if "actor" in roles:
         roles["actor"] = Policy("actor", group, group.plan)
     for name in roles.keys() & teacher_roles(config).keys():
-        roles[name] = Teacher(name, group, teacher_of(config))
+        roles[name] = Teacher(name, group, teacher_of(config), config)
     if "critic" in roles:
         roles["critic"] = TrainedRole("critic", group, critic_plan(config))
     if "reward_model" in roles:

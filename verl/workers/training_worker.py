@@ -172,6 +172,10 @@ class Worker(Profiled):
         outputs = (*LOG_PROBS_AND_ENTROPY, *(distilled.outputs if distilled is not None else ()))
         return engine.step(rows, record_old_log_probs(objective), outputs, temperature=self._temperature)
 
+    def follow(self, role: str, rate: float) -> None:
+        """`TrainingEngine.follow` of a role, towards the policy."""
+        self.engine(role).follow(self.engine(), rate)
+
     def log_probs_of(self, positions: Sequence[int]) -> np.ndarray:
         """Log-probs of some rows with the current weights, float32 [ΣL]; [0] where this rank holds no outputs."""
         rows, engine = [self._rows[i] for i in positions], self.engine()

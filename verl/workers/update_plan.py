@@ -14,7 +14,7 @@ import numpy as np
 
 from verl.algorithms import policy_loss  # noqa: F401  (it fills the registry)
 from verl.algorithms.correction import correct, parse_correction
-from verl.algorithms.flat_tokens import LossDenominators, count_denominators
+from verl.algorithms.flat_tokens import LossDenominators, count_denominators, demonstrates
 from verl.algorithms.registry import LOSSES, MiniBatchTokens
 from verl.config.schema.actor import ActorConfig, CriticConfig
 from verl.config.schema.algorithm import RolloutCorrectionConfig
@@ -46,7 +46,7 @@ class UpdateResult:
     """What a step's updates did. metrics are means over mini-batches and epochs.
 
     `computed` tokens went through the model; without shared prompts it would have been `tokens`. first: the
-    first optimizer step's mini-batch and metrics.
+    first optimizer step's mini-batch and outcome.
     """
 
     metrics: dict[str, float]
@@ -55,7 +55,7 @@ class UpdateResult:
     tokens: int = 0
     computed: int = 0
     refused: list[Refusal] = field(default_factory=list)
-    first: tuple[MiniBatch, dict[str, float]] | None = None
+    first: tuple[MiniBatch, TrainStepResult] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,8 @@ class UpdatePlan:
         return [
             row
             for row in rows
-            if row.loss_mask is not None and (row.loss_mask.any() or (self._observes and not row.response_mask.all()))
+            if row.loss_mask is not None
+            and (row.loss_mask.any() or demonstrates(row) or (self._observes and not row.response_mask.all()))
         ]
 
     def _order(self, count: int, step: int, epoch: int) -> Sequence[int]:
@@ -244,7 +245,7 @@ def summarise(outcomes: Iterable[tuple[MiniBatch, TrainStepResult | None]]) -> U
             out.computed += result.tokens
             out.updates += 1
             parts.append((result.metrics, 1.0))
-            out.first = out.first or (mini, result.metrics)
+            out.first = out.first or (mini, result)
     out.metrics = merge_metrics(parts)
     return out
 

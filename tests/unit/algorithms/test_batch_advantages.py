@@ -316,3 +316,40 @@ def test_garbage_outside_of_the_policy_tokens_is_ignored(estimator: Any) -> None
     batch = Batch([response("a", [0, 1, 0], 1.0), response("a", [1], 1.0)])
     compute_advantages(batch, algorithm(adv_estimator=estimator(noisy)), rollout_n=2)
     assert [t.advantages.tolist() for t in batch] == [[0, 1, 0], [1]]
+
+
+# ---------------------------------------------------------------------------------------------- several environments
+
+
+def test_rows_of_a_source_have_settings_and_statistics_of_their_own() -> None:
+    """As if each source were alone in the batch, its advantages times its weight."""
+
+    def batch() -> Batch:
+        rows = [response(uid, [1, 1], s, i) for uid, scores in SCORES.items() for i, s in enumerate(scores)]
+        for t in rows:
+            t.prompt.data_source = "code" if t.uid in "cd" else "maths"
+        return Batch(rows)
+
+    own = {"code": {"adv_estimator": "reinforce_plus_plus_baseline", "weight": 0.25}}
+    mixed = batch()
+    metrics = compute_advantages(mixed, algorithm(adv_estimator="grpo", by_source=own), rollout_n=2)
+    assert metrics["training/dropped_groups"] == 0
+    for source, name, weight in (("maths", "grpo", 1.0), ("code", "reinforce_plus_plus_baseline", 0.25)):
+        alone = Batch([t for t in batch() if t.prompt.data_source == source])
+        compute_advantages(alone, algorithm(adv_estimator=name), rollout_n=2)
+        found = [t.advantages for t in mixed if t.prompt.data_source == source]
+        for mine, other in zip(found, alone, strict=True):
+            np.testing.assert_allclose(mine, weight * other.advantages, rtol=1e-6)
+            assert mine.any()
+
+
+SCORES = {"a": (0.0, 1.0), "c": (3.0, 0.5), "b": (1.0, 4.0), "d": (-1.0, 0.0)}
+
+
+def test_a_lone_response_is_dropped_where_its_source_compares() -> None:
+    rows = [response(uid, [1], 1.0) for uid in "ab"]
+    rows[1].prompt.data_source = "game"
+    batch = Batch(rows)
+    own = {"game": {"adv_estimator": "reinforce_plus_plus"}}
+    metrics = compute_advantages(batch, algorithm(adv_estimator="grpo", by_source=own), rollout_n=2)
+    assert metrics["training/dropped_groups"] == 1 and [t.loss_mask.any() for t in batch] == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor
 from tests.unit.algorithms.test_losses import constants, random_responses, segments
-from verl.algorithms.distillation import Distillation, topk_terms
+from verl.algorithms.distillation import Distillation, joined_sets, topk_terms
 from verl.algorithms.flat_tokens import MODES, count_denominators, trajectory_tokens
 from verl.algorithms.objective import ActorObjective
 from verl.config.schema.actor import KL_NAMES
@@ -28,7 +29,7 @@ def settings(**more: Any) -> SimpleNamespace:
     defaults = {
         "loss_mode": "k3", "topk": K, "use_policy_gradient": False, "use_task_rewards": False, "loss_max_clamp": None,
         "distillation_loss_coef": 0.7, "log_prob_min_clamp": None, "policy_loss_mode": "vanilla", "clip_ratio": 0.2,
-        "clip_ratio_low": 0.2, "clip_ratio_high": 0.3,
+        "clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "token_set": "student",
     }  # fmt: skip
     return SimpleNamespace(**(defaults | more))
 
@@ -125,6 +126,42 @@ def test_it_adds_to_the_task_and_segments_change_nothing(mode: str) -> None:
     np.testing.assert_allclose(cut[1], both[1], rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="responses of one segment"):
         case.run(cfg, settings(loss_mode=mode, use_policy_gradient=True, policy_loss_mode="gspo"), 1, cut=True)
+
+
+@pytest.mark.parametrize("token_set", ["teacher", "intersection"])
+def test_the_reverse_kl_over_the_teachers_tokens_or_those_of_both(token_set: str) -> None:
+    case = Case(2, topk=True)
+    loss = settings(loss_mode="reverse_kl_topk", token_set=token_set, log_prob_min_clamp=-4.0)
+    value, _, slopes, metrics = case.run(actor(), loss, 2)
+    expected, mass, tokens, moved = 0.0, 0.0, 0, []
+    for r, mine, theirs in zip(case.batch, case.new, case.teacher, strict=True):
+        for t in range(len(r.new)):
+            compared = [v for v in range(K) if token_set == "teacher" or mine[t][v] > -1.5]
+            low = [(max(mine[t][v], -4.0), max(theirs[t][v], -4.0)) for v in compared]
+            term = sum(math.exp(a) * (a - b) for a, b in low)
+            counted = t in r.kept
+            expected += max(term, 0.0) * counted
+            mass += sum(math.exp(theirs[t][v]) for v in compared) * counted
+            tokens += counted
+            moved.append([v in compared and counted and term > 0 and mine[t][v] > -4.0 for v in range(K)])
+    assert value == pytest.approx(expected / tokens, rel=1e-6)
+    assert metrics["distillation/teacher_mass"] == pytest.approx(mass / tokens, rel=1e-6)
+    assert ((slopes != 0) <= np.array(moved)).all() and (slopes != 0).any()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_tokens_of_either_or_of_one_alone_are_compared_once(symmetric: bool) -> None:
+    rng = np.random.default_rng(0)
+    ids, others = (np.array([rng.permutation(7)[:K] for _ in range(20)]) for _ in range(2))
+    of_token = -rng.exponential(1, (20, 7))  # the teacher's log-probs of the whole vocabulary
+    joined, log_probs = joined_sets(
+        ids, np.take_along_axis(of_token, ids, 1), others, np.take_along_axis(of_token, others, 1), symmetric
+    )
+    for t in range(20):
+        mine, theirs = set(ids[t].tolist()), set(others[t].tolist())
+        found = [(v, p) for v, p in zip(joined[t].tolist(), log_probs[t].tolist(), strict=True) if p > -np.inf]
+        wanted = mine ^ theirs if symmetric else mine | theirs
+        assert sorted(found) == [(v, pytest.approx(of_token[t, v])) for v in sorted(wanted)]
 
 
 def test_dppo_has_its_own_constant_unless_one_is_set() -> None:

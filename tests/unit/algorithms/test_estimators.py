@@ -23,14 +23,16 @@ from verl.compat.core_algos import compute_grpo_outcome_advantage
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
 NAMES = sorted(slow.ESTIMATORS)
-COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "is_weights")
+TAUGHT = ("teacher_log_probs", "teacher_contrast_log_probs")
+COLUMNS = ("values", "old_log_probs", "sum_pi_squared", *TAUGHT)
 
 
 def config(**settings: Any) -> SimpleNamespace:
     defaults = {
         "norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False,
         "gdpo_reward_keys": ["accuracy", "form"], "gdpo_reward_weights": None,
-        "passk_k": None, "gigpo_step_weight": 1.0,
+        "passk_k": None, "gigpo_step_weight": 1.0, "hgpo_history": 2, "hgpo_alpha": 1.0,
+        "rlcsd_tau": 0.1, "rlcsd_scale": 0.5, "rlcsd_threshold": 0.1, "rlcsd_weight": 0.7,
     }  # fmt: skip
     return SimpleNamespace(**(defaults | settings))
 
@@ -63,6 +65,7 @@ def random_rows(seed: int, dense: bool = False) -> list[slow.Row]:
                 "old_log_probs": chosen.tolist(),
                 "sum_pi_squared": np.minimum(1, np.exp(chosen) ** 2 + rng.random(length) * 0.1).tolist(),
                 "is_weights": rng.uniform(0, 2, length).tolist(),
+                **{name: (-rng.exponential(0.2, length)).tolist() for name in TAUGHT},
             }
             parts = {"accuracy": float(rng.integers(0, 2)), "form": float(rng.normal())}
             rows.append(slow.Row(rewards, p, m, f"g{g}", score, columns, parts, baseline=0.25 * g))
@@ -104,7 +107,7 @@ def as_users_call_it(name: str, rows: list[slow.Row], cfg: Any) -> tuple[torch.T
         "non_tensor_batch": keys,
         "reward_baselines": torch.tensor([row.baseline for row in rows]),
         "rollout_is_weights": padded(rows, lambda row: row.columns["is_weights"], width),
-        **{c: padded(rows, lambda row, c=c: row.columns[c], width) for c in COLUMNS[:3]},
+        **{c: padded(rows, lambda row, c=c: row.columns[c], width) for c in COLUMNS},
     }
     function = core_algos.get_adv_estimator_fn(name)
     if name == "gae":
@@ -113,7 +116,7 @@ def as_users_call_it(name: str, rows: list[slow.Row], cfg: Any) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "rlcsd"])  # it has no public form
 def test_the_public_form_equals_the_loop(name: str, seed: int) -> None:
     cfg = config(
         norm_adv_by_std_in_grpo=seed % 2 == 0,
@@ -141,7 +144,7 @@ def trajectories(rows: list[slow.Row], cut: bool) -> Batch:
         ends = [0, *([length // 3, length // 2] if cut and length > 3 else []), length]
         segments = []
         for start, end in itertools.pairwise(ends):
-            columns = {c: np.array(row.columns[c][start:end], np.float32) for c in COLUMNS[:3] if c in row.columns}
+            columns = {c: np.array(row.columns[c][start:end], np.float32) for c in COLUMNS if c in row.columns}
             mask = np.array(row.p[start:end], bool)
             segments.append(Segment(np.arange(3 + start), np.arange(end - start), mask, **columns))
         prompt = Prompt(uid=row.uid, ids=np.arange(3), messages=[])
@@ -177,9 +180,7 @@ def test_segments_change_nothing_and_the_driver_says_the_same(name: str, seed: i
 def test_no_response_and_nothing_in_the_loss(name: str) -> None:
     cfg = config(adv_estimator=name)
     compute_advantages(Batch([]), cfg, rollout_n=2)
-    rows = [
-        slow.Row([], [], [], "a", 1.0, {c: [] for c in COLUMNS[:3]}, {"accuracy": 1.0, "form": 0.0}) for _ in range(2)
-    ]
+    rows = [slow.Row([], [], [], "a", 1.0, {c: [] for c in COLUMNS}, {"accuracy": 1.0, "form": 0.0}) for _ in range(2)]
     batch = trajectories(rows, False)
     compute_advantages(batch, cfg, rollout_n=2)
     assert [len(t.advantages) for t in batch] == [0, 0]
@@ -225,7 +226,7 @@ def test_a_group_whose_greedy_response_has_no_score_is_dropped() -> None:
 def test_what_they_need() -> None:
     more = {name: ESTIMATORS.needs(name) - {"response_mask", "token_rewards"} for name in NAMES}
     squares = {"old_log_probs", "sum_pi_squared"}
-    expected = {"gae": {"values"}, "remax": {"reward_baselines"}}
+    expected = {"gae": {"values"}, "remax": {"reward_baselines"}, "rlcsd": set(TAUGHT)}
     expected |= {"optimal_token_baseline": squares, "tir_optimal_token_baseline": squares}
     assert {name: needs for name, needs in more.items() if needs} == expected
     batch = trajectories(random_rows(1), False)
@@ -236,7 +237,35 @@ def test_what_they_need() -> None:
         compute_advantages(batch, config(adv_estimator="gae"), rollout_n=1)
 
 
-# -- gigpo: steps of agents ------------------------------------------------------------------------------------
+def test_rlcsd_leaves_out_responses_without_a_right_and_a_wrong_one_to_read() -> None:
+    rows = [slow.Row([0.0, s], [1, 1], [1, 1], "a", s, {c: [-1.0, -2.0] for c in COLUMNS}) for s in (1.0, 0.0, 0.0)]
+    rows[1].columns["teacher_log_probs"] = [-0.5, -2.0]
+    batch, expected = trajectories(rows, False), slow.rlcsd(rows, config())
+    batch[0].extra["without_contrast"] = True
+    compute_advantages(batch, config(adv_estimator="rlcsd"), rollout_n=3)
+    assert batch[0].advantages.tolist() == [0, 0]
+    # Of the six tokens four are counted, of which one has a change: the mean of the other three is over three, not five.
+    assert batch[1].advantages.tolist() == pytest.approx([expected[1][0], expected[1][1] * 5 / 3])
+    assert batch[2].advantages.tolist() == pytest.approx([a * 5 / 3 for a in expected[2]])
+
+
+def test_pass_at_k_is_the_estimator_of_its_paper() -> None:
+    """Equation 33 of PKPO: s_i, what the subsets with i have at best, less k/n of what k − 1 of the others have."""
+    scores, k = np.random.default_rng(3).normal(size=6), 3
+    others = [np.delete(scores, i) for i in range(6)]
+    best = [np.mean([max(rest) for rest in itertools.combinations(other, k - 1)]) for other in others]
+    with_it = [
+        sum(max(scores[i], *rest) for rest in itertools.combinations(other, k - 1)) / math.comb(6, k)
+        for i, other in enumerate(others)
+    ]
+    rows = [slow.Row([s], [1], [1], "a", s) for s in scores]
+    batch = trajectories(rows, False)
+    compute_advantages(batch, config(adv_estimator="grpo_passk", passk_k=k, norm_adv_by_std_in_grpo=False), rollout_n=6)
+    wanted = [a - k / 6 * b for a, b in zip(with_it, best, strict=True)]
+    assert [t.advantages[0] for t in batch] == pytest.approx(wanted, rel=1e-5)
+
+
+# -- steps of agents ------------------------------------------------------------------------------------
 
 STATES = {"a": [7], "b": [8, 9], "c": [8]}
 
@@ -263,15 +292,18 @@ def episode(uid: str, index: int, steps: list[slow.Step], cut: bool) -> Trajecto
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_gigpo_compares_the_steps_of_a_group_in_the_same_state(seed: int) -> None:
+@pytest.mark.parametrize("name", ["gigpo", "hgpo"])
+def test_the_steps_of_a_group_in_the_same_state_are_compared(name: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     episodes = []
     for i in range(7):
         states = ["prompt", *rng.choice(list(STATES), int(rng.integers(0, 4)))]
         steps = [(str(s), float(rng.integers(0, 2)), int(rng.integers(1, 4))) for s in states]
         episodes.append((f"g{min(i // 3, 1 + seed % 2)}", steps))
-    cfg = config(adv_estimator="gigpo", gamma=0.9, gigpo_step_weight=0.5, norm_adv_by_std_in_grpo=seed % 2 == 0)
-    expected = slow.gigpo(episodes, cfg)
+    cfg = config(adv_estimator=name, gamma=0.9, gigpo_step_weight=0.5, norm_adv_by_std_in_grpo=seed % 2 == 0)
+    cfg.hgpo_history, cfg.hgpo_alpha = seed, 0.5 + seed
+    expected = getattr(slow, name)(episodes, cfg)
+    assert any(any(steps) for steps in expected)
     for cut in (False, True):
         batch = Batch([episode(uid, i, steps, cut) for i, (uid, steps) in enumerate(episodes)])
         compute_advantages(batch, cfg, rollout_n=1)
@@ -280,9 +312,10 @@ def test_gigpo_compares_the_steps_of_a_group_in_the_same_state(seed: int) -> Non
             assert t.advantages[t.response_mask].tolist() == pytest.approx(wanted.tolist(), rel=1e-5, abs=1e-6)
 
 
-def test_gigpo_of_responses_without_tokens_and_without_a_batch() -> None:
+@pytest.mark.parametrize("name", ["gigpo", "hgpo"])
+def test_steps_of_responses_without_tokens(name: str) -> None:
     batch = trajectories([slow.Row([], [], [], "a", 1.0) for _ in range(2)], False)
-    compute_advantages(batch, config(adv_estimator="gigpo"), rollout_n=2)
+    compute_advantages(batch, config(adv_estimator=name), rollout_n=2)
     assert [len(t.advantages) for t in batch] == [0, 0]
 
 

@@ -17,6 +17,8 @@ from verl.algorithms.flat_tokens import MODES, LossDenominators, MicroBatchColum
 from verl.algorithms.objective import ActorObjective, LossConfig
 from verl.algorithms.registry import LOSSES
 from verl.compat import core_algos
+from verl.config.schema.actor import DemonstrationsConfig
+from verl.data.demonstrations import share
 from verl.engine.training.base import MicroBatch
 from verl.trajectory import Segment, segments_of
 from verl.workers.update_plan import UpdatePlan
@@ -69,6 +71,39 @@ def test_the_observation_loss_is_the_cross_entropy_of_what_others_wrote(micro_ba
     assert (with_it[1] - without[1]).tolist() == pytest.approx((-0.5 * others / others.sum()).tolist())
     assert with_it[3]["actor/observation_loss"] == pytest.approx(cross_entropy)
     assert with_it[3]["actor/pg_loss"] == pytest.approx(without[3]["actor/pg_loss"])
+
+
+@pytest.mark.parametrize("by_confidence", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_demonstrations_are_learned_beside_the_policy_loss(micro_batches: int, by_confidence: bool) -> None:
+    """CHORD: (1 − μ) of the policy loss, whose advantages the step has scaled, and μ of the mean cross-entropy; what
+    environments said is another loss."""
+    rows = rows_of(3, [[1, 0, 1, 0], [0, 0], [0, 0, 0], [1, 1]])
+    rows[1].put("loss_mask", np.zeros(2, bool))
+    mu = 0.3
+    for row in rows:
+        row.put("demonstration_weights", np.full(row.length, mu if row is rows[2] else 0.0, np.float32))
+    rows[2].put("loss_mask", np.zeros(3, bool))
+    assert UpdatePlan(actor(**ONE_STEP), **PLAN)._usable(rows) == [rows[0], rows[2], rows[3]]
+    flat, parts = tokens(rows, 3), [i % micro_batches for i in range(len(rows))]
+    settings = {"observation_loss_coef": 0.5, "demonstrations": SimpleNamespace(by_confidence=by_confidence)}
+    found = run_objective(actor(**settings), rows, flat, flat, parts)
+    shown, observed = slice(6, 9), [1, 3, 4, 5]
+    chances = flat[shown].exp()
+    factors = chances * (1 - chances) if by_confidence else torch.ones(3)
+    loss = (-flat[shown] * factors).mean().item()
+    cross_entropy = -flat[observed].mean().item()
+    assert found[3]["actor/demonstration_loss"] == pytest.approx(loss)
+    assert found[3]["actor/observation_loss"] == pytest.approx(cross_entropy)
+    assert found[3]["actor/demonstration_weight"] == pytest.approx(mu, rel=1e-6)
+    assert found[0] == pytest.approx(found[3]["actor/pg_loss"] + mu * loss + 0.5 * cross_entropy, rel=1e-6)
+    assert found[1][shown].tolist() == pytest.approx((-mu * factors / 3).tolist(), rel=1e-6)
+
+
+def test_the_share_of_demonstrations_rises_and_falls() -> None:
+    config = DemonstrationsConfig(mu=0.5, final_mu=0.1, warmup_steps=2, decay_steps=4)
+    assert [share(config, step) for step in range(1, 9)] == pytest.approx([0.25, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1])
+    assert share(DemonstrationsConfig(mu=0.5), 1000) == 0.5
 
 
 def tokens(rows: list[Segment], seed: int) -> torch.Tensor:

@@ -346,7 +346,7 @@ def test_missing_features_are_refused_unless_they_are_off(glob):
         for off in PUBLIC.refused[glob].off:
             assert load([f"{path}={off}"], entry) == load([], entry)
     with pytest.raises(ConfigError, match="not in this release; closest: "):
-        load([f"{ARR}.model.mtp={{enable:True}}"])
+        load([f"{ARR}.actor.qat={{enable:True}}"])
 
 
 def test_value_synonyms():

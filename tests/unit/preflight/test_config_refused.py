@@ -172,7 +172,10 @@ REFUSED = [
         [f"{ARR}.actor.use_kl_loss=True", f"{ARR}.ref.model.path={{model}}/.."],
         ["ref.model.path=", "config.json"],
     ),
-    ([*CRITIC, "critic.model.use_liger=True"], ["critic.model.use_liger=True", "liger kernels"]),
+    ([f"{ARR}.model.mtp={{enable:True,enable_rollout:True}}"], ["native engine does not draft with it; vllm does"]),
+    ([f"{ARR}.model.mtp.enable=True", f"{ARR}.model.lora_rank=4"], ["with LoRA such a layer is not trained"]),
+    ([f"{ARR}.rollout.quantization=fp8"], ["rollout.quantization=fp8", "the native engine cannot", "vllm can"]),
+    ([*CRITIC, "critic.model.tiled_mlp.enabled=True"], ["critic.model.tiled_mlp.enabled=True", "MLP in slices"]),
     (
         [f"{ARR}.rollout.nnodes=1", f"{ARR}.rollout.tensor_model_parallel_size=2"],
         ["1 devices of the node (actor_rollout_ref.rollout.n_gpus_per_node)"],

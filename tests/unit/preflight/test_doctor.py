@@ -44,7 +44,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(probe, "nvidia_gpus", list)
     monkeypatch.setattr(probe, "needs_cuda", lambda name: False)
     monkeypatch.setattr(probe, "wants", lambda name, other: None)
-    monkeypatch.setattr(probe, "cpu_products", lambda: ("in hardware", "2 cores, float32 products"))
+    monkeypatch.setattr(probe, "cpu_products", lambda: ("in hardware", "compiled kernels", "2 cores, float32 products"))
     return found
 
 
@@ -157,7 +157,9 @@ def test_how_a_run_on_this_processor_computes_is_said(monkeypatch: pytest.Monkey
     probe.cpu_products.cache_clear()
     try:
         assert "multiplies in fp32" in named("bf16").found
-        assert re.search(r"\d threads?, float32 products; default: float32$", named("a run on the cpu").found)
+        assert re.search(
+            r"\d threads?, float32 products, .*kernels.*; default: float32$", named("a run on the cpu").found
+        )
         assert f"about {doctor.QUICKSTART['float32']} tokens/s" in named("quickstart").found
     finally:
         probe.cpu_products.cache_clear()

@@ -449,3 +449,14 @@ def test_the_reward_function_sees_the_dialogue_and_the_environments_reward_is_ad
     finally:
         rewards.close()
     assert t.score == 4 + 7.5 + 400 + 0.75, t.score_error
+
+
+def test_the_example_of_an_agent_program_plays_its_game() -> None:
+    words = ["agent.environment.name=command", "agent.default_agent_loop=environment_agent"]
+    words.append(f"agent.environment.path='{sys.executable} examples/agents/guess_program.py'")
+    row = {"extra_info": {"number": 6}, "messages": [{"role": "user", "content": "a number from 1 to 10"}]}
+    for texts, reward in ((["5", "8", "6"], 1.0), (["5", "hm"], 0.0)):
+        (t,), _ = play(texts, *words, row=row)
+        assert t.fields["environment_reward"] == reward and len(t.segments) == 1
+        hints = [m["content"] for m in t.fields["messages"][2::2]]
+        assert hints == ["higher", "lower"][: len(texts) - 1] and t.extra["sampler_calls"] == len(texts)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.scripted_record import written
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import SPECIAL, tiny_model, tiny_tokenizer
 from tests.unit.rollout.test_http_sessions import END, HI, Client, serve
-from tests.unit.rollout.test_session import CALL, TOOLS
+from tests.unit.rollout.test_session import _QWEN, CALL, TOOLS, session_of
 from verl.engine.rollout.base import SamplingParams
+from verl.engine.rollout.grammars import Grammars
+from verl.rollout.dialects.demands import grammar_of
 from verl.rollout.turn_text import Thinking, TurnText, joined
 
 THOUGHT = "<think>\nOne and two.\n</think>\n\nSo:"
@@ -112,6 +116,131 @@ def test_several_choices_are_branches(stream: bool) -> None:
     session = serve(check, *(text + END for text in ("One", "Two", "Three", "Well.")))
     tails = [session.setup.tokenizer.decode(segment.tokens[segment.mask]) for segment in written(session)]
     assert tails == ["One" + END, f"Two{END}Well.{END}", "Three" + END]
+
+
+FUNCTIONS = [
+    {"name": "pick", "parameters": {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"],
+                                    "additionalProperties": False}},
+    {"name": "stop", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+]  # fmt: skip
+PICKED = {
+    "type": "object",
+    "properties": {"way": {"enum": ["a", "b"]}},
+    "required": ["way"],
+    "additionalProperties": False,
+}
+PICKED["x-guidance"] = {"whitespace_flexible": False, "key_separator": ": "}  # random models would write spaces
+
+
+def demanding(client: Client, path: str, **body: Any) -> tuple[list[tuple[str, Any]], str]:
+    """Calls, each (name, arguments), and text of a turn of functions that must have a form."""
+    wrapped: list = [{"type": "function", "function": f} for f in FUNCTIONS]
+    if path == "/responses":
+        wrapped, body["input"] = [{"type": "function", **f} for f in FUNCTIONS], "Hi"
+    if path == "/messages":
+        wrapped = [{"name": f["name"], "input_schema": f["parameters"]} for f in FUNCTIONS]
+    answer = ask(client, path, messages=HI, tools=wrapped, max_tokens=400, max_completion_tokens=400, **body)
+    if path == "/responses":
+        calls = [(i["name"], json.loads(i["arguments"])) for i in answer["output"] if i["type"] == "function_call"]
+        return calls, "".join(i["content"][0]["text"] for i in answer["output"] if i["type"] == "message")
+    if path == "/messages":
+        calls = [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"]
+        return calls, "".join(block["text"] for block in answer["content"] if block["type"] == "text")
+    message = answer["choices"][0]["message"]
+    made = [call["function"] for call in message.get("tool_calls") or ()]
+    return [(f["name"], json.loads(f["arguments"])) for f in made], message["content"]
+
+
+def test_demanded_calls_and_answers(tmp_path: Any) -> None:
+    """By a model of random weights: what it writes has the demanded form, and its log-probs are of what that left."""
+    pytest.importorskip("llguidance")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from verl.engine.rollout.native.engine import NativeEngine
+    from verl.models.sampling_mask import LOWEST, SamplingMask
+
+    module = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path))
+    tokenizer = tiny_tokenizer(template=_QWEN.replace("%THINK%", ""), special=SPECIAL[:3])  # it does not think
+    engine, numbers = (
+        NativeEngine(module, eos_token_ids=[258], max_model_len=2000, tokenizer=tokenizer),
+        itertools.count(),
+    )
+
+    async def send(ids: Any, params: Any, shown: Any) -> Any:
+        number = next(numbers)
+        return await engine.generate(ids, replace(params, seed=number), request_id=str(number))
+
+    def check(client: Client) -> None:
+        chat, named = "/chat/completions", {"name": "pick"}
+        ((name, arguments),), _ = demanding(client, chat, tool_choice={"type": "function", "function": named})
+        assert name == "pick" and arguments["n"] in (1, 22)
+        calls, text = demanding(client, "/responses", tool_choice="required")
+        assert calls and {name for name, _ in calls} <= {"pick", "stop"} and not text.strip()
+        ((name, arguments),), _ = demanding(client, "/messages", tool_choice={"type": "tool", **named})
+        assert name == "pick" and arguments["n"] in (1, 22)
+        schema = {"type": "json_schema", "json_schema": {"name": "p", "schema": PICKED}}
+        answer = ask(client, chat, messages=HI, response_format=schema, max_tokens=400)
+        assert json.loads(answer["choices"][0]["message"]["content"]) in ({"way": "a"}, {"way": "b"})
+        form = {"format": {"type": "json_schema", "schema": PICKED}}
+        calls, text = demanding(client, "/responses", text=form)
+        assert calls or json.loads(text) in ({"way": "a"}, {"way": "b"})
+        refused = client.ask(chat, {"messages": HI, "tools": TOOLS, "tool_choice": {"function": {"name": "none"}}})
+        assert refused[0] == 400 and "none of the tools" in refused[1]["error"]["message"]
+        unfit = {"type": "json_schema", "json_schema": {"schema": {"type": "no such"}}}
+        assert client.ask(chat, {"messages": HI, "response_format": unfit})[0] == 400
+
+    session = serve(check, send=send, tokenizer=tokenizer, engine="native")
+    for segment in session.segments():
+        ids, mask, log_probs = segment.response()
+        whole, start = torch.from_numpy(segment.ids()), len(segment.context)
+        with torch.no_grad():
+            logits = module(whole[None]).logits[0, start - 1 : -1].float()
+        sets = SamplingMask(list(segment.sampling_mask()), "cpu")
+        assert not (sets.bar(logits, slice(0, len(ids))) == LOWEST).all(1).any()
+        expected = logits.log_softmax(-1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
+        assert mask.all() and np.abs(expected - log_probs).max() < 1e-4
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_model_may_think_before_what_is_demanded(opened: bool) -> None:
+    """The tokens of these texts one by one, of a tokenizer that has tokens for the marks, as Qwen3's has."""
+    pytest.importorskip("llguidance")
+    tokenizer = tiny_tokenizer(template=_QWEN.replace("%THINK%", ""))
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    session = session_of(tokenizer, None, engine="native")
+    vars(session.setup.boundaries)["opens_thinking"] = opened  # what the generation prompt ends with
+    call = '<tool_call>\n{"name": "pick", "arguments": {"n": 22}}\n</tool_call>'
+    tools = [{"type": "function", "function": function} for function in FUNCTIONS]
+    thought = "1 < 2\n</think>\n\n" if opened else "<think>\n1 < 2\n</think>\n\n"
+    form = {"type": "json_schema", "schema": PICKED}
+    cases = [
+        (True, "required", None, thought + call + END),
+        (True, "required", None, thought + call + "\n" + call + END),
+        (not opened, "required", None, call + END),
+        (opened, "required", None, "Well.\n" + thought + call + END),
+        (False, "required", None, thought + "Well." + END),
+        (False, {"name": "stop"}, None, thought + call + END),
+        (True, "auto", form, thought + call + END),
+        (True, "auto", form, thought + '{"way": "b"}' + END),
+        (False, "auto", form, thought + '{"way": "c"}' + END),
+        (False, "auto", form, thought + '{"way": "b"' + END),
+    ]
+    grammars = Grammars(tokenizer)
+    for fits, choice, demanded, text in cases:
+        progress, taken = grammars.begin(grammar_of(session, choice, demanded, tools)), []
+        for token in tokenizer(text)["input_ids"]:
+            taken.append(bool(progress.allowed(len(tokenizer))[token]))
+            if not taken[-1]:
+                break
+            progress.take(token)
+        assert all(taken) == fits, text
+    session.setup.tool_format = "glm"
+    with pytest.raises(ValueError, match="in the format glm"):
+        grammar_of(session, {"name": "pick"}, None, tools)
+    session.setup.engine = "sglang"
+    with pytest.raises(ValueError, match=r"this run \(sglang\) does not"):
+        grammar_of(session, "auto", form, None)
 
 
 def test_models_and_tokens() -> None:

@@ -19,7 +19,7 @@ from tests.scripted_record import written
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout.test_session import _QWEN, CALL, TOOLS, script, session_of
 from verl.engine.rollout.base import Completion
-from verl.rollout import http_sessions
+from verl.rollout import dialects, http_sessions  # noqa: F401 - what sessions answer
 from verl.rollout.session import Session
 from verl.rollout.tools import toolbox
 
@@ -71,10 +71,12 @@ def status_of(connection: socket.socket) -> int:
     return int(text.split()[1]) if text else 0
 
 
-def serve(check: Callable[[Client], None], *texts: str, send: Any = None, port: int = 0) -> Session:
+def serve(
+    check: Callable[[Client], None], *texts: str, send: Any = None, port: int = 0, tokenizer: Any = None, **how: Any
+) -> Session:
     """Run a check beside a session that says these texts."""
-    tokenizer = tiny_tokenizer(template=_QWEN.replace("%THINK%", ""))
-    session = session_of(tokenizer, send or script(tokenizer, *texts)[0], longest=4000)
+    tokenizer = tokenizer or tiny_tokenizer(template=_QWEN.replace("%THINK%", ""))
+    session = session_of(tokenizer, send or script(tokenizer, *texts)[0], longest=4000, **how)
     session.setup.http_address = ("127.0.0.1", port)
 
     async def go() -> None:

@@ -39,15 +39,16 @@ class TwoTurns(AgentLoopBase):
         ]
 
 
-def sample(engine, loop: type[loops.AgentLoop], n: int = 3) -> Batch:
+def sample(engine, loop: type[loops.AgentLoop], n: int = 3, **settings) -> Batch:
     """A group of `n` trajectories of a loop."""
     loops.register(loop.__name__)(loop)
 
     async def score(trajectory: Trajectory) -> None:
         trajectory.score = float(trajectory.index)
 
-    settings = RolloutSettings(SamplingParams(max_tokens=12, ignore_eos=True), n=n, seed=3, default_loop=loop.__name__)
-    manager = RolloutManager(engine, settings, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    chosen = RolloutSettings(params, n=n, seed=3, default_loop=loop.__name__, **settings)
+    manager = RolloutManager(engine, chosen, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
 
     async def run() -> Batch:
         batch = await manager.take([Prompt("0:0@0", np.arange(3, 8), messages="q")])
@@ -98,6 +99,42 @@ def test_segments_know_what_they_share(tmp_path) -> None:
         assert branch.context_ids[:-1].tolist() == [*t.prompt.ids, *long.response_ids[:3]]
         assert long.response_mask.tolist() == [True] * 5 + [False] + [True] * 2 and other.length == 2
         assert t.policy_tokens == 11 and (t.rollout_log_probs != 0).sum() == 11
+
+
+def test_what_segments_share_may_count_in_each_of_them(tmp_path) -> None:
+    """A branch of a branch has the sampled tokens that it goes on from in its response; texts have them once, and rewards
+    stay on the turn that earned them."""
+
+    class Branching(loops.AgentLoop):
+        async def run(self, row, session):
+            prompt = row["prompt_ids"]
+            first = await session.generate(prompt, {"max_tokens": 5})
+            branch = [*prompt, *first.token_ids[:3], 7]
+            second = await session.generate(branch, {"max_tokens": 3})
+            await session.generate([*branch, *second.token_ids[:2]], {"max_tokens": 2})
+            await session.generate([*prompt[:2], 9], {"max_tokens": 2})
+            await session.generate([*prompt, *first.token_ids, 9], {"max_tokens": 2})
+            scores = np.arange(sum(segment.response_length for segment in session.segments()))
+            return Outcome(metrics={"token_scores": scores})
+
+    engine = native(tmp_path)
+    (once,), (each,) = (sample(engine, Branching, 1, count_shared=value) for value in ("once", "every_segment"))
+    assert each.text == once.text and each.extra["token_scores"].sum() == once.extra["token_scores"].sum()
+    assert len(each.extra["token_scores"]) == each.length
+    prompt, long = each.prompt.ids, each.segments[0]
+    for segment, same in zip(each.segments, once.segments, strict=True):
+        whole = np.concatenate([segment.context_ids, segment.response_ids])
+        assert whole.tolist() == [*same.context_ids, *same.response_ids]
+        assert (segment.parent, segment.shared) == (same.parent, same.shared)
+        assert np.array_equal(segment.rollout_log_probs[-same.length :], same.rollout_log_probs)
+    assert [segment.context_ids is prompt for segment in each.segments] == [True, True, True, False]
+    branch, leaf, other = each.segments[1:]
+    assert branch.response_mask.tolist() == [True] * 3 + [False] + [True] * 3
+    assert leaf.response_mask.tolist() == [True] * 3 + [False] + [True] * 4
+    for segment in (branch, leaf):
+        assert np.array_equal(segment.rollout_log_probs[:3], long.rollout_log_probs[:3])
+    assert np.array_equal(leaf.rollout_log_probs[:6], branch.rollout_log_probs[:6])
+    assert other.length == 2 and (once.policy_tokens, each.policy_tokens) == (14, 22)
 
 
 def test_equal_answers_keep_their_own_log_probs() -> None:

@@ -56,7 +56,7 @@ def storage(root: Path, *, narrowed: bool = False, contents: dict | None = None,
             "max_critic_ckpt_to_keep",
         ]
     )
-    trainer |= {"resume_mode": "auto", "del_local_ckpt_after_load": False}
+    trainer |= {"resume_mode": "auto", "del_local_ckpt_after_load": False, "device": "cpu"}
     whole = ["model", "optimizer", "extra"]
     held = {"save_contents": whole, "load_contents": whole, "async_save": False} | (contents or {})
     groups = {"trainer": SimpleNamespace(**trainer | settings), "select": lambda key: SimpleNamespace(**held)}
@@ -234,6 +234,10 @@ def test_settings_that_changed_are_named(tmp_path) -> None:
     resume(other, found)
     changed = "trainer.total_epochs: 3 then, 4 now; groups.mine.async_save: False then, True now"
     assert records(other).notices == [f"settings that changed since global_step_1: {changed}"]
+    compiled = storage(tmp_path, total_epochs=3, resume_mode="resume_path")
+    compiled._given["compiled kernels"] = "compiled kernels"  # as on a machine that has them
+    resume(compiled, found)
+    assert "settings that changed since global_step_1: compiled kernels: " in records(compiled).notices[-1]
     assert "sk-1" not in (found.path / "state" / "loop.json").read_text()
 
 

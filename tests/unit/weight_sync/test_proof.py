@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from verl.algorithms.agreement import first_step_bound, first_step_disagreement
+from verl.algorithms.agreement import first_step_bound, first_step_disagreement, where_apart
 from verl.config import load
+from verl.trajectory import Prompt, Trajectory
 from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.sender import StreamedSync
 from verl.weight_sync.verify import FULL, SAMPLED, WeightSyncError, checksums, compare, digest
@@ -110,3 +112,26 @@ def test_a_first_batch_far_beyond_the_precision_stops_the_run(
 def test_nothing_is_said_where_log_probs_may_differ_by_design(changed: list[str]) -> None:
     bound = first_step_bound(config(*changed), "torch.float32")
     assert first_step_disagreement(metrics(9.0, 9.0), bound) == ""
+
+
+@pytest.mark.parametrize(
+    ("apart", "named"),
+    [
+        ([0, 1, 2, 7], "the beginning of a response: another prompt"),
+        ([6, 7], "the beginning of a later turn"),
+        ([3, 4, 8], "the middle of a response"),
+        ([], ""),
+    ],
+)
+def test_where_both_sides_part_is_said(apart: list[int], named: str) -> None:
+    """Of responses with two turns: tokens 0 to 3 and 6 to 9."""
+    mask = np.array([1, 1, 1, 1, 0, 0, 1, 1, 1, 1], bool)
+    rows = []
+    for number in range(3):
+        ours, theirs = np.full(10, -1.0, np.float32), np.full(10, -1.0, np.float32)
+        theirs[apart] -= 0.5
+        theirs[~mask] = 0
+        prompt = Prompt(f"0:{number}@0", np.arange(4), None)
+        rows.append(Trajectory(prompt, 0, np.arange(10), mask, rollout_log_probs=theirs, old_log_probs=ours))
+    said = where_apart(rows)
+    assert bool(said) is bool(named) and (f"they part in 3 of 3 responses at {named}" in said or not named)

@@ -33,6 +33,7 @@ def batches(draw) -> list[Segment]:
                 rng.random(length) < 0.5,
                 uid=f"{g}:é@0",
                 index=index,
+                shared=length + 2 * index,
             )
             for name in OPTIONAL:
                 if draw(st.booleans()):
@@ -54,11 +55,8 @@ def test_rows_come_back_as_they_were(rows) -> None:
     payload = payloads.encode(rows, OPTIONAL)
     back = payloads.decode(payload)
     for old, new in zip(rows, back, strict=True):
-        assert (new.uid, new.index, new.context_ids.tolist()) == (
-            old.uid,
-            old.index,
-            old.context_ids.tolist(),
-        )
+        assert (new.uid, new.index, new.shared) == (old.uid, old.index, old.shared)
+        assert new.context_ids.tolist() == old.context_ids.tolist()
         assert new.columns.keys() == old.columns.keys()
         for name, was in old.columns.items():
             now = new.columns[name]

@@ -1,6 +1,6 @@
 """`actor_rollout_ref.actor.`, `.ref.` and `critic.`: the policy update, the reference, the value model."""
 
-from verl.config.schema.base import SEEDS, Group, choice, key, same_as, sub
+from verl.config.schema.base import SEEDS, Group, Map, choice, key, open_map, same_as, sub
 from verl.config.schema.misc import RoleProfilerConfig
 from verl.config.schema.model import CriticModelConfig, RefModelConfig
 from verl.config.schema.training import (
@@ -101,6 +101,26 @@ class RouterReplayConfig(Group):
     mode: str = choice("disabled", "disabled", "R2", "R3")
 
 
+class DemonstrationsConfig(Group):
+    """Supervised learning in the same step: loss = (1 − μ)·policy loss + μ·cross-entropy of the rows' demonstrations.
+
+    Attributes:
+        column: The field of extra_info, or the column, that holds a demonstration's text, or `ground_truth`; null = off.
+        mu: μ, or its greatest value.
+        final_mu: Where it ends with `decay_steps`.
+        warmup_steps: Steps over which it rises from 0.
+        decay_steps: Steps after those over which it falls; 0 = never.
+        by_confidence: Multiply a token's cross-entropy by p·(1 − p) of its probability p, without gradient.
+    """
+
+    column: str | None = None
+    mu: float = key(0.1, low=0, high=1)
+    final_mu: float = key(0.0, low=0, high=1)
+    warmup_steps: int = key(0, low=0)
+    decay_steps: int = key(0, low=0)
+    by_confidence: bool = False
+
+
 class ActorConfig(TrainedRoleConfig):
     """The policy update.
 
@@ -125,9 +145,13 @@ class ActorConfig(TrainedRoleConfig):
             gradient).
         observation_loss_coef: loss += coef · cross-entropy of the response tokens that the policy did not write (what
             tools and environments said), its mean over those of a mini-batch.
+        observation_loss_roles: Weights in that loss by the role of a message, `{tool: 1, user: 0}`; 1 where none is given.
+        turn_weights: Weights of a response's first, second, … turn in the policy loss, and in the loss of observations
+            of what was said after it; the last one is that of all later turns.
         use_prefix_grouper: Compute the shared prompt once per group; null = when it pays.
         freeze_vision_tower: No gradient to the vision encoder.
-        use_torch_compile: Compile the log-prob and entropy kernels where the platform can.
+        use_torch_compile: torch.compile for norms, gated MLPs and rotations on a device that Triton compiles for and verl has no
+            kernels for (AMD's); elsewhere no effect.
         calculate_sum_pi_squared: Σπ² per token (variance metrics); on by itself for `optimal_token_baseline`.
     """
 
@@ -147,6 +171,9 @@ class ActorConfig(TrainedRoleConfig):
     use_kl_loss: bool = False
     kl_loss_coef: float = key(0.001, low=0)
     kl_loss_type: str = choice("low_var_kl", *KL_OPTIONS)
+    observation_loss_roles: Map = open_map()
+    turn_weights: list[float] | None = None
+    demonstrations: DemonstrationsConfig = sub(DemonstrationsConfig)
     observation_loss_coef: float = key(0.0, low=0)
     use_prefix_grouper: bool | None = key(None, ours=True)
     freeze_vision_tower: bool = False
@@ -166,7 +193,7 @@ class RefConfig(LogProbConfig):
     Attributes:
         strategy: As `actor.strategy`.
         ulysses_sequence_parallel_size: Devices a sequence is split over.
-        use_torch_compile: Compile the log-prob kernel where the platform can.
+        use_torch_compile: As the actor's.
     """
 
     strategy: str = same_as(_ACTOR + "strategy", options=STRATEGIES)

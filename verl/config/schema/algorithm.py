@@ -7,10 +7,21 @@ from verl.config.schema.base import Group, Map, choice, key, open_map, same_as, 
 ESTIMATORS: tuple[str, ...] = ("gae", "grpo", "grpo_vectorized", "grpo_passk", "gdpo", "reinforce_plus_plus")
 ESTIMATORS += ("reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized", "opo", "gpg")
 ESTIMATORS += ("optimal_token_baseline", "tir_optimal_token_baseline", "maxrl", "gigpo", "real", "rae")
+ESTIMATORS += ("mo_grpo", "hgpo", "rlcsd")
 GROUP_ESTIMATORS = tuple(
     name for name in ESTIMATORS if name not in ("gae", "reinforce_plus_plus", "remax", "real", "rae")
 )
-TEACHER_KEYS = ("key", "model_path", "prompt", "solution_score", "num_replicas", "inference")
+TEACHER_KEYS = (
+    "key",
+    "model_path",
+    "prompt",
+    "solution_score",
+    "contrast",
+    "update_rate",
+    "own_tokenizer",
+    "num_replicas",
+    "inference",
+)
 # The name of the teacher where there is one; its entry is there from the start.
 ONLY_TEACHER = "teacher_model"
 _WHOLE_MINI_BATCH = ("clip_cov", "kl_cov", "real", "bypass_mode")
@@ -95,10 +106,18 @@ class AlgorithmConfig(Group):
         use_kl_in_reward: Token rewards −= β·KL(old‖ref).
         kl_penalty: Estimator of that KL; names as `actor.kl_loss_type`.
         use_pf_ppo: Draw responses again by weight (gae only).
-        gdpo_reward_keys: Components of `gdpo`.
+        gdpo_reward_keys: Components of `gdpo` and `mo_grpo`.
         gdpo_reward_weights: Their weights.
         passk_k: k of `grpo_passk`; null = the size of the group.
         gigpo_step_weight: ω of `gigpo`.
+        hgpo_history: States before a step that `hgpo` compares, at most.
+        hgpo_alpha: Exponent of the weights of its depths.
+        rlcsd_tau: rlcsd: temperature of the contrast.
+        rlcsd_scale: rlcsd: largest change of an advantage.
+        rlcsd_threshold: rlcsd: change below which a token keeps its advantage.
+        rlcsd_weight: rlcsd: weight of the tokens whose advantage is changed.
+        by_source: By `data_source`: `{adv_estimator, weight, …}`, settings of this group for the responses to its rows,
+            whose advantages × `weight` (1) they are. Their statistics are then of those responses alone.
         rae_decay: α of `rae`.
     """
 
@@ -117,10 +136,18 @@ class AlgorithmConfig(Group):
     gdpo_reward_weights: list[float] | None = None
     passk_k: int | None = key(None, low=2)
     gigpo_step_weight: float = key(1.0, low=0)
+    hgpo_history: int = key(2, low=0)
+    hgpo_alpha: float = key(1.0)
+    rlcsd_tau: float = key(0.02, above=0)
+    rlcsd_scale: float = key(0.5, low=0)
+    rlcsd_threshold: float = key(0.02, low=0)
+    rlcsd_weight: float = key(1.0, low=0)
+    by_source: Map = open_map()
     rae_decay: float = key(0.95, low=0, high=1)
 
 
 TOPK_MODES = ("forward_kl_topk", "jsd_topk", "reverse_kl_topk")
+TOKEN_SETS = ("student", "teacher", "intersection", "union", "difference")
 
 
 class DistillationLossConfig(Group):
@@ -129,8 +156,10 @@ class DistillationLossConfig(Group):
     Attributes:
         loss_mode: The term per token, u = log π − log ν of the sampled token: names as `actor.kl_loss_type` without
             `+`; `forward_kl_topk`: KL from teacher to policy over the teacher's most likely tokens;
-            `jsd_topk`: the Jensen-Shannon divergence over these; `reverse_kl_topk`: KL from policy to teacher over those
-            that were the policy's at the start of the step.
+            `jsd_topk`: the Jensen-Shannon divergence over these; `reverse_kl_topk`: KL from policy to teacher over the
+            tokens of `token_set`.
+        token_set: reverse_kl_topk: of the most likely tokens those of the `student` (the policy at the start of the
+            step), the `teacher`, both (`intersection`), either (`union`), or only one of them (`difference`).
         topk: How many tokens these compare.
         use_policy_gradient: True: −term is the advantage in a policy loss; False: the term itself is minimised.
         use_task_rewards: Added to the actor's loss; False: distillation alone.
@@ -146,6 +175,7 @@ class DistillationLossConfig(Group):
 
     loss_mode: str = choice("k3", *KL_NAMES, *TOPK_MODES)
     topk: int = key(32, low=1)
+    token_set: str = choice("student", *TOKEN_SETS)
     use_policy_gradient: bool = False
     use_task_rewards: bool = True
     distillation_loss_coef: float = key(1.0, low=0)
@@ -186,7 +216,11 @@ class DistillationConfig(Group):
             that picks the teacher (null = its name). `prompt`: what the teacher reads in place of the last user message,
             a text with `{prompt}`, `{ground_truth}`, `{solution}`, `{column}`; with it `model_path` null is the policy
             itself. `solution_score`: least score of another response to the prompt that is shown as `{solution}`
-            (null = 1). Of `inference` the tensor-parallel size is read.
+            (null = 1). `contrast`: how many responses below that score it reads in its place once more, for `rlcsd`
+            (null = 0). `update_rate`: after each step this share of the policy's weights goes into the teacher's, a
+            model of its own that starts as `model_path` (null = the policy's path). `own_tokenizer`: its tokenizer is
+            not the policy's; responses are compared by spans of text. Of `inference` the tensor-parallel
+            size is read.
         teacher_key: Column whose value picks a row's teacher where there are several.
         n_gpus_per_node: Devices of a pool of their own on each node.
         nnodes: Nodes of that pool; 0 = the teachers are on the policy's devices.

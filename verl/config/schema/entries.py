@@ -59,7 +59,8 @@ class EngineConfig(FSDPConfig, MegatronConfig):
     Attributes:
         strategy: `fsdp` and `fsdp2` (both: torch FSDP2), `megatron`.
         ulysses_sequence_parallel_size: Devices a sequence is split over.
-        use_torch_compile: Compile the log-prob kernel where the platform can.
+        use_torch_compile: torch.compile for norms, gated MLPs and rotations on a device that Triton compiles for and verl has no
+            kernels for (AMD's); elsewhere no effect.
     """
 
     strategy: str = choice("fsdp", *STRATEGIES)

@@ -26,6 +26,27 @@ class TiledMLPConfig(Group):
     num_shards: int = key(4, low=1)
 
 
+class MTPConfig(Group):
+    """The layer that predicts one token further (DeepSeek V3, GLM-4 MoE, Qwen3-Next, Qwen3.5). Saved models keep it in any
+    case.
+
+    Attributes:
+        enable: Load it with the policy.
+        enable_train: Train it: `mtp_loss_scaling_factor` times the mean negative log-prob of the tokens that the loss counts.
+        enable_rollout: vLLM drafts with it, and gets it with each transfer of weights.
+        mtp_loss_scaling_factor: Factor of its loss.
+        detach_encoder: Its loss trains the layer alone, not the model below it, the embedding and the head.
+        num_speculative_tokens: Tokens drafted at a time.
+    """
+
+    enable: bool = False
+    enable_train: bool = False
+    enable_rollout: bool = False
+    mtp_loss_scaling_factor: float = key(0.1, low=0)
+    detach_encoder: bool = key(True, ours=True)
+    num_speculative_tokens: int = key(1, low=1, high=16)
+
+
 class ModelConfig(Group):
     """Which model, how it is loaded, memory savers, LoRA.
 
@@ -41,7 +62,7 @@ class ModelConfig(Group):
         enable_gradient_checkpointing: Recompute activations per layer; null = only when they would not fit.
         enable_activation_offload: Activations to host memory.
         use_fused_kernels: null, True: log-probs and entropy in chunks without the logits; False: from full logits.
-        use_liger: Liger kernels where they are installed.
+        use_liger: No effect: verl's own kernels do the work of Liger's, wherever Triton compiles for the device.
         use_shm: Weights through shared memory at load.
         lora_rank: LoRA when above 0.
         lora_alpha: LoRA scale; with LoRA at least 1.
@@ -66,6 +87,7 @@ class ModelConfig(Group):
     use_liger: bool = False
     tiled_mlp: TiledMLPConfig = sub(TiledMLPConfig)
     use_shm: bool = False
+    mtp: MTPConfig = sub(MTPConfig)
     lora_rank: int = key(0, low=0)
     lora_alpha: int = key(16, low=0)
     lora_adapter_path: FilePath | None = None

@@ -7,7 +7,7 @@ from verl.config.schema.training import LogProbConfig
 ENGINES = ("auto", "native", "vllm", "sglang", "hf")
 TOOL_FORMATS: tuple[str, ...] = ("hermes", "qwen", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi")
 TOOL_FORMATS += ("deepseek", "deepseek_v4", "gemma4", "llama3_json")
-ENVIRONMENTS = ("custom", "gym", "command", "verifiers", "openenv")
+ENVIRONMENTS = ("custom", "gym", "command", "verifiers", "openenv", "nemo_gym", "harbor")
 POLICIES = ("score", "mask", "drop", "resample")
 MOST_RESPONSES = 2**16
 """To one prompt."""
@@ -114,7 +114,7 @@ class EnvironmentConfig(Group):
     Attributes:
         name: Which adapter.
         path: Class or factory (`file.py:Class`, `pkg.module:Class`), a program's command line, the Python that has
-            `verifiers`, or an OpenEnv server's URL, as the adapter needs.
+            `verifiers`, the URL of an OpenEnv or NeMo Gym server, or the folder of tasks, as the adapter needs.
         kwargs: Handed over as they are.
     """
 
@@ -161,6 +161,8 @@ class AgentConfig(Group):
         tool_timeout: Seconds of a tool call or a step of the environment; null = no limit.
         trajectory_timeout: Seconds of a trajectory; null = no limit.
         max_calls: Most tool calls of a trajectory.
+        count_shared: A sampled token on which several segments go on is in the loss `once`, in the segment in which it
+            was sampled, or in `every_segment` that has it.
         max_resamples: How often a trajectory is sampled again before its group does without it.
         http_host: Address on which sessions are served, and which their URLs name. Any but loopback lets other machines
             in, by the token in the URL alone.
@@ -175,6 +177,7 @@ class AgentConfig(Group):
     tool_timeout: float | None = key(60.0, above=0, inf=True)
     trajectory_timeout: float | None = key(None, above=0, inf=True)
     max_calls: int | None = key(None, low=1)
+    count_shared: str = choice("once", "once", "every_segment")
     max_resamples: int = key(3, low=0)
     http_host: str = "127.0.0.1"
     http_port: int = key(0, low=0, high=65535)

@@ -23,6 +23,8 @@ class TrainerConfig(Group):
             `vemlp_wandb`, `file`.
         wandb_proxy: Proxy of wandb.
         device: `auto` (cuda, npu, cpu by detection), `cuda`, `npu`, `cpu`: honoured or refused.
+        compiled_kernels: On a CPU: `auto` (kernels that the machine's C++ compiler builds once, where it has one), `off`
+            (torch's operators; the same numbers to rounding).
         nnodes: Nodes of the training devices.
         n_gpus_per_node: Training devices per node; also for NPUs.
         save_freq: Steps between checkpoints; ≤ 0 = never; the last step is saved when > 0.
@@ -69,6 +71,7 @@ class TrainerConfig(Group):
     logger: list[str] = items("console", options=LOGGERS, ours=True)
     wandb_proxy: str | None = None
     device: str = choice("auto", *DEVICES, ours=True)
+    compiled_kernels: str = choice("auto", "auto", "off", ours=True)
     nnodes: int = key(1, low=1, high=100_000)
     n_gpus_per_node: int = key(None, low=1, high=1024, nullable=True, ours=True, shown="found (1 on cpu)")
     save_freq: int = -1

@@ -104,6 +104,7 @@ class MegatronConfig(PlacementConfig):
         override_ddp_config: Overrides of megatron-core's data-parallel config.
         override_transformer_config: Overrides of megatron-core's transformer config (`recompute_granularity`,
             `attention_backend`, …).
+        mindspeed: Options of MindSpeed, which adapts megatron-core to Ascend NPUs (`swap_optimizer`, …).
     """
 
     tensor_model_parallel_size: int = key(1, low=1)
@@ -122,6 +123,7 @@ class MegatronConfig(PlacementConfig):
     dtype: str | None = "bfloat16"
     override_ddp_config: Map = open_map()
     override_transformer_config: Map = open_map()
+    mindspeed: Map = open_map()
 
 
 _MEGATRON = "actor_rollout_ref.actor.megatron."

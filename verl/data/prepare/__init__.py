@@ -15,6 +15,7 @@ NAMES = {
     "math_dataset": "competition problems with a boxed answer",
     "geo3k": "geometry problems with a diagram each",
     "gsm8k_multiturn_sft": "GSM8K as dialogues for supervised training",
+    "atif": "dialogues of agents in the Agent Trajectory Interchange Format, for supervised training",
     "arithmetic": "synthetic arithmetic in the GSM8K format, no download",
 }
 LATER = (

@@ -27,6 +27,8 @@ class SamplingParams:
     draw is made twice. `call` is the number of the request within its trajectory: every call draws from a stream of
     its own. An engine whose generator starts anew with each request mixes `start` and `call` into the seed.
     `record_mask`: an engine that can (`Capabilities.sampling_mask`) returns which tokens top-k, top-p and min-p left.
+    `grammar`: what the response must follow (`verl.engine.rollout.grammars`), "" for anything; an engine that can
+    (`Capabilities.grammars`) returns which tokens it left.
     """
 
     max_tokens: int
@@ -42,6 +44,7 @@ class SamplingParams:
     start: int = 0
     call: int = 0
     record_mask: bool = False
+    grammar: str = ""
 
     @property
     def truncated(self) -> bool:
@@ -165,6 +168,11 @@ class RolloutEngine(ABC):
     def dead(self) -> bool:
         """True when the engine can answer nothing any more: only a new one helps."""
         return False
+
+    @property
+    def engines(self) -> Sequence[RolloutEngine]:
+        """The engines behind this one, where they are several: what is asked of one of them, that one answers."""
+        return (self,)
 
     def stats(self) -> dict[str, float]:
         """Since the last call: busy_s (time with requests running), and images, how many an engine encoded itself."""

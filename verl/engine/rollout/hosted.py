@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import weakref
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -157,6 +158,10 @@ class Live:
     group: str | None = None
     aborted: bool = False
     key: str = field(default_factory=lambda: uuid4().hex)
+
+    def copy(self, copies: int) -> int:
+        """Which copy of a model samples it: the samples of a group stay where their prompt is cached."""
+        return zlib.crc32((self.group or self.id).encode()) % copies
 
     def completion(
         self, package: str, reason: str | None, token_ids: Sequence[int], log_probs: Sequence[float] | None, **more: Any

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from verl.trajectory import Segment
 
 LOG_PROBS = ("log_probs",)
+FURTHER = "further_log_probs"
+"""Of tokens by the layer that predicts a token further (`verl.models.mtp`), at temperature 1; 0 where it has none before
+it."""
 ROUTES, SAMPLING_MASK = "routed_experts", "sampling_mask"
 ON_ROWS = (ROUTES, SAMPLING_MASK)
 """Outputs that an engine puts on the rows instead of returning them."""
@@ -44,6 +49,7 @@ class MicroBatch:
     scores: torch.Tensor | None = None
     candidate_log_probs: torch.Tensor | None = None
     candidates_in_topk: torch.Tensor | None = None
+    further_log_probs: torch.Tensor | None = None
     cache: dict[str, Any] = field(default_factory=dict)
 
 
@@ -55,12 +61,17 @@ MicroLoss = Callable[[MicroBatch], "tuple[torch.Tensor, dict[str, tuple[float, f
 
 @dataclass(slots=True)
 class TrainStepResult:
-    """Outcome of one optimizer step. `refused` says why the optimizer did not move ("" if it did)."""
+    """Outcome of one optimizer step. `refused` says why the optimizer did not move ("" if it did).
+
+    scale_derivative: dL/ds at s = 1, where s multiplies the head's output (logits or values); None where the engine
+    cannot tell it from its gradients.
+    """
 
     metrics: dict[str, float]
     grad_norm: float
     refused: str = ""
     tokens: int = 0
+    scale_derivative: float | None = None
 
 
 class TrainingEngine(ABC):
@@ -135,10 +146,11 @@ class TrainingEngine(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} has no adapter to switch off")
 
-    def fill_adapter(self, value: float) -> bool:
-        """Set the second factor B of every adapter, which begins as 0, to one value: a known adapter for a probe of the
-        sampler. False where the engine has no adapter or cannot."""
-        return False
+    def fill_adapter(self, value: float, layers: Collection[str] | None = None) -> list[str]:
+        """Set the second factor B of the adapters of these layers (None: of all), which begins as 0, to one value, and
+        that of others to 0: a known adapter for a probe of the sampler. The names of all layers with an adapter; empty
+        where the engine has none."""
+        return []
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors of the adapter under the names of peft's files (without their prefix). Empty without one."""
@@ -150,6 +162,10 @@ class TrainingEngine(ABC):
 
         With an adapter: its weights merged, and itself in `lora_adapter/`, as peft loads it.
         """
+
+    def optimizer_norm(self) -> float | None:
+        """L2 norm of the optimizer's state: what a checkpoint must give back. None: not known here."""
+        return None
 
     @abstractmethod
     def save_optimizer(self, directory: Path) -> None:
@@ -170,6 +186,11 @@ class TrainingEngine(ABC):
     def cost(self) -> ModelCost | None:
         """What a forward pass takes, and the peak of all of this engine's devices together, if it is known."""
         return None
+
+    def follow(self, other: TrainingEngine, rate: float) -> None:
+        """Move the weights towards those of another engine of the same model and layout: w ← w + rate·(other − w).
+        UserError where an engine cannot."""
+        raise UserError(f"{type(self).__name__} cannot follow another model (update_rate of a teacher)")
 
     def offload(self) -> None:  # noqa: B027
         """The role is idle now: what the configuration names goes to host memory. Before it and again: nothing."""

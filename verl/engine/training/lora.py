@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,7 +201,8 @@ class Adapter:
 
     def __init__(self, module: PreTrainedModel, config: Any, settings: LoraSettings):
         self._module, self._config, self._settings = module, config, settings
-        self._layers = list(adapters.adapted_layers(module).values())
+        self._named = adapters.adapted_layers(module)
+        self._layers = list(self._named.values())
 
     @property
     def is_on(self) -> bool:
@@ -223,10 +224,12 @@ class Adapter:
                 layer._disable_adapters = False
 
     @torch.no_grad()
-    def fill(self, value: float) -> None:
-        """Set every B to one value, in place."""
-        for layer in self._layers:
-            local(layer.lora_B[adapters.NAME].weight).fill_(value)
+    def fill(self, value: float, layers: Collection[str] | None = None) -> list[str]:
+        """Set the B of these layers (None: of all) to one value and that of others to 0, in place; returns the names of
+        all layers."""
+        for name, layer in self._named.items():
+            local(layer.lora_B[adapters.NAME].weight).fill_(value if layers is None or name in layers else 0.0)
+        return list(self._named)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in peft's files less the prefix, whole tensor), one at a time. Collective."""

@@ -144,12 +144,13 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 @dataclass(slots=True)
 class StepAccumulator:
-    """What the micro-batches of a step came to: metrics as name → [sum, weight], tokens computed, and why the step
-    must be refused ("" if it need not be)."""
+    """What the micro-batches of a step came to: metrics as name → [sum, weight], tokens computed, why the step must be
+    refused ("" if it need not be), and `TrainStepResult.scale_derivative`."""
 
     sums: dict[str, list[float]] = field(default_factory=dict)
     tokens: int = 0
     refused: str = ""
+    scale_derivative: float | None = None
 
     def add(self, metrics: Mapping[str, Sequence[float]]) -> None:
         for name, (total, weight) in metrics.items():

@@ -11,7 +11,7 @@ response reads the prompt's last position, and a response's own last token is ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -65,7 +65,7 @@ class Pack:
     routes                 int64 [S, layers, k]  recorded experts of the tokens computed; None if no row has any
     paths                  each row that has a token, with the (first, number of tokens) of the spans that make up what is
                            computed of it
-    axes, media            where a row has images: int64 [3, S] that the model rotates by, and its arguments for images
+    axes, media            where a row has images: int64 [3, S] that the model rotates by, and the images of each context
     images                 number of images
     image_span             where the pack is a rank's share of one: which of the images' tokens are in it, (first, last)
     blank                  1 where the last token is an image of none of the rows, whose output counts for nothing
@@ -82,7 +82,7 @@ class Pack:
     routes: torch.Tensor | None = None
     paths: Sequence[tuple[Segment, list[tuple[int, int]]]] = ()
     axes: torch.Tensor | None = None
-    media: dict[str, torch.Tensor] = field(default_factory=dict)
+    media: Sequence[Media] = ()
     images: int = 0
     image_span: tuple[int, int] | None = None
     blank: int = 0
@@ -90,7 +90,7 @@ class Pack:
     def inputs(self, base: Any) -> dict[str, Any]:
         """Arguments of the forward of `base`, the model without its head. For a share the tower runs here, over all
         images."""
-        media: dict[str, Any] = self.media
+        media: dict[str, Any] = VisionInputs.tensors(self.media, self.input_ids.device)
         if self.image_span is not None:
             media = ImageFeatures.argument([ImageFeatures.of(base, media).part(*self.image_span)])
         return model_inputs(self.input_ids, self.positions if self.axes is None else self.axes, media)
@@ -148,7 +148,7 @@ class _Tree:
         best = 0, -1
         for number in reversed(range(len(self._rows) if self._shares else 0)):
             other = self._rows[number]
-            if other.uid != row.uid or best[0] == len(row.context_ids):
+            if other.uid != row.uid or (best[0] >= len(row.context_ids) and best[0] >= row.shared):
                 break
             best = max(best, (_shared(row, other), number))
         return best
@@ -169,7 +169,7 @@ class _Tree:
 
 
 def _shared(row: Segment, other: Segment) -> int:
-    """How many tokens of a row's context are computed with another row."""
+    """How many tokens of a row's context, and of what it shares behind that, are computed with another row."""
     context, theirs = row.context_ids, other.context_ids
     if row.media is not other.media:
         return 0
@@ -180,6 +180,8 @@ def _shared(row: Segment, other: Segment) -> int:
             count += common_prefix(context[count:], other.response_ids[:-1])
         least = min(len(context), len(theirs)) if row.media is not None else min(len(context), _LEAST)
         count = count if count >= least else 0
+    if count == len(context) < row.shared:
+        count = common_prefix(_sequence(row)[: row.shared], _sequence(other))
     ours, routes = _sequence_routes(row, count), _sequence_routes(other, count)
     if ours is None or routes is None:
         return count if ours is routes else 0
@@ -285,7 +287,7 @@ def pack(
         packed.routes = tensor(routes)
     if seeing:
         packed.axes = torch.from_numpy(np.concatenate(axes, axis=1)).to(device)
-        packed.media = VisionInputs.tensors(media, device)
+        packed.media = media
         packed.images = sum(item.images for item in media) - packed.blank
     return packed
 

@@ -90,7 +90,10 @@ class ScheduledEngine(TrainingEngine):
             if factor != 1.0:
                 self._multiply_gradients(factor)
             self._update_weights()
-        return TrainStepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, total.refused, total.tokens)
+        derivative = None if total.scale_derivative is None else total.scale_derivative / scale
+        return TrainStepResult(
+            metrics | {f"{self.role}/grad_norm": norm}, norm, total.refused, total.tokens, derivative
+        )
 
     @abstractmethod
     def _accumulate(
@@ -136,11 +139,9 @@ class ScheduledEngine(TrainingEngine):
         """See `TrainingEngine.without_adapter`."""
         return super().without_adapter() if self._model.adapter is None else self._model.adapter.off()
 
-    def fill_adapter(self, value: float) -> bool:
+    def fill_adapter(self, value: float, layers: Collection[str] | None = None) -> list[str]:
         """See `TrainingEngine.fill_adapter`."""
-        if self._model.adapter is not None:
-            self._model.adapter.fill(value)
-        return self.adapted
+        return self._model.adapter.fill(value, layers) if self._model.adapter is not None else []
 
     def _follows_routes(self) -> bool:
         """Without its adapter the model is the reference, which is nobody else's routes."""

@@ -28,6 +28,7 @@ from torch.utils import swap_tensors
 from verl.engine.training import process_group
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank, whole
 from verl.errors import UserError
+from verl.models import mtp
 from verl.models.adapters import PlainView
 from verl.models.checkpoint_names import checkpoint_parts
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FILE_BYTES = 4 << 30
+_FIRST, _FURTHER = "model-00001-of-00001.safetensors", "model-mtp.safetensors"
 
 
 class WeightSource(ABC):
@@ -87,7 +89,7 @@ class FileSource(WeightSource):
             return torch.zeros(like.shape, dtype=like.dtype)
         parts = list(self._parts(name, like))
         if len(parts) == 1:
-            stored = self._tensor(parts[0])
+            stored = self.tensor(parts[0])
             if stored.shape == like.shape:
                 return stored.to(like.dtype)
         # Where the elements of each stored tensor belong: number them, and have the numbers taken apart.
@@ -99,14 +101,19 @@ class FileSource(WeightSource):
         out = torch.empty(like.numel(), dtype=like.dtype)
         for part in list(apart):
             places = apart.pop(part)
-            stored = self._tensor(part)
+            stored = self.tensor(part)
             if stored.shape != places.shape:
                 shapes = f"{list(stored.shape)}, not {list(places.shape)}"
                 raise UserError(f"{self._files[part]}: {part} is {shapes}")
             out[places.reshape(-1)] = stored.reshape(-1).to(like.dtype)
         return out.view(like.shape)
 
-    def _tensor(self, part: str) -> torch.Tensor:
+    def names(self) -> Mapping[str, Path]:
+        """The checkpoint's tensors, each with its file."""
+        return self._files
+
+    def tensor(self, part: str) -> torch.Tensor:
+        """One of `names`, as it is stored."""
         file = self._files[part]
         with reading(file):
             if file not in self._open:
@@ -137,8 +144,18 @@ def open_source(
     fresh: Iterable[str] = (),
 ) -> WeightSource:
     """The source for these tensors: the files if every rank can use them, else `load` on rank 0. See `FileSource`."""
-    files = on_all_ranks(lambda: FileSource(Path(directory), module, fresh))
+    files = on_all_ranks(lambda: FileSource(model_folder(directory), module, fresh))
     return files if all(all_gather_json(not files.missing(wanted))) else RankZeroSource(load)
+
+
+def model_folder(path: str | Path) -> Path:
+    """The directory of a model: itself, or where its files are that a hub id names and that were fetched."""
+    if Path(path).is_dir():
+        return Path(path)
+    from transformers.utils import cached_file
+
+    file = cached_file(str(path), "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return Path(path) if file is None else Path(file).parent
 
 
 def _names_in(directory: Path) -> dict[str, Path]:
@@ -195,11 +212,12 @@ def refuse_non_finite(module: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def save_weights(module: PreTrainedModel, directory: Path, serving: str) -> None:
+def save_weights(module: PreTrainedModel, directory: Path, serving: str, source: str | Path | None = None) -> None:
     """Write what `from_pretrained` loads: safetensors files with an index, configuration, generation config.
 
-    Adapters are merged; `serving` is the data type that the configuration names. Collective: an error on one rank (a
-    full disk) is raised by all.
+    Adapters are merged; `serving` is the data type that the configuration names. Layers that predict further tokens are
+    taken from the files of `source` where the model has none (`verl.models.mtp`). Collective: an error on one rank (a full
+    disk) is raised by all.
     """
     on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
     state, view, rank = untied(module), PlainView(module), this_rank()
@@ -218,6 +236,36 @@ def save_weights(module: PreTrainedModel, directory: Path, serving: str) -> None
         weight_map |= dict.fromkeys(mine, file)
     index = all_gather_json(weight_map)
     on_all_ranks(lambda: describe(module, directory, serving, index, len(files)) if rank == 0 else None)
+    if source is not None and mtp.layer_count(module.config):
+        on_all_ranks(lambda: _copy_further_layers(module, directory, model_folder(source)) if rank == 0 else None)
+
+
+def _copy_further_layers(module: PreTrainedModel, directory: Path, source: Path) -> None:
+    """Write, beside the weights in `directory`, those of layers that predict further tokens which only `source` has. Such
+    layers hold embedding and head again: these are the ones that were saved."""
+    layers = module.config.get_text_config().num_hidden_layers
+    saved, before = FileSource(directory, module), FileSource(source, module)
+    names = [name for name in before.names() if mtp.is_extra(name, layers) and name not in saved.names()]
+    if not names:
+        return
+
+    def current(name: str) -> torch.Tensor:
+        ends = {"shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight")}  # the latter of a tied head
+        ends["embed_tokens.weight"] = ("embed_tokens.weight",)
+        shared = next((mains for end, mains in ends.items() if name.endswith(end)), ())
+        of_main = (
+            key for end in shared for key in saved.names() if key.endswith(end) and not mtp.is_extra(key, layers)
+        )
+        main = next(of_main, None)
+        return before.tensor(name) if main is None else saved.tensor(main)
+
+    tensors = {name: current(name) for name in names}
+    where, single = {name: file.name for name, file in saved.names().items()}, directory / "model.safetensors"
+    if single.is_file():
+        single.rename(directory / _FIRST)
+        where = dict.fromkeys(where, _FIRST)
+    write_file(tensors, directory / _FURTHER)
+    _write_index(directory, where | dict.fromkeys(tensors, _FURTHER))
 
 
 def plan_files(sizes: Sequence[tuple[str, int]], ranks: int, limit: int = FILE_BYTES) -> list[list[str]]:
@@ -256,6 +304,12 @@ def write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
+def _write_index(directory: Path, where: Mapping[str, str]) -> None:
+    size = sum((directory / file).stat().st_size for file in set(where.values()))
+    text = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n", "utf-8")
+
+
 def describe(
     module: PreTrainedModel, directory: Path, serving_dtype: str, index: Sequence[dict[str, str]], files: int
 ) -> None:
@@ -265,10 +319,7 @@ def describe(
     if module.can_generate():
         module.generation_config.save_pretrained(directory)
     if files > 1:
-        where = {name: file for part in index for name, file in part.items()}
-        size = sum((directory / file).stat().st_size for file in set(where.values()))
-        text = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n", "utf-8")
+        _write_index(directory, {name: file for part in index for name, file in part.items()})
     # The data type that a server shall load the weights in.
     file = directory / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": serving_dtype}

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const LEVELS = { error: "bad", critical: "bad", warning: "warn", warn: "warn" };
-  const levelOf = (event) => LEVELS[event.level.toLowerCase()] || (/refus|error|fail|crash|timeout|died|silent|lost|watchdog|does_not_follow/.test(event.kind) ? "warn" : "");
+  const levelOf = (event) => LEVELS[event.level.toLowerCase()] || (/refus|error|fail|crash|timeout|died|silent|lost|watchdog|does_not_follow|^check_|no_signal|rejected_in/.test(event.kind) ? "warn" : "");
 
   // What an event says beyond its message: on one line if it is short and all there is, else folded away.
   const extras = (event) => {
@@ -33,7 +33,10 @@
 
   // The newest event of each kind that somebody has to look at.
   const alarms = () => {
-    const newest = new Map(R.data.events.filter((e) => levelOf(e)).map((e) => [e.kind, e]));
+    const newest = new Map();
+    for (const e of R.data.events.filter((e) => levelOf(e))) {
+      newest.set(e.kind, { ...e, message: e.message || newest.get(e.kind)?.message || "" }); // said once, counted often
+    }
     const text = (e) => `${e.step === null ? "" : `step ${e.step}: `}${e.kind.replace(/_/g, " ")}${e.message ? ", " + e.message.split("\n")[0] : ""}`;
     R.byId("alarms").hidden = !newest.size;
     R.replace(R.byId("alarms"), ...[...newest.values()].slice(-3).flatMap((e) => [R.el("a", { href: "#events" }, ...R.shown(text(e))), R.el("br")]));

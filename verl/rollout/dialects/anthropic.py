@@ -10,20 +10,8 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from verl.rollout.dialects.turns import (
-    MODEL,
-    Messages,
-    Pieces,
-    as_json,
-    event,
-    function_tool,
-    new_id,
-    pieces,
-    settings,
-    stop_found,
-    thinking,
-    whole,
-)
+from verl.rollout.dialects import turns
+from verl.rollout.dialects.demands import grammar_of
 from verl.rollout.http_sessions import Result
 from verl.rollout.session import Reply, Session
 from verl.rollout.turn_text import Thinking, joined
@@ -37,13 +25,14 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
     choice = body.get("tool_choice") or {}
     kind = choice.get("type")
     kind = "required" if kind == "any" else choice if kind == "tool" else kind
-    form = (body.get("output_config") or {}).get("format") or body.get("output_format") or {}
+    form = (body.get("output_config") or {}).get("format") or body.get("output_format")
     stops = body.get("stop_sequences") or []
-    chosen = settings(session, most=body.get("max_tokens"), stop=stops, choice=kind, form=form.get("type"))
-    split = thinking(session)
+    grammar = grammar_of(session, kind, form, tools, not choice.get("disable_parallel_tool_use"))
+    chosen = turns.settings(most=body.get("max_tokens"), stop=stops, grammar=grammar)
+    split = turns.thinking(session)
     if body.get("stream"):
-        return _stream(session, split, pieces(session, split, messages, tools, chosen), stops)
-    texts, reply = await whole(session, split, messages, tools, chosen)
+        return _stream(session, split, turns.pieces(session, split, messages, tools, chosen), stops)
+    texts, reply = await turns.whole(session, split, messages, tools, chosen)
     blocks = [_block(kind, text, split.form) for kind, text in texts.items()]
     return _message([*blocks, *_uses(reply)], *_stopped(session, reply, stops), _usage(reply))
 
@@ -53,9 +42,9 @@ async def count_tokens(session: Session, body: dict[str, Any]) -> Result:
     return {"input_tokens": len(session.prompt_ids(*_dialogue(body)))}
 
 
-async def _stream(session: Session, split: Thinking, parts: Pieces, stops: list[str]) -> AsyncGenerator[str]:
+async def _stream(session: Session, split: Thinking, parts: turns.Pieces, stops: list[str]) -> AsyncGenerator[str]:
     def named(kind: str, **data: Any) -> str:
-        return event({"type": kind, **data}, kind)
+        return turns.event({"type": kind, **data}, kind)
 
     number, block, begun = 0, "", False
     async with aclosing(parts):
@@ -79,7 +68,7 @@ async def _stream(session: Session, split: Thinking, parts: Pieces, stops: list[
                 continue
             for use in _uses(part):
                 yield named("content_block_start", index=number, content_block=use | {"input": {}})
-                delta = {"type": "input_json_delta", "partial_json": as_json(use["input"])}
+                delta = {"type": "input_json_delta", "partial_json": turns.as_json(use["input"])}
                 yield named("content_block_delta", index=number, delta=delta)
                 yield named("content_block_stop", index=number)
                 number += 1
@@ -94,7 +83,7 @@ def _block(kind: str, text: str, form: str) -> dict[str, Any]:
 
 
 def _message(blocks: Blocks, reason: str | None, stop: str | None, usage: dict[str, int]) -> dict[str, Any]:
-    about = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": MODEL, "content": blocks}
+    about = {"id": turns.new_id("msg"), "type": "message", "role": "assistant", "model": turns.MODEL, "content": blocks}
     return about | {"stop_reason": reason, "stop_sequence": stop, "usage": usage}
 
 
@@ -104,7 +93,7 @@ def _stopped(session: Session, reply: Reply, stops: list[str]) -> tuple[str, str
         return "tool_use", None
     if reply.completion.finish_reason != "stop":
         return "max_tokens", None
-    stop = stop_found(session, reply.completion, stops)
+    stop = turns.stop_found(session, reply.completion, stops)
     return ("end_turn" if stop is None else "stop_sequence"), stop
 
 
@@ -129,7 +118,7 @@ def _usage(reply: Reply) -> dict[str, int]:
 # -- the request -------------------------------------------------------------------------------------------------------
 
 
-def _dialogue(body: Mapping[str, Any]) -> tuple[Messages, Any]:
+def _dialogue(body: Mapping[str, Any]) -> tuple[turns.Messages, Any]:
     """Messages and tools of a request."""
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise ValueError("messages must be a list of messages")
@@ -146,7 +135,7 @@ def _dialogue(body: Mapping[str, Any]) -> tuple[Messages, Any]:
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if "input_schema" not in tool:
         raise ValueError(f"the tool {tool.get('type')} runs on Anthropic's servers: give tools with an input_schema")
-    return function_tool(tool["name"], tool.get("description"), tool["input_schema"])
+    return turns.function_tool(tool["name"], tool.get("description"), tool["input_schema"])
 
 
 def _turn(role: str, content: Any) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from verl.rollout.dialects.demands import grammar_of
 from verl.rollout.dialects.log_probs import entries
 from verl.rollout.dialects.turns import MODEL, as_json, event, new_id, settings, streamed
 from verl.rollout.http_sessions import Result
@@ -25,14 +26,13 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
     n = 1 if body.get("n") is None else body["n"]
     if not isinstance(n, int) or not 1 <= n <= 128:
         raise ValueError(f"n must be a number from 1 to 128, not {n!r}")
-    chosen = settings(
-        session,
-        most=body.get("max_completion_tokens") or body.get("max_tokens"),
-        stop=body.get("stop"),
-        choice=body.get("tool_choice"),
-        form=(body.get("response_format") or {}).get("type"),
-    )
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    form = body.get("response_format") or {}
+    form = {**form, **(form.get("json_schema") or {})}
+    several = body.get("parallel_tool_calls") is not False
+    grammar = grammar_of(session, body.get("tool_choice"), form, tools, several)
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    chosen = settings(most=most, stop=body.get("stop"), grammar=grammar)
     about = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": MODEL}
     if body.get("stream"):
         return _stream(session, body, about, streamed(session, messages, tools, chosen, n))

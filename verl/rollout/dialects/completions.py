@@ -22,7 +22,7 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
     if any(body.get(name, 1) not in (None, 1) for name in ("n", "best_of")):
         raise ValueError("n must be 1 here: ask with a list of prompts, or chat completions")
     prompts = prompts_of(session, body.get("prompt"))
-    chosen = settings(session, most=body.get("max_tokens"), stop=body.get("stop"))
+    chosen = settings(most=body.get("max_tokens"), stop=body.get("stop"))
     count = body.get("logprobs")
     log_probs = count is not None and count is not False  # 0 asks for those of the sampled tokens
     params = [session.fitting(session.place(ids), chosen) for ids in prompts]

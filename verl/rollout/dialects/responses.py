@@ -11,19 +11,8 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from verl.rollout.dialects.turns import (
-    MODEL,
-    Messages,
-    Pieces,
-    as_json,
-    event,
-    function_tool,
-    new_id,
-    pieces,
-    settings,
-    thinking,
-    whole,
-)
+from verl.rollout.dialects import turns
+from verl.rollout.dialects.demands import grammar_of
 from verl.rollout.http_sessions import NotFound, Result
 from verl.rollout.session import Reply, Session
 from verl.rollout.turn_text import Thinking, joined
@@ -46,22 +35,29 @@ async def create(session: Session, body: dict[str, Any]) -> Result:
     """`POST /v1/responses`."""
     if unknown := [name for name in _REFUSED if body.get(name)]:
         raise ValueError(f"{unknown[0]} is not supported: ask without it")
-    before: Messages = []
+    before: turns.Messages = []
     if (previous := body.get("previous_response_id")) is not None:
         before = _kept(session, previous)[0]
     dialogue = _with_items(before, body.get("input"))
     opening = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-    choice, form = body.get("tool_choice"), ((body.get("text") or {}).get("format") or {}).get("type")
-    chosen = settings(session, most=body.get("max_output_tokens"), stop=None, choice=choice, form=form)
+    choice, form = body.get("tool_choice"), (body.get("text") or {}).get("format")
     tools = [_tool(tool) for tool in body.get("tools") or ()] if choice != "none" else []
-    split = thinking(session)
+    grammar = grammar_of(session, choice, form, tools, body.get("parallel_tool_calls") is not False)
+    chosen = turns.settings(most=body.get("max_output_tokens"), stop=None, grammar=grammar)
+    split = turns.thinking(session)
     echoed = {name: body.get(name, _DEFAULTS.get(name)) for name in (*_ECHOED, *_ECHOED_TOO)}
-    about = {"id": new_id("resp"), "object": "response", "created_at": int(time.time()), "model": MODEL, **echoed}
+    about = {
+        "id": turns.new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": turns.MODEL,
+        **echoed,
+    }
     about |= {"status": "in_progress", "error": None, "incomplete_details": None, "output": [], "usage": None}
     if body.get("stream"):
-        parts = pieces(session, split, [*opening, *dialogue], tools or None, chosen)
+        parts = turns.pieces(session, split, [*opening, *dialogue], tools or None, chosen)
         return _stream(session, about, split, parts, dialogue)
-    texts, reply = await whole(session, split, [*opening, *dialogue], tools or None, chosen)
+    texts, reply = await turns.whole(session, split, [*opening, *dialogue], tools or None, chosen)
     items = [_item(kind, text, split.form) for kind, text in texts.items()]
     return _finished(session, about, [*items, *_calls(reply)], dialogue, reply)
 
@@ -71,14 +67,14 @@ async def retrieve(session: Session, body: dict[str, Any]) -> Result:
     return _kept(session, body["id"])[1]
 
 
-def _kept(session: Session, name: str) -> tuple[Messages, dict[str, Any]]:
+def _kept(session: Session, name: str) -> tuple[turns.Messages, dict[str, Any]]:
     if name not in session.responses:
         raise NotFound(f"no response {name} in this session")
     return session.responses[name]
 
 
 def _finished(
-    session: Session, about: dict[str, Any], items: list[dict[str, Any]], dialogue: Messages, reply: Reply
+    session: Session, about: dict[str, Any], items: list[dict[str, Any]], dialogue: turns.Messages, reply: Reply
 ) -> dict[str, Any]:
     """The whole response, kept from now on."""
     cut = reply.completion.finish_reason != "stop" and not reply.message.get("tool_calls")
@@ -102,10 +98,10 @@ def _finished(
 def _item(kind: str, text: str, form: str) -> dict[str, Any]:
     if kind == "thinking":
         content = [{"type": "reasoning_text", "text": text}]
-        about = {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": content}
+        about = {"id": turns.new_id("rs"), "type": "reasoning", "summary": [], "content": content}
         return about | {"encrypted_content": form, "status": "completed"}
     return {
-        "id": new_id("msg"),
+        "id": turns.new_id("msg"),
         "type": "message",
         "role": "assistant",
         "status": "completed",
@@ -121,11 +117,11 @@ def _calls(reply: Reply) -> list[dict[str, Any]]:
     calls = reply.message.get("tool_calls") or []
     return [
         {
-            "id": new_id("fc"),
+            "id": turns.new_id("fc"),
             "type": "function_call",
             "call_id": call["id"],
             "name": call["function"]["name"],
-            "arguments": as_json(call["function"]["arguments"]),
+            "arguments": turns.as_json(call["function"]["arguments"]),
             "status": "completed",
         }
         for call in calls
@@ -140,7 +136,7 @@ class _Events:
 
     def __call__(self, kind: str, **data: Any) -> str:
         self._number += 1
-        return event({"type": f"response.{kind}", "sequence_number": self._number, **data}, f"response.{kind}")
+        return turns.event({"type": f"response.{kind}", "sequence_number": self._number, **data}, f"response.{kind}")
 
 
 _EVENTS = {"thinking": "reasoning_text", "text": "output_text"}
@@ -148,7 +144,7 @@ _LOGS: dict[str, dict[str, Any]] = {"thinking": {}, "text": {"logprobs": []}}
 
 
 async def _stream(
-    session: Session, about: dict[str, Any], split: Thinking, parts: Pieces, dialogue: Messages
+    session: Session, about: dict[str, Any], split: Thinking, parts: turns.Pieces, dialogue: turns.Messages
 ) -> AsyncGenerator[str]:
     send, items, open_kind, text = _Events(), list[dict[str, Any]](), "", ""
     where: dict[str, Any] = {}
@@ -193,10 +189,10 @@ async def _stream(
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise ValueError(f"the tool {tool.get('type')} is not supported: give tools of type function")
-    return function_tool(tool["name"], tool.get("description"), tool.get("parameters"))
+    return turns.function_tool(tool["name"], tool.get("description"), tool.get("parameters"))
 
 
-def _with_items(before: Messages, given: Any) -> Messages:
+def _with_items(before: turns.Messages, given: Any) -> turns.Messages:
     """A dialogue that goes on with a text or items. What the model wrote between two other items is one turn."""
     if not given or not isinstance(given, str | list):
         raise ValueError("input must be a text or a list of items")

@@ -31,7 +31,7 @@ async def generate(session: Session, body: dict[str, Any]) -> Result:
     asked = body.get("sampling_params") or {}
     if asked.get("n") not in (None, 1):
         raise ValueError("n must be 1 here: ask several times")
-    chosen = settings(session, most=asked.get("max_tokens"), stop=asked.get("stop"))
+    chosen = settings(most=asked.get("max_tokens"), stop=asked.get("stop"))
     (ids,) = prompts_of(session, body.get("token_ids"))
     completion = await session.generate(ids, session.fitting(session.place(ids), chosen))
     pairs = zip(completion.token_ids.tolist(), completion.log_probs.tolist(), strict=True)

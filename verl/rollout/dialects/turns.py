@@ -12,31 +12,15 @@ from typing import Any
 from verl.engine.rollout.base import Completion
 from verl.rollout.event_loop import spawn
 from verl.rollout.session import Reply, Session
-from verl.rollout.tools.toolbox import warn_once
 from verl.rollout.turn_text import Thinking
 
 MODEL = "policy"
 Messages = list[dict[str, Any]]
 
 
-def settings(session: Session, *, most: Any, stop: Any, choice: Any = None, form: Any = None) -> dict[str, Any]:
-    """The settings of a request that take effect: most tokens of the turn, stop strings. ValueError for those that would
-    be silently wrong: a choice of tools other than auto, none and required; a format (by its type) other than text."""
-    if form not in (None, "text"):
-        problem = (
-            f"response_format {form} is not supported: no sampling engine of this release constrains what is written"
-        )
-        raise ValueError(f"{problem}; ask without it and check the text")
-    if choice == "required":
-        session.counts["required_tool_choices"] += 1
-        effect = "taken as auto: the policy decides whether it calls (counted in agent/required_tool_choices)"
-        warn_once("tool_choice=required", "auto", effect, of="request")
-    elif choice not in (None, "auto", "none"):
-        raise ValueError(
-            f"tool_choice {json.dumps(choice)} is not supported: the policy decides whether it calls, and no sampling "
-            "engine of this release constrains what is written; use auto, required (taken as auto) or none"
-        )
-    return {name: value for name, value in (("max_tokens", most), ("stop", stop)) if value}
+def settings(*, most: Any, stop: Any, grammar: str = "") -> dict[str, Any]:
+    """The settings of a request that take effect: most tokens of the turn, stop strings, what it has to follow."""
+    return {name: value for name, value in (("max_tokens", most), ("stop", stop), ("grammar", grammar)) if value}
 
 
 async def streamed(

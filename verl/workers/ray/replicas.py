@@ -165,8 +165,9 @@ class ReplicaPool(RolloutEngine):
         group: str | None = None,
         session: str | None = None,
         media: Media | None = None,
+        replica: Replica | None = None,
     ) -> Completion:
-        """See `RolloutEngine.generate`."""
+        """See `RolloutEngine.generate`. replica: the one that answers, None: any."""
         if self._ended is not None:
             raise self._ended
         ids = np.asarray(prompt_ids, np.int64)
@@ -175,7 +176,7 @@ class ReplicaPool(RolloutEngine):
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         loop = asyncio.get_running_loop()
         with self._placing:
-            replica = self._place(session, group)
+            replica = replica or self._place(session, group)
             pending = replica.requests[request_id] = _Waiting(request, loop.create_future())
         replica.count(request, 1)
         replica.queue.append(request)
@@ -192,6 +193,11 @@ class ReplicaPool(RolloutEngine):
         finally:
             del replica.requests[request_id]
             replica.count(request, -1)
+
+    @property
+    def engines(self) -> Sequence[RolloutEngine]:
+        """See `RolloutEngine.engines`."""
+        return [_One(self, replica) for replica in self.replicas if not replica.resting]
 
     def end_session(self, session: str) -> None:
         """See `RolloutEngine.end_session`. The replica hears of it with its next requests."""
@@ -435,6 +441,34 @@ class ReplicaPool(RolloutEngine):
             if replica.poll is not None:
                 replica.from_outside(replica.poll.cancel)
         end_workers([replica.worker for replica in self.replicas])
+
+
+class _One(RolloutEngine):
+    """A replica of a pool by itself. Only what samples."""
+
+    def __init__(self, pool: ReplicaPool, replica: Replica):
+        self._pool, self._replica = pool, replica
+
+    async def generate(self, *args: Any, **options: Any) -> Completion:
+        """See `RolloutEngine.generate`."""
+        return await self._pool.generate(*args, **options, replica=self._replica)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """See `RolloutEngine.abort`; of all replicas."""
+        self._pool.abort(request_ids)
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`; all replicas."""
+        self._pool.sleep()
+
+    def wake(self) -> None:
+        """See `RolloutEngine.wake`; all replicas."""
+        self._pool.wake()
+
+    @property
+    def version(self) -> int:
+        """See `RolloutEngine.version`."""
+        return self._pool.version
 
 
 def end_workers(workers: Sequence[WorkerHandle]) -> None:

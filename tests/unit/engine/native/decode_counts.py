@@ -1,6 +1,6 @@
 """Counts of a decode step on the pretend device, where plain references stand for the sampler's kernels.
 
-`test_native_counts` runs this file by `python -m tests.pretend`. The counts say how the work is shaped; they are no speed.
+`tests/pretend` runs this file. The counts say how the work is shaped; they are no speed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests import operator_references
-from tests.pretend.counts import Counts, counting
+from tests.pretend.device import Counts, counting
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.native.engine import NativeEngine
@@ -71,14 +71,14 @@ def decode_steps(
     return steps
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}])
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 20, "record_mask": True}])
 def test_launches_and_waits_of_a_decode_step(tmp_path: Path, settings: dict[str, Any]) -> None:
     one, two = (
         decode_steps(engine_of(tmp_path, n, enforce_eager=True), [6] * 32, **settings)[-3] for n in (1, 2)
     )  # fmt: skip
     layer = two.launches.total() - one.launches.total()
     print("launches a layer", layer, "outside", one.launches.total() - layer, two.waits, two.uploads)
-    assert layer <= 16 and one.launches.total() - layer <= 18
+    assert layer <= 16 and one.launches.total() - layer <= 18 + 2 * ("record_mask" in settings)
     assert two.waits.total() <= 1 and two.uploads == 1
 
 

@@ -20,6 +20,7 @@ from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, KVSlotT
 from verl.engine.rollout.native.decode_plan import DecodePlan
 from verl.engine.rollout.native.sampling import Rows, sample
 from verl.models.attention import AttentionOptions
+from verl.models.sampling_mask import decode_row
 
 
 def request(group: Any = None, slot: int = 0, tokens: int = 1, **sampling: Any) -> Any:
@@ -101,12 +102,12 @@ DRAWS = [
 
 def test_draws_are_those_of_the_torch_code() -> None:
     torch.manual_seed(0)
-    requests = [request(seed=i, **settings) for i, settings in enumerate(DRAWS * 3)]
+    requests = [request(seed=i, record_mask=True, **settings) for i, settings in enumerate(DRAWS * 3)]
     logits = torch.randn(len(requests), 2500) * 3
     logits[:, ::7] = -torch.inf
     logits[3, 100] = logits[3].amax()  # a tie
     rows = Rows.of([r.sampling for r in requests], [r.written for r in requests])
-    tokens, log_probs, _ = sample(logits.clone(), rows)
+    tokens, log_probs, expected = sample(logits.clone(), rows)
     step = matrix(32)
     step_rows.fill_draws(step, requests)
     wide = torch.from_numpy(step[:4].reshape(2, -1).view(np.float64).copy())
@@ -120,6 +121,11 @@ def test_draws_are_those_of_the_torch_code() -> None:
     assert out[0, : len(tokens)].tolist() == tokens.tolist()
     torch.testing.assert_close(out[1, : len(tokens)].view(torch.float32), log_probs, atol=1e-5, rtol=1e-5)
     assert out[1, 31].view(torch.float32).isnan()
+    sets = torch.full((32, 1 + 79), -7, dtype=torch.int32)
+    sampling_kernels.encode(padded, lowest, device_step, sets)
+    truncated = [row for row, r in enumerate(requests) if r.sampling.truncated]
+    assert [decode_row(sets[row].numpy(), 2500) for row in truncated] == [expected[row] for row in truncated]
+    assert {expected[row][:1] for row in truncated} == {b"\0", b"\1"}, "ids and bits, both"
 
 
 def test_ids_come_from_the_host_or_from_the_step_before() -> None:

@@ -65,7 +65,7 @@ STOPS = {"eos_token_ids": range(0, 200, 9)}
         ("qwen3", {}, VARIED, {"cache_tokens": 416}, DRAWS[:2]),  # somebody loses its place
         ("qwen3", {}, VARIED, {}, [{"repetition_penalty": 1.3}, {}, {"repetition_penalty": 0.9, "top_p": 0.8}]),
         ("qwen3_moe", {}, VARIED, {"cache_tokens": 416, "record_routes": True}, DRAWS[:1]),
-        ("qwen3", {}, VARIED[:6], {}, [{"top_p": 0.6, "record_mask": True}, {}]),
+        ("qwen3", {}, VARIED[:6], {}, [{"top_p": 0.6, "record_mask": True}, {}, {"top_k": 3, "record_mask": True}]),
     ],
 )
 def test_steps_on_a_device_give_the_same_responses(
@@ -98,7 +98,7 @@ def test_steps_on_a_device_give_the_same_responses(
     found, engine = responses()
     decode = engine._runner.device_decode
     assert decode is not None
-    assert options.get("record_routes") or "record_mask" in draws[0] or decode.graphs.replays > 20
+    assert options.get("record_routes") or decode.graphs.replays > 20
     for a, b in zip(plain, found, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish_reason == b.finish_reason
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)

@@ -79,6 +79,7 @@ if __name__ == "__main__":
     merged = {"SINKS": True, "HEADS": 16, "DV": 128, "BDV": 128, "PARTS": 2}
     compiled(paged_kernels._merge, "fp32 fp32 i32 fp32 bf16", merged)
     compiled(sampling_kernels._threshold, "fp32 fp64 i32 i32", {"C": 1024})
+    compiled(sampling_kernels._encode, "fp32 i32 i32 i32", {"C": 1024})
     compiled(sampling_kernels._chunk_sums, "fp32 i32 i32 fp32 fp32 i32", {"C": 1024})
     compiled(sampling_kernels._draw, "fp32 fp64 i32 i32 fp32 fp32 i32 i32", {"C": 1024, "N": 256})
     norm, block = {"BLOCK": 128}, {"BLOCK": 1024}

@@ -32,19 +32,23 @@ def rows_of(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0, vocab: i
     return rows
 
 
-def branching_rows(count: int, seed: int = 0, vocab: int = 250) -> list[Trajectory]:
-    """Rows of one group, each of which goes on from a place in an earlier one, or from its end."""
+def branching_rows(count: int, seed: int = 0, vocab: int = 250, *, every_segment: bool = False) -> list[Trajectory]:
+    """Rows of one group, each of which goes on from a place in an earlier one, or from its end. every_segment: what it
+    shares behind the first 20 tokens is a part of its response."""
     rng = np.random.default_rng(seed)
     rows, sequences = [], [rng.integers(0, vocab, 20)]
     for number in range(count):
         earlier = sequences[rng.integers(len(sequences))]
         kept = earlier[: rng.integers(16, len(earlier) + 1)]
         context = np.concatenate([kept, rng.integers(0, vocab, rng.integers(0, 4))])
-        size = int(rng.integers(1, 30))
-        advantages = rng.standard_normal(size).astype(np.float32)
-        ids, prompt = rng.integers(0, vocab, size), Prompt(uid="0:0@0", ids=context, messages=None)
-        rows.append(Trajectory(prompt, number, ids, np.ones(size, bool), advantages=advantages))
+        ids = rng.integers(0, vocab, int(rng.integers(1, 30)))
         sequences.append(np.concatenate([context, ids]))
+        if every_segment and len(kept) > 20:
+            context, ids = np.split(sequences[-1], [20])
+        advantages = rng.standard_normal(len(ids)).astype(np.float32)
+        prompt = Prompt(uid="0:0@0", ids=context, messages=None)
+        rows.append(Trajectory(prompt, number, ids, np.ones(len(ids), bool), advantages=advantages))
+        rows[-1].segments[0].shared = len(kept)
     return rows
 
 

@@ -63,6 +63,7 @@ def drive(engine: Any, rows: Sequence[Trajectory], total: int, steps: int = 1) -
         "refused": [r.refused for r in results],
         "tokens": [r.tokens for r in results],
         "norm": [r.grad_norm for r in results],
+        "derivative": [r.scale_derivative for r in results],
         "gradients": {n: whole(p.grad).clone() for n, p in engine.module.named_parameters() if p.grad is not None},
         "weights": {n: t.clone() for n, t in engine.named_weights()},
     }
@@ -134,6 +135,10 @@ def assert_same(found: list[dict[str, Any]], local: dict[str, Any], tolerance: f
         np.testing.assert_allclose(columns(found, column), local[column], rtol=1e-6, atol=4 * tolerance)
     for one in found:
         assert one["refused"] == local["refused"]
+        for ours, theirs in zip(one["derivative"], local["derivative"], strict=True):
+            assert (ours is None) is (theirs is None) and (
+                ours is None or abs(ours - theirs) <= 1e-4 * max(1.0, abs(theirs))
+            )
         for ours, theirs in zip(one["metrics"], local["metrics"], strict=True):
             assert ours.keys() == theirs.keys()
             for name, value in theirs.items():

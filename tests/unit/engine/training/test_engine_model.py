@@ -50,8 +50,9 @@ def build(tmp_path, arch="qwen3", role=FP32, model=None, **options):
     [
         *((arch, rows_of(GROUPS)) for arch in ARCHITECTURES),
         *((a, branching_rows(12)) for a in ("qwen3", "gemma2", "gpt_oss")),
+        ("qwen3", branching_rows(12, every_segment=True)),
     ],
-    ids=[*ARCHITECTURES, "tree-qwen3", "tree-gemma2", "tree-gpt_oss"],
+    ids=[*ARCHITECTURES, "tree-qwen3", "tree-gemma2", "tree-gpt_oss", "every_segment"],
 )
 def test_same_numbers_as_a_padded_forward(tmp_path, arch, rows):
     path, engine = build(tmp_path, arch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from tests import torch_npu_reference
 from tests.tiny import tiny_config
 from verl.engine.training.fsdp.fuse import FusedForwards
+from verl.platform.compiled import compiled_operators
 from verl.platform.cpu import CpuPlatform
 from verl.platform.npu import NpuPlatform
 
@@ -117,6 +119,25 @@ def test_what_a_replacement_returns_may_be_changed_in_place():
         y *= 3
         (found,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+def test_operators_of_torch_compile(monkeypatch):
+    """Where a device has no others, and with use_torch_compile alone: values and gradients of a whole model."""
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32).eval()
+    monkeypatch.setattr(CpuPlatform, "compiled_operators", lambda self: compiled_operators())
+    plain, compiled = FusedForwards(model), FusedForwards(model, compiles=True)
+    assert compiled.rotations and not plain.rotations
+    results = []
+    for forwards in (plain, compiled):
+        model.zero_grad()
+        with forwards.active():
+            out = model(torch.arange(3, 12)[None], use_cache=False).logits
+            out.square().mean().backward()
+        results.append([out.detach(), *(p.grad.clone() for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "gemma2"])

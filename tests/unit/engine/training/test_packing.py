@@ -85,9 +85,11 @@ def test_same_uid_but_another_prompt_is_not_shared():
     assert a.uid == b.uid and len(pack([a, b], MicroBatching()).segments) == 2
 
 
-@given(count=st.integers(1, 12), seed=st.integers(0, 99), tokens=st.sampled_from([60, 150, 9999]))
-def test_rows_of_a_tree_compute_what_they_share_once(count, seed, tokens):
-    rows, how = branching_rows(count, seed), MicroBatching(tokens=tokens)
+@given(
+    count=st.integers(1, 12), seed=st.integers(0, 99), tokens=st.sampled_from([60, 150, 9999]), repeated=st.booleans()
+)
+def test_rows_of_a_tree_compute_what_they_share_once(count, seed, tokens, repeated):
+    rows, how = branching_rows(count, seed, every_segment=repeated), MicroBatching(tokens=tokens)
     parts = split_rows(rows, how)
     assert [row for part in parts for row in part] == rows
     for part in parts:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model
-from tests.unit.engine.training.engine_cases import rows_of, simple_loss
+from tests.unit.engine.training.engine_cases import BOTH, rows_of, simple_loss
 from verl.engine.training.fsdp.engine import FSDPEngine
 
 GROUPS = [(7, [5, 9, 1, 0, 3]), (4, [6, 2])]
@@ -64,3 +64,42 @@ def test_float16_keeps_the_gradients_of_a_loss_over_many_tokens(tmp_path, size):
     assert abs(norm / expected - 1) < 0.02
     difference = sum(float((a - b).square().sum()) for a, b in zip(gradients, exact, strict=True)) ** 0.5
     assert difference < 0.02 * expected
+
+
+@pytest.mark.parametrize(("arch", "offset"), [("qwen3", 0.0), ("gemma3_text", 1.0)])
+def test_the_derivative_by_a_factor_of_all_logits(tmp_path, arch, offset):
+    """Against a difference of two losses, and against Σ c·(log p + entropy); cut into any micro-batches."""
+    path, rows = tiny_model(tmp_path / "m", arch, scale=4.0), rows_of(GROUPS)
+    weights = np.random.default_rng(0).standard_normal(26)
+
+    def loss(batch):
+        part = np.concatenate([weights[np.array(row.response_ids) % 26] for row in batch.rows])
+        return (torch.from_numpy(part) * batch.log_probs).sum(), {}
+
+    engine = engine_at(path, optim={"lr": 0.0}, grad_clip=1e-3)
+    derivative = engine.step(rows, loss, temperature=0.7).scale_derivative
+    outputs = engine.forward(rows, BOTH, temperature=0.7)
+    c = np.concatenate([weights[np.array(row.response_ids) % 26] for row in rows]).astype(np.float64)
+    assert derivative == pytest.approx(float(c @ (outputs["log_probs"] + outputs["entropy"])), rel=1e-4)
+    norm = engine._names["model.norm.weight"]
+    before, losses = norm.detach().clone(), []
+    for factor in (1.01, 0.99):
+        norm.data.copy_((before + offset) * factor - offset)
+        losses.append(float(c @ engine.forward(rows, temperature=0.7)["log_probs"]))
+    assert derivative == pytest.approx((losses[0] - losses[1]) / 0.02, rel=1e-2)
+
+
+def test_an_adapter_has_no_such_derivative(tmp_path):
+    path = tiny_model(tmp_path / "m")
+    engine = FSDPEngine(path, model_cfg={"lora_rank": 2}, role_cfg=ROLE, device="cpu")
+    assert engine.step(rows_of(GROUPS), simple_loss(26), temperature=1.0).scale_derivative is None
+
+
+def test_the_norm_of_the_optimizers_state(tmp_path):
+    engine, rows = engine_at(tiny_model(tmp_path / "m")), rows_of(GROUPS)
+    assert engine.optimizer_norm() == 0.0
+    engine.step(rows, simple_loss(26), temperature=1.0)
+    moments = [
+        s[name].double().square().sum() for s in engine._optimizer.state.values() for name in s if name != "step"
+    ]
+    assert engine.optimizer_norm() == pytest.approx(float(sum(moments)) ** 0.5, rel=1e-5)

@@ -23,6 +23,7 @@ class Native(RolloutEngineRecord):
         image_transformers=">=5.18",
         routes=True,
         sampling_mask=True,
+        grammars=True,
     )
     unread = {  # noqa: RUF012
         "data_parallel_size expert_parallel_size pipeline_model_parallel_size": "a native engine runs on one device",

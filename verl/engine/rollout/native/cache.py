@@ -271,12 +271,16 @@ class KVSlotTable:
 
     def token_rows(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(block × rows + row, column) of each (slot, position): where a token's keys and values lie."""
+        cols = self.pool.layout.cols
+        return self.slot_blocks(slots)[np.arange(len(slots)), positions // cols], positions % cols
+
+    def slot_blocks(self, slots: np.ndarray) -> np.ndarray:
+        """block × rows + row of each slot's blocks, in their order [slots, most blocks]; arbitrary where it has none."""
         g = self.pool.layout
-        block_rows, columns = slots // g.rows, positions // g.cols
         table = np.full((len(self.blocks), max((len(t) for t in self.blocks), default=0) or 1), -1, np.int64)
-        for block_row in np.unique(block_rows):
+        for block_row in np.unique(slots // g.rows):
             table[block_row, : len(self.blocks[block_row])] = self.blocks[block_row]
-        return table[block_rows, columns] * g.rows + slots % g.rows, positions % g.cols
+        return table[slots // g.rows] * g.rows + slots[:, None] % g.rows
 
     def waste(self) -> tuple[int, int]:
         """(blocks in use, blocks that the same sequences would need if sorted by length)."""

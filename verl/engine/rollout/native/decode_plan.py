@@ -11,8 +11,9 @@ What was measured (Zen 5, one thread, 256 responses): batched products of whole,
 memory's speed; torch's fused CPU attention with one query per head takes 1.4 (fp32) to 2.5 (bf16) times as long;
 with few queries per slot, keys × queries is twice as fast as queries × keys.
 
-All that a step needs on the device (indices, masks) are named tensors, made when first asked for. Devices that Triton
-compiles for have another plan (`device_decode`).
+All that a step needs on the device (indices, masks) are named tensors, made when first asked for. A device's own kernel
+(`FusedOperators.decode_attention`) does all of it in one call a layer. Devices that Triton compiles for have another plan
+(`device_decode`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.engine.rollout.native.cache import KVSlotTable
+from verl.engine.rollout.native.step import TILE
 from verl.models.attention import AttentionOptions
 from verl.models.recurrent import run
 from verl.platform import platform_of
@@ -198,11 +200,17 @@ class DecodePlan:
         self._pool = prompts.pool
         self._prompts, self._responses = TableReader(prompts), TableReader(responses)
         self._tensors: dict[Name, Tensor] = {}
+        fused = platform_of(self._pool.device).fused_operators()
+        self._kernel = None if fused is None else fused.decode_attention
 
     def prepare(
         self, slots: np.ndarray, lengths: np.ndarray, prompt_slots: np.ndarray, prompt_lengths: np.ndarray
     ) -> None:
         """All int64 [B]; slots ascending; lengths count the response's tokens including the one being fed."""
+        self._slots = slots
+        if self._kernel is not None:
+            self._tables = self._kernel_tables(slots, lengths, prompt_slots, prompt_lengths)
+            return
         table = self._responses.table
         self._places = table.token_rows(slots, lengths - 1)
         own_lengths = np.zeros(table.slots, np.int64)
@@ -213,7 +221,6 @@ class DecodePlan:
         self._prompts.plan(shared_lengths)
 
         self._dense = len(slots) == self._responses.slots
-        self._slots = slots
         # the responses of one prompt, side by side: (prompt slot, number among its responses) of each row
         order = np.argsort(prompt_slots, kind="stable")
         number = np.empty(len(slots), np.int64)
@@ -224,6 +231,19 @@ class DecodePlan:
         self._position[prompt_slots, number] = prompt_lengths + lengths - 1
         self._place_of_row = np.stack((prompt_slots, number))
         self._tensors = {}
+
+    def _kernel_tables(
+        self, slots: np.ndarray, lengths: np.ndarray, prompt_slots: np.ndarray, prompt_lengths: np.ndarray
+    ) -> tuple[Tensor, ...]:
+        """See `verl.platform.cpu_kernels.decode_attention`."""
+        order = np.argsort(prompt_slots, kind="stable")
+        by_prompt = prompt_slots[order]
+        number = np.arange(len(order)) - np.searchsorted(by_prompt, by_prompt)
+        starts = np.flatnonzero(number % TILE == 0)
+        counts = np.diff(starts, append=len(order))
+        blocks = self._responses.table.slot_blocks(slots), self._prompts.table.slot_blocks(by_prompt[starts])
+        tables = order, starts, counts, lengths, prompt_lengths, *blocks
+        return tuple(torch.from_numpy(np.ascontiguousarray(table, np.int32)) for table in tables)
 
     def forget(self) -> None:
         """Hold no memory of the cache any more."""
@@ -265,7 +285,14 @@ class DecodePlan:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan`."""
-        layer, window = self._pool.calls.number(module), self._window(options.sliding_window)
+        layer = self._pool.calls.number(module)
+        if self._kernel is not None:
+            stored = self._pool.layer(layer, key.shape[1], key.shape[-1], value.shape[-1])
+            keys, values = (store.flatten(0, 1) for store in stored)
+            query, key, value = (x.to(self._pool.compute) for x in (query, key, value))
+            numbers = options.scaling, options.softcap or 0.0, options.sliding_window or 0
+            return self._kernel(query, key, value, keys, values, options.sinks, self._tables, *numbers)
+        window = self._window(options.sliding_window)
         heads, rows = key.shape[1], query.shape[2]
         self._pool.write(layer, key, value, self._get("write", heads))
         per_head, dim = query.shape[1] // heads, query.shape[-1]

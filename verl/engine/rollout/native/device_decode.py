@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout
 from verl.engine.rollout.native.graphs import DecodeGraphs
 from verl.engine.rollout.native.scheduler import Request, Scheduler
 from verl.models.attention import AttentionOptions
+from verl.models.sampling_mask import decode_row
 from verl.platform import platform_of
 from verl.platform.operators import define, ops
 
@@ -39,6 +41,7 @@ define(
     "verl.engine.rollout.native.sampling_kernels",
     "penalise(Tensor logits, Tensor seen, Tensor step) -> Tensor",
     "threshold(Tensor logits, Tensor top_p, Tensor step) -> Tensor",
+    "encode(Tensor logits, Tensor lowest, Tensor step, Tensor(a!) sets) -> ()",
     "chunk_sums(Tensor logits, Tensor lowest, Tensor step) -> (Tensor, Tensor, Tensor)",
     "draw(Tensor logits, Tensor uniform, Tensor lowest, Tensor step, Tensor largest, Tensor sums, Tensor best, "
     "Tensor(a!) tokens) -> ()",
@@ -57,6 +60,13 @@ class Drawn:
     result: Callable[[], tuple[list[int], list[float], list[bytes]]]
     record: Callable[[], None] = lambda: None
     known: bool = False
+
+
+class StepKind(NamedTuple):
+    """What a step has to do that others leave out: a graph for each."""
+
+    penalised: bool = False
+    recorded: bool = False
 
 
 class PagedPlan:
@@ -115,18 +125,20 @@ class DeviceDecoder:
         self._tokens, self._before = torch.zeros(2, 2 * batch, dtype=torch.int32, device=pool.device)
         #: The tokens whose keys the blocks hold, [blocks, cols]: what repetition penalties look at.
         self.seen = torch.zeros(pool.layout.blocks, pool.layout.cols, dtype=torch.int32, device=pool.device)
+        #: The sets that tokens are drawn from, [batch, ..], made when one is recorded.
+        self._sets: Tensor | None = None
         # used in turn: a step is settled when the next one has been launched
         pinned = self._platform.pinned
-        self._hosts = [(pinned(len(self._step)), pinned(len(self._tokens))) for _ in range(2)]
+        self._hosts = [[pinned(len(self._step)), pinned(len(self._tokens)), pinned(0)] for _ in range(2)]
         self.graphs = DecodeGraphs(self._run, capture) if capture is not None else None
 
     def decode(self, requests: Sequence[Request], drawing: dict[Request, int]) -> Drawn:
         """Launch a step that feeds each request's newest token and draws the next one. drawing: rows of the step
         before, which draws tokens that are not known here yet."""
         rows = step_rows.bucket(len(requests))
-        penalised = self._upload(requests, rows, drawing)
-        (self._run if self.graphs is None else self.graphs.run)(rows, penalised)
-        return self._fetch(requests, rows)
+        kind = self._upload(requests, rows, drawing)
+        (self._run if self.graphs is None else self.graphs.run)(rows, kind)
+        return self._fetch(requests, rows, kind)
 
     def logits(self, requests: Sequence[Request]) -> Tensor:
         """The logits [len(requests), V] of a step that feeds each request's newest token; all of them are known."""
@@ -137,51 +149,79 @@ class DeviceDecoder:
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
         """Launch a draw from logits [len(requests), V] that some other pass has made."""
         rows = len(requests)
-        self._draw(logits, rows, self._upload(requests, rows, None))
-        return self._fetch(requests, rows)
+        kind = self._upload(requests, rows, None)
+        self._draw(logits, rows, kind)
+        return self._fetch(requests, rows, kind)
 
-    def _upload(self, requests: Sequence[Request], rows: int, drawing: dict[Request, int] | None) -> bool:
-        """Send the step's matrix, without its places where drawing is None; whether tokens are penalised, which needs
-        the places."""
+    def _upload(self, requests: Sequence[Request], rows: int, drawing: dict[Request, int] | None) -> StepKind:
+        """Send the step's matrix, without its places where drawing is None, unless tokens are penalised, which needs
+        them."""
         self._hosts.reverse()
         flat: np.ndarray = self._hosts[0][0].numpy()
         matrix = flat[: self._most_rows * rows].reshape(-1, rows)
         step_rows.fill_draws(matrix, requests)
-        penalised, used = any(r.sampling.repetition_penalty != 1.0 for r in requests), step_rows.TOKEN
-        if penalised or drawing is not None:
+        kind = StepKind(
+            penalised=any(r.sampling.repetition_penalty != 1.0 for r in requests),
+            recorded=any(map(_records, requests)),
+        )
+        used = step_rows.TOKEN
+        if kind.penalised or drawing is not None:
             used = step_rows.fill_places(matrix, requests, drawing or {}, self._tables)
         self._step[: used * rows].copy_(self._hosts[0][0][: used * rows], non_blocking=True)
-        return penalised
+        return kind
 
-    def _run(self, rows: int, penalised: bool) -> None:
-        self._draw(self._pass(rows), rows, penalised)
+    def _run(self, rows: int, kind: StepKind) -> None:
+        self._draw(self._pass(rows), rows, kind)
 
     def _pass(self, rows: int) -> Tensor:
         self._plan.step = step = self._step[: self._most_rows * rows].view(-1, rows)
         ids, positions = ops.inputs(step, self._before, self.seen)
         return self._forward(ids, positions, self._plan)
 
-    def _draw(self, logits: Tensor, rows: int, penalised: bool) -> None:
+    def _draw(self, logits: Tensor, rows: int, kind: StepKind) -> None:
         step = self._step[: self._most_rows * rows].view(-1, rows)
         uniform, top_p = self._step[: 4 * rows].view(torch.float64).view(2, rows)
-        if penalised:
+        if kind.penalised:
             logits = ops.penalise(logits, self.seen, step)
         lowest = ops.threshold(logits, top_p, step)
+        if kind.recorded:
+            ops.encode(logits, lowest, step, self._room_for_sets(logits.shape[1])[:rows])
         sums = ops.chunk_sums(logits, lowest, step)
         ops.draw(logits, uniform, lowest, step, *sums, self._tokens[: 2 * rows].view(2, rows))
 
-    def _fetch(self, requests: Sequence[Request], rows: int) -> Drawn:
-        host = self._hosts[0][1][: 2 * rows]
+    def _room_for_sets(self, vocabulary: int) -> Tensor:
+        if self._sets is None:
+            batch, width = len(self._tokens) // 2, 1 + -(-vocabulary // 32)
+            self._sets, self._vocabulary = self._tokens.new_zeros(batch, width), vocabulary
+            for host in self._hosts:
+                host[2] = self._platform.pinned(batch * width)
+        return self._sets
+
+    def _fetch(self, requests: Sequence[Request], rows: int, kind: StepKind) -> Drawn:
+        _, host, host_sets = self._hosts[0]
+        host = host[: 2 * rows]
         host.copy_(self._tokens[: 2 * rows], non_blocking=True)
+        if kind.recorded and self._sets is not None:
+            host_sets = host_sets.view(len(self._sets), -1)[: len(requests)]
+            host_sets.copy_(self._sets[: len(requests)], non_blocking=True)
         self._before.copy_(self._tokens)
         wait = self._platform.marker()
 
         def result() -> tuple[list[int], list[float], list[bytes]]:
             wait()
             tokens, bits = host.numpy().reshape(2, rows)[:, : len(requests)]
-            return tokens.tolist(), bits.view(np.float32).tolist(), []
+            sets = []
+            if kind.recorded:
+                pairs = zip(requests, host_sets.numpy(), strict=True)
+                sets = [decode_row(row, self._vocabulary) if _records(request) else b"" for request, row in pairs]
+            return tokens.tolist(), bits.view(np.float32).tolist(), sets
 
         return Drawn(requests, result)
+
+
+def _records(request: Request) -> bool:
+    """Whether the sets that its tokens are drawn from are recorded."""
+    return request.sampling.record_mask and request.sampling.truncated
 
 
 def compiles(device: torch.device, dtype: torch.dtype, heads: Iterable[Heads]) -> str:

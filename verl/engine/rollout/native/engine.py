@@ -30,6 +30,7 @@ from verl.engine.rollout.base import (
     check_request,
     not_finite,
 )
+from verl.engine.rollout.grammars import Grammars
 from verl.engine.rollout.native.architecture import bytes_to_come, cache_needs, refuse_unfit
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, cache_room, default_cache_tokens
 from verl.engine.rollout.native.device_decode import Drawn, compiles
@@ -42,6 +43,7 @@ from verl.models import positions, recurrent
 from verl.models.adapters import PlainView, exported, is_adapted
 from verl.models.checkpoint_names import CheckpointViews
 from verl.models.inputs import VisionInputs, special_token_ids
+from verl.models.mtp import is_extra
 from verl.platform import platform_of
 from verl.trajectory import Media
 from verl.weight_sync.receiver import WeightReceiver
@@ -63,7 +65,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         gpu_memory_utilization of the device's free memory, less what the trainer will take, or on a CPU of half the
         machine's, has room). When it is full, the newest responses wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
-    tokenizer: only for stop strings. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
+    tokenizer: only for stop strings and grammars. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
         a GPU.
     engines: how many samplers share the machine's memory, for the size of the cache where it is not given.
     record_routes: completions say which experts their tokens went to; no captured graphs then.
@@ -129,6 +131,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._drawn: Drawn | None = None  # what the device draws while its step before is settled
         self._scheduler.settle = self._settle_drawn
         self._stopper = Stopper(tokenizer)
+        self._grammars = Grammars(tokenizer, self._eos)
         self._requests: dict[str, Request] = {}
         self._submitted = 0
         self._version = 0
@@ -154,6 +157,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         prompt = np.asarray(prompt_ids, np.int64)
         self._check(request_id, prompt, sampling, media)
         images = None if self._images is None else self._images.of_prompt(prompt, media)
+        written = prompt[len(prompt) - sampling.start :].tolist()
         request = Request(
             id=request_id,
             number=self._submitted,
@@ -166,6 +170,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             images=images,
             session=session,
             on_tokens=on_tokens,
+            progress=self._grammars.begin(sampling.grammar, written) if sampling.grammar else None,
         )
         self._scheduler.add(request)
         self._requests[request_id] = request
@@ -227,7 +232,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """One forward pass and what follows from it: on a device from the pass before, while this one runs."""
         begin = time.monotonic()
         with self._runner.ready():
-            if self._drawn is not None and (self._drawn.known or any(map(_records, self._scheduler.running))):
+            if self._drawn is not None and (self._drawn.known or any(map(_follows_grammar, self._scheduler.running))):
                 self._settle_drawn()  # what follows is drawn from logits here, or was
             work = self._scheduler.prefill()
             rows = self._scheduler.decode() if work is None else [request for request, _ in work.sampled]
@@ -241,7 +246,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     def _launch(self, work: Prefill | None, rows: list[Request]) -> Drawn | None:
         """Make a pass and draw the next token of each of `rows`; None if nobody gets one."""
         device, drawn = self._runner.device_decode, None
-        here = device is None or any(map(_records, rows))
+        here = device is None or any(map(_follows_grammar, rows))
         if work is not None:
             logits = self._runner.prefill(work)
             if rows:
@@ -293,6 +298,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         for i in np.flatnonzero(rows.penalty != 1.0):
             ids = np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64)
             penalised[int(i)] = torch.from_numpy(np.unique(ids)).to(logits.device)
+        for row, progress in enumerate(request.progress for request in requests):
+            if progress is not None:
+                allowed = torch.from_numpy(progress.allowed(logits.shape[1])).to(logits.device)
+                logits[row].masked_fill_(~allowed, -torch.inf)
         tokens, log_probs, sets = sample(logits, rows, seen=penalised)
         return Drawn(requests, lambda: (tokens.tolist(), log_probs.tolist(), sets), known=True)
 
@@ -311,6 +320,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             if math.isnan(log_prob):
                 raise not_finite(request.written, self._version)
             request.tokens.append(token)
+            if request.progress is not None:
+                request.progress.take(token)
             request.log_probs.append(log_prob)
             request.sets.append(allowed)
             if request.on_tokens is not None:
@@ -371,7 +382,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """See `WeightReceiver.load_weights`: copies into this engine's model, one tensor at a time.
 
         Names are those of a Hugging Face checkpoint, or of the model's own tensors; tied weights may be left out. For a
-        model with an adapter they are the adapter's, as peft's files name them: its base stays.
+        model with an adapter they are the adapter's, as peft's files name them: its base stays. Layers that predict
+        further tokens are passed over.
         An error leaves a mixture of old and new: until a load succeeds, `generate` refuses.
         """
         from verl.weight_sync.verify import close_stream
@@ -383,7 +395,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._incomplete = f"loading version {version} has not finished"
         try:
             with torch.no_grad():
+                layers = int(self._runner.model.config.get_text_config().num_hidden_layers)
                 for name, tensor in weights:
+                    if is_extra(name, layers) and name not in targets:
+                        continue
                     if name not in targets or targets[name].shape != tensor.shape:
                         shape = tuple(tensor.shape)
                         raise ValueError(f"load_weights: {name!r} is no weight here, of shape {shape}")
@@ -446,6 +461,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._pool.drop()
 
 
-def _records(request: Request) -> bool:
-    """Whether the set that its tokens are drawn from is recorded, which the kernels do not say."""
-    return request.sampling.record_mask and request.sampling.truncated
+def _follows_grammar(request: Request) -> bool:
+    """Whether its tokens are drawn by torch's operators, from logits that its grammar masks."""
+    return request.progress is not None

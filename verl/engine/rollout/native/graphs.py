@@ -1,5 +1,5 @@
 """Decode steps replayed from captured graphs: one for each batch size that `verl.engine.rollout.native.step.bucket` knows,
-and another where tokens are penalised.
+and others where tokens are penalised or their sets recorded.
 
 On a GPU a decode step of a small batch costs more to launch than to compute. A step reads lengths, blocks and draws
 from one matrix on the device, so a graph of a batch size serves all steps of it.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -35,26 +35,26 @@ def warn_of(reason: str) -> None:
 
 
 class DecodeGraphs:
-    """Runs `step(rows, penalised)`, from a graph where there is one. A step that runs twice must do the same."""
+    """Runs `step(rows, kind)`, from a graph where there is one. A step that runs twice must do the same."""
 
-    def __init__(self, step: Callable[[int, bool], None], capture: GraphRecorder):
+    def __init__(self, step: Callable[[int, Any], None], capture: GraphRecorder):
         self._step, self._capture = step, capture
-        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, Any], Callable[[], None]] = {}
         self._refused = False
         self.replays = 0
 
-    def run(self, rows: int, penalised: bool) -> None:
+    def run(self, rows: int, kind: Any) -> None:
         """One step of so many rows. The first of a kind is launched, then captured for those to come."""
-        graph = self._graphs.get((rows, penalised))
+        graph = self._graphs.get((rows, kind))
         if graph is not None:
             graph()
             self.replays += 1
             return
-        self._step(rows, penalised)
+        self._step(rows, kind)
         if self._refused:
             return
         try:
-            self._graphs[rows, penalised] = self._capture(partial(self._step, rows, penalised))
+            self._graphs[rows, kind] = self._capture(partial(self._step, rows, kind))
         except RuntimeError as error:
             self._refused = True
             self.clear()

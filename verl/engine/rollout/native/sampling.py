@@ -1,6 +1,6 @@
 """Drawing tokens: a whole batch at once, each row by its own settings, seed and position.
 
-The order is that of Hugging Face's warpers: forbidden tokens, repetition penalty, temperature, top-k, top-p
+The order is that of Hugging Face's warpers: forbidden tokens (those that a grammar does not allow, too), repetition penalty, temperature, top-k, top-p
 (on what top-k left), min-p. Log-probs are of the distribution that is drawn from; a greedy row (temperature 0)
 reports them at temperature 1, without truncation. Ties at the border of top-k and top-p are kept, all of them.
 """
@@ -51,6 +51,7 @@ class Rows:
     min_p: np.ndarray
     penalty: np.ndarray
     top_k: np.ndarray
+    constrained: np.ndarray
     record_mask: np.ndarray
     seed: np.ndarray
     call: np.ndarray
@@ -62,15 +63,16 @@ class Rows:
         temperature, top_p, min_p, penalty = np.array(floats, np.float64).T
         seeds = [(p.seed & 0xFFFFFFFFFFFFFFFF, p.call, at) for p, at in zip(params, positions, strict=True)]
         top_k = np.array([p.top_k for p in params], np.int64)
-        record = np.array([p.record_mask for p in params], bool)
-        return cls(temperature, top_p, min_p, penalty, top_k, record, *np.array(seeds, np.uint64).T)
+        constrained = np.array([p.grammar != "" for p in params], bool)
+        record = np.array([p.record_mask for p in params], bool) | constrained
+        return cls(temperature, top_p, min_p, penalty, top_k, constrained, record, *np.array(seeds, np.uint64).T)
 
 
 def sample(logits: Tensor, rows: Rows, *, seen: dict[int, Tensor] | None = None) -> tuple[Tensor, Tensor, list[bytes]]:
     """Draw one token per row. logits float32 [N, V] (overwritten) → tokens int64 [N], log-probs float32 [N], and the
     sets that they were drawn from (`verl.models.sampling_mask`), [] where no row records one.
 
-    seen: for each row with a repetition penalty, the ids (int64) of its prompt and response so far. A row whose logits
+    Tokens that a grammar does not allow (`constrained`) have −inf already. seen: for each row with a repetition penalty, the ids (int64) of its prompt and response so far. A row whose logits
     are not finite gets some token with log-prob nan.
     """
     for row, ids in (seen or {}).items():
@@ -82,9 +84,13 @@ def sample(logits: Tensor, rows: Rows, *, seen: dict[int, Tensor] | None = None)
     divisor = np.where(greedy, 1.0, rows.temperature)
     if (divisor != 1.0).any():
         logits.div_(_column(divisor, logits))
-    filtered = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0))
+    filtered = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0) | rows.constrained)
     sets = _truncate(logits, rows, np.flatnonzero(filtered)) if filtered.any() else []
 
+    fused = platform_of(logits.device).fused_operators()
+    if fused is not None and fused.draw is not None:
+        uniform = np.where(greedy, -1.0, uniforms(rows.seed, rows.call, rows.position))
+        return *fused.draw(logits, torch.from_numpy(uniform)), sets
     probs = logits.softmax(-1)
     if greedy.all():
         tokens = probs.argmax(-1)

@@ -2,7 +2,8 @@
 
 `threshold` finds the smallest logit that top-k, top-p and min-p leave, by its bit pattern, four bits in a pass.
 `chunk_sums` and `draw` invert the cumulative distribution in two levels, as `sampling` does. Log-probs and draws are
-those of `sampling`, to rounding.
+those of `sampling`, to rounding. `encode` writes the sets that tokens are drawn from as `verl.models.sampling_mask` has
+them.
 """
 
 from __future__ import annotations
@@ -158,6 +159,31 @@ def _draw(
     tl.store(tokens + stride + row, log_prob.to(tl.int32, bitcast=True))
 
 
+@triton.jit
+def _encode(logits, lowest, step, sets, rows, vocab, words, C: tl.constexpr):
+    row, c, word = tl.program_id(0), tl.arange(0, C), tl.arange(0, C // 32)
+    temperature = tl.load(step + _TEMPERATURE * rows + row).to(tl.float32, bitcast=True)
+    least = tl.load(lowest + row)
+    logits += row.to(tl.int64) * vocab
+    sets += row.to(tl.int64) * (words + 1)
+    count = tl.full((), 0, tl.int32)
+    for at in range(0, vocab, C):
+        x = _scaled(logits, at + c, at + c < vocab, temperature)
+        count += tl.sum(((_key(x) >= least) & (x > -float("inf"))).to(tl.int32))
+    tl.store(sets, count)
+    written = tl.full((), 0, tl.int32)
+    for at in range(0, vocab if count < vocab else 0, C):
+        x = _scaled(logits, at + c, at + c < vocab, temperature)
+        allowed = ((_key(x) >= least) & (x > -float("inf"))).to(tl.int32)
+        if 32 * count <= vocab:
+            place = written + tl.cumsum(allowed, 0)  # the count stands before the ids
+            tl.store(sets + place, at + c, mask=allowed > 0)
+            written += tl.sum(allowed)
+        else:
+            bits = tl.reshape(allowed, (C // 32, 32)) << tl.arange(0, 32)[None, :]
+            tl.store(sets + 1 + at // 32 + word, tl.sum(bits, 1), mask=at // 32 + word < words)
+
+
 def penalise(logits: Tensor, seen: Tensor, step: Tensor) -> Tensor:
     """Logits [rows, V], those of tokens of a row's prompt and response by its penalty; seen int32 [blocks, cols]: the
     tokens whose keys the blocks of the cache hold."""
@@ -171,6 +197,13 @@ def threshold(logits: Tensor, top_p: Tensor, step: Tensor) -> Tensor:
     lowest = torch.empty(step.shape[1], dtype=torch.int32, device=logits.device)
     _threshold[(step.shape[1],)](logits, top_p, step, lowest, step.shape[1], logits.shape[1], C=_CHUNK)
     return lowest
+
+
+def encode(logits: Tensor, lowest: Tensor, step: Tensor, sets: Tensor) -> None:
+    """The sets of tokens that may be drawn into int32 [rows, 1 + ceil(V / 32)]: how many they are, then nothing for the
+    whole vocabulary, their ids where these are not longer than a bit for each token of it, else these bits."""
+    rows, words = step.shape[1], sets.shape[1] - 1
+    _encode[(rows,)](logits, lowest, step, sets, rows, logits.shape[1], words, C=_CHUNK)
 
 
 def chunk_sums(logits: Tensor, lowest: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:

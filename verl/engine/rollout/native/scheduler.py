@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, OnTokens, RecordedRoutes, SamplingParams
+from verl.engine.rollout.grammars import Progress
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.prefill_plan import PrefillSpan
 
@@ -74,6 +75,7 @@ class Request:
     group: RequestGroup | None = None
     session: str | None = None
     on_tokens: OnTokens | None = None
+    progress: Progress | None = None  # in the grammar that it follows
     slot: int = -1
     computed: int = 0  # of `tokens`: how many have their keys and values in the cache
     tokens: list[int] = field(default_factory=list)  # what follows `prompt`

@@ -111,8 +111,7 @@ def engine_arguments(s: EngineSettings, *, vocabulary: int, cpu: bool) -> dict[s
         "log_level": "error",
     }
     if cpu:
-        if s.expert_parallel_size > 1:  # its experts there take those of other devices for -1, and it ends
-            raise UserError("on a CPU SGLang does not spread experts: set rollout.expert_parallel_size=1")
+        check_cpu_experts(s)
         arguments |= {
             "device": "cpu",
             "attention_backend": "torch_native",
@@ -126,6 +125,12 @@ def engine_arguments(s: EngineSettings, *, vocabulary: int, cpu: bool) -> dict[s
     if s.lora is not None:
         arguments |= adapter_arguments(s.lora, cpu=cpu)
     return arguments | dict(s.engine_kwargs)
+
+
+def check_cpu_experts(s: EngineSettings) -> None:
+    """UserError for experts over several processes of a CPU: its experts there take those of others for -1, and it ends."""
+    if s.expert_parallel_size > 1:
+        raise UserError("on a CPU SGLang does not spread experts: set rollout.expert_parallel_size=1")
 
 
 def request_arguments(

@@ -29,6 +29,7 @@ from verl.engine.rollout.sglang.kwargs import NO_PENALTY, problems, sglang_argum
 from verl.engine.rollout.sglang.routes import Routing
 from verl.errors import UserError
 from verl.models.inputs import sees_images
+from verl.models.mtp import is_extra
 from verl.models.pretrained import load_config
 from verl.models.sampling_mask import encode_set
 from verl.platform import Platform
@@ -78,7 +79,9 @@ class SGLangEngine(HostedEngine):
         text = config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        self._names = set(look(s.model_path).weight_names()) - ({_HEAD} if tied else set())
+        names = set(look(s.model_path).weight_names()) - ({_HEAD} if tied else set())
+        self._layers = int(text.num_hidden_layers)
+        self._names = {name for name in names if not is_extra(name, self._layers)}  # its drafts have others
         self._routing = Routing(text, self._names) if s.record_routes else None
         self._eos = list(end_token_ids(config, s.model_path, None) if eos_token_ids is None else eos_token_ids)
         self._sleeps = s.free_cache_engine and not cpu
@@ -127,6 +130,8 @@ class SGLangEngine(HostedEngine):
         options: dict[str, Any] = {"return_logprob": True, "return_sampling_mask": cut, "rid": live.key}
         options["lora_path"] = NAME if self._adapter is not None else None
         options["return_routed_experts"] = self._routing is not None
+        if (copies := self._settings.copies) > 1:
+            options["routed_dp_rank"] = live.copy(copies)
         if self._images is not None:
             arguments["logit_bias"] = dict.fromkeys(map(str, self._images.forbidden), -math.inf)
             options |= self._images.options(live)
@@ -213,6 +218,8 @@ class SGLangEngine(HostedEngine):
         size = 0
         self._agreed(self._manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector="all")))
         for name, tensor in weights:
+            if is_extra(name, self._layers):
+                continue
             if self._names and name not in self._names and name != _HEAD:
                 raise ValueError(f"load_weights: {name!r} is no weight here")
             bucket.append((name, self._copy(tensor)))

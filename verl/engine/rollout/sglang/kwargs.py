@@ -32,6 +32,7 @@ FIXED: dict[str, str] = {
     "disable_radix_cache": "rollout.enable_prefix_caching sets it",
     "disable_cuda_graph": "rollout.enforce_eager sets it",
     "load_format": "rollout.load_format sets it",
+    "quantization": "rollout.quantization sets it, where an engine has it",
     "random_seed": "rollout.seed sets it",
     "enable_memory_saver": "rollout.free_cache_engine sets it",
     "enable_return_routed_experts": "rollout.enable_rollout_routing_replay sets it",
@@ -90,6 +91,8 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
     for where, message in problems(rollout.engine_kwargs.sglang, accepted):
         c.refuse(where.replace("rollout.", f"{key}.", 1), message)
     model, cpu = c.config.select(f"{key.removesuffix('rollout')}model"), c.config.select("trainer.device") == "cpu"
+    if cpu and rollout.expert_parallel_size > 1:
+        c.refuse(f"{key}.expert_parallel_size", "on a CPU SGLang does not spread experts; set 1")
     copies = rollout.data_parallel_size if rollout.expert_parallel_size > 1 else 1
     if (model.lora_rank or model.lora_adapter_path) and rollout.engine_kwargs.sglang.get("enable_lora") is not False:
         for applies, place in (

@@ -30,7 +30,9 @@ class VLLM(RolloutEngineRecord):
         images=QWEN_VISION + QWEN3_5,
         videos=QWEN_VISION,
         routes=True,
+        grammars=True,
         several_nodes=True,
+        quantization=("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"),
     )
     unread = {  # noqa: RUF012
         "multi_stage_wake_up disable_log_stats calculate_log_probs": "the vllm engine always does what is best here"

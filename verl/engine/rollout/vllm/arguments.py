@@ -59,6 +59,7 @@ class EngineSettings:
     limit_images: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     engines: int = 1
+    draft_tokens: int = 0
 
     @property
     def copies(self) -> int:
@@ -93,7 +94,9 @@ def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
         "record_routes": config.actor_rollout_ref.actor.router_replay.mode == "R3",
         "free_cache_engine": rollout.free_cache_engine,
         "tokenizer_path": config.data.tokenizer or model.tokenizer_path,
-        "skip_tokenizer_init": rollout.skip_tokenizer_init and not (rollout.stop or rollout.val_kwargs.stop),
+        # Stop strings and grammars, which programs may ask for, need the tokenizer.
+        "skip_tokenizer_init": rollout.skip_tokenizer_init
+        and not (rollout.stop or rollout.val_kwargs.stop or rollout.agent.environment.name),
         "trust_remote_code": model.trust_remote_code,
         "hf_config_path": model.hf_config_path,
         "override_config": dict(model.override_config),
@@ -102,6 +105,7 @@ def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:
         "limit_images": rollout.limit_images,
         "mm_processor_kwargs": dict(config.data.mm_processor_kwargs),
         "engines": samplers_per_node(config),
+        "draft_tokens": model.mtp.num_speculative_tokens if model.mtp.enable and model.mtp.enable_rollout else 0,
     }
 
 
@@ -140,8 +144,12 @@ def engine_arguments(
         # What it sets room aside for is one of a list; a rank above the largest is refused with the configuration.
         rank, known_ranks = int(s.lora["r"]), ENGINE.capabilities.lora_ranks
         arguments["max_lora_rank"] = next((size for size in known_ranks if size >= rank), rank)
+    if s.draft_tokens:
+        arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": s.draft_tokens}
     if s.record_routes:
         arguments["enable_return_routed_experts"] = True
+    if "structured_outputs_config" in known:
+        arguments["structured_outputs_config"] = {"backend": "guidance"}  # its grammars are those of llguidance
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"
@@ -251,6 +259,8 @@ def request_arguments(
         "flat_logprobs": True,  # a fifth of the time of one dict and one object per token
         "detokenize": bool(sampling.stop),
     }
+    if sampling.grammar:
+        arguments["grammar"] = sampling.grammar
     if bias := dict.fromkeys(forbidden, -math.inf):
         arguments["logit_bias"] = bias
     if sampling.stop:

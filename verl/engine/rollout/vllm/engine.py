@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property
 from tempfile import TemporaryDirectory
@@ -22,6 +21,7 @@ import torch
 
 from verl.config import Config
 from verl.engine.rollout.base import Completion, EngineDead, SamplingParams
+from verl.engine.rollout.grammars import Grammars
 from verl.engine.rollout.hosted import RPC_TIMEOUT, HostedEngine, Live, end_token_ids
 from verl.engine.rollout.settings import moving_adapter, trainer_dtype
 from verl.engine.rollout.vllm import launch
@@ -97,6 +97,7 @@ class VLLMEngine(HostedEngine):
         if cpu:
             launch.check_cpu_model(model_config, s.dtype)
             launch.check_cpu_experts(s)
+            launch.check_cpu_drafts(s)
             # vLLM would size its cache by the whole machine.
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
         self._sleeps = s.free_cache_engine and sleeps
@@ -172,15 +173,36 @@ class VLLMEngine(HostedEngine):
 
     def _check(self, request_id: str, prompt_tokens: int, sampling: SamplingParams, media: Media | None) -> None:
         super()._check(request_id, prompt_tokens, sampling, media)
+        if sampling.grammar:
+            self._check_grammar(sampling)
         if 0 < sampling.temperature < 0.01:
             raise ValueError(f"{sampling.temperature=}: vLLM samples at 0.01 or above, or at 0 (greedy)")
+
+    def _check_grammar(self, sampling: SamplingParams) -> None:
+        """ValueError for a grammar that vLLM cannot follow, or whose sets cannot be told."""
+        if self._settings.skip_tokenizer_init:
+            raise ValueError("vLLM follows a grammar with its tokenizer: set rollout.skip_tokenizer_init=False")
+        if sampling.start:
+            raise ValueError("vLLM cannot go on within a grammar after new weights")
+        if sampling.truncated:
+            raise ValueError("vLLM does not say which tokens top_p, top_k or min_p left of those of a grammar")
+        self._grammars.begin(sampling.grammar)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer)
 
     async def _response(self, live: Live, sampling: SamplingParams) -> Completion:
         room = self._max_model_len - len(live.prompt)
         forbidden = self._images.forbidden if self._images is not None else ()
         arguments = request_arguments(sampling, room=room, end_ids=self._eos, forbidden=forbidden)
         try:
-            return completion(live, None if live.aborted else await self._final_output(live, arguments), self._routed)
+            output = None if live.aborted else await self._final_output(live, arguments)
+            done = completion(live, output, self._routed)
+            if sampling.grammar:
+                size = self._engine.model_config.get_vocab_size()
+                done.sampling_mask = self._grammars.sets(sampling.grammar, (), done.token_ids.tolist(), size)
+            return done
         except Exception as error:
             if not self._engine.errored:
                 raise
@@ -191,8 +213,8 @@ class VLLMEngine(HostedEngine):
         output = None
         for _ in range(1 if live.media is None else 2):  # an image that vLLM has forgotten is sent again
             fields = {"request_id": live.key, "lora_request": self._adapter_request}
-            if (copies := self._settings.copies) > 1:  # a group stays where its prompt is cached
-                fields["data_parallel_rank"] = zlib.crc32((live.group or live.id).encode()) % copies
+            if (copies := self._settings.copies) > 1:
+                fields["data_parallel_rank"] = live.copy(copies)
             stream = self._engine.generate(self._prompt(live), launch.request_parameters(arguments), **fields)
             async for final in stream:
                 output = final

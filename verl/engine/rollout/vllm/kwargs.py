@@ -160,6 +160,9 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
         c.refuse(where.replace("rollout.", f"{key}.", 1), message)
     for text in translated.notices:
         c.notice(text)
+    quantization = c.rollout.quantization
+    if quantization not in (None, "fp8_per_block") and c.config.select("trainer.device") == "cpu":
+        c.lacks(f"{key}.quantization={quantization}", "on a CPU vLLM has no kernel for it but for fp8_per_block")
     if c.rollout.enable_rollout_routing_replay and not c.rollout.enable_prefix_caching:
         c.refuse(
             f"{key}.enable_prefix_caching", "vLLM keeps the routes of tokens by their cache blocks; set it to True"

@@ -90,6 +90,12 @@ def check_cpu_experts(settings: EngineSettings) -> None:
         raise UserError("on a CPU vLLM returns no routes: set actor.router_replay.mode=R2, or rollout.name=native")
 
 
+def check_cpu_drafts(settings: EngineSettings) -> None:
+    """UserError for drafts: vLLM 0.32 reads the temperatures of draws beside them from memory that nothing has written."""
+    if settings.draft_tokens or settings.engine_kwargs.get("speculative_config"):
+        raise UserError("on a CPU vLLM draws wrongly beside drafts: set model.mtp.enable_rollout=False")
+
+
 def _check_latent(text: Any, sizes: Sequence[int]) -> None:
     """vLLM 0.32 samples from a distribution other than the model's in the refused cases (measured: off by up to 3)."""
     width = int(text.kv_lora_rank) + int(getattr(text, "qk_rope_head_dim", None) or 0)
@@ -144,6 +150,7 @@ def environment(cpu: bool, ranks: int, folder: str, *, eager: bool = False) -> I
 def start(arguments: dict[str, Any]) -> Any:
     """vLLM's asynchronous engine; of an engine on several nodes, on another than the first: the executor of the workers
     there. UserError or RuntimeError gives vLLM's message. Its processes end with this one."""
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -151,6 +158,8 @@ def start(arguments: dict[str, Any]) -> Any:
     mark = started_by(os.getpid())
     try:
         os.environ |= mark
+        if isinstance(form := arguments.get("structured_outputs_config"), dict):
+            arguments = arguments | {"structured_outputs_config": StructuredOutputsConfig(**form)}
         parsed = AsyncEngineArgs(**arguments)
         if arguments.get("node_rank"):
             return MultiprocExecutor(parsed.create_engine_config(headless=True))
@@ -168,8 +177,11 @@ def start(arguments: dict[str, Any]) -> Any:
 def request_parameters(arguments: dict[str, Any]) -> Any:
     """vLLM's SamplingParams of one request, whose whole response comes at its end."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    arguments = dict(arguments)
+    if grammar := arguments.pop("grammar", ""):
+        arguments["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
     return SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from verl.models.mtp import is_extra
 from verl.platform import platform_of
 from verl.platform.processes import alive, process_start_time
 from verl.weight_sync.channel import attempt, receive
@@ -82,7 +83,13 @@ class WorkerWeights:
             first = list(itertools.islice(stream, 1))  # from here on the sender knows of this reader
             owned = ((name, view.clone()) for name, view in itertools.chain(first, stream))
             weights = digesting(owned, sums, verify) if verify else owned
+            drafting = _drafting_model(worker)
+            further: list[tuple[str, torch.Tensor]] = []
+            if drafting is not None:
+                weights = _setting_aside(weights, further, worker.model_config.hf_text_config.num_hidden_layers)
             _reload(worker, _without_tied_head(worker.model_runner.get_model(), weights))
+            if drafting is not None:
+                _reload_drafting(worker, drafting, further)
         return sums
 
 
@@ -139,6 +146,39 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
         raise ValueError(f"load_weights: no value came for {some}")
     for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):  # not every runner has each
         getattr(runner, reset, lambda: None)()
+
+
+def _drafting_model(worker: Any) -> Any:
+    """What drafts tokens with a layer of the checkpoint (`verl.models.mtp`), None where nothing does."""
+    method = getattr(worker.vllm_config.speculative_config, "method", None)
+    return worker.model_runner.drafter.model if method == "mtp" else None
+
+
+def _setting_aside(
+    weights: Iterable[tuple[str, Any]], further: list[tuple[str, torch.Tensor]], layers: int
+) -> Iterator[tuple[str, Any]]:
+    """The weights of the main model; those of layers that predict further tokens go to `further`."""
+    for name, tensor in weights:
+        if is_extra(name, layers):
+            further.append((name, tensor))
+        else:
+            yield name, tensor
+
+
+def _reload_drafting(worker: Any, model: Any, further: list[tuple[str, torch.Tensor]]) -> None:
+    """Embedding and head are the main model's modules."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    if not further:
+        raise ValueError("load_weights: no weights came for the layer that vLLM drafts with: set model.mtp.enable=True")
+    with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(further))
+        incomplete, _ = _gaps(model, set())
+        finalize_layerwise_reload(model, worker.model_runner.drafter.draft_model_config)
+    if incomplete:
+        raise ValueError(f"load_weights: of the layer that vLLM drafts with no value came for {incomplete[:3]}")
 
 
 def _gaps(model: Any, loaded: set[str]) -> tuple[list[str], list[str]]:

@@ -53,6 +53,8 @@ class FSDP(TrainingEngineRecord):
     def misfits(self, placement: Placement, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """See `TrainingEngineRecord.misfits`."""
         yield from model_problems(placement, model)
+        if model.get("vision") and placement.tensor > 1:
+            yield placement.at("tensor"), "models that see images are not split so in this release; set 1"
         experts = model.get("experts") or 0
         if max(1, experts) % placement.expert:
             sizes = divisors(max(1, experts))

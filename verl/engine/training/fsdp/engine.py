@@ -37,10 +37,13 @@ from verl.engine.training.base import (
     SAMPLING_MASK,
     MicroBatch,
     MicroLoss,
+    TrainingEngine,
+    TrainStepResult,
 )
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
 from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.fsdp.sharding import layout, sharded_modules
+from verl.engine.training.further_tokens import FurtherTokens
 from verl.engine.training.muon import matrices
 from verl.engine.training.optimizer import (
     StepAccumulator,
@@ -135,6 +138,7 @@ class FSDPEngine(ScheduledEngine):
             longest,
             streams=streams,
             freezes_vision=bool(setting(role_cfg, "freeze_vision_tower", False)),
+            compiles=bool(setting(role_cfg, "use_torch_compile", True)),
         )
         alone = self.layout.mesh is None
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
@@ -145,11 +149,14 @@ class FSDPEngine(ScheduledEngine):
         self._sharded = sharded_modules(self._model.head)
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
-        self._serving_dtype = pretrained.serving_dtype(model_path, model_cfg)
+        self._serving_dtype, self._source = pretrained.serving_dtype(model_path, model_cfg), model_path
+        self._further = FurtherTokens.of(model_cfg, role, self.device) if trainable and head == "lm" else None
         self._token_bytes = activation_bytes(self.module.config)
         self._heads = int(self.module.config.get_text_config().num_attention_heads)
         self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
         self._routing: Routing | None = None
+        self._added_norm = 0.0
+        self._scales: list[tuple[torch.nn.Parameter, float]] = []
         self._read_settings(role_cfg, log_prob_cfg)
         # With `offload_policy` the state of a sharded engine is in host memory at all times.
         moves = not (self._sharded and streams)
@@ -167,7 +174,8 @@ class FSDPEngine(ScheduledEngine):
 
     def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
         preferred = preferred_tokens(self.platform, self._token_bytes)
-        share = setting(role_cfg, "use_prefix_grouper")
+        # What predicts further tokens reads each token beside the one after it, of which a shared one has several.
+        share = False if self._further is not None and prefix == "ppo" else setting(role_cfg, "use_prefix_grouper")
         batching = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
         # A sequence lies on all devices that share it.
         tokens, limit = (size * self.layout.placement.sequence for size in (batching.tokens, batching.limit))
@@ -201,7 +209,16 @@ class FSDPEngine(ScheduledEngine):
             options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._both_contexts}
             self.module.gradient_checkpointing_enable(options)
             pretrained.switch_off_dropout(self._layers)
+        with self._autocast() if self._sharded else nullcontext():
+            scales = self._model.head(self._model.head.scales)
+        self._after_passes()
+        if scales.keys() <= self._names.keys():
+            self._scales = [(self._names[name], offset) for name, offset in scales.items()]
         self.schedule(1)
+
+    def set_topk(self, count: int) -> None:
+        """How many tokens the outputs topk_log_probs and topk_ids hold from now on."""
+        self._model.head.topk = count
 
     def cost(self) -> ModelCost | None:
         """See `TrainingEngine.cost`."""
@@ -308,8 +325,45 @@ class FSDPEngine(ScheduledEngine):
         temperature: float,
         scale: float,
     ) -> tuple[StepAccumulator, float]:
-        """See `ScheduledEngine._accumulate`; this rank's share. A loss that is not finite ends it, where no rank waits."""
+        """See `ScheduledEngine._accumulate`; this rank's share."""
         self._clear_gradients()
+        return self._add_gradients(rows, loss, outputs, temperature, scale)
+
+    def accumulate(
+        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str] = LOG_PROBS, *, temperature: float
+    ) -> TrainStepResult:
+        """The passes of `step` alone: gradients are added to those of the calls since the last `update`, and `grad_norm`
+        is that of the sum. Where a loss or the norm is not finite, all of them are dropped and `refused` says so."""
+        self._require_optimizer()
+        total, norm = self._add_gradients(rows, loss, outputs, temperature, 1.0)
+        if not total.refused and not math.isfinite(norm):
+            total.refused = f"the gradient norm is {norm}"
+        if total.refused:
+            self._clear_gradients()
+        self._added_norm = 0.0 if total.refused else norm
+        return TrainStepResult(total.metrics(), norm, total.refused, total.tokens)
+
+    def update(self, clip: float, **settings: Any) -> float:
+        """One step of the optimizer with the gradients of `accumulate`, which are zero afterwards. clip: the largest
+        global norm, 0 for none; settings: entries of its parameter groups (lr, betas, …) from now on. Returns the norm
+        before clipping."""
+        norm, self._added_norm = self._added_norm, 0.0
+        self._fill_gradients()
+        if 0 < clip < norm:
+            self._multiply_gradients(clip / (norm + 1e-6))
+        for group in self._require_optimizer().param_groups:
+            group.update(settings)
+        self._update_weights()
+        self._clear_gradients()
+        return norm
+
+    def _add_gradients(
+        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float, scale: float
+    ) -> tuple[StepAccumulator, float]:
+        """See `ScheduledEngine._accumulate`, but added to the gradients that are there. A loss that is not finite ends
+        it, where no rank waits."""
+        if self._further is not None:
+            loss, outputs = self._further.joined(rows, loss, outputs)
         total = StepAccumulator()
         for number, (batch, last) in enumerate(self._packs(rows, self.update_batching)):
             if self._sharded:
@@ -338,20 +392,37 @@ class FSDPEngine(ScheduledEngine):
         # A weight without a gradient decays and keeps its place in the optimizer.
         self._fill_gradients()
         if not self._sharded:
-            return total, math.nan if total.refused else float(global_norm(self._gradients()))
+            norm, derivative = torch.stack([global_norm(self._gradients()), self._scale_derivative()]).tolist()
+            total.scale_derivative = derivative if self._scales else None
+            return total, math.nan if total.refused else norm
         tensor, speaks = self._model.tensor, self.layout.counts_rows
         if tensor is not None:
             with waiting("adding up gradients"):
                 tensor.complete(self._names)
-        counted = [p for p in self._parameters if self.layout.counts and (tensor is None or tensor.own(p))]
-        squares = sum_of_squares([local(p.grad) for p in counted if p.grad is not None])
+        squares = sum_of_squares([local(p.grad) for p in self._parameters if p.grad is not None and self._counts(p)])
         counted = [total.sums, total.tokens] if speaks else [{}, 0]
-        reports = all_gather_json([*counted, total.refused, squares])
+        reports = all_gather_json([*counted, total.refused, squares, float(self._scale_derivative())])
         merged = StepAccumulator(tokens=sum(tokens for _, tokens, *_ in reports))
         for sums, *_ in reports:
             merged.add(sums)
-        merged.refused = next((why for *_, why, _ in reports if why), "")
-        return merged, math.nan if merged.refused else math.sqrt(sum(square for *_, square in reports))
+        merged.refused = next((why for *_, why, _, _ in reports if why), "")
+        merged.scale_derivative = sum(derivative for *_, derivative in reports) if self._scales else None
+        return merged, math.nan if merged.refused else math.sqrt(sum(square for *_, square, _ in reports))
+
+    def _counts(self, parameter: torch.Tensor) -> bool:
+        """True on one of the ranks that hold this shard of a parameter."""
+        return self.layout.counts and (self._model.tensor is None or self._model.tensor.own(parameter))
+
+    def _scale_derivative(self) -> torch.Tensor:
+        """This rank's share of `TrainStepResult.scale_derivative`, float32 scalar: dL/ds = Σ (w + offset) · dL/dw over
+        the weights that the head's output grows with (`OutputHead.scales`)."""
+        products = []
+        for parameter, offset in self._scales:
+            if parameter.grad is not None and self._counts(parameter):
+                gradient = local(parameter.grad)
+                products.append(torch.dot(local(parameter), gradient))
+                products += [offset * gradient.sum()] if offset else []
+        return sum(products[1:], products[0]) if products else torch.zeros((), device=self.device)
 
     def _gradients(self) -> list[torch.Tensor]:
         """The gradients, this rank's share."""
@@ -401,6 +472,15 @@ class FSDPEngine(ScheduledEngine):
             for layer in layers:
                 layer.training = False
 
+    @torch.no_grad()
+    def follow(self, other: TrainingEngine, rate: float) -> None:
+        """See `TrainingEngine.follow`: each rank moves its share, wherever the two are."""
+        weights, targets = ([local(w) for w in engine.module.parameters()] for engine in (self, other))
+        if [w.shape for w in weights] != [w.shape for w in targets]:
+            raise UserError(f"the {self.role} cannot follow the policy: its weights are others, or cut in another way")
+        for weight, target in zip(weights, targets, strict=True):
+            weight.lerp_(target.to(weight.device, weight.dtype), rate)
+
     # -- the device's memory -----------------------------------------------------------------------------------
 
     def offload(self) -> None:
@@ -440,10 +520,21 @@ class FSDPEngine(ScheduledEngine):
         return [self.module]
 
     def _write_weights(self, directory: Path) -> None:
-        weight_files.save_weights(self.module, directory, self._serving_dtype)
+        weight_files.save_weights(self.module, directory, self._serving_dtype, self._source)
 
     def _read_weights(self, directory: Path) -> None:
         weight_files.load_weights(self.module, directory)
+
+    def optimizer_norm(self) -> float | None:
+        """See `TrainingEngine.optimizer_norm`."""
+        state = self._require_optimizer().state
+        shares = [
+            local(value)
+            for parameter in self._parameters if self._counts(parameter)
+            for value in state.get(parameter, {}).values()
+            if isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point()
+        ]  # fmt: skip
+        return math.sqrt(sum(all_gather_json(sum_of_squares(shares))))
 
     def save_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.save_optimizer`; each rank writes its share."""

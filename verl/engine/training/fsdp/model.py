@@ -28,9 +28,9 @@ from verl.engine.training.heads import HEADS, OutputHead
 from verl.engine.training.lora import Adapter, AdapterSource, LoraSettings, inject
 from verl.engine.training.process_group import on_all_ranks
 from verl.engine.training.settings import named_dtype
-from verl.engine.training.weight_files import WeightSource, open_source
+from verl.engine.training.weight_files import FileSource, WeightSource, model_folder, open_source
 from verl.errors import UserError
-from verl.models import attention, positions, pretrained, recurrent
+from verl.models import attention, mtp, positions, pretrained, recurrent
 from verl.models.inputs import sees_images, takes_features
 from verl.models.layers import is_recurrent, layer_configs
 from verl.platform import platform_of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """What decides how the model is built; see `FSDPEngine`. fsdp: `fsdp_config`. streams: units come from host memory
-    during a step."""
+    during a step. compiles: `use_torch_compile`."""
 
     path: str | Path | None
     model_cfg: Any
@@ -55,11 +55,17 @@ class ModelSettings:
     longest: int | None
     streams: bool = False
     freezes_vision: bool = False
+    compiles: bool = True
 
     @property
     def kind(self) -> dict[str, Any]:
         """What decides the model's class, and which weights its files may lack."""
         return {"head": self.head, "trainable": self.trainable}
+
+    @property
+    def predicts_further(self) -> bool:
+        """Whether the model gets its layer for the token after the next one: the policy's alone does."""
+        return self.trainable and self.head == "lm" and bool(setting(self.model_cfg, "mtp.enable", False))
 
     @property
     def lora(self) -> LoraSettings | None:
@@ -80,11 +86,14 @@ class EngineModel:
 
 def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) -> EngineModel:
     """The model of one process, loaded or as given: a given one keeps its tensors and their requires_grad."""
-    head = HEADS[settings.head]
     if module is None:
         assert settings.path is not None, "give model_path or module"
         module = pretrained.load_model(settings.path, settings.model_cfg, **settings.kind)
         pretrained.allow_training(module, settings.trainable)
+        if settings.predicts_further:
+            layer = _predict_further(module, settings)
+            names = {id(p): name for name, p in module.named_parameters()}
+            _source(module, settings.path, settings).fill(layer.modules(), names)
     else:
         attention.register()
         pretrained.check_supported(module, settings.path or type(module).__name__)
@@ -98,7 +107,7 @@ def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) 
         adapter.materialise(AdapterSource(module, lora, settings.seed, None), settings.device)
     if settings.freezes_vision:
         pretrained.freeze_vision_tower(module)
-    return EngineModel(head(module.eval()), FusedForwards(module), adapter)
+    return EngineModel(_headed(module.eval(), settings), FusedForwards(module, compiles=settings.compiles), adapter)
 
 
 def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
@@ -106,6 +115,11 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     assert settings.path is not None
     path, lora = settings.path, settings.lora
     module = on_all_ranks(lambda: pretrained.build_model(path, settings.model_cfg, **settings.kind))
+    if settings.predicts_further:
+        for key in ("tensor", "expert", "sequence"):
+            if getattr(layout, key) is not None:
+                raise UserError(f"model.mtp.enable=True with {layout.placement.at(key)} is not here; unset one")
+        _predict_further(module, settings)
     tensor = None if layout.tensor is None else TensorParallel(module, layout.tensor)
     expert = None
     if layout.expert is not None:
@@ -121,9 +135,28 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
         source = on_all_ranks(lambda: AdapterSource(module, lora, settings.seed, source))
     if settings.freezes_vision:
         pretrained.freeze_vision_tower(module)
-    model = EngineModel(HEADS[settings.head](module), FusedForwards(), adapter, tensor, sequence)
+    model = EngineModel(_headed(module, settings), FusedForwards(compiles=settings.compiles), adapter, tensor, sequence)
     on_all_ranks(lambda: _shard(model, source, layout, settings, expert))
     return model
+
+
+def _headed(module: PreTrainedModel, settings: ModelSettings) -> OutputHead:
+    head: OutputHead = HEADS[settings.head](module)
+    head.further_detached = bool(setting(settings.model_cfg, "mtp.detach_encoder", True))
+    return head
+
+
+def _predict_further(module: PreTrainedModel, settings: ModelSettings) -> torch.nn.Module:
+    """Give the model its layer that predicts a token further, and return it."""
+    if settings.lora is not None:
+        raise UserError("model.mtp.enable=True with model.lora_rank is not here; unset one")
+    layer, trains = mtp.attach(module, settings.path), bool(setting(settings.model_cfg, "mtp.enable_train", False))
+    wanted = {name: tensor for name, tensor in module.state_dict().items() if name.startswith(f"{mtp.NAME}.")}
+    if missing := FileSource(model_folder(settings.path or ""), module).missing(wanted):
+        raise UserError(
+            f"model.mtp.enable=True: the files of model.path={settings.path} lack {missing[0]}; set it to False"
+        )
+    return layer.requires_grad_(trains)
 
 
 def _sequence_parallel(module: PreTrainedModel, layout: Layout) -> SequenceParallel | None:

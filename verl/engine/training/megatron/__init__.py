@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from verl.config.model_facts import QWEN_VISION
 from verl.config.schema.base import setting
 from verl.engine.registry import EngineCheck, EnginePackageError, Placement, TrainingEngineRecord
+from verl.engine.training.megatron import mindspeed
+
+if TYPE_CHECKING:
+    from verl.engine.training.base import TrainingEngine
 
 FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mixtral", "deepseek_v3", "glm4_moe", "mimo")
 """Types of models that mbridge converts."""
@@ -58,6 +63,13 @@ class Megatron(TrainingEngineRecord):
         if placement.expert > 1 and (experts or 0) % placement.expert:
             yield placement.at("expert"), f"does not divide the model's {experts or 0} experts"
 
+    def build(
+        self, model_path: str | None, *, role_cfg: Mapping[str, Any], placement: Placement, **options: Any
+    ) -> TrainingEngine:
+        """See `TrainingEngineRecord.build`."""
+        mindspeed.adapt(setting(role_cfg, "megatron") or role_cfg)
+        return super().build(model_path, role_cfg=role_cfg, placement=placement, **options)
+
     def check(self, check: EngineCheck) -> None:
         """See `EngineRecord.check`."""
         config: Any = check.config
@@ -67,12 +79,7 @@ class Megatron(TrainingEngineRecord):
             except EnginePackageError as error:
                 check.lacks(f"strategy=megatron ({package})", str(error))
         facts, role = check.facts, config.select("actor_rollout_ref.actor") or config.select("engine")
-        if facts is not None and facts.vision:
-            message = (
-                "mbridge builds models that see images of TransformerEngine's layers alone, which nobody has tried here"
-            )
-            check.refuse("strategy=megatron", f"{facts.name}: {message}; {_ELSEWHERE}")
-        elif facts is not None and facts.name not in FAMILIES:
+        if facts is not None and facts.name not in (QWEN_VISION if facts.vision else FAMILIES):
             check.refuse("strategy=megatron", f"models of type {facts.name} are not converted here; {_ELSEWHERE}")
         if (config.select("critic.model.lora_rank") or 0) > 0 and config.select("critic.strategy") == self.name:
             check.refuse("critic.model.lora_rank", f"strategy=megatron trains no adapters of critics; {_ELSEWHERE}")
@@ -84,20 +91,28 @@ class Megatron(TrainingEngineRecord):
 
     def _check_placement(self, check: EngineCheck, role: Any) -> None:
         placed, group, facts = self.placement(role), setting(role, "megatron") or role, check.facts
-        if placed.sequence > 1 and not _has_transformer_engine():
+        if placed.sequence > 1 and facts is not None and facts.vision:
+            check.refuse(placed.at("sequence"), "models that see images have no context parallelism here; set 1")
+        if placed.sequence > 1 and not has_transformer_engine():
             check.lacks(placed.at("sequence"), "context parallelism needs TransformerEngine, which is not installed")
-        if facts is not None and facts.name == "deepseek_v3" and not _has_transformer_engine():
+        if facts is not None and facts.name == "deepseek_v3" and not has_transformer_engine():
             check.lacks(
                 "strategy=megatron (deepseek_v3)", "its attention needs TransformerEngine, which is not installed"
             )
-        if facts is not None and facts.experts and placed.tensor > 1 and not _has_transformer_engine():
+        if facts is not None and facts.experts and placed.tensor > 1 and not has_transformer_engine():
             check.lacks(placed.at("tensor"), "experts under tensor parallelism need TransformerEngine, not installed")
+        if setting(group, "mindspeed") and not mindspeed.is_installed():
+            check.lacks("megatron.mindspeed", "MindSpeed is not installed")
         if setting(group, "use_dist_checkpointing", False) and not setting(group, "dist_checkpointing_path"):
             check.refuse("megatron.use_dist_checkpointing=True", "set megatron.dist_checkpointing_path to a directory")
 
 
-def _has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+def has_transformer_engine() -> bool:
+    """TransformerEngine is installed; MindSpeed puts modules of that name without anything in them into memory."""
+    try:
+        return importlib.util.find_spec("transformer_engine") is not None
+    except ValueError:
+        return False
 
 
 def _mbridge() -> None:

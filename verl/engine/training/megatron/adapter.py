@@ -8,7 +8,7 @@ A layer that is several in a Hugging Face model (queries, keys and values; gate 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -177,12 +177,13 @@ class MegatronAdapter(lora.Adapter):
                 chunk.adapters.is_on = True
 
     @torch.no_grad()
-    def fill(self, value: float) -> None:
-        """See `lora.Adapter.fill`."""
-        for chunk in self._chunks:
-            for name, weight in chunk.adapters.named():
-                if ".lora_B" in name:
-                    weight.fill_(value)
+    def fill(self, value: float, layers: Collection[str] | None = None) -> list[str]:
+        """See `lora.Adapter.fill`; the names of this rank's layers."""
+        factors = [(n, w) for chunk in self._chunks for n, w in chunk.adapters.named() if ".lora_B" in n]
+        names = [name.partition(".lora_B")[0] for name, _ in factors]
+        for name, (_, weight) in zip(names, factors, strict=True):
+            weight.fill_(value if layers is None or name in layers else 0.0)
+        return names
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -217,6 +218,6 @@ class MegatronAdapter(lora.Adapter):
             for name, weight in chunk.adapters.named():
                 weight.copy_(_share(saved[name], weight.partition_dim if weight.tensor_model_parallel else None))
         if any((directory / name).is_file() for name in bridges.WEIGHT_FILES):
-            files = on_all_ranks(lambda: bridges.WeightFiles(directory))
+            files = on_all_ranks(lambda: self._bridge.files(directory))
             for name, weight in self.merged():
                 self.refuse_other_base(directory, name, weight.cpu(), files.read(name).float())

@@ -7,7 +7,6 @@ transformers 5; files that every rank reads for itself.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import re
@@ -25,10 +24,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe import moe_utils
 from safetensors import safe_open
 
+from verl.engine.training.megatron import has_transformer_engine
+from verl.engine.training.megatron.vision import HF_TEXT, HF_TOWER, TOWER, VisionFiles
 from verl.engine.training.weight_files import reading
 from verl.errors import UserError
+from verl.models.inputs import sees_images
 
-FUSED_KERNELS = importlib.util.find_spec("transformer_engine") is not None
+_TEXT_FAMILIES = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+"""The family of the language model of models that see images."""
+
+FUSED_KERNELS = has_transformer_engine()
 """TransformerEngine is installed: its layers, fused operations and packed sequences are used."""
 
 if not FUSED_KERNELS and not hasattr(moe_utils, "te_general_gemm"):
@@ -58,6 +63,13 @@ class _HostMixin:
 
     #: "lm", or another head, whose layer from hidden states to one number is `score` in Hugging Face files.
     head = "lm"
+    #: The model sees images: the Hugging Face model without weights is `outline`, `hf_config` that of its language model.
+    sees = False
+    outline: Any = None
+
+    def files(self, directory: Path) -> WeightFiles | VisionFiles:
+        """What reads the weights in a Hugging Face directory."""
+        return VisionFiles(directory, self.outline) if self.sees else WeightFiles(directory)
 
     def _adjust_mapping_for_shared_weights(self: Any) -> None:
         # mbridge writes into the table of the class, which outlives this model.
@@ -68,6 +80,8 @@ class _HostMixin:
         if not FUSED_KERNELS:
             settings |= _PLAIN
         settings["fp16"] = self.dtype == torch.float16
+        if self.sees:
+            settings |= {"mrope_section": list(_rope(self.hf_config)["mrope_section"]), "apply_rope_fusion": False}
         if settings.get("moe_router_score_function") == "sigmoid":
             settings |= _of_routers(self.hf_config)
         if "kv_lora_rank" in settings:
@@ -92,6 +106,8 @@ class _HostMixin:
         arguments = super()._get_gptmodel_args()  # type: ignore[misc]
         rope = _rope(self.hf_config)
         kind = rope.get("rope_type", "default")
+        if self.sees:
+            arguments["position_embedding_type"] = "mrope"
         if self.config.multi_latent_attention:
             return arguments  # the scaling is in its configuration
         if kind == "llama3":
@@ -110,12 +126,20 @@ class _HostMixin:
     def _weight_name_mapping_mcore_to_hf(self: Any, name: str) -> list[str]:
         if self.head != "lm" and name.startswith("output_layer."):
             return [name.replace("output_layer.", "score.")]
-        return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc]
+        if name.startswith(TOWER):
+            return [name.replace(TOWER, HF_TOWER, 1)]
+        names = super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc]
+        return [re.sub(r"^model\.", HF_TEXT, n) for n in names] if self.sees else names
 
     def _weight_to_hf_format(self: Any, name: str, weights: torch.Tensor) -> Any:
-        if self.head != "lm" and name.startswith("output_layer."):
+        if name.startswith(TOWER) or (self.head != "lm" and name.startswith("output_layer.")):
             return self._weight_name_mapping_mcore_to_hf(name), [weights]
         return super()._weight_to_hf_format(name, weights)  # type: ignore[misc]
+
+    def _weight_split_across_tp(self: Any, name: str, weights: torch.Tensor, parameter: Any, size: int) -> Any:
+        if name.startswith(TOWER):  # its layers have names of megatron-core's
+            return [weights] * size
+        return super()._weight_split_across_tp(name, weights, parameter, size)  # type: ignore[misc]
 
     def _fused_name(self: Any, name: str) -> str:
         """The name that TransformerEngine's layers have for a weight of megatron-core's own."""
@@ -166,19 +190,23 @@ def bridge_of(hf_config: Any, dtype: torch.dtype, settings: dict[str, Any], divi
     settings: of megatron-core's transformer configuration. divisor: what the padded vocabulary is a multiple of.
     UserError for a family that mbridge does not know, and for settings that megatron-core refuses.
     """
-    family = hf_config.model_type
+    family, text = hf_config.model_type, hf_config.get_text_config()
+    if sees_images(hf_config):
+        family = _TEXT_FAMILIES.get(family, f"{family}, which sees images,")
+        text.tie_word_embeddings = hf_config.tie_word_embeddings
     if family not in _MODEL_REGISTRY:
         families = ", ".join(sorted(_MODEL_REGISTRY))
         raise UserError(f"strategy=megatron: model type {family} is not here (mbridge has {families}); use fsdp2")
     plain = inspect.signature(backends.DotProductAttention).parameters
-    if getattr(hf_config, "kv_lora_rank", None) and not FUSED_KERNELS and "k_channels" not in plain:
+    if getattr(text, "kv_lora_rank", None) and not FUSED_KERNELS and "k_channels" not in plain:
         raise UserError(
             f"strategy=megatron: {family} needs TransformerEngine, which is not installed; use strategy=fsdp2"
         )
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):  # where mbridge looks for them
-        setattr(hf_config, name, _rope(hf_config).get(name, getattr(hf_config, name, default)))
-    kind = type(f"Host{_MODEL_REGISTRY[family].__name__}", (_HostMixin, _MODEL_REGISTRY[family]), {})
-    bridge = kind(hf_config, dtype=dtype, make_vocab_size_divisible_by=divisor)
+        setattr(text, name, _rope(text).get(name, getattr(text, name, default)))
+    attributes = {"sees": text is not hf_config}
+    kind = type(f"Host{_MODEL_REGISTRY[family].__name__}", (_HostMixin, _MODEL_REGISTRY[family]), attributes)
+    bridge = kind(text, dtype=dtype, make_vocab_size_divisible_by=divisor)
     bridge.head = head
     try:
         bridge.set_extra_args(**settings)

@@ -43,9 +43,13 @@ from verl.engine.training.process_group import all_gather_json, on_all_ranks
 from verl.engine.training.scheduled import ScheduledEngine
 from verl.engine.training.settings import compute_dtype, micro_batching
 from verl.errors import UserError
+from verl.models.inputs import VisionInputs
 from verl.models.pretrained import serving_dtype
 from verl.platform import Platform
 from verl.trajectory import Segment
+
+_ROLES = ("actor", "ref", "critic")
+"""Roles with a `megatron` group of their own. Teachers and reward models have the layout of their process."""
 
 
 class MegatronEngine(ScheduledEngine):
@@ -76,10 +80,12 @@ class MegatronEngine(ScheduledEngine):
         self._take_device(device, device_index, seed)
         placement = placement or ENGINE.placement(role_cfg or {})
         self.megatron = setting(role_cfg, "megatron") or role_cfg
-        self.sizes = ParallelSizes.of(placement, self.megatron)
-        if self.sizes.context > 1 and not weights.FUSED_KERNELS:
+        sizes = ParallelSizes.of(placement, self.megatron)
+        if sizes.context > 1 and not weights.FUSED_KERNELS:
             raise UserError(f"{placement.at('sequence')} needs TransformerEngine, which is not installed")
-        join(self.sizes)
+        if follows := role not in _ROLES:
+            self.megatron = {**self.megatron, "use_dist_checkpointing": False}
+        self.sizes = join(sizes, follows=follows)
         self.holds_outputs = weights.is_last_stage()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
@@ -93,7 +99,14 @@ class MegatronEngine(ScheduledEngine):
             self.device,
             self.compute_dtype,
             trainable,
+            freezes_vision=bool(setting(role_cfg, "freeze_vision_tower", False)),
         )
+        self._vision = VisionInputs.of(self._model.outline)
+        self._images = {"encoded": 0, "distinct": 0}
+        if self._vision is not None and self.sizes.context > 1:
+            raise UserError(
+                f"{placement.at('sequence')}: models that see images have no context parallelism here; set 1"
+            )
         self.module = unwrap_model(self._model.chunks[0])
         self._serving_dtype = serving_dtype(model_path, model_cfg)
         self._read_settings(role_cfg, log_prob_cfg)
@@ -120,6 +133,8 @@ class MegatronEngine(ScheduledEngine):
         """As many on every rank, without rows where this one has fewer."""
         batching = replace(batching, replay=self._follows_routes())
         chunks = split_rows(rows, batching)
+        distinct = {row.media for row in rows if row.media is not None and row.length}
+        self._images["distinct"] += sum(media.images for media in distinct)
         count = max(1, *all_gather_json(len(chunks)))
         stages = self.sizes.pipeline if self.sizes.virtual else 1
         count = -(-count // stages) * stages  # the interleaved schedule takes micro-batches in rounds of all stages
@@ -127,13 +142,26 @@ class MegatronEngine(ScheduledEngine):
         return [self._batch(chunk, batching) for chunk in chunks]
 
     def _batch(self, rows: Sequence[Segment], batching: MicroBatching) -> ModelBatch:
-        laid = pack(rows, batching, self.device)
+        laid = pack(rows, batching, self.device, self._vision)
         multiple = self.sizes.tensor if self.sizes.tensor > 1 else 1
         if not weights.FUSED_KERNELS:
-            return padded(laid, multiple)
+            return self._positioned(padded(laid, multiple))
         if self.sizes.context > 1:
             multiple *= 2 * self.sizes.context
-        return packed(laid, multiple, self.sizes.context, parallel_state.get_context_parallel_rank())
+        rank = parallel_state.get_context_parallel_rank()
+        return self._positioned(packed(laid, multiple, self.sizes.context, rank))
+
+    def _positioned(self, batch: ModelBatch) -> ModelBatch:
+        """The micro-batch with the positions that a model that sees images takes, its images counted."""
+        if self._vision is not None:
+            batch.positions = batch.axes()
+            self._images["encoded"] += sum(media.images for media in dict.fromkeys(batch.pack.media))
+        return batch
+
+    def images(self) -> dict[str, int]:
+        """See `TrainingEngine.images`."""
+        counts, self._images = self._images, dict.fromkeys(self._images, 0)
+        return counts
 
     @torch.no_grad()
     def forward(
@@ -234,7 +262,7 @@ class MegatronEngine(ScheduledEngine):
         for name, exported in self._model.exported():
             tensor = exported.float()
             yield name, tensor
-            if name == "model.embed_tokens.weight" and self._model.tied:
+            if name.endswith(".embed_tokens.weight") and self._model.tied:
                 yield "lm_head.weight", tensor
 
     def _modules(self) -> Sequence[torch.nn.Module]:

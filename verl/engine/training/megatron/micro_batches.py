@@ -9,6 +9,7 @@ end, so that all have the same work.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class ModelBatch:
     share                 int64  indices in the whole layout of this context-parallel rank's tokens, None: all
     packed                megatron-core's description of sequences in one row, None for padded rows
     seen, given, used     of `verl.engine.training.megatron.routes`
+    deep                  of `verl.engine.training.megatron.vision`
     """
 
     pack: Pack
@@ -45,6 +47,7 @@ class ModelBatch:
     seen: Tensor | None = None
     given: Tensor | None = None
     used: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    deep: list[Tensor] = field(default_factory=list)
 
     @property
     def rows(self) -> Sequence[Segment]:
@@ -55,6 +58,14 @@ class ModelBatch:
         """Tokens of the whole layout, padding too."""
         return self.input_ids.numel() * self.context
 
+    def axes(self) -> Tensor:
+        """int64 [3, B, S] that a model that sees images rotates by. Not under context parallelism."""
+        if self.pack.axes is None:
+            return self.positions.expand(3, -1, -1)
+        whole = self.pack.axes.new_zeros(3, self.size)
+        whole[:, self.place] = self.pack.axes
+        return whole.view(3, *self.input_ids.shape)
+
     def predicting(self, hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """[R, H] hidden states that predict the response tokens, of the model's [B, S, H]. Collective in `group`, the
         ranks that share sequences, if they are several."""
@@ -63,6 +74,25 @@ class ModelBatch:
             flat = _Gathered.apply(flat, group)
             flat = flat.index_select(0, self.order)  # type: ignore[arg-type]
         return flat.index_select(0, self.source)
+
+
+class Turns:
+    """Which micro-batch a part of the model computes. One that is computed again in the backward pass comes to its
+    micro-batches in the same order."""
+
+    def __init__(self) -> None:
+        self._again: deque[ModelBatch] = deque()
+
+    def clear(self) -> None:
+        self._again.clear()
+
+    def take(self, current: ModelBatch, *, trains: bool) -> tuple[ModelBatch, bool]:
+        """The micro-batch, and whether it is computed again. current: whose first pass is being computed."""
+        if self._again and torch.is_grad_enabled():
+            return self._again.popleft(), True
+        if trains and not torch.is_grad_enabled():
+            self._again.append(current)
+        return current, False
 
 
 class _Gathered(torch.autograd.Function):

@@ -20,10 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from verl.config.schema.base import setting
 from verl.engine.training.lora import LoraSettings
 from verl.engine.training.megatron import bridge as bridges
+from verl.engine.training.megatron import mindspeed, vision
 from verl.engine.training.megatron.adapter import MegatronAdapter
+from verl.engine.training.megatron.vision import VisionTower
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
 from verl.engine.training.weight_files import FILE_BYTES, describe, write_file
 from verl.errors import UserError
+from verl.models.inputs import special_token_ids
 from verl.models.pretrained import build_model, load_config
 
 
@@ -39,12 +42,20 @@ class MegatronModel:
     vocabulary: int
     tied: bool
     adapter: MegatronAdapter | None = None
+    tower: VisionTower | None = None
 
     def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors under Hugging Face names on every rank, the adapter merged. Collective."""
         if self.adapter is not None:
-            return self.adapter.merged()
-        return bridges.export(self.bridge, [unwrap_model(chunk) for chunk in self.chunks])
+            named = self.adapter.merged()
+        else:
+            named = bridges.export(self.bridge, [unwrap_model(chunk) for chunk in self.chunks])
+        return vision.stored(self.outline, named) if self.bridge.sees else named
+
+    @property
+    def barred(self) -> list[int]:
+        """Tokens without probability."""
+        return special_token_ids(self.outline.config)
 
 
 def build(
@@ -56,6 +67,8 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     trainable: bool,
+    *,
+    freezes_vision: bool = False,
 ) -> MegatronModel:
     """This rank's part of the model at `path`, its weights loaded. UserError for what is not supported."""
     hf_config = on_all_ranks(lambda: load_config(path, model_cfg))
@@ -70,11 +83,17 @@ def build(
         fp16=dtype == torch.float16,
         post_model_creation_callbacks=[_prepare(head, hf_config)],
     )
+    outline, tower = build_model(path, model_cfg, head=head), None
+    if bridge.sees:
+        bridge.outline = outline
+        tower = on_all_ranks(lambda: _tower(outline, unwrap_model(plain[0]), dtype, device))
     for chunk in plain:
         chunk.to(device).requires_grad_(trainable)
+    if tower is not None and freezes_vision:
+        tower.weights.requires_grad_(False)
     tied = bool(getattr(hf_config, "tie_word_embeddings", False)) and head == "lm"
-    outline = build_model(path, model_cfg, head=head)
-    model = MegatronModel(bridge, plain, outline, dtype, hf_config.get_text_config().vocab_size, tied)
+    vocabulary = hf_config.get_text_config().vocab_size
+    model = MegatronModel(bridge, plain, outline, dtype, vocabulary, tied, tower=tower)
     if setting(megatron, "use_dist_checkpointing", False):
         load_distributed(model, Path(str(setting(megatron, "dist_checkpointing_path"))))
     else:
@@ -85,6 +104,10 @@ def build(
     if trainable:
         model.chunks = [_wrapped(chunk, megatron, number) for number, chunk in enumerate(plain)]
     return model
+
+
+def _tower(outline: Any, chunk: Any, dtype: torch.dtype, device: torch.device) -> VisionTower | None:
+    return VisionTower(outline, chunk, dtype, device) if chunk.pre_process else None
 
 
 def _transformer_settings(model_cfg: Any, megatron: Any, hf_config: Any) -> dict[str, Any]:
@@ -100,7 +123,9 @@ def _transformer_settings(model_cfg: Any, megatron: Any, hf_config: Any) -> dict
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     overrides = {k: v for k, v in dict(setting(megatron, "override_transformer_config") or {}).items() if v is not None}
     unknown = set(overrides) - {f.name for f in fields(MLATransformerConfig)}
-    if unknown:
+    if mindspeed.is_installed():
+        overrides = {name: value for name, value in overrides.items() if name not in unknown}
+    elif unknown:
         names = ", ".join(sorted(unknown))
         raise UserError(f"megatron.override_transformer_config: megatron-core has no setting {names}")
     return settings | overrides
@@ -116,6 +141,8 @@ def _prepare(head: str, hf_config: Any) -> Any:
             _keep_padding(model.embedding.word_embeddings, padding, config.sequence_parallel)
         if head != "lm":
             model.share_embeddings_and_output_weights = False
+        if hf_config.model_type.startswith("qwen3_vl"):
+            vision.interleave(model.rotary_pos_emb, config.mrope_section)
         if not post_process:
             return
         if head != "lm":
@@ -158,7 +185,7 @@ def _wrapped(chunk: Any, megatron: Any, number: int) -> Any:
 
 def load(model: MegatronModel, directory: Path) -> None:
     """Read a Hugging Face directory, in place."""
-    bridges.load(model.bridge, [unwrap_model(c) for c in model.chunks], bridges.WeightFiles(directory))
+    bridges.load(model.bridge, [unwrap_model(c) for c in model.chunks], model.bridge.files(directory))
 
 
 @torch.no_grad()

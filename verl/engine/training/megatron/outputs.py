@@ -7,7 +7,7 @@ of one block are all that is held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ def vocabulary_outputs(
     *,
     temperature: float,
     vocabulary: int,
+    barred: Sequence[int] = (),
     candidates: Tensor | None = None,
     topk: int = 0,
     mask: SamplingMask | None = None,
@@ -35,12 +36,12 @@ def vocabulary_outputs(
     """The outputs of `verl.engine.training.log_prob.token_outputs`, float32 [R] or [R, k].
 
     hidden [R, H], the same on all ranks that share the vocabulary; weight [V/ranks, H], this rank's rows; targets
-    int64 [R]; vocabulary: tokens of the model, without padding.
+    int64 [R]; vocabulary: tokens of the model, without padding; barred: those of them that have no probability.
     """
     hidden = copy_to_tensor_model_parallel_region(hidden)
     first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
     ids = torch.arange(first, first + weight.shape[0], device=weight.device)
-    absent = ids >= vocabulary
+    absent = (ids >= vocabulary) | torch.isin(ids, torch.tensor(barred, dtype=ids.dtype, device=ids.device))
     columns, likely = requested_columns(targets, outputs, candidates, topk)
 
     def block(rows: Tensor, tokens: Tensor, start: int) -> tuple[Tensor, ...]:

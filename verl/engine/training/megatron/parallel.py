@@ -62,17 +62,18 @@ class ParallelSizes:
 _joined: ParallelSizes | None = None
 
 
-def join(sizes: ParallelSizes) -> None:
-    """Make megatron-core's groups of this process's ranks; of a process that has joined no others, of it alone.
+def join(sizes: ParallelSizes, *, follows: bool = False) -> ParallelSizes:
+    """Make megatron-core's groups of this process's ranks; of a process that has joined no others, of it alone. The sizes
+    in force: those of an earlier role of this process where this one `follows`.
 
     UserError where the sizes do not divide the ranks, or where another role of this process has other sizes:
     megatron-core has one layout in a process.
     """
     global _joined
     if _joined is not None:
-        if sizes != _joined:
+        if sizes != _joined and not follows:
             raise UserError(f"megatron: {_differences(sizes, _joined)}: all roles of a process have one layout")
-        return
+        return _joined
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = dist.get_world_size()
@@ -94,6 +95,7 @@ def join(sizes: ParallelSizes) -> None:
         create_gloo_process_groups=True,
     )
     _joined = sizes
+    return sizes
 
 
 def _differences(sizes: ParallelSizes, joined: ParallelSizes) -> str:

@@ -45,6 +45,9 @@ class Passes:
         routes = self.routes if self._replays or ROUTES in outputs else None
         if routes is not None:
             routes.begin(batches, trains=loss is not None, replays=ROUTES not in outputs)
+        tower = self._model.tower
+        if tower is not None:
+            tower.begin(trains=loss is not None)
         config = get_model_config(self._model.chunks[0])
         config.finalize_model_grads_func = _sum_gradients
         if loss is not None and self._model.chunks[0].ddp_config.overlap_grad_reduce:
@@ -60,6 +63,8 @@ class Passes:
             batch = next(batch_iterator)
             if routes is not None:
                 routes.batch = batch
+            if tower is not None:
+                tower.expect(batch)
             hidden = chunk(batch.input_ids, batch.positions, None, packed_seq_params=batch.packed)
 
             def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -102,6 +107,7 @@ class Passes:
             outputs,
             temperature=temperature,
             vocabulary=self._model.vocabulary,
+            barred=self._model.barred,
             candidates=batch.pack.candidates,
             topk=self._topk,
             mask=batch.pack.sampling_mask,

@@ -6,7 +6,6 @@ experts are unknown and records one micro-batch. Layers that are computed again 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from verl.engine.training.megatron.micro_batches import ModelBatch
+from verl.engine.training.megatron.micro_batches import ModelBatch, Turns
 from verl.engine.training.megatron.model import MegatronModel
 from verl.engine.training.packing import keep_routes
 from verl.engine.training.process_group import all_gather_json
@@ -52,7 +51,7 @@ class Routes:
         """Before all passes over these micro-batches: what is to be chosen for their tokens."""
         self.trains = trains
         for choice in self._choices:
-            choice.again.clear()
+            choice.turns.clear()
         for batch in batches:
             routes, k = batch.pack.routes if replays else None, self._choices[0].topk if self._choices else 0
             batch.seen = self._seen(batch)
@@ -104,11 +103,11 @@ def _largest(tensor: Tensor) -> Tensor:
 
 
 class _Choice:
-    """One router's; `index` among all layers with experts. again: micro-batches that it will see again, in order."""
+    """One router's; `index` among all layers with experts."""
 
     def __init__(self, routes: Routes, index: int, topk: int):
         self.index, self.topk, self._routes = index, topk, routes
-        self.again: deque[ModelBatch] = deque()
+        self.turns = Turns()
 
     def get_replay_topk(
         self,
@@ -120,9 +119,8 @@ class _Choice:
     ) -> tuple[Tensor, Tensor]:
         """What megatron-core's routers call: the chosen experts of each token and their scores."""
         values, chosen = choose(scores, topk, groups, group_topk)
-        computes_again = self.again and torch.is_grad_enabled()
-        batch = self.again.popleft() if computes_again else self._routes.batch
-        assert batch is not None
+        assert self._routes.batch is not None
+        batch, computes_again = self.turns.take(self._routes.batch, trains=self._routes.trains)
         if batch.given is not None:
             given = batch.given[batch.seen, self.index]
             used = torch.where(given == UNKNOWN_EXPERT, chosen, given)
@@ -131,6 +129,4 @@ class _Choice:
             used = chosen
         if not computes_again:
             batch.used[self.index] = chosen.detach(), used.detach()
-            if self._routes.trains and not torch.is_grad_enabled():
-                self.again.append(batch)
         return values, used

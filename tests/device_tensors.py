@@ -101,41 +101,35 @@ def host_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def flat(*values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    over(found.append, list(values))
-    return found
+    tensors: list[torch.Tensor] = []
+    over(tensors.append, list(values))
+    return tensors
 
 
 class Stream:
+    """A stream, or an event, whose work is done when it is asked for."""
+
     def __init__(self, *_: Any, **__: Any): ...
-    def wait_stream(self, _: Any) -> None: ...
-    def wait_event(self, _: Any) -> None: ...
-    def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+    def _nothing(self, *_: Any) -> None: ...
 
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
+    wait_stream = wait_event = synchronize = record = wait = __exit__ = _nothing
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, *_: Any) -> None: ...
-
-
-class Event:
-    def __init__(self, *_: Any, **__: Any): ...
-    def record(self, *_: Any) -> None: ...
-    def wait(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
     def query(self) -> bool:
         return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Stream()
 
 
 def install(kind: type[DeviceTensor], key: str) -> torch.library.Library:
     """Give this process the device, whose dispatch key is `key`. The library must be kept."""
     os.environ["VERL_TEST_DEVICE"] = kind.place.type
     torch.autograd.set_multithreading_enabled(False)
+    # Parameters keep their identity when a module moves, as on a device whose tensors are of torch's own class.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     library = torch.library.Library("aten", "IMPL", key)
 
     def empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **_: Any) -> DeviceTensor:
@@ -144,28 +138,17 @@ def install(kind: type[DeviceTensor], key: str) -> torch.library.Library:
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> DeviceTensor:
         return kind(torch.empty_strided(size, stride, dtype=dtype))
 
+    # torch's own begins without elements and is resized, which a tensor of this class does not see.
+    def arange(*bounds: Any, dtype: Any = None, **_: Any) -> DeviceTensor:
+        made: DeviceTensor = kind(torch.empty_like(torch.arange(*bounds, dtype=dtype)))
+        return torch.arange(*bounds, out=made)  # type: ignore[return-value]
+
+    for name in ("arange", "arange.start", "arange.start_step"):
+        library.impl(name, arange)
     library.impl("empty.memory_format", empty)
     library.impl("empty_strided", empty_strided)
-    torch.nn.Module._apply = _apply_in_place  # type: ignore[method-assign]
     _shard_without_storages(kind)
     return library
-
-
-def _apply_in_place(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-    """Module._apply: parameters keep their identity, as on a device whose tensors are of torch's own class."""
-    for child in self.children():
-        child._apply(fn)
-    for parameter in [p for p in self._parameters.values() if p is not None]:
-        with torch.no_grad():
-            moved = fn(parameter.detach())
-        if moved.device != parameter.device or moved.dtype != parameter.dtype:
-            gradient, parameter.grad = parameter.grad, None
-            torch.utils.swap_tensors(parameter, torch.nn.Parameter(moved.detach(), parameter.requires_grad))
-            parameter.grad = None if gradient is None else fn(gradient)
-    for name, buffer in self._buffers.items():
-        if buffer is not None:
-            self._buffers[name] = fn(buffer)
-    return self
 
 
 def _shard_without_storages(kind: type[DeviceTensor]) -> None:

@@ -1,0 +1,76 @@
+"""vLLM in lower precision, and with drafts by the model's own further layer: it follows the trainer's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.sampler_cases import PROMPTS, TEMPERATURE, difference, rows
+from tests.unit.engine.training.engine_cases import simple_loss
+from tests.unit.engine.training.test_mtp import TRAINED, glm_with_mtp
+from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
+from verl.engine.rollout.vllm import launch
+from verl.engine.training.fsdp.engine import FSDPEngine
+from verl.trajectory import Batch
+from verl.weight_sync.sender import StreamedSync
+
+require_vllm()
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def trainer(path: Path, **mtp: Any) -> FSDPEngine:
+    role = {"optim": {"lr": 0.05}, "fsdp_config": {"dtype": "float32"}, "ppo_max_token_len_per_gpu": 4096}
+    engine = FSDPEngine(str(path), role_cfg=role, model_cfg={"mtp": mtp}, device="cpu")
+    engine.schedule(10)
+    return engine
+
+
+def test_drafts_change_no_log_prob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after an update, from random weights on: all that vLLM has came by transfers. With the tests' mend of
+    what vLLM's CPU build lacks (`vllm_processes`)."""
+    monkeypatch.setattr(launch, "check_cpu_drafts", lambda settings: None)
+    path = glm_with_mtp(tmp_path / "model")
+    actor = trainer(path, **TRAINED)
+    sampler = vllm_engine(path, load_format="dummy", skip_tokenizer_init=True, draft_tokens=1)
+    try:
+        sync = StreamedSync(actor, sampler)
+        for version in (0, 1):
+            sync.push(version, verify=True)
+            responses = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
+            assert all(len(done.token_ids) == 24 for done in responses)
+            assert difference(actor, responses, 2) <= 1e-4
+            segments = Batch(rows(responses, 2)).segments
+            assert not actor.step(segments, simple_loss(len(responses) * 24), temperature=TEMPERATURE).refused
+    finally:
+        sampler.close()
+
+
+@pytest.mark.parametrize(
+    "lower", [{"quantization": "fp8_per_block"}, {"engine_kwargs": {"kv_cache_dtype": "fp8_e5m2"}}]
+)
+def test_a_sampler_in_fp8_follows_the_weights(tmp_path: Path, lower: dict[str, Any]) -> None:
+    """It is then another policy than the trainer's, but one near to it, and not to the trainer of before."""
+    path = vllm_model(tmp_path / "model", "qwen3")
+    actor, before = trainer(path), trainer(path)
+    sampler = vllm_engine(path, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", **lower)
+    try:
+        sync = StreamedSync(actor, sampler)
+        sync.push(0)
+        responses = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
+        assert 8e-3 < apart(actor, responses) < 0.15, "0.003 in bfloat16 alone"
+        for _ in range(3):
+            actor.step(rows(responses, 2), simple_loss(len(responses) * 24), temperature=TEMPERATURE)
+        sync.push(1)
+        responses = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
+        assert apart(actor, responses) < 0.15 < apart(before, responses)
+    finally:
+        sampler.close()
+
+
+def apart(engine: FSDPEngine, responses: list[Any]) -> float:
+    """Mean difference of log-probs."""
+    ours = engine.forward(rows(responses, 2), temperature=TEMPERATURE)["log_probs"]
+    return float(np.abs(ours - np.concatenate([done.log_probs for done in responses])).mean())
