@@ -40,7 +40,7 @@ METHODS["distill"] = ["distillation.enabled=True", f"{LOSS}.loss_mode=forward_kl
 # The teacher judges every token, so that no group is needed: a quarter of the responses for each prompt.
 METHODS["distill_alone"] = [*METHODS["distill"], f"{LOSS}.use_task_rewards=False", f"{RESPONSES}4"]
 METHODS["grpo_n4"] = [f"{RESPONSES}4"]
-Curve = list[tuple[float, float, float]]
+Curve = list[tuple[float, ...]]
 
 
 def words(start: Path, out: Path, seed: int, steps: int) -> list[str]:
@@ -77,31 +77,36 @@ def curve(run: Path, method: str) -> Curve:
     return found
 
 
-def figure(curves: dict[str, list[Curve]]) -> str:
-    """An SVG of accuracy over tokens; thin lines are runs of other seeds."""
+def figure(
+    curves: dict[str, list[Curve]], label: str = "response tokens sampled", top: float = 1.0, form: str = ".0%"
+) -> str:
+    """An SVG of the second number of each point over the first, 0 to `top`; thin lines are runs of other seeds."""
     width, height, left, bottom = 640, 360, 50, 40
     most = max(point[0] for runs in curves.values() for run in runs for point in run)
 
     def place(tokens: float, accuracy: float) -> str:
         x = left + (width - left - 90) * tokens / most
-        return f"{x:.1f},{height - bottom - (height - bottom - 10) * accuracy:.1f}"
+        return f"{x:.1f},{height - bottom - (height - bottom - 10) * accuracy / top:.1f}"
 
     parts = [f'<rect width="{width}" height="{height}" fill="white"/>']
-    for level in (0, 0.25, 0.5, 0.75, 1.0):
+    for level in (share * top for share in (0, 0.25, 0.5, 0.75, 1.0)):
         x, y = place(0, level).split(",")
         parts.append(f'<line x1="{x}" y1="{y}" x2="{width - 90}" y2="{y}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 6}" y="{float(y) + 4}" text-anchor="end">{level:.0%}</text>')
+        parts.append(f'<text x="{left - 6}" y="{float(y) + 4}" text-anchor="end">{level:{form}}</text>')
     middle = left + (width - left - 90) / 2
-    parts.append(
-        f'<text x="{middle}" y="{height - 8}" text-anchor="middle">response tokens sampled, 0 to {most:,.0f}</text>'
-    )
+    parts.append(f'<text x="{middle}" y="{height - 8}" text-anchor="middle">{label}, 0 to {most:,.0f}</text>')
+    labels: list[float] = []
     for color, (name, runs) in zip(COLORS, curves.items(), strict=False):
         for number, run in enumerate(runs):
-            points = " ".join(place(tokens, accuracy) for tokens, accuracy, _ in run)
+            points = " ".join(place(*point[:2]) for point in run)
             stroke = 2.5 if number == 0 else 1
             parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{stroke}"/>')
-        x, y = place(*runs[0][-1][:2]).split(",")
-        parts.append(f'<text x="{float(x) + 6}" y="{float(y) + 4}" fill="{color}">{name}</text>')
+        x, end = place(*runs[0][-1][:2]).split(",")
+        y = float(end) + 4
+        while any(abs(y - other) < 12 for other in labels):  # names side by side would be unreadable
+            y += 1
+        labels.append(y)
+        parts.append(f'<text x="{float(x) + 6}" y="{y:.1f}" fill="{color}">{name}</text>')
     box = f'viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="12">'
     return "\n".join([head, *parts, "</svg>", ""])
