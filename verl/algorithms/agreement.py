@@ -226,7 +226,7 @@ def first_step_disagreement(
     difference = metrics.get(f"training/rollout_logprob_abs_diff/{kind}")
     if difference is None or not difference > limit:  # nan: nothing was compared, or the update is refused
         return ""
-    where = f"; {said}" if (said := where_apart(rows)) else ""
+    where = f"; {apart}" if (apart := where_apart(rows)) else ""
     return (
         "sampler and trainer do not compute the same model: in the first batch after a weight sync their log-probs "
         f"differ by {difference:.3g} nats ({kind}), rounding of their precisions explains at most {limit:g}{where}. "

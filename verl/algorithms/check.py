@@ -88,8 +88,8 @@ def _by_source(report: Report) -> None:
             report.refuse(f"{at}.weight={weight}", "is a number, at least 0")
         name = settings.get("adv_estimator", algorithm.adv_estimator)
         if name != algorithm.adv_estimator and name in ("gae", "remax"):
-            what = "values of a critic" if name == "gae" else "greedy responses"
-            report.refuse(f"{at}.adv_estimator={name}", f"needs {what}, which a run has for all rows or none")
+            producer = "values of a critic" if name == "gae" else "greedy responses"
+            report.refuse(f"{at}.adv_estimator={name}", f"needs {producer}, which a run has for all rows or none")
         elif name not in ESTIMATORS and name not in _registered_estimators():
             report.refuse(f"{at}.adv_estimator={name}", f"no such estimator{nearest(name, ESTIMATORS)}")
 

@@ -145,14 +145,15 @@ def passes(config: Config, updates_per_step: int) -> list[Pass]:
     chosen = [forward.only(needed) for forward in chosen]
     if reverse:
         # The policy says which tokens are compared, the teachers their log-probs.
-        ids, asked = {"topk_ids": "teacher_topk_ids"}, {"candidate_log_probs": "teacher_topk_log_probs"}
+        ids, log_probs = {"topk_ids": "teacher_topk_ids"}, {"candidate_log_probs": "teacher_topk_log_probs"}
         if compares_both_sets(loss):
-            asked |= {"topk_ids": "teacher_other_ids", "topk_log_probs": "teacher_other_log_probs"}
+            log_probs |= {"topk_ids": "teacher_other_ids", "topk_log_probs": "teacher_other_log_probs"}
         chosen = [
             replace(forward, outputs={**forward.outputs, **ids})
             if forward.name == OLD_LOG_PROB.name
             else replace(
-                forward, outputs=asked | ({"log_probs": "teacher_log_probs"} if "teacher_log_probs" in needed else {})
+                forward,
+                outputs=log_probs | ({"log_probs": "teacher_log_probs"} if "teacher_log_probs" in needed else {}),
             )
             if forward.name == TEACHER.name
             else forward

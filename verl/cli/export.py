@@ -70,19 +70,19 @@ def write_trajectories(run: Path, out: Path, step: int | None) -> int:
     from verl.tracking import journal
     from verl.tracking.run_folder import JOURNAL
 
-    there = journal.steps(run / JOURNAL)
-    if not there or (step is not None and step not in there):
-        has = f"steps {min(there)} to {max(there)}" if there else "none (trainer.journal=0?)"
-        raise UserError(f"{run} has no trajectories{f' of step {step}' if there else ''}: its journal has {has}")
+    steps = journal.steps(run / JOURNAL)
+    if not steps or (step is not None and step not in steps):
+        has = f"steps {min(steps)} to {max(steps)}" if steps else "none (trainer.journal=0?)"
+        raise UserError(f"{run} has no trajectories{f' of step {step}' if steps else ''}: its journal has {has}")
     config = run_config(run, [])
     model = config.actor_rollout_ref.model
     decode = tokenizer_of(model, config.select("data.tokenizer")).decode
-    written = 0
-    for number in there if step is None else [step]:
-        batch, _ = journal.read(there[number])
+    count = 0
+    for number in steps if step is None else [step]:
+        batch, _ = journal.read(steps[number])
         about = {"run": run.resolve().name, "model": str(model.path), "version": __version__}
-        written += sum(atif.write(out, t, number, decode, **about) for t in batch)
-    return written
+        count += sum(atif.write(out, t, number, decode, **about) for t in batch)
+    return count
 
 
 def main(argv: list[str]) -> int:

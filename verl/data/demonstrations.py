@@ -17,8 +17,8 @@ def share(config: DemonstrationsConfig, step: int) -> float:
         return config.mu * step / config.warmup_steps
     if not config.decay_steps:
         return config.mu
-    done = min(1.0, (step - config.warmup_steps) / config.decay_steps)
-    return config.mu + done * (config.final_mu - config.mu)
+    progress = min(1.0, (step - config.warmup_steps) / config.decay_steps)
+    return config.mu + progress * (config.final_mu - config.mu)
 
 
 class Demonstrations:

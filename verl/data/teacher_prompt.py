@@ -66,8 +66,8 @@ class TeacherPrompt:
         """The same response after prompts with other responses below `solution_score` as the solution: the `count` that
         follow it in the group, or as many as there are; none where there is no `{solution}` either."""
         place = next(number for number, member in enumerate(group) if member is trajectory)
-        others = [*group[place + 1 :], *group[:place]]
-        wrong = [t for t in others if t.scored and t.score is not None and t.score < self._solution_score]
+        other_members = [*group[place + 1 :], *group[:place]]
+        wrong = [t for t in other_members if t.scored and t.score is not None and t.score < self._solution_score]
         if self._solution(trajectory, group) is None:
             return []
         return [self._after(trajectory, other.text) for other in wrong[:count]]

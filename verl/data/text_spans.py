@@ -100,7 +100,10 @@ class TextTeacher(TeacherPrompt):
     def column(self, trajectory: Trajectory, reading: Trajectory, name: str) -> np.ndarray:
         """A column of log-probs of the teacher's tokens, for the policy's tokens, float32 [L]."""
         segment, (count, tokens, end) = trajectory.segments[0], self._tokens(trajectory)
-        theirs, mine = np.asarray(reading.column(name), np.float64), np.asarray(segment.old_log_probs, np.float64)
+        teacher_log_probs, mine = (
+            np.asarray(reading.column(name), np.float64),
+            np.asarray(segment.old_log_probs, np.float64),
+        )
         sides = ((self._policys, segment.response_ids[:count].tolist()), (self._own, tokens))
         try:
             spans = common_spans(*(token_bytes(tokenizer, ids) for tokenizer, ids in sides))
@@ -112,6 +115,6 @@ class TextTeacher(TeacherPrompt):
             spans.append((slice(count, count + 1), slice(len(tokens), len(tokens) + 1)))
         values = mine.copy()
         for policys, teachers in spans:
-            difference = theirs[teachers].sum() - mine[policys].sum()
+            difference = teacher_log_probs[teachers].sum() - mine[policys].sum()
             values[policys] += difference / (policys.stop - policys.start)
         return values.astype(np.float32)

@@ -65,12 +65,12 @@ async def compute_score(
     def score(shares: Sequence[float]) -> float:
         return min(1.0, max(0.0, sum(w * c for (_, w), c in zip(rows, shares, strict=True)) / most))
 
-    same = [a == b for one, two in combinations(verdicts, 2) for a, b in zip(one, two, strict=True)]
+    same = [a == b for first, second in combinations(verdicts, 2) for a, b in zip(first, second, strict=True)]
     agreement = sum(same) / len(same) if same else 1.0
     parts = {**dict(zip(judges, map(score, verdicts), strict=True)), "agreement": agreement}
     if agreement < min_agreement:
         return {"abstain": f"the judges' agreement is {agreement:.2f}, below {min_agreement:g}", **parts}
-    return {"score": score([sum(each) / len(verdicts) for each in zip(*verdicts, strict=True)]), **parts}
+    return {"score": score([sum(marks) / len(verdicts) for marks in zip(*verdicts, strict=True)]), **parts}
 
 
 def _criterion(row: Mapping[str, Any] | str) -> tuple[str, float]:

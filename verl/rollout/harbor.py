@@ -114,7 +114,7 @@ class TaskFolder:
         self.dockerfile = [(line.split()[0].upper(), line.partition(" ")[2].strip()) for line in lines]
         if not self.dockerfile and not self.image:
             raise UserError(f"{self.folder}: it has neither {file.relative_to(self.folder)} nor docker_image")
-        moved = [rest for word, rest in self.dockerfile if word == "WORKDIR"]
+        moved = [arguments for word, arguments in self.dockerfile if word == "WORKDIR"]
         self.workdir = workdir or (moved[-1] if moved else "")
 
     def refused_by_sandbox(self) -> str:
@@ -220,14 +220,14 @@ class Sandbox:
                 copy = shutil.copytree if host.is_dir() else shutil.copy
                 copy(host, root / "etc" / host.name)
         workdir = PurePosixPath("/")
-        for word, rest in self._task.dockerfile:
+        for word, arguments in self._task.dockerfile:
             if word == "WORKDIR":
-                workdir = workdir / rest
+                workdir = workdir / arguments
                 self._inside(workdir).mkdir(parents=True, exist_ok=True)
             elif word == "COPY":
-                self._copy([part for part in shlex.split(rest) if not part.startswith("--")], workdir)
+                self._copy([part for part in shlex.split(arguments) if not part.startswith("--")], workdir)
             elif word == "ENV":
-                pairs = shlex.split(rest) if "=" in rest.split()[0] else [rest.replace(" ", "=", 1)]
+                pairs = shlex.split(arguments) if "=" in arguments.split()[0] else [arguments.replace(" ", "=", 1)]
                 self._task.variables = dict(pair.split("=", 1) for pair in pairs) | self._task.variables
 
     def _inside(self, place: PurePosixPath) -> Path:

@@ -190,11 +190,11 @@ class _Connection:
 
     def _route(self, head: Head) -> tuple[Any, Handler, str]:
         """See `Server.find`."""
-        token, *found = self._server.find(head)
+        token, *route = self._server.find(head)
         self._server.connections.update({self._token: -1, token: 1})
         self._token = token
         self._check_limit()
-        session, handler, name = found
+        session, handler, name = route
         return session, handler, name
 
     def _check_limit(self) -> None:

@@ -82,7 +82,7 @@ class NemoGym:
             about = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "status": "completed"}
             self._output.append(about | {"content": [part]})
         answers: Messages = []
-        done = not calls
+        ended = not calls
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             text = self._post(name, arguments)
@@ -90,8 +90,8 @@ class NemoGym:
             self._output.append(about | {"type": "function_call", "arguments": json.dumps(arguments)})
             self._output.append({"type": "function_call_output", "call_id": call["id"], "output": text})
             answers.append({"role": "tool", "content": text, "name": name, "tool_call_id": call["id"]})
-            done = done or (self._ends and _says_done(text))
-        return StepResult(answers, done=done)
+            ended = ended or (self._ends and _says_done(text))
+        return StepResult(answers, done=ended)
 
     def final(self) -> StepResult:
         """What the server says of the whole episode. A sample that it masks is a failure of the environment."""

@@ -398,12 +398,12 @@ class Service:
         async def work() -> Result:
             sampler, prompt = self._samplers[source.shape], _prompt(body["prompt"])
             params = sampling_params(body["sampling_params"], self.base.max_length - len(prompt))
-            likely, asked = int(body.get("topk_prompt_logprobs") or 0), bool(body.get("prompt_logprobs"))
+            likely, with_prompt = int(body.get("topk_prompt_logprobs") or 0), bool(body.get("prompt_logprobs"))
             log_probs = top = None
-            if asked or likely:
+            if with_prompt or likely:
                 log_probs, top = _of_prompt(sampler, prompt, body.get("prompt_logprobs_last_n"), likely)
             sequences = await sampler.sample(prompt, params, count, int(body.get("topk_sample_logprobs") or 0))
-            return sample_response(sequences, log_probs if asked else None, top)
+            return sample_response(sequences, log_probs if with_prompt else None, top)
 
         job = Job(f"{name}:{number}", work, (source.shape, source.place), lambda: self._use(source))
         job.about["sample_sequence_ids"] = [f"{job.id}:{n}" for n in range(count)]

@@ -81,8 +81,8 @@ class Work:
                 ready.append(lane.waiting.pop(lane.next))
                 lane.next += 1
         self._jobs[job.id] = job
-        for each in ready:
-            self._worker.call_soon_threadsafe(self._queue.put_nowait, each)
+        for ready_job in ready:
+            self._worker.call_soon_threadsafe(self._queue.put_nowait, ready_job)
         return job
 
     async def fetch(self, name: str, patience: float) -> Result | None:
@@ -150,10 +150,10 @@ class Work:
         except asyncio.CancelledError:
             result = {"error": "the request was cancelled", "category": "user"}
         except Exception as error:
-            ours = not isinstance(error, _USER)
-            if ours:
+            is_server_error = not isinstance(error, _USER)
+            if is_server_error:
                 traceback.print_exc()
-            result = {"error": f"{type(error).__name__}: {error}", "category": "server" if ours else "user"}
+            result = {"error": f"{type(error).__name__}: {error}", "category": "server" if is_server_error else "user"}
         self._loop.call_soon_threadsafe(self._finish, job, result)
 
     def _cancel(self, job: Job) -> None:

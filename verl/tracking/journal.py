@@ -68,7 +68,7 @@ def write(path: Path, batch: Batch, about: Mapping[str, Any]) -> None:
     rows = [*batch, *{id(t.baseline): t.baseline for t in batch if t.baseline is not None}.values()]
     first = len(batch)
     prompts: set[str] = set()
-    written: set[Media] = set()
+    stored: set[Media] = set()
     pixels: list[np.ndarray | None] = []
     segments: list[Segment] = []
     texts: list[str] = []
@@ -82,8 +82,8 @@ def write(path: Path, batch: Batch, about: Mapping[str, Any]) -> None:
                     note["prompt"] = {"ids": t.prompt.ids} | {name: getattr(t.prompt, name) for name in _PROMPT}
                     note["prompt"]["media"] = _keys(t.prompt.media)
                     prompts.add(t.uid)
-            fresh = [] if segment.media is None else [m for m in segment.media.leaves if m not in written]
-            written.update(fresh)
+            fresh = [] if segment.media is None else [m for m in segment.media.leaves if m not in stored]
+            stored.update(fresh)
             note["media"], note["images"] = _keys(segment.media), [_image_note(leaf) for leaf in fresh]
             arrays = [_pixels(leaf).reshape(-1).view(np.uint32) for leaf in fresh]
             pixels.append(np.concatenate(arrays) if arrays else None)
@@ -99,7 +99,7 @@ def write(path: Path, batch: Batch, about: Mapping[str, Any]) -> None:
             table[name] = _lists([segment.columns.get(name) for segment in segments])
         if any(name in segment.context_columns for segment in segments):
             table[_CONTEXT + name] = _lists([segment.context_columns.get(name) for segment in segments])
-    if written:
+    if stored:
         table[_PIXELS] = _lists(pixels)
     metadata = {"verl": json.dumps(about, default=_plain)}
     arrow = pa.table({**table, _ABOUT: texts}).replace_schema_metadata(metadata)

@@ -213,13 +213,13 @@ def set_texts(config: Config, roles: Mapping[str, Role], tokenizer: Any) -> None
             role.prompt = WithoutImages(tokens, key)
             continue
         least = 1.0 if teacher.get("solution_score") is None else float(teacher["solution_score"])
-        told = (teacher.get("prompt") or "{prompt}", f"{key}.prompt")
+        template = (teacher.get("prompt") or "{prompt}", f"{key}.prompt")
         if teacher.get("own_tokenizer"):
             trusted = config.actor_rollout_ref.model.trust_remote_code
             its = load_tokenizer(teacher["model_path"], trust_remote_code=trusted)
-            role.prompt = TextTeacher(*told, ChatRenderer(its, kwargs), least, tokenizer)
+            role.prompt = TextTeacher(*template, ChatRenderer(its, kwargs), least, tokenizer)
         elif teacher.get("prompt"):
-            role.prompt = TeacherPrompt(*told, ChatRenderer(tokenizer, kwargs), least)
+            role.prompt = TeacherPrompt(*template, ChatRenderer(tokenizer, kwargs), least)
 
 
 def check_reward(rewards: RewardRunner, train: PromptDataset, loop: Loop, rows: int = 8) -> None:

@@ -47,9 +47,9 @@ class TurnEnds:
             file = Path(path).expanduser() / name
             ids = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
             ends.update(ids if isinstance(ids, list) else [ids])
-        said = [("user", "Hi"), ("assistant", "@end@"), ("user", "@more@")]
+        messages = [("user", "Hi"), ("assistant", "@end@"), ("user", "@more@")]
         try:
-            turns = [{"role": role, "content": content} for role, content in said]
+            turns = [{"role": role, "content": content} for role, content in messages]
             after = tokenizer.apply_chat_template(turns, tokenize=False).partition("@end@")[2].lstrip()
         except Exception:  # a template of any kind: one that takes other messages says nothing here
             after = ""
@@ -57,8 +57,8 @@ class TurnEnds:
         end = next((text for text in special if after.startswith(text)), None)
         if end is None:
             return cls(tuple(sorted(ends - {None})))
-        rest = after.removeprefix(end)
-        separator = rest[: len(rest) - len(rest.lstrip())]
+        remainder = after.removeprefix(end)
+        separator = remainder[: len(remainder) - len(remainder.lstrip())]
         return cls(tuple(sorted({*ends, special[end]} - {None})), special[end], separator)
 
     def passed(self, segment: Segment) -> int | None:
@@ -159,8 +159,8 @@ class StepChecks:
         noted = [(t, *t.extra["scored"]) for t in batch if "scored" in t.extra]
         if failed := sum(bool(failure) and t.score is not None for t, _, failure in noted):
             yield f"reward: {failed} of {len(noted)} responses have a score, and their reward failed"
-        if others := sum(text is not None and text != text_digest(t.text) for t, text, _ in noted):
-            yield f"scores: {others} of {len(noted)} scores are those of other responses"
+        if changed := sum(text is not None and text != text_digest(t.text) for t, text, _ in noted):
+            yield f"scores: {changed} of {len(noted)} scores are those of other responses"
 
     def _of_advantages(self, batch: Batch) -> Iterator[str]:
         algorithm = self._config.algorithm

@@ -253,15 +253,15 @@ class SyncProbe:
             ]
             return [name for half in halves for name in failing(half)]
 
-        said = []
+        parts = []
         for label, key in (("", _kind_of), ("layers ", _number_of)):
             groups: dict[str, list[str]] = {}
             for name in layers:
                 groups.setdefault(key(name), []).append(name)
             wrong = failing(groups)
             everywhere = label and len(wrong) == len(groups)
-            said.append(f"all {label}".strip() if everywhere else label + ", ".join(wrong) if wrong else "")
-        return " of ".join(part for part in said if part) or "layers that cannot be told apart"
+            parts.append(f"all {label}".strip() if everywhere else label + ", ".join(wrong) if wrong else "")
+        return " of ".join(part for part in parts if part) or "layers that cannot be told apart"
 
     def _worst(self, now: list[np.ndarray]) -> tuple[int, Moves]:
         """The number and the moves of the engine that follows least, of all of the sampler's."""
@@ -323,9 +323,9 @@ class SyncProbe:
             row.drawn, row.sampler = drawn, log_probs
         rows = [row for row in rows if len(row.drawn)]
         self._parts.colocation.to_training()
-        ours = self._score(rows)
+        trainer = self._score(rows)
         self._parts.colocation.to_sampling()
-        apart = [np.abs(values - row.sampler) for values, row in zip(ours, rows, strict=True)]
+        apart = [np.abs(values - row.sampler) for values, row in zip(trainer, rows, strict=True)]
         return bool(apart) and float(np.median(np.concatenate(apart))) < CERTAIN * self._bounds.noise[0]
 
     def _score(self, rows: Sequence[ProbeRow] | None = None) -> list[np.ndarray]:
@@ -354,8 +354,8 @@ class SyncProbe:
             return await engine.generate(row.ids, sampling, request_id=name, group=name, media=row.media)
 
         async def together() -> list[Completion | BaseException]:
-            asked = [ask(number, engine, row) for number, engine in enumerate(sampler.engines) for row in rows]
-            return await asyncio.gather(*asked, return_exceptions=True)
+            calls = [ask(number, engine, row) for number, engine in enumerate(sampler.engines) for row in rows]
+            return await asyncio.gather(*calls, return_exceptions=True)
 
         results = self._parts.loop.run(together())
         if not self._ahead:

@@ -133,8 +133,8 @@ def unseen_tokens(config: Config, teacher: Any) -> list[int]:
 
     model, path = config.actor_rollout_ref.model, teacher.get("model_path")
     policy = load_config(model.path, model)
-    seen = path is None or not sees_images(policy) or sees_images(load_config(path, _frozen(model)))
-    return [] if seen else special_token_ids(policy)
+    visible = path is None or not sees_images(policy) or sees_images(load_config(path, _frozen(model)))
+    return [] if visible else special_token_ids(policy)
 
 
 def _vocabulary(path: str | None, model_cfg: Mapping[str, Any]) -> int:

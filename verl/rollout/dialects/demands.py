@@ -101,8 +101,8 @@ def _thought(setup: LoopSetup) -> str:
     vocabulary = setup.tokenizer.get_vocab()
     if "<think>" not in vocabulary or "</think>" not in vocabulary:
         return ""
-    rest = "THOUGHT </think> SPACE"
-    return rest if setup.boundaries.opens_thinking else f"(<think> {rest})?"
+    thought = "THOUGHT </think> SPACE"
+    return thought if setup.boundaries.opens_thinking else f"(<think> {thought})?"
 
 
 def _mark(setup: LoopSetup, mark: str) -> str:

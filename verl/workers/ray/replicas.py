@@ -390,7 +390,7 @@ class ReplicaPool(RolloutEngine):
         """End the requests of these replicas, from another thread than that of the event loop. SamplerLost for one that
         does not end them."""
         end, again = time.monotonic() + _CALL_S, 0.0
-        while pending := {name: waiting for guest in guests for name, waiting in list(guest.requests.items())}:
+        while pending := {name: entry for guest in guests for name, entry in list(guest.requests.items())}:
             loop = next(iter(pending.values())).future.get_loop()
             if not loop.is_running():  # nobody waits for them now
                 return

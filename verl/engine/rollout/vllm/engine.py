@@ -198,11 +198,11 @@ class VLLMEngine(HostedEngine):
         arguments = request_arguments(sampling, room=room, end_ids=self._eos, forbidden=forbidden)
         try:
             output = None if live.aborted else await self._final_output(live, arguments)
-            done = completion(live, output, self._routed)
+            finished = completion(live, output, self._routed)
             if sampling.grammar:
                 size = self._engine.model_config.get_vocab_size()
-                done.sampling_mask = self._grammars.sets(sampling.grammar, (), done.token_ids.tolist(), size)
-            return done
+                finished.sampling_mask = self._grammars.sets(sampling.grammar, (), finished.token_ids.tolist(), size)
+            return finished
         except Exception as error:
             if not self._engine.errored:
                 raise

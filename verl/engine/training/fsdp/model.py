@@ -151,8 +151,8 @@ def _predict_further(module: PreTrainedModel, settings: ModelSettings) -> torch.
     if settings.lora is not None:
         raise UserError("model.mtp.enable=True with model.lora_rank is not here; unset one")
     layer, trains = mtp.attach(module, settings.path), bool(setting(settings.model_cfg, "mtp.enable_train", False))
-    wanted = {name: tensor for name, tensor in module.state_dict().items() if name.startswith(f"{mtp.NAME}.")}
-    if missing := FileSource(model_folder(settings.path or ""), module).missing(wanted):
+    layers = {name: tensor for name, tensor in module.state_dict().items() if name.startswith(f"{mtp.NAME}.")}
+    if missing := FileSource(model_folder(settings.path or ""), module).missing(layers):
         raise UserError(
             f"model.mtp.enable=True: the files of model.path={settings.path} lack {missing[0]}; set it to False"
         )

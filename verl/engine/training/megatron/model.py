@@ -47,10 +47,10 @@ class MegatronModel:
     def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors under Hugging Face names on every rank, the adapter merged. Collective."""
         if self.adapter is not None:
-            named = self.adapter.merged()
+            tensors = self.adapter.merged()
         else:
-            named = bridges.export(self.bridge, [unwrap_model(chunk) for chunk in self.chunks])
-        return vision.stored(self.outline, named) if self.bridge.sees else named
+            tensors = bridges.export(self.bridge, [unwrap_model(chunk) for chunk in self.chunks])
+        return vision.stored(self.outline, tensors) if self.bridge.sees else tensors
 
     @property
     def barred(self) -> list[int]:
