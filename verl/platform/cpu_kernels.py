@@ -84,8 +84,9 @@ def _built(compiler: str) -> Path:
 
 def _call(name: str, *arguments: Any) -> None:
     """A kernel with tensors as pointers, then the number of threads; an event for a profiler."""
-    watched = torch.autograd._profiler_enabled()
-    with torch.profiler.record_function(f"verl::{name}") if watched else nullcontext():
+    watched: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined, unused-ignore]
+    event: Any = torch.profiler.record_function(f"verl::{name}") if watched else nullcontext()
+    with event:
         getattr(_state("auto").library, name)(*map(_argument, arguments), ctypes.c_int(torch.get_num_threads()))
 
 
@@ -96,7 +97,8 @@ def _argument(value: Any) -> Any:
         return ctypes.c_void_p()
     if isinstance(value, torch.dtype):
         return ctypes.c_int(_KINDS[value])
-    return {int: ctypes.c_int64, float: ctypes.c_float, bool: ctypes.c_int}[type(value)](value)
+    kinds: Any = {int: ctypes.c_int64, float: ctypes.c_float, bool: ctypes.c_int}
+    return kinds[type(value)](value)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
