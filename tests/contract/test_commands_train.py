@@ -210,12 +210,8 @@ def test_vision_commands_train(script, arch, fork_server, seeing_home, tmp_path)
     out = tmp_path / "out"
     more = [f"actor_rollout_ref.model.path={seeing_home}/{arch}", "trainer.total_training_steps=1"]
     more += ["data.max_prompt_length=1024", "data.train_max_samples=10"]
-    more += ["trainer.device=npu"] if "npu" in script else []
     words = arguments(script, [*shrink(seeing_home, out, script), *more], seeing_home, tmp_path)
-    if "npu" in script:
-        run = fork_server.run(words[1:], module="tests.pretend_npu", cwd=tmp_path, HOME=str(seeing_home))
-    else:
-        run = start(fork_server, words, seeing_home, tmp_path)
+    run = start(fork_server, words, seeing_home, tmp_path)
     assert run.status == 0, run.stderr[-3000:]
     assert "images are seen: blanked" in run.stdout + run.stderr
     step = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
