@@ -62,20 +62,6 @@ def test_it_sees_what_the_fsdp_engine_sees(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.long
-def test_adapters_of_the_language_model(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    path = tiny_vision_model(tmp_path / "model", "qwen3_vl")
-    lora = {"lora_rank": 4, "target_modules": "all-linear", "exclude_modules": ".*visual.*"}
-    local = cases.adapt(path, "fsdp", {}, lora, tmp_path / "fsdp")
-    for rank in ranks.run(cases.adapt, 2, path, "megatron", _TP, lora, tmp_path / "megatron", timeout=120.0):
-        assert rank["resumed"] and cases.identical(rank["adapter"], local["adapter"])
-        assert rank["norms"] == pytest.approx(local["norms"], rel=1e-5)
-        assert rank["weights"].keys() == local["weights"].keys()
-        for weight, expected in local["weights"].items():
-            torch.testing.assert_close(rank["weights"][weight], expected, rtol=0, atol=1e-5, msg=weight)
-
-
-@pytest.mark.long
 def test_a_frozen_tower_stays(tmp_path: Path) -> None:
     path = tiny_vision_model(tmp_path / "model", "qwen3_vl")
     (seen,) = ranks.run(see_frozen, 1, path, tmp_path / "state", timeout=120.0)
