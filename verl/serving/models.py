@@ -254,20 +254,20 @@ class Sampler:
             tokenizer=base.tokenizer,
         )
         self._numbers = itertools.count(1)
-        self.place: Path | None = None
+        self._holds: tuple[Path, int | None] | None = None
 
-    def use(self, place: Path | None) -> None:
-        """From now on the adapter of the checkpoint in `place`. WeightSyncError if the sampler then has another."""
+    def use(self, place: Path | None, stamp: int | None) -> None:
+        """From now on the adapter of the checkpoint in `place`, None for the base, whose sampler has no other; stamp:
+        which of those that were saved there. WeightSyncError if the sampler then has another."""
         self._native.wake()
-        if place == self.place:
+        if place is None or self._holds == (place, stamp):
             return
-        assert place is not None, "the base has a sampler of its own"
         folder = newest_of(place, str(place)).part("actor") / ADAPTER_FOLDER
         tensors = read_tensors(folder, PlainView(self._module).adapter_state())
-        self.place = None  # what it has is unknown until the load has succeeded
+        self._holds = None  # what it has is unknown until the load has succeeded
         received = self._native.load_weights(tensors.items(), next(self._numbers), verify=FULL)
         compare(checksums(tensors.items()), received)
-        self.place = place
+        self._holds = place, stamp
 
     def rest(self) -> None:
         """Give the memory of keys, values and packed weights back."""

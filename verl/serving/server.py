@@ -49,7 +49,6 @@ _ROUTES: dict[str, Callable[[Service, dict[str, Any]], Any]] = {
     "POST telemetry": lambda service, body: {"status": "accepted"},  # and forgotten
     "POST create_session": Service.create_session,
     "POST session_heartbeat": Service.heartbeat,
-    "GET sessions/ID": Service.get_session,
     "POST sessions/ID/finish": Service.finish,
     "POST retrieve_future": _retrieve,
     "POST cancel_future": Service.cancel,

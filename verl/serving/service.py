@@ -24,6 +24,7 @@ import numpy as np
 import yaml
 
 from verl.checkpoint import open_checkpoint
+from verl.checkpoint.manifest import NAME as MANIFEST
 from verl.checkpoint.read import newest_sealed
 from verl.data.files import notice
 from verl.engine.rollout.base import SamplingParams
@@ -47,7 +48,6 @@ Body = dict[str, Any]
 class Session:
     """One client program; seen: when it was heard of."""
 
-    metadata: Body | None
     seen: float = field(default_factory=time.monotonic)
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Service:
     def create_session(self, body: Body) -> Result:
         """A new session."""
         name = secrets.token_hex(8)
-        self.sessions[name] = Session(body.get("user_metadata"))
+        self.sessions[name] = Session()
         return {"type": "create_session", "session_id": name}
 
     def session(self, name: str) -> Session:
@@ -123,12 +123,6 @@ class Service:
         """The session's program lives."""
         self.session(body["session_id"])
         return {"type": "session_heartbeat"}
-
-    def get_session(self, body: Body) -> Result:
-        """What a session has."""
-        session = self.session(body["id"])
-        lists = {"training_run_ids": session.models, "sampler_ids": session.samplers}
-        return lists | {"user_metadata": session.metadata}
 
     def finish(self, body: Body) -> Result:
         """The session's program says that it is done."""
@@ -325,10 +319,7 @@ class Service:
         run, kind, name = [*path.removeprefix("tinker://").split("/"), "", ""][:3]
         if kind not in ("weights", "sampler_weights") or not _NAME.fullmatch(name):
             raise NotFound(f"{path!r} is no path like tinker://RUN/weights/NAME")
-        place = self.folder(run) / kind / name
-        if newest_sealed(place) is None:
-            raise NotFound(f"{path} is not here")
-        return place
+        return _sealed(self.folder(run) / kind / name).parent
 
     def weights_info(self, body: Body) -> Result:
         """What a checkpoint is of."""
@@ -405,20 +396,21 @@ class Service:
             sequences = await sampler.sample(prompt, params, count, int(body.get("topk_sample_logprobs") or 0))
             return sample_response(sequences, log_probs if with_prompt else None, top)
 
-        job = Job(f"{name}:{number}", work, (source.shape, source.place), lambda: self._use(source))
+        # A checkpoint may be saved anew under its name: requests from then on sample with that.
+        stamp = (_sealed(source.place) / MANIFEST).stat().st_mtime_ns if source.place else None
+        shares = (source.shape, source.place, stamp)
+        job = Job(f"{name}:{number}", work, shares, lambda: self._use(*shares))
         job.about["sample_sequence_ids"] = [f"{job.id}:{n}" for n in range(count)]
         return self.work.submit(job)
 
     # -- on the worker's thread
 
-    def _use(self, source: Sampling) -> None:
-        if (sampler := self._samplers.get(source.shape)) is None:
+    def _use(self, shape: LoraShape | None, place: Path | None, stamp: int | None) -> None:
+        if self._awake is None or self._awake is not self._samplers.get(shape):
             self._rest(always=True)
-            sampler = self._samplers[source.shape] = self.base.sampler(source.shape)
-        if self._awake is not sampler:
-            self._rest(always=True)
-            self._awake = sampler
-        sampler.use(source.place)
+            self._awake = self._samplers.get(shape) or self.base.sampler(shape)
+            self._samplers[shape] = self._awake
+        self._awake.use(place, stamp)
 
     def _rest(self, *, always: bool = False) -> None:
         """Others want the sampler's memory; where it is the host's it is kept, for new pages cost more."""
@@ -427,11 +419,16 @@ class Service:
             self._awake = None
 
 
+def _sealed(place: Path) -> Path:
+    """The sealed checkpoint in a folder. NotFound where there is none."""
+    if (path := newest_sealed(place)) is None:
+        raise NotFound(f"no checkpoint in {place}")
+    return path
+
+
 def shape_at(place: Path) -> LoraShape:
     """The shape of the adapter in a checkpoint's folder."""
-    path = newest_sealed(place)
-    assert path is not None
-    return shape_of(open_checkpoint(path, hashes=False))
+    return shape_of(open_checkpoint(_sealed(place), hashes=False))
 
 
 def _time(seconds: float) -> str:

@@ -322,6 +322,12 @@ def test_sampling_is_of_the_snapshot(client: Client, base: Base) -> None:
     named = run.sampler(1, path)
     again = sampled(client, named, 0, IDS[:6], {"max_tokens": 8, "seed": 5, "stop": []}, num_samples=3)
     assert [entry.tokens for entry in again.sequences] == [entry.tokens for entry in answer.sequences]
+    state = run.ask("save_weights", path="state")["path"]
+    saved = run.sampler(3, state)
+    before = sampled(client, saved, 0, IDS[:6], {"max_tokens": 1}, prompt_logprobs=True).prompt_logprobs
+    run.step(learning_rate=0.05)
+    run.ask("save_weights", path="state", overwrite=True)
+    assert sampled(client, saved, 1, IDS[:6], {"max_tokens": 1}, prompt_logprobs=True).prompt_logprobs != before
     newer = sampled(
         client, run.sampler(2), 0, IDS[:6], {"max_tokens": 1}, prompt_logprobs=True, prompt_logprobs_last_n=2
     )
