@@ -41,7 +41,7 @@ def compares_both_sets(config: Any) -> bool:
 
 
 def joined_sets(
-    ids: np.ndarray, log_probs: np.ndarray, other_ids: np.ndarray, other_log_probs: np.ndarray, symmetric: bool
+    ids: np.ndarray, log_probs: np.ndarray, other_ids: np.ndarray, other_log_probs: np.ndarray, *, symmetric: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """The policy's k most likely tokens of each position, then the teacher's, [L, 2k] each: ids, and the teacher's
     log-probs, −inf for what is not to be compared: a token's second place, or with `symmetric` a token of both."""

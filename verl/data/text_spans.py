@@ -52,7 +52,7 @@ def common_spans(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[
         raise ValueError("the two do not begin with the same text")
     ends = [np.cumsum([len(piece) for piece in pieces] or [0]) for pieces in (first, second)]
     spans, starts = list[tuple[slice, slice]](), [0, 0]
-    for end in np.intersect1d(*ends).tolist():
+    for end in np.intersect1d(ends[0], ends[1]).tolist():
         if 0 < end <= common:
             stops = [int(np.searchsorted(side, end, "right")) for side in ends]
             spans.append((slice(starts[0], stops[0]), slice(starts[1], stops[1])))

@@ -125,19 +125,22 @@ class Teacher(Role):
     ) -> None:
         """A pass over what it reads in place of each response; of several the log of the mean probability."""
         super().forward(Batch(row for _, rows in readings for row in rows), phase, outputs)
+        assert self.prompt is not None
         for trajectory, rows in readings:
             for column in outputs.values() if rows else ():
                 values = [self.prompt.column(trajectory, row, column) for row in rows]
-                merged = values[0] if len(rows) == 1 else np.logaddexp.reduce(values) - np.log(np.float32(len(rows)))
-                trajectory.put(column, merged)
+                if len(rows) > 1:
+                    mean = np.logaddexp.reduce(np.array(values, np.float32)) - np.log(np.float32(len(rows)))
+                    trajectory.put(column, mean)
+                else:
+                    trajectory.put(column, values[0])
 
     def _join_sets(self, chosen: Iterable[Trajectory], batch: Batch) -> None:
         """The policy's most likely tokens and the teacher's become one set (`joined_sets`)."""
         names = ("teacher_topk_ids", "teacher_topk_log_probs", "teacher_other_ids", "teacher_other_log_probs")
         for segment in segments_of(chosen):
-            ids, log_probs = joined_sets(
-                *(getattr(segment, name) for name in names), symmetric=self._loss.token_set == "difference"
-            )
+            values = [getattr(segment, name) for name in names]
+            ids, log_probs = joined_sets(*values, symmetric=self._loss.token_set == "difference")
             segment.put(names[0], ids)
             segment.put(names[1], log_probs)
             for name in names[2:]:

@@ -155,7 +155,7 @@ def test_the_tokens_of_either_or_of_one_alone_are_compared_once(symmetric: bool)
     ids, others = (np.array([rng.permutation(7)[:K] for _ in range(20)]) for _ in range(2))
     of_token = -rng.exponential(1, (20, 7))  # the teacher's log-probs of the whole vocabulary
     joined, log_probs = joined_sets(
-        ids, np.take_along_axis(of_token, ids, 1), others, np.take_along_axis(of_token, others, 1), symmetric
+        ids, np.take_along_axis(of_token, ids, 1), others, np.take_along_axis(of_token, others, 1), symmetric=symmetric
     )
     for t in range(20):
         mine, theirs = set(ids[t].tolist()), set(others[t].tolist())
