@@ -89,7 +89,8 @@ class KimiVLImageProcessor(BaseImageProcessor):
             image = image.resize((width, height), Resampling.BICUBIC)
         left, top = (0, 0) if self.pad_input else (round((width - columns) / 2), round((height - rows) / 2))
         pixels = np.asarray(image.crop((left, top, left + columns, top + rows)), np.float32) / 255  # black beyond it
-        pixels = (pixels - np.float32(self.image_mean)) / np.float32(self.image_std)
+        mean, deviation = (np.asarray(values, np.float32) for values in (self.image_mean, self.image_std))
+        pixels = (pixels - mean) / deviation
         side = self.patch_size
         grid = rows // side, columns // side
         parts = pixels.reshape(grid[0], side, grid[1], side, 3).transpose(0, 2, 4, 1, 3)

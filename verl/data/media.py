@@ -354,6 +354,7 @@ def load_processor(
         return None
     kind = config.get("model_type", "unknown")
     name = PROCESSOR_MAPPING_NAMES.get(kind)
+    processor_class: Any
     try:
         if kind == "kimi_vl":
             from verl.data import kimi_images

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,23 @@ def _after(context: np.ndarray, segment: Segment) -> Segment:
     return Segment(context, **columns)
 
 
-class WithoutImages:
+class Reading(ABC):
+    """What a teacher reads in place of a response."""
+
+    @abstractmethod
+    def __call__(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> Trajectory:
+        """The same response as the teacher reads it. group: the responses to its prompt."""
+
+    def contrasts(self, trajectory: Trajectory, group: Sequence[Trajectory], count: int) -> list[Trajectory]:
+        """At most `count` other readings of the response, with which the first is compared."""
+        return []
+
+    def column(self, trajectory: Trajectory, reading: Trajectory, name: str) -> np.ndarray | None:
+        """A column of what was read, for the response's own tokens."""
+        return reading.column(name)
+
+
+class WithoutImages(Reading):
     """The policy's prompt without the tokens of images, for a teacher that is a text model. tokens: those that stand for
     images or mark where they begin and end."""
 
@@ -44,7 +61,7 @@ class WithoutImages:
         return Trajectory(prompt, trajectory.index, segments=segments)
 
 
-class TeacherPrompt:
+class TeacherPrompt(Reading):
     """`template` stands in the place of a prompt's last user message. In it `{prompt}` is that message, and any other
     name is the ground truth, a field of extra_info, a column of the row, or what the reward function returned; with
     `{solution}`, the best other response to the prompt of at least `solution_score`, a response without one keeps the
@@ -71,10 +88,6 @@ class TeacherPrompt:
         if self._solution(trajectory, group) is None:
             return []
         return [self._after(trajectory, other.text) for other in wrong[:count]]
-
-    def column(self, trajectory: Trajectory, reading: Trajectory, name: str) -> np.ndarray | None:
-        """A column of what was read, for the response's own tokens."""
-        return reading.column(name)
 
     def _after(self, trajectory: Trajectory, solution: str | None) -> Trajectory:
         """The response after the teacher's prompt with a solution."""

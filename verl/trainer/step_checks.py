@@ -100,7 +100,7 @@ class StepChecks:
         self._knows_gradient &= not actor.use_kl_loss or actor.kl_loss_type in ("low_var_kl", "k3")
         self._tokenizer = parts.tracking.tokenizer
         ends = self._tokenizer is not None and not config.actor_rollout_ref.rollout.ignore_eos
-        self._turns = TurnEnds.of(model.path, self._tokenizer) if ends else None
+        self._turns = TurnEnds.of(str(model.path), self._tokenizer) if ends else None
         self._still, self._updated = 0, False
 
     def after_step(
@@ -140,17 +140,19 @@ class StepChecks:
         yield from self._of_turns(written)
 
     def _of_turns(self, segments: list[Segment]) -> Iterator[str]:
-        for s in segments if self._turns is not None else ():
-            if (token := self._turns.passed(s)) is not None:
+        ends = self._turns
+        for s in segments if ends is not None else ():
+            assert ends is not None
+            if (token := ends.passed(s)) is not None:
                 yield (
                     f"end: response {s.index} of {s.uid} goes on after token {token}, with which the model ends a turn: the "
                     f"sampler does not know it as an end (rollout.stop_token_ids=[{token}] says so)"
                 )
                 return
-            if (text := self._turns.joined(s, self._tokenizer)) is not None:
+            if (text := ends.joined(s, self._tokenizer)) is not None:
                 yield (
                     f"turns: in response {s.index} of {s.uid} {text!r} follows the end of a turn, where the chat template "
-                    f"writes {self._turns.separator!r}: the model sees dialogues that its template does not make"
+                    f"writes {ends.separator!r}: the model sees dialogues that its template does not make"
                 )
                 return
 

@@ -132,7 +132,7 @@ def unseen_tokens(config: Config, teacher: Any) -> list[int]:
     from verl.models.pretrained import load_config
 
     model, path = config.actor_rollout_ref.model, teacher.get("model_path")
-    policy = load_config(model.path, model)
+    policy = load_config(str(model.path), model)
     visible = path is None or not sees_images(policy) or sees_images(load_config(path, _frozen(model)))
     return [] if visible else special_token_ids(policy)
 

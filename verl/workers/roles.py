@@ -18,7 +18,7 @@ from verl.algorithms.flat_tokens import trajectory_tokens
 from verl.algorithms.needs import teacher_columns, teacher_roles
 from verl.config import Config
 from verl.config.schema.actor import ActorConfig, CriticConfig
-from verl.data.teacher_prompt import TeacherPrompt
+from verl.data.teacher_prompt import Reading
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training.base import TrainStepResult
 from verl.errors import UserError
@@ -97,7 +97,7 @@ class Teacher(Role):
         self._cfg = teacher_roles(config)[name]
         self.rate: float | None = self._cfg.get("update_rate")
         self.moves = self.rate is not None
-        self.prompt: TeacherPrompt | None = None
+        self.prompt: Reading | None = None
 
     def forward(self, batch: Batch, phase: str, outputs: Mapping[str, str]) -> None:
         """See `Role.forward`; a teacher that follows the policy moves before. UserError for a prompt without a

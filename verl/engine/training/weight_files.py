@@ -250,9 +250,11 @@ def _copy_further_layers(module: PreTrainedModel, directory: Path, source: Path)
         return
 
     def current(name: str) -> torch.Tensor:
-        ends = {"shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight")}  # the latter of a tied head
-        ends["embed_tokens.weight"] = ("embed_tokens.weight",)
-        shared = next((mains for end, mains in ends.items() if name.endswith(end)), ())
+        ends = {  # the second of a tied head
+            "shared_head.head.weight": ["lm_head.weight", "embed_tokens.weight"],
+            "embed_tokens.weight": ["embed_tokens.weight"],
+        }
+        shared = next((mains for end, mains in ends.items() if name.endswith(end)), [])
         of_main = (
             key for end in shared for key in saved.names() if key.endswith(end) and not mtp.is_extra(key, layers)
         )
