@@ -98,6 +98,8 @@ class StepChecks:
         self._counts = simple and not config.trainer.max_staleness and config.trainer.weight_sync_every == 1
         self._knows_gradient = self._knows_loss and not actor.entropy_coeff and not actor.observation_loss_coef
         self._knows_gradient &= not actor.use_kl_loss or actor.kl_loss_type in ("low_var_kl", "k3")
+        further = actor.demonstrations.column or (model.mtp.enable and model.mtp.enable_train)  # losses of their own
+        self._knows_gradient &= not further
         self._tokenizer = parts.tracking.tokenizer
         ends = self._tokenizer is not None and not config.actor_rollout_ref.rollout.ignore_eos
         self._turns = TurnEnds.of(str(model.path), self._tokenizer) if ends else None

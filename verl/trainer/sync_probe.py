@@ -361,7 +361,7 @@ class SyncProbe:
         if not self._ahead:
             sampler.stats()  # what the probe took is no part of the next step's
         drawn = [(r.token_ids, r.log_probs) if isinstance(r, Completion) else (_NONE, _NONE) for r in results]
-        return [drawn[start : start + len(rows)] for start in range(0, len(drawn), len(rows))]
+        return [drawn[number * len(rows) :][: len(rows)] for number in range(len(sampler.engines))]
 
 
 def _applied(moves: Moves) -> bool:

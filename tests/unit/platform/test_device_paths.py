@@ -72,7 +72,7 @@ def test_a_sampler_of_another_process_finds_the_memory_that_the_trainer_does_not
 def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expected: list[str]) -> None:
     from verl.workers.training_worker import Worker
 
-    rollout = SimpleNamespace(nnodes=own_pool, name="native", temperature=1.0)
+    rollout = SimpleNamespace(nnodes=own_pool, name="native", temperature=1.0, trainer_memory_utilization=0.0)
     model = SimpleNamespace(path="", lora_rank=0, lora_adapter_path=None)
     host: Any = object.__new__(Worker)
     host.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model))

@@ -60,6 +60,7 @@ class Quiet:
         self.run_dir = run_dir
         self.records: dict[int, dict[str, Any]] = {}
         self.positions: dict[int, dict[str, Any]] = {}
+        self.tokenizer = None
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         self.records[step] = metrics

@@ -363,7 +363,7 @@ def test_a_journal_gives_back_what_it_was_given_and_keeps_the_newest_steps(tmp_p
     dumper.close()
     assert list(steps(tmp_path)) == [10]
     batch, about = read(tmp_path / "10.parquet", computed=True)
-    assert about == {"step": 10, "threads": 1, "images": 0}
+    assert about == {"step": 10, "threads": 1}
     for old, new in zip([*trajectories, baseline], [*batch, batch[0].baseline], strict=True):
         assert (new.uid, new.index, new.score, new.text, new.fields) == (
             old.uid,
