@@ -49,7 +49,7 @@ def update(actor: Any, found: list[list[Any]]) -> None:
     assert not actor.step(given, simple_loss(sum(r.length for r in given)), temperature=1.0).refused
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["qwen3", *(pytest.param(a, marks=pytest.mark.long) for a in ARCHITECTURES[1:])])
 def test_a_sampler_on_the_very_tensors_agrees(tmp_path: Path, arch: str) -> None:
     actor = engine(str(tiny_model(tmp_path / "m", arch, scale=6.0)))
     sampler = NativeEngine(actor.module, **LIMITS)

@@ -145,7 +145,7 @@ def test_figures_of_a_card_reach_the_page_and_those_of_a_processor_do_not(tmp_pa
     assert "No figures of: gpu_tests.json" in text and "Nothing has run" not in text and "## `perf/mfu" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_profiles_of_decode_steps_and_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_profile, "WARM", 4)
     monkeypatch.setattr(gpu_profile, "STEPS", 3)
