@@ -127,25 +127,14 @@ class FSDPEngine(ScheduledEngine):
         self.dp_rank, self.dp_size = self.layout.rank // together, self.layout.size // together
         streams = bool(setting(fsdp, "offload_policy", False)) or (placement.param_offload and not idles)
         settings = ModelSettings(
-            model_path,
-            model_cfg,
-            fsdp,
-            head,
-            self.device,
-            self.compute_dtype,
-            trainable,
-            seed,
-            longest,
-            streams=streams,
+            model_path, model_cfg, fsdp, head, self.device, self.compute_dtype, trainable, seed, longest, streams=streams,
             freezes_vision=bool(setting(role_cfg, "freeze_vision_tower", False)),
             compiles=bool(setting(role_cfg, "use_torch_compile", True)),
-        )
+        )  # fmt: skip
         alone = self.layout.mesh is None
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
-        self.module, self._model.head.topk = self._model.head.module, topk
-        self._model.head.truncation = truncation
-        if barred:
-            self._model.head.bar(barred)
+        self.module = self._model.head.module
+        self._set_head(topk, truncation, barred)
         self._sharded = sharded_modules(self._model.head)
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
@@ -171,6 +160,11 @@ class FSDPEngine(ScheduledEngine):
         self._parameters = list(self._names.values())
         if trainable:
             self._prepare_training(role_cfg)
+
+    def _set_head(self, topk: int, truncation: tuple[int, float, float] | None, barred: Sequence[int]) -> None:
+        self._model.head.topk, self._model.head.truncation = topk, truncation
+        if barred:
+            self._model.head.bar(barred)
 
     def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
         preferred = preferred_tokens(self.platform, self._token_bytes)
