@@ -222,10 +222,11 @@ def test_each_host_by_itself(pool) -> None:
     one, _ = pool()
 
     async def run() -> list[Completion]:
-        return await asyncio.gather(*(ask(engine, f"{n}{i}") for n, engine in enumerate(one.engines) for i in range(3)))
+        engines = [SimpleNamespace(generate=generate) for generate in one.each_generate]
+        return await asyncio.gather(*(ask(engine, f"{n}{i}") for n, engine in enumerate(engines) for i in range(3)))
 
     hosts = [c.log_probs[0] for c in asyncio.run(run())]
-    assert len(one.engines) == 2 and hosts[:3] == [hosts[0]] * 3 and hosts[3:] == [hosts[3]] * 3
+    assert len(one.each_generate) == 2 and hosts[:3] == [hosts[0]] * 3 and hosts[3:] == [hosts[3]] * 3
     assert hosts[0] != hosts[3]
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,7 +27,7 @@ import numpy as np
 from verl.algorithms.agreement import BOUNDS, precision_of
 from verl.config import Config
 from verl.config.layout import quantized_sampling, reference_is_base
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, SamplingParams
 from verl.trainer.parts import Parts
 from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
 from verl.weight_sync.verify import WeightSyncError
@@ -286,7 +286,7 @@ class SyncProbe:
         """What is wrong with the sampler's engine of this number, found by a second push of which every byte is
         compared."""
         facts = f"the trainer's log-probs of {len(moves.trainer)} tokens have moved, and the sampler's by"
-        count = len(self._parts.workers.sampler.engines)
+        count = len(self._parts.workers.sampler.each_generate)
         where = f" in sampler {number} (of 0 to {count - 1})" if count > 1 else ""
         facts = f"weights of version {version}{where}: {facts} {max(0.0, moves.slope):.0%} of that"
         colocation = self._parts.colocation
@@ -348,20 +348,20 @@ class SyncProbe:
         it fails."""
         sampler = self._parts.workers.sampler
 
-        async def ask(number: int, engine: RolloutEngine, row: ProbeRow) -> Completion:
+        async def ask(number: int, generate: Callable[..., Awaitable[Completion]], row: ProbeRow) -> Completion:
             name = f"sync_proof:{number}:{row.seed}"
             sampling = SamplingParams(row.count, temperature=self._temperature, seed=row.seed, ignore_eos=True)
-            return await engine.generate(row.ids, sampling, request_id=name, group=name, media=row.media)
+            return await generate(row.ids, sampling, request_id=name, group=name, media=row.media)
 
         async def together() -> list[Completion | BaseException]:
-            calls = [ask(number, engine, row) for number, engine in enumerate(sampler.engines) for row in rows]
+            calls = [ask(n, generate, row) for n, generate in enumerate(sampler.each_generate) for row in rows]
             return await asyncio.gather(*calls, return_exceptions=True)
 
         results = self._parts.loop.run(together())
         if not self._ahead:
             sampler.stats()  # what the probe took is no part of the next step's
         drawn = [(r.token_ids, r.log_probs) if isinstance(r, Completion) else (_NONE, _NONE) for r in results]
-        return [drawn[number * len(rows) :][: len(rows)] for number in range(len(sampler.engines))]
+        return [drawn[number * len(rows) :][: len(rows)] for number in range(len(sampler.each_generate))]
 
 
 def _applied(moves: Moves) -> bool:

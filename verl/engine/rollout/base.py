@@ -7,7 +7,7 @@ torch-free, so that the driver can hold it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -170,9 +170,9 @@ class RolloutEngine(ABC):
         return False
 
     @property
-    def engines(self) -> Sequence[RolloutEngine]:
-        """The engines behind this one, where they are several: what is asked of one of them, that one answers."""
-        return (self,)
+    def each_generate(self) -> Sequence[Callable[..., Awaitable[Completion]]]:
+        """`generate` of each engine behind this one, where they are several: that one answers."""
+        return (self.generate,)
 
     def stats(self) -> dict[str, float]:
         """Since the last call: busy_s (time with requests running), and images, how many an engine encoded itself."""

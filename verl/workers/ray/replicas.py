@@ -13,8 +13,9 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -195,9 +196,9 @@ class ReplicaPool(RolloutEngine):
             replica.count(request, -1)
 
     @property
-    def engines(self) -> Sequence[RolloutEngine]:
-        """See `RolloutEngine.engines`."""
-        return [_One(self, replica) for replica in self.replicas if not replica.resting]
+    def each_generate(self) -> Sequence[Callable[..., Awaitable[Completion]]]:
+        """See `RolloutEngine.each_generate`."""
+        return [partial(self.generate, replica=replica) for replica in self.replicas if not replica.resting]
 
     def end_session(self, session: str) -> None:
         """See `RolloutEngine.end_session`. The replica hears of it with its next requests."""
@@ -441,34 +442,6 @@ class ReplicaPool(RolloutEngine):
             if replica.poll is not None:
                 replica.from_outside(replica.poll.cancel)
         end_workers([replica.worker for replica in self.replicas])
-
-
-class _One(RolloutEngine):
-    """A replica of a pool by itself. Only what samples."""
-
-    def __init__(self, pool: ReplicaPool, replica: Replica):
-        self._pool, self._replica = pool, replica
-
-    async def generate(self, *args: Any, **options: Any) -> Completion:
-        """See `RolloutEngine.generate`."""
-        return await self._pool.generate(*args, **options, replica=self._replica)
-
-    def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """See `RolloutEngine.abort`; of all replicas."""
-        self._pool.abort(request_ids)
-
-    def sleep(self) -> None:
-        """See `RolloutEngine.sleep`; all replicas."""
-        self._pool.sleep()
-
-    def wake(self) -> None:
-        """See `RolloutEngine.wake`; all replicas."""
-        self._pool.wake()
-
-    @property
-    def version(self) -> int:
-        """See `RolloutEngine.version`."""
-        return self._pool.version
 
 
 def end_workers(workers: Sequence[WorkerHandle]) -> None:
