@@ -173,15 +173,17 @@ class Service:
 
     def load_weights(self, body: Body) -> Job:
         """A checkpoint into a training run that is there, whose own adapter it replaces, or into a new one."""
-        place, optimizer = self.place(body["path"]), bool(body.get("optimizer"))
 
         def load(model: Model) -> Result:
+            place = self.place(body["path"])  # here, since a numbered request that is refused would hold up later ones
             model.adapter = None  # its memory goes first
-            model.adapter = Adapter.load(self.base, place, optimizer=optimizer)
+            model.adapter = Adapter.load(self.base, place, optimizer=bool(body.get("optimizer")))
             model.shape = model.adapter.shape
             return {"type": "load_weights", "path": body["path"], "model_id": model.run}
 
-        return self._train(body, load) if body.get("session_id") is None else self._create(body, shape_at(place), load)
+        if body.get("session_id") is None:
+            return self._train(body, load)
+        return self._create(body, shape_at(self.place(body["path"])), load)
 
     def _create(self, body: Body, shape: LoraShape, make: Callable[[Model], Result]) -> Job:
         owner, run = self.session(body["session_id"]), f"{body['session_id']}:train:{int(body['model_seq_id'])}"

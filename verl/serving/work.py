@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import UserError
+from verl.rollout.http_sessions import NotFound
 
 _FETCHED = 1000
-_USER = (UserError, ValueError, TypeError, KeyError, FloatingPointError, FileExistsError)
+_USER = (UserError, ValueError, TypeError, KeyError, NotFound, FloatingPointError, FileExistsError)
 Result = bytes | dict[str, Any]
 """A protobuf message, or the body of a JSON answer."""
 

@@ -363,7 +363,9 @@ def test_requests_run_once_and_in_their_order(client: Client) -> None:
     assert bad["category"] == "user" and "lacks advantages, logprobs" in bad["error"]
     worse = client.result(run.post([rows[0] | {"weights": np.full(23, np.inf)}], "cross_entropy", 4))
     assert "gradients since the last optim_step are dropped" in worse["error"]
-    assert client.result(client.call("optim_step", {"model_id": run.name, "seq_id": 5, "adam_params": {}})) == {
+    lost = {"model_id": run.name, "seq_id": 5, "path": f"tinker://{run.name}/weights/lost"}
+    assert client.result(client.call("load_weights", lost))["category"] == "user"  # and later ones are not held up
+    assert client.result(client.call("optim_step", {"model_id": run.name, "seq_id": 6, "adam_params": {}})) == {
         "metrics": {"grad_norm": 0.0}
     }
     assert client.ask("retrieve_future", {"request_id": "nobody:1"})[0] == 410
