@@ -1,11 +1,13 @@
-"""Task folders of Harbor and terminal-bench, written from their documentation, in the sandbox; resources servers of NeMo
-Gym, against one written from its documentation."""
+"""Task folders of Harbor and terminal-bench, written from their documentation, in the sandbox and in containers of the image
+VERL_TEST_IMAGE (one that has bash, on this machine); resources servers of NeMo Gym, against one written from its
+documentation."""
 
 from __future__ import annotations
 
 import asyncio
 import http.server
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -50,11 +52,11 @@ def run(command: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
 
 
-def played(folder: Path, *commands: str, **how: Any) -> tuple[list[str], Any]:
+def played(folder: Path, *commands: str, container: str = "sandbox", **how: Any) -> tuple[list[str], Any]:
     """What the policy saw of its commands, and what the episode earned."""
 
     async def go() -> tuple[list[str], Any]:
-        task = harbor.Task(str(folder), container="sandbox", **how)
+        task = harbor.Task(str(folder), container=container, **how)
         try:
             start = await task.reset({"extra_info": {}})
             assert start.messages and start.tools
@@ -68,32 +70,44 @@ def played(folder: Path, *commands: str, **how: Any) -> tuple[list[str], Any]:
 
 
 @pytest.fixture(scope="module")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> None:
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Skip where the kernel does not let a user make namespaces."""
     try:
         harbor.check(str(written(tmp_path_factory.mktemp("task"), HARBOR)), container="sandbox")
     except UserError as error:
         pytest.skip(str(error))
+    return "sandbox"
 
 
-@pytest.mark.usefixtures("sandbox")
-def test_a_task_of_harbor_is_played_and_tested(tmp_path: Path) -> None:
+@pytest.fixture(params=["sandbox", "container"])
+def container(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The sandbox, and the container tool with an image that is here."""
+    if request.param == "sandbox":
+        return str(request.getfixturevalue("sandbox"))
+    image, program = os.environ.get("VERL_TEST_IMAGE", ""), harbor.container_here()
+    if not (image and program):
+        pytest.skip("no container tool answers, or VERL_TEST_IMAGE names no image")
+    for task, file in ((HARBOR, "environment/Dockerfile"), (TERMINAL_BENCH, "Dockerfile")):
+        monkeypatch.setitem(task, file, task[file].replace("ubuntu:24.04", image))
+    return program
+
+
+def test_a_task_of_harbor_is_played_and_tested(tmp_path: Path, container: str) -> None:
     folder = written(tmp_path / "hello", HARBOR)
-    seen, earned = played(
-        folder, 'pwd; cat in/seed.txt in/more.txt; echo " $GREETING"; false', "echo $NAME > hello.txt"
-    )
+    first = 'pwd; cat in/seed.txt in/more.txt; echo " $GREETING"; false'
+    seen, earned = played(folder, first, "echo $NAME > hello.txt", container=container)
     assert seen == ["/work\nseedmore hi\n\n(status 1)", ""] and (earned.reward, earned.done) == (1.0, True)
     planted = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt"
-    assert played(folder, planted)[1].reward == 0.0
-    slow, _ = played(folder, "sleep 5; echo late", "seq 1000", seconds=1.0, characters=20)
+    assert played(folder, planted, container=container)[1].reward == 0.0
+    slow, _ = played(folder, "sleep 5; echo late", "seq 1000", seconds=1.0, characters=20, container=container)
     assert slow[0] == "Error: no end within 1 s" and "characters …" in slow[1] and len(slow[1]) < 60
     rewards = 'echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json\n'
     (folder / "tests/test.sh").write_text(rewards)
-    earned = played(folder)[1]
+    earned = played(folder, container=container)[1]
     assert earned.reward == 0.5 and earned.metrics == {"a": 1.0, "b": 0.0}
     (folder / "tests/test.sh").write_text("echo broken\n")
     with pytest.raises(EnvironmentFailed, match=r"(?s)the tests wrote no reward.*broken"):
-        played(folder)
+        played(folder, container=container)
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -121,10 +135,10 @@ def test_a_command_reaches_nothing_outside(tmp_path: Path) -> None:
     assert secret.read_text() == "kept" and sorted(p.name for p in tmp_path.iterdir()) == ["hello", "secret"]
 
 
-@pytest.mark.usefixtures("sandbox")
-def test_a_task_of_terminal_bench(tmp_path: Path) -> None:
+def test_a_task_of_terminal_bench(tmp_path: Path, container: str) -> None:
     folder = written(tmp_path / "hello", TERMINAL_BENCH)
-    assert [played(folder, *commands)[1].reward for commands in ((), ("touch hello.txt",))] == [0.0, 1.0]
+    rewards = [played(folder, *words, container=container)[1].reward for words in ((), ("touch hello.txt",))]
+    assert rewards == [0.0, 1.0]
 
 
 @pytest.mark.usefixtures("sandbox")
