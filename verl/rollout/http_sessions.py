@@ -158,7 +158,7 @@ class _Connection:
                 await answer
             finally:
                 answer.cancel()
-            await asyncio.wait_for(self._writer.drain(), _READ_SECONDS)
+            await self._drain()
             if head.last:
                 return
 
@@ -186,7 +186,12 @@ class _Connection:
     async def _chunk(self, text: str, last: bool) -> None:
         data = text.encode()
         self._writer.write(data if last else f"{len(data):x}\r\n".encode() + data + b"\r\n")
-        await asyncio.wait_for(self._writer.drain(), _READ_SECONDS)
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """Wait until the client has taken enough of what was written. TimeoutError for one that takes nothing."""
+        async with asyncio.timeout(_READ_SECONDS):
+            await self._writer.drain()
 
     def _route(self, head: Head) -> tuple[Any, Handler, str]:
         """See `Server.find`."""
@@ -205,7 +210,8 @@ class _Connection:
         if headers.get("expect", "").lower() == "100-continue":
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
-            return await asyncio.wait_for(_read_body(self._reader, headers), _READ_SECONDS)
+            async with asyncio.timeout(_READ_SECONDS):
+                return await _read_body(self._reader, headers)
         except TimeoutError:
             raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"no whole body within {_READ_SECONDS:g} s") from None
         except ValueError as error:
