@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from verl.config import Config
 from verl.config.schema.base import put
 from verl.data.tokenizer import tokenizer_of
 from verl.errors import UserError
+from verl.models.inputs import VisionInputs, sees_images
 from verl.models.sampling_mask import SamplingMask
 from verl.rollout.schedule import Versions
 from verl.tracking import journal
@@ -43,7 +45,7 @@ from verl.trainer.checkpoints import changes
 from verl.trainer.colocation import Colocation
 from verl.trainer.parts import set_texts
 from verl.trainer.ppo_trainer import train_on
-from verl.trajectory import COLUMNS, Batch, Segment
+from verl.trajectory import COLUMNS, VIDEO_SECONDS, Batch, Segment
 from verl.workers.launch import build_here
 from verl.workers.roles import Policy, Role
 
@@ -344,17 +346,19 @@ def _equal(x: Any, y: Any) -> bool:
 def audit(run: Path, step: int, config: Config) -> Iterator[str]:
     """Lines on how far the log-probs of a step's tokens, the sampler's and the trainer's, are from those of transformers
     with the weights of that step, row by row and in float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     recording, temperature = Recording(run), float(config.actor_rollout_ref.rollout.temperature)
     rows = [row for row in recording.load(step, computed=True).segments if row.response_mask.any()]
-    if any(row.media is not None for row in rows):
-        raise UserError(f"step {step} has images: `verl audit` is for text; `verl replay` computes the step again")
+    if any(row.media is not None and VIDEO_SECONDS in row.media.inputs for row in rows):
+        raise UserError(f"step {step} has videos: `verl audit` is for text and images; `verl replay` computes it again")
     version = Versions.of(config.trainer).at(step)
     with TemporaryDirectory(prefix="verl-audit-") as folder:
         recording.replica(config, step).roles["actor"].save("weights", Path(folder))
         trust = config.actor_rollout_ref.model.trust_remote_code
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust).eval()
+        sees = sees_images(AutoConfig.from_pretrained(folder, trust_remote_code=trust))
+        loader: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = loader.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust).eval()
     current = [row for row in rows if row.versions == (version,)]
     yield f"step {step} of {run}: {len(rows)} rows, {len(current)} of them sampled with the weights of this step"
     log_probs = {id(row): _log_probs(model, row, temperature) for row in rows}
@@ -374,8 +378,14 @@ def audit(run: Path, step: int, config: Config) -> Iterator[str]:
 @torch.no_grad()
 def _log_probs(model: Any, row: Segment, temperature: float) -> np.ndarray:
     """Of a row's response tokens, float32 [L], by a plain forward pass."""
-    ids = torch.from_numpy(np.concatenate([row.context_ids, row.response_ids]))
-    z = model(ids[None]).logits[0, len(row.context_ids) - 1 : -1].float() / temperature
+    ids = torch.from_numpy(np.concatenate([row.context_ids, row.response_ids]))[None]
+    images = {}
+    if row.media is not None:
+        images = VisionInputs.tensors([row.media], "cpu")
+        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+            in_context = torch.arange(ids.shape[1]) < len(row.context_ids)
+            images["mm_token_type_ids"] = ((ids == model.config.image_token_id) & in_context).int()
+    z = model(ids, **images).logits[0, len(row.context_ids) - 1 : -1].float() / temperature
     mask = None if row.sampling_mask is None else SamplingMask.of(list(row.sampling_mask), "cpu")
     z = z if mask is None else mask.bar(z, slice(0, len(z)))
     return z.log_softmax(-1).gather(1, torch.from_numpy(row.response_ids)[:, None])[:, 0].numpy()
