@@ -159,7 +159,7 @@ def test_a_command_for_npus_trains_on_a_pretend_one(fork_server, home, tmp_path)
     run = fork_server.run(words[1:], module="tests.pretend_npu", cwd=tmp_path, HOME=str(home))
     assert run.status == 0, run.stderr[-3000:]
     assert_trained(out, run.stdout, script)
-    assert "npu" in (out / "events.jsonl").read_text()
+    assert "1 × Ascend" in (out / "events.jsonl").read_text()
 
 
 @pytest.mark.slow
@@ -197,22 +197,27 @@ def test_vision_commands_lack_only_the_machine(script, fork_server, home, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "arch"),
+    ("script", "arch", "device"),
     [
-        ("kimi_vl_geo3k_grpo", "kimi_vl"),
-        ("qwen3_vl_30b_a3b_geo3k_grpo_npu", "qwen3_vl_moe"),
-        pytest.param("qwen25_vl_7b_geo3k_grpo", "qwen2_5_vl", marks=pytest.mark.long),
-        pytest.param("qwen3_vl_8b_geo3k_grpo_npu", "qwen3_vl", marks=pytest.mark.long),
+        ("kimi_vl_geo3k_grpo", "kimi_vl", "cpu"),
+        ("qwen3_vl_30b_a3b_geo3k_grpo_npu", "qwen3_vl_moe", "npu"),
+        pytest.param("qwen25_vl_7b_geo3k_grpo", "qwen2_5_vl", "cpu", marks=pytest.mark.long),
+        pytest.param("qwen3_vl_8b_geo3k_grpo_npu", "qwen3_vl", "npu", marks=pytest.mark.long),
     ],
 )
-def test_vision_commands_train(script, arch, fork_server, seeing_home, tmp_path) -> None:
+def test_vision_commands_train(script, arch, device, fork_server, seeing_home, tmp_path) -> None:
     """On real diagrams, those for NPUs on a pretend one; the first two scripts call the other two."""
     out = tmp_path / "out"
     more = [f"actor_rollout_ref.model.path={seeing_home}/{arch}", "trainer.total_training_steps=1"]
     more += ["data.max_prompt_length=1024", "data.train_max_samples=10"]
+    more += ["trainer.device=npu"] * (device == "npu")
     words = arguments(script, [*shrink(seeing_home, out, script), *more], seeing_home, tmp_path)
-    run = start(fork_server, words, seeing_home, tmp_path)
+    if device == "npu":
+        run = fork_server.run(words[1:], module="tests.pretend_npu", cwd=tmp_path, HOME=str(seeing_home))
+    else:
+        run = start(fork_server, words, seeing_home, tmp_path)
     assert run.status == 0, run.stderr[-3000:]
+    assert ("1 × Ascend" in (out / "events.jsonl").read_text()) == (device == "npu")
     assert "images are seen: blanked" in run.stdout + run.stderr
     step = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert step["perf/images/count"] == 4 and step["perf/images/encoded_per_image/sampler"] == 1
