@@ -196,7 +196,8 @@ class _Connection:
     def _route(self, head: Head) -> tuple[Any, Handler, str]:
         """See `Server.find`."""
         token, *route = self._server.find(head)
-        self._server.connections.update({self._token: -1, token: 1})
+        self._server.connections[self._token] -= 1
+        self._server.connections[token] += 1
         self._token = token
         self._check_limit()
         session, handler, name = route

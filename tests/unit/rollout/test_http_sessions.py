@@ -246,7 +246,9 @@ def test_wrong_methods_and_paths(method: str, path: str, status: int) -> None:
     serve(check)
 
 
-def test_a_body_in_chunks_and_connections_that_stay_open() -> None:
+def test_a_body_in_chunks_and_connections_that_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_sessions, "_MOST_CONNECTIONS", 2)  # whatever the number of their requests
+
     def check(client: Client) -> None:
         text = json.dumps({"messages": HI}).encode()
         how = {"headers": {"Transfer-Encoding": "chunked"}, "encode_chunked": True}
