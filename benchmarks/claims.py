@@ -70,19 +70,9 @@ def wrong_length(run: Path, steps: int) -> list[tuple[float, float]]:
 VAL = f"{ROLLOUT}.val_kwargs"
 
 
-def letters(run: Path, steps: int) -> list[tuple[float, float]]:
-    """(step, entropy of the first letters of the step's responses)."""
-    out = []
-    for step in range(1, steps + 1):
-        rows = [json.loads(line) for line in (run / "dump" / f"{step}.jsonl").read_text().splitlines()]
-        shares = np.unique([row["output"][:1] for row in rows], return_counts=True)[1] / len(rows)
-        out.append((float(step), float(-(shares * np.log(shares)).sum())))
-    return out
-
-
 SAMPLED = [f"{VAL}.do_sample=True", f"{VAL}.temperature=1.0", f"{VAL}.n=8", "trainer.test_freq=2"]
 UPDATES = ["data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.optim.lr=2e-3"]
-EXPERTS = [*UPDATES, f"{ACTOR}.grad_clip=1.0"]
+EXPERTS = [*UPDATES, f"{ACTOR}.grad_clip=1.0", "custom_reward_function.reward_kwargs={right:a}"]
 GSPO = [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"]
 RARE = ["custom_reward_function.reward_kwargs={right:a}", f"{ROLLOUT}.n=4"]
 TWO = ["custom_reward_function.reward_kwargs={right:ab}"]
@@ -101,7 +91,7 @@ CLAIMS: dict[str, tuple[dict[str, Words], Read, str, float, str]] = {
     ),
     "clip_higher": (
         {"0.2, 0.2": [*UPDATES, *TWO], "0.2, 0.28": [*UPDATES, *TWO, f"{ACTOR}.clip_ratio_high=0.28"]},
-        *(letters, "step", 2.1, ".1f"),
+        *(metric("actor/entropy"), "step", 0.6, ".1f"),
     ),
     "dynamic_sampling": (
         {"GRPO": [*RARE, *SAMPLED], "dynamic": [*RARE, *SAMPLED, "algorithm.filter_groups.enable=True"]},

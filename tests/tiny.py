@@ -293,6 +293,7 @@ def _tiny_glm(path: Path, arch: str, seed: int, head: int) -> Path:
         "max_position_embeddings": 2048,
         "eos_token_id": 258,
         "pad_token_id": 256,
+        "attention_bias": True,  # as published; transformers has the biases whatever this says, vLLM only then
     }
     rope = {
         "rope_type": "default",
@@ -306,6 +307,8 @@ def _tiny_glm(path: Path, arch: str, seed: int, head: int) -> Path:
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,
             "first_k_dense_replace": 1,
+            "head_dim": head,  # this and the next as published; vLLM reads them
+            "use_qk_norm": False,
         }
     names = ("image_start", "image_end", "image", "video", "video_start", "video_end")
     config = AutoConfig.for_model(

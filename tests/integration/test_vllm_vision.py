@@ -47,7 +47,7 @@ def test_with_torchvision_on_the_path(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.skipif(not HERE, reason="vLLM reads models that see images with torchvision")
-@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"])
 def test_sampler_and_trainer_agree_from_a_checkpoint_and_after_syncs(tmp_path: Path, arch: str) -> None:
     path = tiny_vision_model(tmp_path / "model", arch, head=32)
     assert_agreement(path, lambda saved: vllm_engine(saved, max_model_len=320, skip_tokenizer_init=True))

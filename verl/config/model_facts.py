@@ -30,7 +30,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 _KINDS |= {"list": (list,), "tuple": (list,), "dict": (dict,)}
 QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
-VISION_MODELS = (*QWEN_VISION, *QWEN3_5, "glm4v", "glm46v", "glm4v_moe", "kimi_vl")
+GLM_VISION = ("glm4v", "glm4v_moe")
+VISION_MODELS = (*QWEN_VISION, *QWEN3_5, *GLM_VISION, "glm46v", "kimi_vl")
 """Types of models that see images and were seen to be trained as transformers computes them (docs/vision.md)."""
 VIDEOS_AS_ONE = ("qwen2_vl", "qwen2_5_vl")
 """Those in whose prompts a video is one run of tokens; in others' each row of time is one, after its time."""

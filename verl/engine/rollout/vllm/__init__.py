@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from verl.config.model_facts import QWEN3_5, QWEN_VISION
+from verl.config.model_facts import GLM_VISION, QWEN3_5, QWEN_VISION
 from verl.engine.registry import Capabilities, EngineCheck, NodePart, RolloutEngineRecord
 from verl.engine.rollout.vllm import kwargs
 
@@ -27,7 +27,7 @@ class VLLM(RolloutEngineRecord):
         lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         lora_experts=False,
         lora_head=False,
-        images=QWEN_VISION + QWEN3_5,
+        images=QWEN_VISION + QWEN3_5 + GLM_VISION,
         videos=QWEN_VISION,
         routes=True,
         grammars=True,
