@@ -30,6 +30,11 @@ def vllm_model(path: Path, arch: str = "qwen3", *, tied: bool = False) -> Path:
         shape = {"hidden_size": 128} | ({"n_layer": 2, "n_head": 4, "head_dim": 32} if arch == "gpt2" else {})
     if arch == "gemma2":
         shape |= {"sliding_window": 40, "query_pre_attn_scalar": 32}
+    if arch == "deepseek_v3":  # latent vectors as wide as vLLM's kernel for them takes; experts as published
+        shape |= {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+        shape |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64, "n_group": 2, "topk_group": 1}
+        shape |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        shape |= {"first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     if arch == "gpt_oss":
         shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     return tiny_model(path, arch, tied=tied, scale=3.0, **shape)

@@ -26,7 +26,7 @@ require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = "tests.integration.test_vllm_weights"
-OTHERS = (("qwen3_moe", False), ("llama", False), ("gemma2", True))
+OTHERS = (("qwen3_moe", False), ("deepseek_v3", False), ("llama", False), ("gemma2", True))
 MODELS = [("gpt2", True), *(pytest.param(*model, marks=pytest.mark.long) for model in OTHERS)]
 """Qwen3 is below over two devices, Qwen2 in the runs of test_vllm_train.py, Llama and experts in test_vllm_lora.py."""
 

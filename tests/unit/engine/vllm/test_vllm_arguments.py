@@ -247,22 +247,23 @@ def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch
     """A cache of latent vectors is as wide as they are, whatever head_dim says."""
     monkeypatch.setattr(launch, "_cpu_head_sizes", lambda: ([32, 64], [576]))
     text = SimpleNamespace(
-        model_type="deepseek_v2", num_attention_heads=4, head_dim=48, kv_lora_rank=16, qk_rope_head_dim=64
+        model_type="deepseek_v2", num_attention_heads=4, head_dim=48, kv_lora_rank=512, qk_rope_head_dim=64
     )
     config = SimpleNamespace(get_text_config=lambda: text)
-    yarn = {"rope_type": "yarn"}
-    for width, rope, kind, taken in (
-        (16, yarn, "deepseek_v2", False),
-        (512, {}, "deepseek_v2", False),
-        (512, yarn, "deepseek_v3", False),
-        (512, yarn, "deepseek_v2", True),
+    launch.check_cpu_model(config, "bfloat16")
+    text.kv_lora_rank = 16
+    with pytest.raises(
+        UserError, match=r"latent attention only with .* in .576., here it is 80: .*rollout\.name=native"
     ):
-        text.kv_lora_rank, text.rope_parameters, text.model_type = width, rope, kind
-        if taken:
-            launch.check_cpu_model(config, "bfloat16")
-        else:
-            with pytest.raises(UserError, match=r"latent attention only with .* in .576. .*rollout\.name=native"):
-                launch.check_cpu_model(config, "bfloat16")
+        launch.check_cpu_model(config, "bfloat16")
+
+
+def test_the_router_of_deepseek_v3_is_said_by_config_json() -> None:
+    text = SimpleNamespace(model_type="deepseek_v3", topk_method="noaux_tc", scoring_func="sigmoid")
+    launch.check_router(SimpleNamespace(get_text_config=lambda: text))
+    del text.scoring_func
+    with pytest.raises(UserError, match="which lacks scoring_func: sigmoid: add it there"):
+        launch.check_router(SimpleNamespace(get_text_config=lambda: text))
 
 
 @pytest.mark.parametrize("ascend", [None, "0.24.0"])

@@ -39,8 +39,6 @@ from verl.engine.rollout.vllm.part import VLLMPart
 from verl.engine.rollout.vllm.requests import completion
 from verl.engine.rollout.vllm.weights import AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
-from verl.models.inputs import sees_images
-from verl.models.layers import state_numbers
 from verl.models.pretrained import load_config
 from verl.platform import Platform
 from verl.platform.host_resources import available_memory
@@ -87,10 +85,10 @@ class VLLMEngine(HostedEngine):
         # that of a socket has at most 107 characters.
         self._folder = TemporaryDirectory(prefix="verl-")
         model_config = launch.model_config(s, self._folder.name)
-        options: dict[str, Any] = {"cpu": cpu, "sleeps": sleeps, "vision": sees_images(model_config)}
-        options["linear"] = state_numbers(model_config.get_text_config()) > 0
-        arguments = engine_arguments(s, vllm_arguments(), **options, notice=notice)
-        if options["vision"]:
+        kind = launch.model_kind(model_config)
+        arguments = engine_arguments(s, vllm_arguments(), cpu=cpu, sleeps=sleeps, **kind, notice=notice)
+        launch.check_router(model_config)
+        if kind["vision"]:
             check_images()
         if s.override_config:
             arguments["hf_config_path"] = self._folder.name
@@ -110,7 +108,7 @@ class VLLMEngine(HostedEngine):
             with launch.environment(cpu, s.ranks, self._folder.name, eager=bool(arguments.get("enforce_eager"))):
                 self._engine = self._host.call(_in_loop(launch.start, arguments))
             devices = self._host.call(self._begin())
-            sees = options["vision"]
+            sees = kind["vision"]
             self._images = ImageInputs(model_config, self._engine.input_processor) if sees else None
             # Without a name of its own here: what this frame names would outlive `close`.
             self._channel = WorkerChannel(self._host, self._rpc, devices, bucket_bytes, notice)

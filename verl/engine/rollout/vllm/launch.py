@@ -14,6 +14,7 @@ from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.vllm import ENGINE
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
+from verl.models.inputs import sees_images
 from verl.models.layers import layer_configs, state_numbers
 from verl.platform.host_resources import thread_limit
 from verl.platform.processes import started_by
@@ -64,6 +65,24 @@ def model_config(settings: EngineSettings, folder: str) -> Any:
     return config
 
 
+def model_kind(config: Any) -> dict[str, bool]:
+    """What of a model's configuration decides arguments of the engine; see `engine_arguments`."""
+    text = config.get_text_config()
+    latent = bool(getattr(text, "kv_lora_rank", None))
+    return {"vision": sees_images(config), "linear": state_numbers(text) > 0, "latent": latent}
+
+
+def check_router(config: Any) -> None:
+    """UserError where DeepSeek V3's experts would be chosen otherwise than in the trainer, which knows no other way."""
+    text, expected = config.get_text_config(), {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    missing = {name: value for name, value in expected.items() if getattr(text, name, None) != value}
+    if missing and text.model_type == "deepseek_v3":
+        words = ", ".join(f"{name}: {value}" for name, value in missing.items())
+        raise UserError(
+            f"vLLM reads how DeepSeek V3 chooses experts from config.json, which lacks {words}: add it there"
+        )
+
+
 def check_cpu_model(config: Any, dtype: str) -> None:
     """UserError for a model whose attention vLLM's CPU kernels do not have, in this data type."""
     text = config.get_text_config()
@@ -97,14 +116,12 @@ def check_cpu_drafts(settings: EngineSettings) -> None:
 
 
 def _check_latent(text: Any, sizes: Sequence[int]) -> None:
-    """vLLM 0.32 samples from a distribution other than the model's in the refused cases (measured: off by up to 3)."""
+    """vLLM 0.32 samples from a distribution other than the model's at other widths (measured: off by up to 3)."""
     width = int(text.kv_lora_rank) + int(getattr(text, "qk_rope_head_dim", None) or 0)
-    rope = getattr(text, "rope_parameters", None) or {}
-    plain = rope.get("rope_type", "default") == "default"
-    if width not in sizes or plain or text.model_type == "deepseek_v3":
+    if width not in sizes:
         raise UserError(
             f"on a CPU vLLM samples correctly from latent attention only with kv_lora_rank + qk_rope_head_dim in "
-            f"{list(sizes)} and scaled rotary positions, and not from DeepSeek V3: set rollout.name=native"
+            f"{list(sizes)}, here it is {width}: set rollout.name=native"
         )
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from verl.config import Config
 from verl.engine.rollout.settings import trainer_dtype
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import EngineSettings, cache_bytes, engine_arguments, engine_settings
 from verl.engine.rollout.vllm.kwargs import vllm_arguments
-from verl.models.inputs import sees_images
 from verl.platform import Platform
 from verl.platform.host_resources import available_memory
 
@@ -29,8 +27,8 @@ class VLLMPart:
         launch.check_main_script()
         self._folder = TemporaryDirectory(prefix="verl-")
         model = launch.model_config(settings, self._folder.name)
-        options: dict[str, Any] = {"cpu": cpu, "sleeps": sleeps, "vision": sees_images(model)}
-        arguments = engine_arguments(settings, vllm_arguments(), **options)
+        kind = launch.model_kind(model)
+        arguments = engine_arguments(settings, vllm_arguments(), cpu=cpu, sleeps=sleeps, **kind)
         if settings.override_config:
             arguments["hf_config_path"] = self._folder.name
         if cpu:
