@@ -91,7 +91,7 @@ CLAIMS: dict[str, tuple[dict[str, Words], Read, str, float, str]] = {
     ),
     "clip_higher": (
         {"0.2, 0.2": [*UPDATES, *TWO], "0.2, 0.28": [*UPDATES, *TWO, f"{ACTOR}.clip_ratio_high=0.28"]},
-        *(metric("actor/entropy"), "step", 0.6, ".1f"),
+        *(metric("actor/entropy"), "step", 0.6, ".2f"),
     ),
     "dynamic_sampling": (
         {"GRPO": [*RARE, *SAMPLED], "dynamic": [*RARE, *SAMPLED, "algorithm.filter_groups.enable=True"]},
