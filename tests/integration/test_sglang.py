@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.chaos.ray_runs import events, log_of, started
 from tests.integration.test_vision_runs import VisionRun
 from tests.invariant import test_vision as vision
 from tests.runs import TinyRun, main_ppo, records
@@ -200,4 +201,15 @@ def test_two_steps_of_two_ranks_over_ray(tmp_path: Path, images: bool) -> None:
     words = ("trainer.n_gpus_per_node=2", "+ray_kwargs.ray_init.address=local", "trainer.val_before_train=False")
     done = main_ppo(run.overrides(out, *TWO_STEPS, *words), timeout=550)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert_trained(out)
+
+
+@pytest.mark.long
+def test_one_engine_over_two_nodes(tmp_path: Path, fork_server: Any, tiny: TinyRun, ray_address: str) -> None:
+    """Tensor parallel 2 on nodes of one device each: schedulers on both, weights through the first."""
+    out, path = tmp_path / "out", vllm_model(tmp_path / "heads", "qwen2", tied=True)
+    words = [f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    with started(fork_server, tiny, ray_address, out, *TWO_STEPS, *words) as run:
+        assert run.wait(150) == 0, log_of(out)[-4000:]
+    assert "1 sampler" in events(out, "plan")[0]["device"]
     assert_trained(out)

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import resource
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -182,3 +183,12 @@ def tune_allocator() -> bool:
         return False
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, _TOP_PAD), (_M_ARENA_MAX, 2))
     return all(mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in settings)
+
+
+def cpu_binding(ranks: int, allowed: Sequence[int]) -> str:
+    """Which CPUs the threads of several ranks are bound to, as vLLM and SGLang read it (`0,1|2,3`): the allowed CPUs dealt
+    out evenly, shared when there are too few."""
+    if len(allowed) < ranks:
+        return "|".join(str(allowed[rank % len(allowed)]) for rank in range(ranks))
+    share = len(allowed) // ranks
+    return "|".join(",".join(map(str, allowed[rank * share : (rank + 1) * share])) for rank in range(ranks))

@@ -75,10 +75,11 @@ class SpanningRollout(RolloutWorker):
         """See `RolloutWorker.start`; "nodes": of each reader."""
         others = [other.start.remote(place) for other, place in zip(self._parts, self._places[1:], strict=True)]
         facts = await super().start(self._places[0])
-        local = len(facts["readers"]) // len(self._nodes)
-        readers = [facts["readers"][:local], *(other["readers"] for other in await asyncio.gather(*others))]
+        of_others = [other["readers"] for other in await asyncio.gather(*others)]
+        local = len(facts["readers"]) - sum(map(len, of_others))
+        readers = [facts["readers"][:local], *of_others]
         facts["readers"] = [reader for of_node in readers for reader in of_node]
-        facts["nodes"] = [node for node in self._nodes for _ in range(local)]
+        facts["nodes"] = [node for node, of_node in zip(self._nodes, readers, strict=True) for _ in of_node]
         self._watching = asyncio.create_task(self._watch())
         return facts
 

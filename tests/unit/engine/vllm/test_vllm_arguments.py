@@ -23,6 +23,7 @@ from verl.engine.rollout.vllm.arguments import (
 from verl.engine.rollout.vllm.batch import BatchSampling, batch_sampling
 from verl.engine.rollout.vllm.kwargs import OURS, arguments_in, translate
 from verl.errors import UserError
+from verl.platform.host_resources import cpu_binding
 
 NAMES = """
 model tokenizer skip_tokenizer_init trust_remote_code dtype tensor_parallel_size gpu_memory_utilization max_model_len
@@ -183,7 +184,7 @@ def test_cache_holds_every_sequence_and_no_more_than_the_share() -> None:
     [(2, {0, 1}, "0|1"), (2, {1}, "1|1"), (2, {0, 1, 2, 3, 4}, "0,1|2,3"), (4, {5, 6, 7}, "5|6|7|5")],
 )
 def test_ranks_share_the_cpus(ranks, cpus, expected) -> None:
-    assert launch.cpu_binding(ranks, sorted(cpus)) == expected
+    assert cpu_binding(ranks, sorted(cpus)) == expected
 
 
 @pytest.mark.parametrize(("cpu", "eager", "disabled"), [(True, True, "1"), (True, False, None), (False, True, None)])

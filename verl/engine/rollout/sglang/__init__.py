@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from verl.config.model_facts import QWEN_VISION
-from verl.engine.registry import Capabilities, EngineCheck, RolloutEngineRecord
+from verl.engine.registry import Capabilities, EngineCheck, NodePart, RolloutEngineRecord
 from verl.engine.rollout.sglang import kwargs
 
 
@@ -16,7 +18,12 @@ class SGLang(RolloutEngineRecord):
     versions = "==0.5.23"
     install = "install it in an environment of its own (docs/sglang.md), or set rollout.name=native or vllm"
     capabilities = Capabilities(
-        lora_experts=False, lora_head=False, images=QWEN_VISION, routes=True, sampling_mask=True
+        several_nodes=True,
+        lora_experts=False,
+        lora_head=False,
+        images=QWEN_VISION,
+        routes=True,
+        sampling_mask=True,
     )
     environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # noqa: RUF012
     unread = {  # noqa: RUF012
@@ -28,6 +35,11 @@ class SGLang(RolloutEngineRecord):
     def check(self, check: EngineCheck) -> None:
         """See `EngineRecord.check`."""
         kwargs.check(check, self.installed)
+
+    def span(self, config: Any, part: NodePart) -> None:
+        """See `RolloutEngineRecord.span`."""
+        meeting = {"nnodes": part.count, "dist_init_addr": f"{part.first_address}:{part.port}"}
+        config.actor_rollout_ref.rollout.engine_kwargs.sglang |= {"node_rank": part.number, **meeting}
 
 
 ENGINE = SGLang()

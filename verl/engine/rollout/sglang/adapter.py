@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,13 +37,13 @@ def adapter_arguments(described: Mapping[str, Any], *, cpu: bool) -> dict[str, A
 
 
 class Adapter:
-    """The adapter of one engine. described: what adapter_config.json says; ranks: processes that split the model."""
+    """The adapter of one engine. described: what adapter_config.json says; payloads: see `EngineSettings`."""
 
-    def __init__(self, described: Mapping[str, Any], ranks: int):
+    def __init__(self, described: Mapping[str, Any], payloads: Callable[[Any], list[bytes]]):
         rank, alpha = int(described["r"]), float(described["lora_alpha"])
         # SGLang computes alpha / r in any case.
         self._alpha = alpha * math.sqrt(rank) if described.get("use_rslora") else alpha
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._payloads = rank, payloads
         self._id: str | None = None
 
     async def place(self, manager: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -51,12 +51,11 @@ class Adapter:
         They must be paused. tensors: by names of peft's files less their prefix. WeightSyncError with SGLang's message.
         """
         from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, UnloadLoRAAdapterReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
 
         weights = {_PREFIX + name: tensor for name, tensor in tensors.items()}
         modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
         config = {"peft_type": "LORA", "r": self._rank, "lora_alpha": self._alpha, "target_modules": modules}
-        payloads = [MultiprocessingSerializer.serialize(weights) for _ in range(self._ranks)]
+        payloads = self._payloads(weights)
         load = LoadLoRAAdapterFromTensorsReqInput(
             lora_name=NAME, config_dict=config, serialized_named_tensors=payloads, lora_id=self._id
         )

@@ -1,9 +1,10 @@
-"""From the configuration of a run to the arguments of SGLang's engine and of one request. Imports no sglang."""
+"""From the configuration of a run to the arguments of SGLang's engine and of one request. Imports sglang for `payloads` alone."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,15 @@ class EngineSettings:
     def devices(self) -> int:
         """Devices of the engine, with a process for each."""
         return self.tensor_parallel_size * self.copies
+
+    def payloads(self, tensors: Any) -> list[bytes]:
+        """Tensors for each of these processes: their handles in shared memory or, for an engine on several nodes, the
+        numbers themselves, which go through SGLang's messages."""
+        if self.engine_kwargs.get("nnodes", 1) > 1:
+            return [pickle.dumps(tensors)] * self.devices
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        return [MultiprocessingSerializer.serialize(tensors) for _ in range(self.devices)]
 
 
 def engine_settings(config: Config, trainer_dtype: str) -> dict[str, Any]:

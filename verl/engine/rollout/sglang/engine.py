@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
-import ctypes
 import math
-import os
-import signal
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +12,6 @@ import torch
 
 from verl.config import Config
 from verl.config.model_facts import look
-from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.base import Completion, EngineDead, SamplingParams
 from verl.engine.rollout.hosted import HostedEngine, Live, end, end_token_ids
 from verl.engine.rollout.settings import moving_adapter, trainer_dtype
@@ -26,6 +20,8 @@ from verl.engine.rollout.sglang.adapter import NAME, Adapter
 from verl.engine.rollout.sglang.arguments import EngineSettings, engine_arguments, engine_settings, request_arguments
 from verl.engine.rollout.sglang.images import ImageInputs
 from verl.engine.rollout.sglang.kwargs import NO_PENALTY, problems, sglang_arguments
+from verl.engine.rollout.sglang.launch import start
+from verl.engine.rollout.sglang.part import SGLangPart
 from verl.engine.rollout.sglang.routes import Routing
 from verl.errors import UserError
 from verl.models.inputs import sees_images
@@ -33,7 +29,7 @@ from verl.models.mtp import is_extra
 from verl.models.pretrained import load_config
 from verl.models.sampling_mask import encode_set
 from verl.platform import Platform
-from verl.platform.processes import alive, process_start_time, started_by
+from verl.platform.processes import alive, process_start_time
 from verl.trajectory import Media
 from verl.weight_sync.verify import WeightSyncError, close_stream, digesting
 
@@ -86,12 +82,12 @@ class SGLangEngine(HostedEngine):
         self._eos = list(end_token_ids(config, s.model_path, None) if eos_token_ids is None else eos_token_ids)
         self._sleeps = s.free_cache_engine and not cpu
         self._bucket_bytes, self._max_model_len = bucket_bytes, s.max_model_len
-        self._adapter = Adapter(s.lora, s.devices) if s.lora is not None else None
+        self._adapter = Adapter(s.lora, s.payloads) if s.lora is not None else None
         super().__init__(s, ready=s.load_format != "dummy" and s.lora is None)
         try:
             self._images = ImageInputs(ENGINE, config) if sees_images(config) else None
             arguments = engine_arguments(s, vocabulary=self._vocabulary, cpu=cpu)
-            self._engine = self._host.call(_start(arguments, version, cpu))
+            self._engine = self._host.call(start(arguments, version, cpu))
             pids = self._engine.get_all_child_pids()
             self._processes = {(pid, process_start_time(pid)) for pid in pids}
         except BaseException:
@@ -245,9 +241,8 @@ class SGLangEngine(HostedEngine):
 
     def _update(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
 
-        payloads = [MultiprocessingSerializer.serialize(bucket) for _ in range(self._settings.devices)]
+        payloads = self._settings.payloads(bucket)
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
         self._agreed(self._manager.update_weights_from_tensor(request))
 
@@ -321,39 +316,11 @@ async def _close_sockets(manager: Any) -> None:
     manager.send_to_scheduler.context.destroy(linger=0)
 
 
-async def _start(arguments: dict[str, Any], version: str, cpu: bool) -> Any:
-    """SGLang's engine, tied to the running loop. EnginePackageError where it cannot be imported."""
-    if cpu:
-        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    for name, value in ENGINE.environment.items():
-        os.environ.setdefault(name, value)
-    policy = asyncio.get_event_loop_policy()
-    try:
-        from sglang.srt.entrypoints.engine import Engine
-    except (ImportError, OSError) as error:
-        raise EnginePackageError(f"SGLang {version} cannot be imported: {error}") from error
-    finally:  # it sets uvloop's, with which no other loop of this process, the run's own for one, starts a program
-        asyncio.set_event_loop_policy(policy)
-    # A process of SGLang that fails sends this signal to its parent, which it would end. Python sets handlers only in
-    # the main thread.
-    ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
-    # Of images it would remember what the weights before have made.
-    mark = started_by(os.getpid()) | {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
-    os.environ |= mark
-    try:
-        engine = Engine(**arguments)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"SGLang refuses its arguments: {str(error)[:1500]}") from error
-    finally:
-        for name in mark:
-            os.environ.pop(name, None)
-        with contextlib.suppress(NameError):
-            atexit.unregister(engine.shutdown)
-    return engine
-
-
-def build(config: Config, tokenizer: Any, platform: Platform) -> SGLangEngine:
-    """The engine of a run, to be filled by a weight transfer. UserError where it cannot be used so."""
+def build(config: Config, tokenizer: Any, platform: Platform) -> SGLangEngine | SGLangPart:
+    """The engine of a run, to be filled by a weight transfer, or its part on this node. UserError where it cannot be
+    used so."""
+    if config.actor_rollout_ref.rollout.engine_kwargs.sglang.get("node_rank"):
+        return SGLangPart(config, platform)
     model = config.actor_rollout_ref.model
     settings = engine_settings(config, trainer_dtype(config, platform))
     settings["eos_token_ids"] = end_token_ids(load_config(model.path, model), model.path, tokenizer)

@@ -16,7 +16,7 @@ from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 from verl.models.inputs import sees_images
 from verl.models.layers import layer_configs, state_numbers
-from verl.platform.host_resources import thread_limit
+from verl.platform.host_resources import cpu_binding, thread_limit
 from verl.platform.processes import started_by
 
 _QUIET = {
@@ -131,14 +131,6 @@ def _cpu_head_sizes() -> tuple[list[int], list[int]]:
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
     return CPUAttentionBackend.get_supported_head_sizes(), CPUMLABackend.get_supported_head_sizes()
-
-
-def cpu_binding(ranks: int, allowed: Sequence[int]) -> str:
-    """VLLM_CPU_OMP_THREADS_BIND for several ranks: the allowed CPUs dealt out evenly, shared when there are too few."""
-    if len(allowed) < ranks:
-        return "|".join(str(allowed[rank % len(allowed)]) for rank in range(ranks))
-    share = len(allowed) // ranks
-    return "|".join(",".join(map(str, allowed[rank * share : (rank + 1) * share])) for rank in range(ranks))
 
 
 @contextlib.contextmanager
