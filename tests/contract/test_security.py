@@ -24,6 +24,9 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("unpickling", "verl/engine/training/fsdp/optimizer_state.py"): (
         "an Unpickler that can name nothing but torch's own list-of-tensors classes; in place of torch's pickle.load"
     ),
+    ("unpickling", "verl/engine/rollout/sglang/arguments.py"): (
+        "only writes the form in which SGLang takes tensors on other nodes, which it reads by an unpickler of its own"
+    ),
     ("shell", "verl/tracking/profiler.py"): "the command of global_profiler.finish_hook_cmd, which the user writes",
     ("process-pickle", "verl/data/dataset.py"): (
         "a process pool of the standard library: children of this process, on pipes that nobody else can open"

@@ -53,6 +53,13 @@ def test_a_run_goes_on_at_another_layout(tiny: TinyRun, tmp_path: Path) -> None:
     assert all(seen[step]["actor/grad_norm"] > 0 for step in seen) and seen[3]["actor/kl_loss"] > 0
 
 
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_two_copies(tiny: TinyRun, tmp_path: Path, distributed: bool) -> None:
+    seen = train(tiny, tmp_path / "out", f"{ACTOR}.use_distributed_optimizer={distributed}")
+    assert all(seen[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
+    assert all(seen[step]["actor/grad_norm"] > 0 for step in (1, 2))
+
+
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_adapters_and_the_base_as_reference(tiny: TinyRun, tmp_path: Path, size: int) -> None:
     pytest.importorskip("peft")
