@@ -174,6 +174,16 @@ VLLMPart.dead = property(dead)
 """
 
 
+FAILING_PART = """
+from verl.engine.rollout.vllm.part import VLLMPart
+
+def fail(self, *_):
+    raise RuntimeError("no memory for this part")
+
+VLLMPart.__init__ = fail
+"""
+
+
 def plan(folder: Path, name: str, text: str, **values: object) -> dict[str, str]:
     """Write the module; returns the environment that makes a run import it."""
     folder.mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ def test_one_engine_over_two_nodes(tmp_path: Path, fork_server: Any, tiny: TinyR
         assert run.wait(300) == 0, log_of(out)[-4000:]
     assert "1 sampler" in events(out, "plan")[0]["device"]
     nothing_lost(out, [1, 2])
+
+
+def test_one_of_its_nodes_cannot_start(tmp_path: Path, fork_server: Any, tiny: TinyRun, ray_address: str) -> None:
+    """vLLM's part on the first node would wait for the other one."""
+    out, plug = tmp_path / "out", ray_plans.plan(tmp_path, "failing_part", ray_plans.FAILING_PART)
+    forked = vllm_processes.variables()
+    plugins = ",".join(env["VERL_USE_EXTERNAL_MODULES"] for env in (forked, plug))
+    environment = forked | plug | {"VERL_USE_EXTERNAL_MODULES": plugins}
+    with started(fork_server, tiny, ray_address, out, *over_two_nodes(tmp_path), **environment) as run:
+        assert run.wait(120) == 1, log_of(out)[-4000:]
+    assert re.search(r"cannot start on its node 192\.0\.2\.\d: RuntimeError: no memory for this part", log_of(out))
+    assert "in starting the samplers" in log_of(out)
 
 
 def test_one_of_its_nodes_fails(tmp_path: Path, fork_server: Any, tiny: TinyRun, ray_address: str) -> None:

@@ -4,7 +4,9 @@ what Ray needs."""
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -74,6 +76,7 @@ class SpanningRollout(RolloutWorker):
     async def start(self, part: NodePart | None = None) -> dict[str, Any]:
         """See `RolloutWorker.start`; "nodes": of each reader."""
         others = [other.start.remote(place) for other, place in zip(self._parts, self._places[1:], strict=True)]
+        threading.Thread(target=self._end_without, args=(others,), daemon=True).start()
         facts = await super().start(self._places[0])
         of_others = [other["readers"] for other in await asyncio.gather(*others)]
         local = len(facts["readers"]) - sum(map(len, of_others))
@@ -82,6 +85,18 @@ class SpanningRollout(RolloutWorker):
         facts["nodes"] = [node for node, of_node in zip(self._nodes, readers, strict=True) for _ in of_node]
         self._watching = asyncio.create_task(self._watch())
         return facts
+
+    def _end_without(self, starting: list[Any]) -> None:
+        """End this process when a part cannot start: the engine here would wait for it."""
+        nodes = dict(zip(starting, (place.address for place in self._places[1:]), strict=True))
+        while starting:
+            (ready,), starting = ray.wait(starting, num_returns=1)
+            try:
+                ray.get(ready)
+            except faults.RayError as error:
+                text = f"verl: sampler {self.number} cannot start on its node {nodes[ready]}: {reason(error)}"
+                print(text, file=sys.stderr, flush=True)
+                os._exit(1)
 
     async def _watch(self) -> None:
         """The engine cannot answer when a part of it is gone, and may not notice."""

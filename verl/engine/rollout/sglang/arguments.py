@@ -1,4 +1,5 @@
-"""From the configuration of a run to the arguments of SGLang's engine and of one request. Imports sglang for `payloads` alone."""
+"""From the configuration of a run to the arguments of SGLang's engine and of its requests. Imports no sglang before
+`EngineSettings.payloads` is called."""
 
 from __future__ import annotations
 

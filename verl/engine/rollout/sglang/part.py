@@ -1,4 +1,4 @@
-"""A SGLang over several nodes: on each but the first a process holds the schedulers of its node, which the first one calls."""
+"""A SGLang over several nodes: on each but the first a process holds the schedulers of its node, which the first calls."""
 
 from __future__ import annotations
 
