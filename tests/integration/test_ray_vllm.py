@@ -55,6 +55,13 @@ def over_two_nodes(folder: Path) -> list[str]:
     return [*words, "trainer.save_freq=-1", "trainer.verify_weight_sync=True"]
 
 
+def planned(plug: dict[str, str]) -> dict[str, str]:
+    """Environment of a run with this plug-in whose vLLM has forked processes."""
+    forked = vllm_processes.variables()
+    plugins = ",".join(env["VERL_USE_EXTERNAL_MODULES"] for env in (forked, plug))
+    return forked | plug | {"VERL_USE_EXTERNAL_MODULES": plugins}
+
+
 def test_one_engine_over_two_nodes(tmp_path: Path, fork_server: Any, tiny: TinyRun, ray_address: str) -> None:
     out, words = tmp_path / "out", over_two_nodes(tmp_path)
     with started(fork_server, tiny, ray_address, out, *words, **vllm_processes.variables()) as run:
@@ -65,10 +72,8 @@ def test_one_engine_over_two_nodes(tmp_path: Path, fork_server: Any, tiny: TinyR
 
 def test_one_of_its_nodes_cannot_start(tmp_path: Path, fork_server: Any, tiny: TinyRun, ray_address: str) -> None:
     """vLLM's part on the first node would wait for the other one."""
-    out, plug = tmp_path / "out", ray_plans.plan(tmp_path, "failing_part", ray_plans.FAILING_PART)
-    forked = vllm_processes.variables()
-    plugins = ",".join(env["VERL_USE_EXTERNAL_MODULES"] for env in (forked, plug))
-    environment = forked | plug | {"VERL_USE_EXTERNAL_MODULES": plugins}
+    out = tmp_path / "out"
+    environment = planned(ray_plans.plan(tmp_path, "failing_part", ray_plans.FAILING_PART))
     with started(fork_server, tiny, ray_address, out, *over_two_nodes(tmp_path), **environment) as run:
         assert run.wait(120) == 1, log_of(out)[-4000:]
     assert re.search(r"cannot start on its node 192\.0\.2\.\d: RuntimeError: no memory for this part", log_of(out))
@@ -79,9 +84,7 @@ def test_one_of_its_nodes_fails(tmp_path: Path, fork_server: Any, tiny: TinyRun,
     """Both nodes sample alone, and get the weights by relay."""
     out, mark = tmp_path / "out", tmp_path / "mark"
     words = [*over_two_nodes(tmp_path), "trainer.nnodes=1", f"{ROLLOUT}.nnodes=2", "trainer.total_training_steps=6"]
-    forked, plug = vllm_processes.variables(), ray_plans.plan(tmp_path, "dying_part", ray_plans.DYING_PART, mark=mark)
-    plugins = ",".join(env["VERL_USE_EXTERNAL_MODULES"] for env in (forked, plug))
-    environment = forked | plug | {"VERL_USE_EXTERNAL_MODULES": plugins}
+    environment = planned(ray_plans.plan(tmp_path, "dying_part", ray_plans.DYING_PART, mark=mark))
     with started(fork_server, tiny, ray_address, out, *words, **environment) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
         mark.touch()

@@ -36,6 +36,7 @@ from verl.config.schema.base import put
 from verl.data.tokenizer import tokenizer_of
 from verl.errors import UserError
 from verl.models.inputs import VisionInputs, sees_images
+from verl.models.pretrained import load_config
 from verl.models.sampling_mask import SamplingMask
 from verl.rollout.schedule import Versions
 from verl.tracking import journal
@@ -346,7 +347,7 @@ def _equal(x: Any, y: Any) -> bool:
 def audit(run: Path, step: int, config: Config) -> Iterator[str]:
     """Lines on how far the log-probs of a step's tokens, the sampler's and the trainer's, are from those of transformers
     with the weights of that step, row by row and in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     recording, temperature = Recording(run), float(config.actor_rollout_ref.rollout.temperature)
     rows = [row for row in recording.load(step, computed=True).segments if row.response_mask.any()]
@@ -356,7 +357,7 @@ def audit(run: Path, step: int, config: Config) -> Iterator[str]:
     with TemporaryDirectory(prefix="verl-audit-") as folder:
         recording.replica(config, step).roles["actor"].save("weights", Path(folder))
         trust = config.actor_rollout_ref.model.trust_remote_code
-        sees = sees_images(AutoConfig.from_pretrained(folder, trust_remote_code=trust))
+        sees = sees_images(load_config(folder, {"trust_remote_code": trust}))
         loader: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         model = loader.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust).eval()
     current = [row for row in rows if row.versions == (version,)]

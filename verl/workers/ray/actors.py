@@ -76,7 +76,7 @@ class SpanningRollout(RolloutWorker):
     async def start(self, part: NodePart | None = None) -> dict[str, Any]:
         """See `RolloutWorker.start`; "nodes": of each reader."""
         others = [other.start.remote(place) for other, place in zip(self._parts, self._places[1:], strict=True)]
-        threading.Thread(target=self._end_without, args=(others,), daemon=True).start()
+        threading.Thread(target=self._exit_when_a_part_fails, args=(others,), daemon=True).start()
         facts = await super().start(self._places[0])
         of_others = [other["readers"] for other in await asyncio.gather(*others)]
         local = len(facts["readers"]) - sum(map(len, of_others))
@@ -86,7 +86,7 @@ class SpanningRollout(RolloutWorker):
         self._watching = asyncio.create_task(self._watch())
         return facts
 
-    def _end_without(self, starting: list[Any]) -> None:
+    def _exit_when_a_part_fails(self, starting: list[Any]) -> None:
         """End this process when a part cannot start: the engine here would wait for it."""
         nodes = dict(zip(starting, (place.address for place in self._places[1:]), strict=True))
         while starting:

@@ -37,7 +37,8 @@ def adapter_arguments(described: Mapping[str, Any], *, cpu: bool) -> dict[str, A
 
 
 class Adapter:
-    """The adapter of one engine. described: what adapter_config.json says; payloads: see `EngineSettings`."""
+    """The adapter of one engine. described: what adapter_config.json says; payloads: see
+    `EngineSettings.payloads`."""
 
     def __init__(self, described: Mapping[str, Any], payloads: Callable[[Any], list[bytes]]):
         rank, alpha = int(described["r"]), float(described["lora_alpha"])

@@ -29,7 +29,7 @@ from verl.models.mtp import is_extra
 from verl.models.pretrained import load_config
 from verl.models.sampling_mask import encode_set
 from verl.platform import Platform
-from verl.platform.processes import alive, process_start_time
+from verl.platform.processes import alive
 from verl.trajectory import Media
 from verl.weight_sync.verify import WeightSyncError, close_stream, digesting
 
@@ -66,7 +66,8 @@ class SGLangEngine(HostedEngine):
         **settings: Any,
     ):
         s = EngineSettings(str(model_path), **settings)
-        version, cpu = ENGINE.installed(), device == "cpu"
+        ENGINE.installed()
+        cpu = device == "cpu"
         if wrong := problems(s.engine_kwargs, sglang_arguments()):
             raise UserError("; ".join(f"{key}: {message}" for key, message in wrong))
         config = load_config(
@@ -87,9 +88,7 @@ class SGLangEngine(HostedEngine):
         try:
             self._images = ImageInputs(ENGINE, config) if sees_images(config) else None
             arguments = engine_arguments(s, vocabulary=self._vocabulary, cpu=cpu)
-            self._engine = self._host.call(start(arguments, version, cpu))
-            pids = self._engine.get_all_child_pids()
-            self._processes = {(pid, process_start_time(pid)) for pid in pids}
+            self._engine, self._processes = self._host.call(start(arguments, cpu))
         except BaseException:
             self.close()
             raise

@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from verl.config import Config
 from verl.engine.rollout.hosted import end
 from verl.engine.rollout.settings import trainer_dtype
-from verl.engine.rollout.sglang import ENGINE
 from verl.engine.rollout.sglang.arguments import EngineSettings, engine_arguments, engine_settings
 from verl.engine.rollout.sglang.launch import start
 from verl.models.pretrained import load_config
 from verl.platform import Platform
-from verl.platform.processes import alive, process_start_time
+from verl.platform.processes import alive
 
 
 class SGLangPart:
@@ -31,9 +30,7 @@ class SGLangPart:
         arguments = engine_arguments(settings, vocabulary=vocabulary, cpu=cpu)
         # This thread has the loop of an actor. The schedulers end with the thread that started them, so it stays.
         self._thread = ThreadPoolExecutor(1)
-        starting = start(arguments, str(ENGINE.installed()), cpu)
-        self._engine = self._thread.submit(asyncio.run, starting).result()
-        self._processes = {(pid, process_start_time(pid)) for pid in self._engine.get_all_child_pids()}
+        self._engine, self._processes = self._thread.submit(asyncio.run, start(arguments, cpu)).result()
 
     @property
     def dead(self) -> bool:

@@ -126,8 +126,8 @@ def engine_arguments(
     """Arguments of vLLM's AsyncEngineArgs. UserError lists every engine_kwargs key that cannot be passed.
 
     known: the installed vLLM's argument names. cpu, sleeps: what its platform is, and whether it can sleep. vision: the
-    model takes images. linear: some of its layers are linear attention. latent: some keep keys
-    and values as latent vectors.
+    model takes images. linear: some of its layers are linear attention. latent: it keeps keys and values as
+    latent vectors.
     """
     s = settings
     arguments: dict[str, Any] = {name: getattr(s, name) for name in _SHARED} | {

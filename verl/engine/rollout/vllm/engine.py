@@ -108,8 +108,8 @@ class VLLMEngine(HostedEngine):
             with launch.environment(cpu, s.ranks, self._folder.name, eager=bool(arguments.get("enforce_eager"))):
                 self._engine = self._host.call(_in_loop(launch.start, arguments))
             devices = self._host.call(self._begin())
-            sees = kind["vision"]
-            self._images = ImageInputs(model_config, self._engine.input_processor) if sees else None
+            processor = self._engine.input_processor
+            self._images = ImageInputs(model_config, processor) if kind["vision"] else None
             # Without a name of its own here: what this frame names would outlive `close`.
             self._channel = WorkerChannel(self._host, self._rpc, devices, bucket_bytes, notice)
             self._max_model_len = int(s.max_model_len or self._engine.model_config.max_model_len)

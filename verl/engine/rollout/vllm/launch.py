@@ -68,8 +68,12 @@ def model_config(settings: EngineSettings, folder: str) -> Any:
 def model_kind(config: Any) -> dict[str, bool]:
     """What of a model's configuration decides arguments of the engine; see `engine_arguments`."""
     text = config.get_text_config()
-    latent = bool(getattr(text, "kv_lora_rank", None))
-    return {"vision": sees_images(config), "linear": state_numbers(text) > 0, "latent": latent}
+    return {"vision": sees_images(config), "linear": state_numbers(text) > 0, "latent": _latent(text)}
+
+
+def _latent(text: Any) -> bool:
+    """Whether this is DeepSeek's attention by latent vectors, of version 2 or 3."""
+    return bool(getattr(text, "kv_lora_rank", None)) and str(text.model_type).startswith("deepseek")
 
 
 def check_router(config: Any) -> None:
@@ -91,7 +95,7 @@ def check_cpu_model(config: Any, dtype: str) -> None:
         raise UserError(f"{only}: set rollout.dtype=bfloat16, or rollout.name=native")
     heads = int(getattr(text, "num_attention_heads", 1))
     sizes, latent = _cpu_head_sizes()
-    if getattr(text, "kv_lora_rank", None) and str(text.model_type).startswith("deepseek"):
+    if _latent(text):
         return _check_latent(text, latent)
     for layer in layer_configs(text):
         size = getattr(layer, "head_dim", None) or int(getattr(layer, "hidden_size", 0)) // heads
