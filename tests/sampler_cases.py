@@ -103,3 +103,14 @@ def assert_agreement(path: Path, engine: Callable[[Path], Any]) -> None:
                 vision.sample(sampler, [wrong], 1)
     finally:
         sampler.close()
+
+
+def trainer(path: Path) -> Any:
+    """A float32 training engine of this model, with a learning rate that moves its distribution in one step."""
+    from verl.config import Map
+    from verl.engine.training.fsdp.engine import FSDPEngine
+
+    role = {"optim": {"lr": 0.05}, "fsdp_config": {"dtype": "float32"}, "ppo_max_token_len_per_gpu": 4096}
+    engine = FSDPEngine(str(path), role_cfg=Map.of(role), model_cfg=Map.of({}), device="cpu", seed=0)
+    engine.schedule(10)
+    return engine

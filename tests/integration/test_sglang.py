@@ -16,11 +16,22 @@ from tests.chaos.ray_runs import events, log_of, started
 from tests.integration.test_vision_runs import VisionRun
 from tests.invariant import test_vision as vision
 from tests.runs import TinyRun, main_ppo, records
-from tests.sampler_cases import PROMPTS, TEMPERATURE, assert_agreement, assert_only_the_adapter_moves, rows
+from tests.sampler_cases import (
+    PROMPTS,
+    TEMPERATURE,
+    assert_agreement,
+    assert_only_the_adapter_moves,
+    difference,
+    rows,
+    trainer,
+)
 from tests.sglang_cases import require_sglang, sglang_engine
 from tests.tiny import tiny_tokenizer, tiny_vision_model
+from tests.unit.engine.training.engine_cases import simple_loss
 from tests.vllm_cases import sample, vllm_model
+from verl.engine.rollout.sglang import arguments
 from verl.engine.training.fsdp.engine import FSDPEngine
+from verl.weight_sync.sender import StreamedSync
 
 require_sglang()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -127,6 +138,26 @@ def assert_trained(out: Path) -> None:
     for step in (1, 2):
         assert records(out)[step]["training/rollout_logprob_abs_diff/max"] < 1e-4
         assert records(out)[step]["actor/grad_norm"] > 0
+
+
+def test_experts_spread_over_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device has half of the experts (`tests/sglang` adds what SGLang lacks for that on a CPU); new weights arrive at
+    both. Copies of attention (data_parallel_size) need NCCL."""
+    monkeypatch.setattr(arguments, "check_cpu_experts", lambda settings: None)
+    path = vllm_model(tmp_path / "model", "qwen3_moe")
+    actor, sizes = trainer(path), {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+    sampler = sglang_engine(path, skip_tokenizer_init=True, load_format="dummy", **sizes)
+    try:
+        sync, drawn = StreamedSync(actor, sampler), {"temperature": TEMPERATURE, "ignore_eos": True}
+        sync.push(0, verify=True)
+        before = sample(sampler, PROMPTS, 2, **drawn)
+        assert difference(actor, before, 2) <= 1e-4
+        actor.step(rows(before, 2), simple_loss(len(before) * 24), temperature=TEMPERATURE)
+        sync.push(1, verify=True)
+        after = sample(sampler, PROMPTS, 2, **drawn)
+        assert difference(actor, after, 2) <= 1e-4 < difference(actor, before, 2)
+    finally:
+        sampler.close()
 
 
 def test_programs_start_beside_it(engine: Any) -> None:

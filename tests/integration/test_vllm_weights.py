@@ -8,14 +8,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests import vllm_processes
 from tests.chaos.fork_server import ForkServer, until
-from tests.sampler_cases import PROMPTS, TEMPERATURE, difference, rows
+from tests.sampler_cases import PROMPTS, TEMPERATURE, difference, rows, trainer
 from tests.unit.engine.training.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
 from verl.engine.rollout.vllm import launch
@@ -29,16 +28,6 @@ HERE = "tests.integration.test_vllm_weights"
 OTHERS = (("qwen3_moe", False), ("deepseek_v3", False), ("llama", False), ("gemma2", True))
 MODELS = [("gpt2", True), *(pytest.param(*model, marks=pytest.mark.long) for model in OTHERS)]
 """Qwen3 is below over two devices, Qwen2 in the runs of test_vllm_train.py, Llama and experts in test_vllm_lora.py."""
-
-
-def trainer(path: Path) -> Any:
-    from verl.config import Map
-    from verl.engine.training.fsdp.engine import FSDPEngine
-
-    role = {"optim": {"lr": 0.05}, "fsdp_config": {"dtype": "float32"}, "ppo_max_token_len_per_gpu": 4096}
-    engine = FSDPEngine(str(path), role_cfg=Map.of(role), model_cfg=Map.of({}), device="cpu", seed=0)
-    engine.schedule(10)
-    return engine
 
 
 @pytest.mark.parametrize(("arch", "tied"), MODELS)
