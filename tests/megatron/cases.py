@@ -220,11 +220,13 @@ def seeing_rows(path: Path) -> list[Any]:
     return out
 
 
-def see(path: Path, strategy: str, sizes: dict[str, Any], folder: Path, **role: Any) -> dict[str, Any]:
+def see(
+    path: Path, strategy: str, sizes: dict[str, Any], folder: Path, lora: dict[str, Any] | None = None, **role: Any
+) -> dict[str, Any]:
     """What is compared of a model that sees images. Files are left in `folder`."""
 
     def build() -> Any:
-        options = {"role": role | {"ppo_max_token_len_per_gpu": 160}}
+        options = {"role": role | {"ppo_max_token_len_per_gpu": 160}, "model_cfg": lora}
         return _fsdp(path, **options) if strategy == "fsdp" else _build(path, sizes, **options)
 
     engine, rows = build(), seeing_rows(path)

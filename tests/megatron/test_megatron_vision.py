@@ -61,6 +61,22 @@ def test_it_sees_what_the_fsdp_engine_sees(tmp_path: Path, name: str) -> None:
     assert cases.identical(loaded.state_dict(), expected.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen2_5_vl", _TP), pytest.param("qwen3_vl", _PP, marks=pytest.mark.long)], ids=str
+)
+def test_adapters_of_the_language_model(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
+    path = tiny_vision_model(tmp_path / "model", family)
+    lora = {"lora_rank": 4, "lora_alpha": 64, "target_modules": "all-linear", "exclude_modules": ".*visual.*"}
+    local = cases.see(path, "fsdp", {}, tmp_path / "fsdp", lora)
+    for rank in ranks.run(cases.see, 2, path, "megatron", sizes, tmp_path / "megatron", lora, timeout=120.0):
+        assert rank["resumed"] and rank["norms"] == pytest.approx(local["norms"], rel=1e-5)
+        assert rank["weights"].keys() == local["weights"].keys()
+        for weight, expected in local["weights"].items():
+            torch.testing.assert_close(rank["weights"][weight], expected, rtol=0, atol=1e-5, msg=weight)
+    moved = {n for n, t in local["weights"].items() if (t - local["start"][n]).abs().max() > 1e-3}
+    assert moved and not any("visual" in name for name in moved)
+
+
 @pytest.mark.long
 def test_a_frozen_tower_stays(tmp_path: Path) -> None:
     path = tiny_vision_model(tmp_path / "model", "qwen3_vl")
@@ -79,19 +95,23 @@ def test_deep_features_for_layers_of_another_stage_are_refused(tmp_path: Path) -
         ranks.run(cases.see, 2, path, "megatron", _PP, tmp_path, timeout=120.0)
 
 
+_LORA = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.exclude_modules='.*visual.*'"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "sizes"),
+    ("family", "sizes", "more"),
     [
-        ("qwen2_5_vl", {}),
-        pytest.param("qwen2_5_vl", {"tensor": 2}, marks=pytest.mark.long),
-        pytest.param("qwen3_vl_moe", {"expert": 2}, marks=pytest.mark.long),
+        ("qwen2_5_vl", {}, []),
+        pytest.param("qwen2_5_vl", {"tensor": 2}, [], marks=pytest.mark.long),
+        pytest.param("qwen2_5_vl", {"tensor": 2}, _LORA, marks=pytest.mark.long),
+        pytest.param("qwen3_vl_moe", {"expert": 2}, [], marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_a_run_sees_its_images(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
+def test_a_run_sees_its_images(tmp_path: Path, family: str, sizes: dict[str, int], more: list[str]) -> None:
     tiny, out = VisionRun(tmp_path / "tiny", family), tmp_path / "out"
-    words = [f"{ACTOR}.{name}_model_parallel_size={size}" for name, size in sizes.items()]
+    words = more + [f"{ACTOR}.{name}_model_parallel_size={size}" for name, size in sizes.items()]
     words += [f"trainer.n_gpus_per_node={2 if sizes else 1}", "trainer.verify_weight_sync=True"]
     seen = train(tiny, out, *words)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

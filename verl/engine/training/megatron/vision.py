@@ -24,6 +24,7 @@ from torch import Tensor
 from verl.engine.training.megatron.micro_batches import ModelBatch, Turns
 from verl.engine.training.weight_files import FileSource, untied
 from verl.errors import UserError
+from verl.models.adapters import PlainView
 from verl.models.checkpoint_names import checkpoint_parts
 from verl.models.inputs import ImageFeatures, VisionInputs
 from verl.models.pretrained import fill_buffers
@@ -187,7 +188,7 @@ class VisionFiles:
     """As `bridge.WeightFiles`, for names of the model of transformers. UserError where weights are missing."""
 
     def __init__(self, directory: Path, outline: Any):
-        self._state, self._source = outline.state_dict(), FileSource(directory, outline)
+        self._state, self._source = PlainView(outline).state(), FileSource(directory, outline)
         if missing := self._source.missing(untied(outline)):
             raise UserError(f"{directory}: weights are missing, for example {missing[0]}")
         self._whole = lru_cache(2)(lambda name: self._source.read(name, self._state[name]))
@@ -203,7 +204,7 @@ class VisionFiles:
 
 def stored(outline: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors under the names of a checkpoint, from those that mbridge has; of a layer's experts all are collected."""
-    state: dict[str, Tensor] = outline.state_dict()
+    state = PlainView(outline).state()
     stacks: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in named:
         whole, index = _place(name, state)
