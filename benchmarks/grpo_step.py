@@ -1,6 +1,7 @@
 """One GRPO step, us against TRL's GRPOTrainer, on the same work, alternating; prints ratios of medians.
 
     python benchmarks/grpo_step.py [--precision default|fp32] [--lengths exact|geometric] [--threads 1] [--repeats 3]
+    python benchmarks/grpo_step.py --shape 0.5b --prompts 4 --responses 4 --tokens 64 --kl 0.001 --threads 2
     python benchmarks/grpo_step.py --only verl --engines native vllm sglang=PYTHON --precision fp32 --prompts 4 --tokens 64
 
 Same random model, prompts, responses per prompt, exact response lengths, one optimizer step. TRL is installed by this
@@ -52,15 +53,24 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/verl/bench")
     parser.add_argument("--only", choices=["verl", "trl"])
     parser.add_argument("--engines", nargs="+", default=["native"], metavar="NAME[=PYTHON]")
+    parser.add_argument("--shape", choices=work.SHAPES, default="26m")
+    parser.add_argument("--kl", type=float, default=0.0, help="coefficient of a KL term in the loss")
     parser.add_argument("--prompts", type=int, default=work.Shape.prompts)
+    parser.add_argument("--responses", type=int, default=work.Shape.responses)
     parser.add_argument("--tokens", type=int, default=work.Shape.tokens)
     parser.add_argument("--json", type=Path)
     args, extra = parser.parse_known_args()
-    shape = work.Shape(lengths=args.lengths, prompts=args.prompts, tokens=args.tokens)
+    sizes = work.SHAPES[args.shape]
+    shape = work.Shape(
+        lengths=args.lengths, prompts=args.prompts, responses=args.responses, tokens=args.tokens, **sizes
+    )
     common, sides = ["--precision", args.precision, "--threads", str(args.threads)], []
+    if args.kl:
+        actor = "actor_rollout_ref.actor"
+        extra += [f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_coef={args.kl}"]
     for engine in args.engines:
         name, _, python = engine.partition("=")
-        folder = args.folder / f"work_{args.lengths}_{name}"
+        folder = args.folder / f"work_{args.shape}_{args.lengths}_{name}"
         content = work.build(folder, shape, args.data)
         if args.only != "trl":
             worker = [python or sys.executable, str(HERE / "workers/verl_worker.py"), str(folder), *common, *extra]
@@ -68,7 +78,8 @@ def main() -> None:
             sides.append(Side(title, [*worker, f"actor_rollout_ref.rollout.name={name}"], args.threads))
     if args.only != "verl":
         python = trl_python(args.trl_python, args.folder)
-        sides.append(Side("trl", [python, str(HERE / "workers/trl_worker.py"), str(folder), *common], args.threads))
+        worker = [python, str(HERE / "workers/trl_worker.py"), str(folder), *common, "--beta", str(args.kl)]
+        sides.append(Side("trl", worker, args.threads))
     rates = [matmul_gflops(args.threads, args.precision)]
     for number in range(args.repeats + 1):
         for side in sides:
@@ -92,7 +103,8 @@ def report(args: argparse.Namespace, content: dict, sides: list[Side], rate: flo
     flops = work.least_flops(content)
     least = sum(flops.values()) / rate / 1e9
     result = {"date": time.strftime("%Y-%m-%d"), "precision": args.precision, "lengths": args.lengths}
-    result |= {"parameters": content["parameters"], "prompts": args.prompts, "tokens": args.tokens}
+    result |= {"parameters": content["parameters"], "kl": args.kl}
+    result |= {"prompts": args.prompts, "responses": args.responses, "tokens": args.tokens}
     result |= {"threads": args.threads, "matmul_gflops": round(rate, 1), "least_work_s": round(least, 2)}
     for side in sides:
         keys = ("step", "sampling", "training", "weights", "cpu", "peak_gib")

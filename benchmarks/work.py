@@ -39,6 +39,13 @@ class Shape:
     dtype: str = "float32"  # of the weights on disk
 
 
+SHAPES: dict[str, dict[str, int]] = {
+    "26m": {},
+    "0.5b": {"layers": 24, "hidden": 896, "intermediate": 4864, "heads": 14, "kv_heads": 2, "vocab": 151936},
+}
+"""Sizes of models by name; 0.5b is the shape of Qwen2.5-0.5B."""
+
+
 def questions(count: int, data: Path | None, seed: int) -> list[str]:
     """GSM8K questions if the data is there, else synthetic ones of similar length."""
     if data is not None and data.is_file():

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the shared work, one step for each line on stdin. Runs in its own environment.
 
-python trl_worker.py WORK_DIR --precision default|fp32 --threads N [--device cpu|auto] [--optimizer NAME]
+python trl_worker.py WORK_DIR --precision default|fp32 --threads N [--device cpu|auto] [--optimizer NAME] [--beta 0.0]
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="default")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--beta", type=float, default=0.0, help="coefficient of the KL term")
     parser.add_argument("--optimizer", help="TRL's name of it; its default without")
     return parser.parse_args()
 
@@ -54,7 +55,7 @@ def settings(args: argparse.Namespace, work: dict[str, Any]) -> dict[str, Any]:
         "num_generations": shape["responses"],
         "max_completion_length": max(max(row) for row in work["lengths"]),
         "max_steps": 1000,
-        "beta": 0.0,
+        "beta": args.beta,
         "learning_rate": 1e-6,
         "logging_steps": 1000,
         "save_strategy": "no",
