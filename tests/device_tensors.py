@@ -5,9 +5,13 @@ An operation that mixes device and host tensors raises. torch takes one such dev
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
+import subprocess
 import sys
+import weakref
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +20,8 @@ aten = torch.ops.aten
 # What takes tensors of both kinds.
 MIXES = {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor, aten.index.Tensor}
 MIXES |= {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+_LIVE: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+_MEMORY = 80 << 30
 
 
 class DeviceTensor(torch.Tensor):
@@ -30,13 +36,14 @@ class DeviceTensor(torch.Tensor):
         where = {"strides": host.stride(), "storage_offset": host.storage_offset(), "device": cls.place}
         self = torch.Tensor._make_wrapper_subclass(cls, host.shape, dtype=host.dtype, layout=host.layout, **where)
         self.host = host.detach()
+        _LIVE.add(self.host)
         return self
 
     def __repr__(self) -> str:
         return f"{self.place.type}({self.host})"
 
     def tolist(self) -> Any:
-        return self.host.tolist()
+        return self.cpu().tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError(f"can't convert {self.place} device type tensor to numpy. Use Tensor.cpu() first")
@@ -91,9 +98,9 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 def over(function: Any, x: Any) -> Any:
     """Of the tensors in arguments or results; several times as fast as torch's tree_map."""
-    if isinstance(x, torch.Tensor):
-        return function(x)
-    return type(x)(over(function, y) for y in x) if type(x) in (list, tuple) else x
+    if type(x) is list or type(x) is tuple:
+        return type(x)([over(function, y) for y in x])
+    return function(x) if isinstance(x, torch.Tensor) else x
 
 
 def host_of(x: torch.Tensor) -> torch.Tensor:
@@ -124,9 +131,33 @@ class Stream:
         return event or Stream()
 
 
+def taken() -> int:
+    """Bytes of the storages of tensors on the device."""
+    storages = (tensor.untyped_storage() for tensor in list(_LIVE))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class Backend:
+    """What `torch.cuda` or `torch.npu` says of one device."""
+
+    is_available = is_initialized = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    _lazy_init = set_device = manual_seed = manual_seed_all = staticmethod(lambda *_: None)
+    empty_cache = reset_peak_memory_stats = staticmethod(lambda *_: None)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+    get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, device=None: None)
+    mem_get_info = staticmethod(lambda device=None: (_MEMORY - taken(), _MEMORY))
+    memory_reserved = memory_allocated = staticmethod(lambda device=None: taken())
+    max_memory_reserved = max_memory_allocated = staticmethod(lambda device=None: taken())
+    stream = device = staticmethod(lambda _: contextlib.nullcontext())
+
+
 def install(kind: type[DeviceTensor], key: str) -> torch.library.Library:
     """Give this process the device, whose dispatch key is `key`. The library must be kept."""
-    os.environ["VERL_TEST_DEVICE"] = kind.place.type
+    os.environ |= {"VERL_TEST_DEVICE": kind.place.type, "VERL_TEST_SHORTER": "3"}
     torch.autograd.set_multithreading_enabled(False)
     # Parameters keep their identity when a module moves, as on a device whose tensors are of torch's own class.
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -174,3 +205,13 @@ def run_module() -> None:
     """Run the module that the first word names, as `python -m` does."""
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def run_tests(module: str, *words: str) -> None:
+    """Run pytest with these words in a process of its own, which has the device of this module."""
+    from tests.runs import environment
+
+    command = [sys.executable, "-m", module, "pytest", "-p", "no:cacheprovider", *words]
+    options: Any = {"cwd": Path(__file__).parents[1], "env": environment(), "timeout": 280}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-6000:] + run.stderr[-1000:]

@@ -8,7 +8,6 @@ gloo. It finds no kernel limits, asynchrony or speed.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from tests import device_tensors, torch_npu_reference
 from verl.config import devices
 
-MEMORY = 64 << 30
 aten = torch.ops.aten
 _GROUPED = aten._grouped_mm.default
 
@@ -58,26 +56,14 @@ class Stream(device_tensors.Stream):
         return NpuTensor.place
 
 
-class Backend:
+class Backend(device_tensors.Backend):
     """`torch.npu`."""
 
     Stream, Event = Stream, device_tensors.Stream
     _stream = Stream()
-    is_available = is_initialized = staticmethod(lambda: True)
-    device_count = staticmethod(lambda: 1)
-    current_device = staticmethod(lambda: 0)
-    _is_in_bad_fork = staticmethod(lambda: False)
-    set_device = synchronize = manual_seed = manual_seed_all = staticmethod(lambda *_: None)
-    empty_cache = _lazy_init = staticmethod(lambda: None)
-    mem_get_info = staticmethod(lambda index=0: (MEMORY, MEMORY))
-    memory_reserved = memory_allocated = staticmethod(lambda index=0: 2 << 30)
-    max_memory_reserved = max_memory_allocated = staticmethod(lambda index=0: 2 << 30)
+    synchronize = staticmethod(lambda *_: None)
     get_device_name = staticmethod(lambda index=0: "Ascend910B")
-    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
-    get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
-    set_rng_state = staticmethod(lambda state, device=None: None)
     current_stream = default_stream = staticmethod(lambda device=None: Backend._stream)
-    stream = device = staticmethod(lambda _: contextlib.nullcontext())
 
 
 def installed() -> bool:

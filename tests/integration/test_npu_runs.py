@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.fork_server import ENTRY, ForkServer
-from tests.runs import TinyRun, environment, records
+from tests.device_tensors import run_tests
+from tests.runs import TinyRun, records
 from tests.unit.trainer.test_sft_trainer import arguments as sft_arguments
 from tests.unit.trainer.test_sft_trainer import data, model  # noqa: F401
 from tests.unit.trainer.test_sft_trainer import records as sft_records
 from verl.trainer import sft_trainer
 
-ROOT = Path(__file__).parents[2]
 MODULE = "tests.pretend_npu"
 
 
@@ -50,9 +49,8 @@ def test_two_ranks_over_ray_agree_with_their_samplers(
     run = fork_server.run(argv, timeout=240, RAY_ADDRESS=ray_address)
     assert run.status == 0, run.stderr[-3000:]
     assert all(records(tmp_path)[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in (1, 2))
-    assert '"perf/max_memory_allocated_gb": 2.0' in (tmp_path / "metrics.jsonl").read_text(), (
-        "the pretend device says so"
-    )
+    taken = re.search(r'"perf/max_memory_allocated_gb": ([\d.e-]+)', (tmp_path / "metrics.jsonl").read_text())
+    assert taken is not None and 0 < float(taken[1]) < 1, "what the tensors on the pretend device take"
 
 
 def test_supervised_training_has_the_numbers_of_the_processor(
@@ -90,7 +88,4 @@ SUITES = {
 )
 def test_it_keeps_the_contracts(suite: str) -> None:
     file, chosen = SUITES[suite]
-    argv = ["pytest", "-p", "no:cacheprovider", f"tests/contract/{file}", "-k", chosen, "-m", "not slow"]
-    command = [sys.executable, "-m", MODULE, *argv]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment(), check=False)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:]
+    run_tests(MODULE, f"tests/contract/{file}", "-k", chosen, "-m", "not slow")

@@ -9,19 +9,19 @@ speed. `hooks.cpp` is compiled once, in a few seconds, and loaded before torch, 
 
 import ctypes
 import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import tempfile
 from pathlib import Path
 
-root, source = Path(importlib.util.find_spec("torch").origin).parent, Path(__file__).with_name("hooks.cpp")  # type: ignore[union-attr, arg-type]
-name = f"verl-pretend-{importlib.metadata.version('torch')}-{source.stat().st_mtime_ns}-{os.getuid()}.so"
-library = Path(tempfile.gettempdir()) / name
+source = Path(__file__).with_name("hooks.cpp")
+version = f"{importlib.metadata.version('torch')}-{source.stat().st_mtime_ns}-{os.getuid()}"
+library = Path(tempfile.gettempdir()) / f"verl-pretend-{version}.so"
 if not library.exists():
+    torch = importlib.metadata.distribution("torch").locate_file("torch")
     partial = library.with_suffix(f".{os.getpid()}")
-    options = f"-std=c++20 -O0 -shared -fPIC -I{root}/include -L{root}/lib -Wl,-rpath,{root}/lib -lc10 -ltorch_cpu"
-    subprocess.run(["c++", str(source), *options.split(), "-o", str(partial)], check=True)
+    options = f"-std=c++20 -shared -fPIC -I{torch}/include -L{torch}/lib -Wl,-rpath,{torch}/lib -lc10 -ltorch_cpu"
+    subprocess.run(["c++", source, *options.split(), "-o", partial], check=True)
     partial.rename(library)
 ctypes.CDLL(str(library))
 

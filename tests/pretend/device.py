@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import types
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,13 +18,11 @@ from tests import device_tensors, operator_references
 from verl.config import devices
 
 aten, HALF = torch.ops.aten, (torch.bfloat16, torch.float16)
-CUDA, TOTAL = torch.device("cuda", 0), 80 << 30
 # What waits for the device; what launches nothing.
 _WAITS = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default}
 _WAITS |= {aten._unique2.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor}
 _NOTHING = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.detach", "aten._local_scalar_dense", "c10d")
-_live: weakref.WeakSet[Tensor] = weakref.WeakSet()
-_state = types.SimpleNamespace(recording=None, peak=0, pinned=set())
+_state = types.SimpleNamespace(recording=None, pinned=set())
 
 
 @dataclass(slots=True)
@@ -68,17 +64,7 @@ def _wait(name: str) -> None:
 class CudaTensor(device_tensors.DeviceTensor):
     """A tensor on cuda:0."""
 
-    place = CUDA
-
-    @staticmethod
-    def __new__(cls, host: Tensor) -> Any:
-        self = device_tensors.DeviceTensor.__new__(cls, host)
-        _live.add(self.host)
-        return self
-
-    def tolist(self) -> Any:
-        _wait("tolist")
-        return super().tolist()
+    place = torch.device("cuda", 0)
 
     @classmethod
     def attention_kernel(cls, args: Any) -> int:
@@ -145,77 +131,54 @@ class Graph:
 
 
 class Stream(device_tensors.Stream):
-    cuda_stream, device = 0, CUDA
+    cuda_stream, device = 0, CudaTensor.place
 
     def synchronize(self) -> None:
         _wait("stream or event")
 
-    def elapsed_time(self, _: Any) -> float:
-        return 1.0
 
+class Backend(device_tensors.Backend):
+    """`torch.cuda`."""
 
-def _taken(*_: Any) -> int:
-    """Bytes of the storages that live."""
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in list(_live))}
-    _state.peak = max(_state.peak, taken := sum(storages.values()))
-    return taken
-
-
-def _most_taken(*_: Any) -> int:
-    return max(_taken(), _state.peak)
-
-
-def _stand_ins() -> dict[str, Any]:
-    """What torch.cuda has and the processor's build lacks, by name."""
-    properties = {"name": "NVIDIA H100 80GB HBM3", "uuid": "pretend", "total_memory": TOTAL, "major": 9, "minor": 0}
-    device = types.SimpleNamespace(**properties, multi_processor_count=132)
-    generator = types.SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda _: None)
-    default, current = Stream(), threading.local()
-    nothing = "_lazy_init set_device manual_seed manual_seed_all empty_cache ipc_collect set_rng_state"
-    memory = dict.fromkeys(("memory_reserved", "memory_allocated"), _taken)
-    memory |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _most_taken)
-    return {name: lambda *_: None for name in nothing.split()} | memory | {
-        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
-        "current_device": lambda: 0, "_is_in_bad_fork": lambda: False, "default_generators": [generator],
-        "is_bf16_supported": lambda including_emulation=True: True, "synchronize": lambda *_: _wait("synchronize"),
-        "get_device_properties": lambda *_: device, "get_device_capability": lambda *_: (9, 0),
-        "get_device_name": lambda *_: device.name, "mem_get_info": lambda *_: (TOTAL - _taken(), TOTAL),
-        "memory_stats": lambda *_: {}, "reset_peak_memory_stats": lambda *_: setattr(_state, "peak", 0),
-        "get_amp_supported_dtype": lambda: list(HALF), "Stream": Stream, "Event": Stream, "CUDAGraph": Graph,
-        "default_stream": lambda *_: default, "current_stream": lambda *_: getattr(current, "stream", default),
-        "set_stream": lambda stream: setattr(current, "stream", stream), "get_rng_state": lambda *_: torch.get_rng_state(),
-        "stream": lambda _: contextlib.nullcontext(), "device": lambda _: contextlib.nullcontext(),
-        "graph_pool_handle": lambda: (0, 1), "is_current_stream_capturing": lambda: _state.recording is not None,
-    }  # fmt: skip
+    Stream = Event = Stream
+    CUDAGraph = Graph
+    _now = _default = Stream()
+    _properties = types.SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", uuid="pretend", total_memory=80 << 30, multi_processor_count=132, major=9, minor=0
+    )
+    default_generators = (types.SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda _: None),)
+    is_bf16_supported = staticmethod(lambda including_emulation=True: True)
+    ipc_collect = staticmethod(lambda: None)
+    synchronize = staticmethod(lambda device=None: _wait("synchronize"))
+    get_device_properties = staticmethod(lambda device=None: Backend._properties)
+    default_stream = staticmethod(lambda device=None: Backend._default)
+    current_stream = staticmethod(lambda device=None: Backend._now)
+    set_stream = staticmethod(lambda stream: setattr(Backend, "_now", stream))
+    graph_pool_handle = staticmethod(lambda: (0, 1))
+    is_current_stream_capturing = staticmethod(lambda: _state.recording is not None)
 
 
 def install() -> None:
     """Give this process the device. Once, in a process that has loaded the hooks."""
     from verl.platform import cuda, cuda_fused
 
-    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
-    library = install.library = device_tensors.install(CudaTensor, "CUDA")  # type: ignore[attr-defined]  # kernels live as long
+    torch._C._set_only_lift_cpu_tensors(True)
+    install.library = device_tensors.install(CudaTensor, "CUDA")  # kernels live as long as it
     empty = torch.empty
 
-    def arange(*ends: Any, dtype: Any = None, **_: Any) -> Any:  # torch's own begins with no elements
-        start, end, step = (0, *ends, 1) if len(ends) == 1 else (*ends, 1)[:3]
-        size = torch.empty_like(torch.arange(start, end, step, dtype=dtype))
-        return aten.arange.start_out(start, end, step, out=CudaTensor(size))
-
     def empty_or_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        tensor: Tensor = empty(*args, **kwargs)
+        tensor = empty(*args, **kwargs)
         _state.pinned |= {tensor.untyped_storage().data_ptr()} if pin_memory else set()
         return tensor
 
-    for name in ("arange", "arange.start", "arange.start_step"):
-        library.impl(name, arange)
-    torch.empty = empty_or_pinned  # type: ignore[assignment]
-    for name, stand_in in _stand_ins().items():
-        setattr(torch.cuda, name, stand_in)
+    torch.empty = empty_or_pinned
+    for name in filter(lambda name: not name.startswith("__"), dir(Backend)):
+        stand_in = getattr(Backend, name)  # each function another object, by which torch.compile knows it
+        setattr(torch.cuda, name, functools.partial(stand_in) if isinstance(stand_in, types.FunctionType) else stand_in)
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool", "_cuda_clearCublasWorkspaces"):
         setattr(torch._C, name, lambda *_: setattr(_state, "recording", None))
     cuda.CudaPlatform.collectives = "gloo"
     cuda._fused_operators = lambda: cuda_fused.FUSED  # with or without Triton: their references run
     devices._nodes = lambda name: ["nvidia0"] if name == "nvidia" else []
-    devices.torch_build = lambda: "cuda"  # type: ignore[assignment]
+    devices.torch_build = lambda: "cuda"
     operator_references.install()

@@ -109,8 +109,8 @@ def without_model(engine: NativeEngine) -> None:
 
 def test_steps_replay_for_every_layout_of_the_cache(tmp_path: Path) -> None:
     """Four times as many responses as places, of lengths as different as a model's; prefills count as steps."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(192), 0.8, 1024), 8, 768).astype(int)
-    engine = engine_of(tmp_path, 1)
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(192), 0.8, 512), 8, 768).astype(int)
+    engine = engine_of(tmp_path, 1, max_num_seqs=128)
     without_model(engine)
     passes, prefill = [0], engine._runner.prefill
 
@@ -129,9 +129,9 @@ def test_steps_replay_for_every_layout_of_the_cache(tmp_path: Path) -> None:
 
 
 def bytes_of(folder: Path, layers: int) -> tuple[int, int]:
-    """Bytes that the last step of 256 responses of 256 tokens on 32 prompts moves, and those of its layers' weights,
+    """Bytes that the last step of 64 responses of 256 tokens on 8 prompts moves, and those of its layers' weights,
     keys and values. The steps before it are made without the model."""
-    engine = engine_of(folder, layers, WIDE | HEADS, enforce_eager=True, max_model_len=512, cache_tokens=90_000)
+    engine = engine_of(folder, layers, WIDE | HEADS, enforce_eager=True, max_model_len=512, cache_tokens=22_000)
     runner, decode, forward = engine._runner, engine._runner.device_decode, engine._runner._forward
     assert decode is not None
     full = decode._forward
@@ -148,7 +148,7 @@ def bytes_of(folder: Path, layers: int) -> tuple[int, int]:
 
     runner._forward = prefill  # type: ignore[method-assign]
     decode._forward = lambda ids, positions, plan: torch.zeros(len(ids), 264, device=ids.device)
-    counts = decode_steps(engine, [256] * 256, last=last)[-1]
+    counts = decode_steps(engine, [256] * 64, last=last)[-1]
     calls = sum(n for name, n in counts.launches.items() if "store" in name or "partial" in name)
     cache = sum(tensor.nbytes for tensor in engine._pool.tensors()) // layers
     attended = operator_references.MOVED.total()
