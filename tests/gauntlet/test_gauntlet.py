@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.gauntlet import page
-from tests.gauntlet.faults import FAULTS, Fault
+from tests.gauntlet.faults import FAULTS, KL, LORA, Fault
 from tests.integration.test_vision_runs import VisionRun
 from tests.kinds import ToolRun, critic, tools
 from tests.runs import TinyRun
@@ -94,6 +95,35 @@ def run(made: dict[str, TinyRun], out: Path, fault: Fault) -> tuple[str, int]:
             steps = int(told[1]) if told else sum(e["time"] <= event["time"] for e in records(out))
             break
     return said, steps - 2 * (fault.runs - 1)
+
+
+OTHERS = {
+    "gspo": ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo",),
+    "weighted cispo": (
+        "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
+        "algorithm.rollout_correction.rollout_is=token",
+    ),
+    "adapter": (LORA, "actor_rollout_ref.actor.optim.lr=1e-2"),
+    "adapter, kl": (LORA, KL, "actor_rollout_ref.actor.kl_loss_type=kl"),
+}
+"""Whose loss and gradient are checked by other ways than the vanilla loss of all weights."""
+LOSS_FAULTS = {f.patch.__name__: f for f in FAULTS if f.patch.__name__ in ("per_micro_batch", "divided_again")}
+
+
+@pytest.mark.parametrize("name", LOSS_FAULTS)
+@pytest.mark.parametrize(
+    "words", [pytest.param(w, id=k, marks=[pytest.mark.long] * (k != "gspo")) for k, w in OTHERS.items()]
+)
+def test_other_losses_and_adapters(
+    words: tuple[str, ...], name: str, made: dict[str, TinyRun], quiet: None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    fault = replace(LOSS_FAULTS[name], words=(*LOSS_FAULTS[name].words, *words))
+    right, _ = run(made, tmp_path / "right", fault)
+    assert '"check_' not in right
+    fault.patch(monkeypatch)
+    said, steps = run(made, tmp_path / "out", fault)
+    assert re.search(fault.caught, said) and steps == 1, said[-3000:]
 
 
 def records(out: Path) -> list[dict[str, Any]]:

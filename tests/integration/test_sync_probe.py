@@ -10,6 +10,7 @@ import pytest
 
 from tests.chaos.fork_server import ForkServer
 from tests.runs import TinyRun
+from tests.tiny import tiny_model
 from verl.trainer.sync_probe import Moves
 
 PROBED = """
@@ -43,7 +44,29 @@ def partly(layer):
 
 runner.merged_weight = partly
 """
+QUANTIZED = """
+import torch
+from verl.algorithms import agreement
+from verl.engine.rollout.native.runner import FastLinears
+
+agreement.quantized_sampling = lambda rollout: "quantization=fp8_per_channel"
+whole = FastLinears._weight
+
+
+def in_8_bits(self, module):
+    weight = whole(self, module)
+    step = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+    return (weight / step).to(torch.float8_e4m3fn).float() * step
+
+
+FastLinears._weight = in_8_bits
+"""
+"""A sampler with weights of 8 bits: the embedded one has none of its own."""
 AWAKE = "actor_rollout_ref.rollout.free_cache_engine=False"  # else sleep drops what is stale
+REPLAY = (
+    "actor_rollout_ref.actor.router_replay.mode=R3",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+)
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-3")
 
 
@@ -99,6 +122,45 @@ def test_what_an_adapter_is_not_applied_to_is_named(
     status, stderr, steps = run(fork_server, tiny, tmp_path, PARTLY.format(lost), AWAKE, *LORA)
     assert status == 1 and not steps
     assert f"the adapter is not applied as it should be in {named}: report it" in stderr, stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A model with experts whose distribution is not flat."""
+    run = TinyRun(tmp_path_factory.mktemp("experts"))
+    tiny_model(run.model, "qwen3_moe", scale=4.0)
+    return run
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_with_replayed_routes(mode: str, fork_server: ForkServer, moe: TinyRun, tmp_path: Path) -> None:
+    """The probe is scored with the trainer's own routes; a sampler that does not follow is named."""
+    words = REPLAY if mode == "R3" else ("actor_rollout_ref.actor.router_replay.mode=R2",)
+    status, stderr, steps = run(fork_server, moe, tmp_path, "", *words)
+    assert status == 0, stderr[-3000:]
+    assert [step["slope"] for step in steps] == pytest.approx([1, 1, 1], abs=0.02)
+    for name, fault in FAULTS.items() if mode == "R3" else ():
+        (folder := tmp_path / name[:4]).mkdir()
+        status, stderr, steps = run(fork_server, moe, folder, fault, AWAKE, *words)
+        assert status == 1 and "the trainer's log-probs of" in stderr, stderr[-3000:]
+        assert len(steps) <= 2
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_a_quantized_sampler(seed: int, fork_server: ForkServer, tmp_path: Path) -> None:
+    """One whose weights have 8 bits follows; one that keeps those of before is named, once moves are large enough."""
+    tiny = TinyRun(tmp_path / "tiny")
+    tiny_model(tiny.model, seed=seed, scale=4.0)
+    words = ("actor_rollout_ref.actor.optim.lr=3e-4", "trainer.total_training_steps=6", AWAKE)
+    status, stderr, steps = run(fork_server, tiny, tmp_path, QUANTIZED, *words)
+    assert status == 0, stderr[-3000:]
+    assert len(steps) == 6 and max(step["apart"] for step in steps) > 2e-3
+    assert all(0.7 < step["slope"] < 1.3 for step in steps if "slope" in step)
+    (folder := tmp_path / "stale").mkdir()
+    fault = QUANTIZED + FAULTS["copies that are made once"]
+    status, stderr, steps = run(fork_server, tiny, folder, fault, *words)
+    assert status == 1 and "the trainer's log-probs of" in stderr, stderr[-3000:]
+    assert steps[-1]["slope"] < 0.3, "embeddings are no copies"
 
 
 def test_warn_goes_on(fork_server: ForkServer, tiny: TinyRun, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def drive(path: Path, sizes: dict[str, Any], folder: Path) -> dict[str, Any]:
     engine.save_optimizer(folder / "optimizer")
     results.append(learn(engine))
     seen["metrics"], seen["norms"] = [r.metrics for r in results], [r.grad_norm for r in results]
+    seen["derivatives"] = [r.scale_derivative for r in results]
     seen["tokens"] = [r.tokens for r in results]
     seen["weights"] = copied(engine)
     seen["resumed"] = identical(seen["weights"], resume(path, sizes, folder))
@@ -173,6 +174,7 @@ def with_fsdp(path: Path) -> dict[str, Any]:
     seen = {"start": copied(engine), "outputs": outputs(engine)}
     results = [learn(engine) for _ in range(STEPS)]
     seen["metrics"], seen["norms"] = [r.metrics for r in results], [r.grad_norm for r in results]
+    seen["derivatives"] = [r.scale_derivative for r in results]
     return seen | {"weights": copied(engine)}
 
 

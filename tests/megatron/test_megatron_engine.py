@@ -86,6 +86,7 @@ def test_it_computes_what_the_fsdp_engine_computes(layout: Any) -> None:
         assert rank["holds"] or rank["outputs"] == {}
         assert rank["tokens"] == seen[0]["tokens"] and rank["metrics"] == seen[0]["metrics"]
         assert rank["norms"] == pytest.approx(local["norms"], rel=1e-5)
+        assert rank["derivatives"] == pytest.approx(local["derivatives"], rel=1e-4, abs=1e-5)
         for ours, theirs in zip(rank["metrics"], local["metrics"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
         assert rank["weights"].keys() == local["weights"].keys()

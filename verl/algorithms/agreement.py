@@ -179,13 +179,19 @@ class Bounds:
 BOUNDS = {
     "float32": Bounds(("max", 1e-3), (1e-5, 1e-4), 0.003, 1e-3, 1e-3),
     "half": Bounds(("mean", 0.1), (3e-3, 3e-2), 0.01, 0.1, 0.05),
+    "quantized": Bounds(("mean", 0.3), (1e-2, 5e-2), 0.02, 0.1, 0.05),
 }
-"""By the lower precision of the two sides."""
+"""By the lower precision of the two sides. "quantized": weights or cache of the sampler in 8 bits."""
 
 
 def precision_of(*dtypes: str) -> str:
     """The key of `BOUNDS` for these data types."""
     return "float32" if all(float_name(name) == "float32" for name in dtypes) else "half"
+
+
+def precision_of_run(rollout: Any, trainer_dtype: str) -> str:
+    """The key of `BOUNDS` for the sampler of the group `rollout` and a trainer that computes in this data type."""
+    return "quantized" if quantized_sampling(rollout) else precision_of(rollout.dtype or trainer_dtype, trainer_dtype)
 
 
 def first_step_bound(config: Config, trainer_dtype: str) -> tuple[str, float] | None:
@@ -200,16 +206,13 @@ def first_step_bound(config: Config, trainer_dtype: str) -> tuple[str, float] | 
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     replayed = sampling_mask_from(config) == "sampler"
     other = (
-        (truncated and not replayed)
-        or rollout.repetition_penalty != 1
-        or rollout.logprobs_mode != "processed_logprobs"
-        or quantized_sampling(rollout)
+        (truncated and not replayed) or rollout.repetition_penalty != 1 or rollout.logprobs_mode != "processed_logprobs"
     )
     if other or config.algorithm.rollout_correction.bypass_mode:
         return None
     if config.trainer.logprob_diff_limit is not None:
         return None
-    return BOUNDS[precision_of(rollout.dtype or trainer_dtype, trainer_dtype)].far
+    return BOUNDS[precision_of_run(rollout, trainer_dtype)].far
 
 
 def first_step_disagreement(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.algorithms.agreement import BOUNDS, precision_of
+from verl.algorithms.agreement import BOUNDS, precision_of_run
 from verl.algorithms.batch_advantages import copied
 from verl.config import Config
 from verl.tracking.tracker import Tracking
@@ -26,8 +26,8 @@ class Life:
     def __init__(self, config: Config, parts: Parts):
         self.config, self.parts = config, parts
         self.trainer = PPOTrainer(config, parts, STEPS)
-        rollout, policy = config.actor_rollout_ref.rollout, parts.workers.policy
-        self.precision = precision_of(rollout.dtype or policy.compute_dtype, policy.compute_dtype)
+        dtype = parts.workers.policy.compute_dtype
+        self.precision = precision_of_run(config.actor_rollout_ref.rollout, dtype)
 
     @classmethod
     @contextmanager

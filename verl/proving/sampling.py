@@ -20,7 +20,7 @@ NOT_ARRIVED = "not all weights arrived"
 def log_probs(life: Life, batch: Batch, name: str = "log-probs") -> Finding:
     """Log-probs of sampler and trainer, by turn of the model."""
     if first_step_bound(life.config, life.parts.workers.policy.compute_dtype) is None:
-        why = "they differ by design: a truncated distribution, bypass mode, quantization or logprob_diff_limit"
+        why = "they differ by design: a truncated distribution, bypass mode or logprob_diff_limit"
         return Finding(name, why, verdict=SKIPPED)
     ours, rows = life.log_probs(batch), [t for t in batch if t.rollout_log_probs is not None]
     turns: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}

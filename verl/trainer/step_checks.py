@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.algorithms.agreement import BOUNDS, precision_of
+from verl.algorithms.flat_tokens import trajectory_tokens
 from verl.algorithms.needs import needed_columns
+from verl.algorithms.objective import ActorObjective
+from verl.algorithms.registry import LOSSES
 from verl.config import Config
+from verl.engine.training.base import MicroBatch
 from verl.reward.outcome import text_digest
 from verl.rollout.schedule import PromptSchedule
 from verl.trainer.parts import Parts
@@ -100,6 +105,13 @@ class StepChecks:
         self._knows_gradient &= not actor.use_kl_loss or actor.kl_loss_type in ("low_var_kl", "k3")
         further = actor.demonstrations.column or (model.mtp.enable and model.mtp.enable_train)  # losses of their own
         self._knows_gradient &= not further
+        # A loss with the formula of its own function: of the library's, which keep nothing from call to call.
+        mode = actor.policy_loss.loss_mode
+        own = LOSSES.get(mode).__module__.startswith("verl.")
+        again = LOSSES.declared(mode).whole is not None and actor.ppo_epochs > 1  # what the first update read is gone
+        mtp = model.mtp.enable and model.mtp.enable_train
+        recomputed = self._keeps_masks and own and not (again or mtp or config.distillation.enabled)
+        self._recomputes = recomputed and not self._knows_gradient
         self._tokenizer = parts.tracking.tokenizer
         ends = self._tokenizer is not None and not config.actor_rollout_ref.rollout.ignore_eos
         self._turns = TurnEnds.of(str(model.path), self._tokenizer) if ends else None
@@ -224,18 +236,11 @@ class StepChecks:
                 )
                 break
             expected, size = self._aggregated(segments, term, settings)
-            if abs(reported - expected) > BOUNDS[self._precision].loss * size + 1e-6:
-                subject, why = name, "a mask or a denominator of the loss is wrong (normalised per micro-batch?)"
-                if derived:
-                    subject = f"the gradient of {role} along its last normalisation"
-                    why = (
-                        "gradients are divided or added up once more, or those of an earlier mini-batch are among them"
-                    )
-                yield (
-                    f"{'gradient' if derived else 'loss'}: {subject} of the first mini-batch is {reported:.4g}; its rows "
-                    f"and masks give {expected:.4g}: {why}"
-                )
+            if wrong := self._apart(name, reported, expected, size):
+                yield wrong
                 break
+        else:
+            yield from self._of_objective(updates)
         updates_of_actor = updates["actor"].updates if "actor" in updates and self._knows_loss else 0
         moves = metrics.get("actor/lr") and metrics.get("actor/grad_norm")
         # In half precision a small step may change no product.
@@ -244,6 +249,44 @@ class StepChecks:
                 f"ratio: after {updates_of_actor} updates the policy is exactly the old one: old log-probs are "
                 "computed anew for each, and nothing is ever clipped"
             )
+
+    def _apart(self, name: str, reported: float, expected: float, size: float) -> str:
+        """What it means that a loss, or a role's scale_derivative, is not the expected one; "" where it is. size: of its
+        terms."""
+        if not abs(reported - expected) > BOUNDS[self._precision].loss * size + 1e-6:
+            return ""
+        check, subject = "loss", name
+        why = "a mask or a denominator of the loss is wrong (normalised per micro-batch?)"
+        if name.endswith("/scale_derivative"):
+            check, subject = "gradient", f"the gradient of {name.partition('/')[0]} along its last normalisation"
+            why = "gradients are divided or added up once more, or those of an earlier mini-batch are among them"
+        return f"{check}: {subject} of the first mini-batch is {reported:.4g}; its rows and masks give {expected:.4g}: {why}"
+
+    def _of_objective(self, updates: Mapping[str, UpdateResult]) -> Iterator[str]:
+        """The actor's loss, and its gradient, of the first mini-batch as a single micro-batch: for losses whose value and
+        slope at ratio 1 no formula here gives, by their own functions."""
+        first = updates["actor"].first if "actor" in updates and self._recomputes else None
+        if first is None:
+            return
+        (mini, result), actor = first, self._config.actor_rollout_ref.actor
+        segments, counts = mini.usable, trajectory_tokens(mini.usable)
+        if any(s.old_log_probs is None or s.entropy is None or s.sampling_mask is not None for s in segments):
+            return
+        of_row = None if counts is None else dict(zip(map(id, segments), counts, strict=True))
+        log_probs = torch.from_numpy(np.concatenate([s.old_log_probs for s in segments], dtype=np.float64))
+        entropy = torch.from_numpy(np.concatenate([s.entropy for s in segments], dtype=np.float64))
+        objective = ActorObjective(actor, mini.denominators, self._config.algorithm.rollout_correction, of_row)
+        loss, _ = objective(MicroBatch(segments, log_probs.requires_grad_(), entropy))
+        (slopes,) = torch.autograd.grad(loss, log_probs)
+        terms = slopes * (log_probs.detach() + entropy)
+        pairs = [("actor/loss", result.metrics.get("actor/loss"), loss.item(), float(slopes.abs().sum()))]
+        if not actor.entropy_coeff:
+            size = float(terms.abs().sum())
+            pairs.append(("actor/scale_derivative", result.scale_derivative, float(terms.sum()), size))
+        for name, reported, expected, size in pairs:
+            if reported is not None and (wrong := self._apart(name, reported, expected, size)):
+                yield wrong
+                return
 
     def _scale_derivative(self, s: Segment) -> np.ndarray | None:
         """Of a token's loss at ratio 1, by s, which multiplies all logits: d log p / ds = log p + entropy."""

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from verl.algorithms.agreement import BOUNDS, precision_of
+from verl.algorithms.agreement import BOUNDS, precision_of_run
 from verl.config import Config
-from verl.config.layout import quantized_sampling, reference_is_base
+from verl.config.layout import reference_is_base
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.trainer.parts import Parts
 from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
@@ -128,16 +128,15 @@ class SyncProbe:
     """Of one run. Calls come in the order begin, before_update, before_push, after_push of each step."""
 
     def __init__(self, config: Config, parts: Parts):
-        rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+        rollout = config.actor_rollout_ref.rollout
         self._parts, self._mode = parts, config.trainer.sync_proof
         # Greedy tokens stay the same for longest; their log-probs are those at temperature 1.
         self._temperature = 0.0 if rollout.temperature == 1 else float(rollout.temperature)
-        trainer = parts.workers.policy.compute_dtype
-        self._bounds = BOUNDS[precision_of(rollout.dtype or trainer, trainer)]
-        # Replayed routes come with the responses: a probe has none, and its experts may differ by rounding.
-        replays = actor.router_replay.mode != "disabled"
+        self._bounds = BOUNDS[precision_of_run(rollout, parts.workers.policy.compute_dtype)]
         self._adapted, self._ahead = reference_is_base(config), config.trainer.max_staleness > 0
-        self._on = self._mode != "off" and rollout.temperature > 0 and not replays and not quantized_sampling(rollout)
+        # Log-probs before temperature move otherwise than the trainer's.
+        other = rollout.logprobs_mode != "processed_logprobs" and rollout.temperature != 1
+        self._on = self._mode != "off" and not other
         model = config.actor_rollout_ref.model
         self._fresh_adapter = self._adapted and not model.lora_adapter_path and not self._ahead
         self._rows: list[ProbeRow] = []

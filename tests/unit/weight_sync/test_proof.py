@@ -100,6 +100,14 @@ def test_a_first_batch_far_beyond_the_precision_stops_the_run(
     assert first_step_disagreement(metrics(9.0, 9.0, behind=1), bound) == "", "of earlier weights"
 
 
+def test_a_quantized_sampler_is_held_to_its_own_bound() -> None:
+    for word in ("quantization=fp8", "+engine_kwargs.vllm.kv_cache_dtype=fp8"):
+        plus, key = ("+", word[1:]) if word.startswith("+") else ("", word)
+        bound = first_step_bound(config(f"{ROLLOUT}.name=vllm", f"{plus}{ROLLOUT}.{key}"), "torch.float32")
+        assert not first_step_disagreement(metrics(0.06, 3.0), bound)
+        assert first_step_disagreement(metrics(0.5, 3.0), bound)
+
+
 @pytest.mark.parametrize(
     "changed",
     [

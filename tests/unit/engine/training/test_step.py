@@ -89,10 +89,19 @@ def test_the_derivative_by_a_factor_of_all_logits(tmp_path, arch, offset):
     assert derivative == pytest.approx((losses[0] - losses[1]) / 0.02, rel=1e-2)
 
 
-def test_an_adapter_has_no_such_derivative(tmp_path):
-    path = tiny_model(tmp_path / "m")
-    engine = FSDPEngine(path, model_cfg={"lora_rank": 2}, role_cfg=ROLE, device="cpu")
-    assert engine.step(rows_of(GROUPS), simple_loss(26), temperature=1.0).scale_derivative is None
+def test_beside_an_adapter_there_is_such_a_derivative(tmp_path):
+    """Of the frozen normalisation, which stays as it was; the norm of the gradients is the adapter's alone."""
+    path, rows = tiny_model(tmp_path / "m", scale=4.0), rows_of(GROUPS)
+    engine = FSDPEngine(path, model_cfg={"lora_rank": 2}, role_cfg=ROLE | {"grad_clip": 1e3}, device="cpu")
+    before = engine.module.get_parameter("model.norm.weight").detach().clone()
+    for _ in range(2):
+        outputs = engine.forward(rows, BOTH, temperature=1.0)
+        result = engine.step(rows, lambda batch: (batch.log_probs.sum() / 26, {}), temperature=1.0)
+        expected = float((outputs["log_probs"] + outputs["entropy"]).sum(dtype=np.float64)) / 26
+        assert result.scale_derivative == pytest.approx(expected, rel=1e-4)
+        squares = [float(p.grad.square().sum()) for p in engine._parameters]
+        assert result.grad_norm == pytest.approx(sum(squares) ** 0.5, rel=1e-5)
+    assert torch.equal(before, engine.module.get_parameter("model.norm.weight"))
 
 
 def test_the_norm_of_the_optimizers_state(tmp_path):

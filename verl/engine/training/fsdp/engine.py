@@ -146,6 +146,7 @@ class FSDPEngine(ScheduledEngine):
         self._routing: Routing | None = None
         self._added_norm = 0.0
         self._scales: list[tuple[torch.nn.Parameter, float]] = []
+        self._watched: dict[str, torch.nn.Parameter] = {}
         self._read_settings(role_cfg, log_prob_cfg)
         # With `offload_policy` the state of a sharded engine is in host memory at all times.
         moves = not (self._sharded and streams)
@@ -206,8 +207,11 @@ class FSDPEngine(ScheduledEngine):
         with self._autocast() if self._sharded else nullcontext():
             scales = self._model.head(self._model.head.scales)
         self._after_passes()
-        if scales.keys() <= self._names.keys():
-            self._scales = [(self._names[name], offset) for name, offset in scales.items()]
+        weights = dict(self.module.named_parameters())
+        self._scales = [(weights[name], offset) for name, offset in scales.items()]
+        # Those that are not trained get gradients all the same, which no update takes: beside adapters nothing else tells
+        # what became of the loss on its way through micro-batches and ranks.
+        self._watched = {name: weights[name].requires_grad_() for name in scales.keys() - self._names.keys()}
         self.schedule(1)
 
     def set_topk(self, count: int) -> None:
@@ -392,7 +396,7 @@ class FSDPEngine(ScheduledEngine):
         tensor, speaks = self._model.tensor, self.layout.counts_rows
         if tensor is not None:
             with waiting("adding up gradients"):
-                tensor.complete(self._names)
+                tensor.complete(self._names | self._watched)
         squares = sum_of_squares([local(p.grad) for p in self._parameters if p.grad is not None and self._counts(p)])
         counted = [total.sums, total.tokens] if speaks else [{}, 0]
         reports = all_gather_json([*counted, total.refused, squares, float(self._scale_derivative())])
@@ -433,17 +437,18 @@ class FSDPEngine(ScheduledEngine):
         """Make all gradients zero: in place on a processor; elsewhere the first products of the step make them."""
         if self._sharded or not self.platform.on_host:
             return self._drop_gradients()
-        if gradients := self._gradients():
+        watched = [p.grad for p in self._watched.values() if p.grad is not None]
+        if gradients := [*self._gradients(), *watched]:
             torch._foreach_zero_(gradients)
         self._fill_gradients()
 
     def _fill_gradients(self) -> None:
-        for parameter in self._parameters:
+        for parameter in (*self._parameters, *self._watched.values()):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _drop_gradients(self) -> None:
-        for parameter in self._parameters:
+        for parameter in (*self._parameters, *self._watched.values()):
             parameter.grad = None
 
     @contextmanager

@@ -33,6 +33,7 @@ from verl.engine.training.megatron.optimizer import (
     build_schedule,
     load_state,
     save_state,
+    scale_derivative,
     scale_gradients,
 )
 from verl.engine.training.megatron.parallel import ParallelSizes, join
@@ -213,10 +214,14 @@ class MegatronEngine(ScheduledEngine):
                 self._count_changed_routes(mine, changed)
         mine.tokens = sum(batch.pack.size for batch in batches) if counts else 0
         merged = StepAccumulator()
-        for sums, tokens, refused in all_gather_json([mine.sums, mine.tokens, mine.refused]):
+        derivative = scale_derivative(self._optimizer, self._model.chunks[-1]) if self.holds_outputs else 0.0
+        reports = all_gather_json([mine.sums, mine.tokens, mine.refused, derivative])
+        for sums, tokens, refused, _ in reports:
             merged.add(sums)
             merged.tokens += tokens
             merged.refused = merged.refused or refused
+        derivatives = [derivative for *_, derivative in reports]
+        merged.scale_derivative = None if None in derivatives else sum(derivatives)
         return merged
 
     def _speaks(self) -> bool:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_model_config, unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from verl.config.schema.base import setting
@@ -69,6 +70,43 @@ def scale_gradients(optimizer: Any, factor: float) -> None:
         gradients = [getattr(parameter, name, None) for parameter in part.get_parameters()]
         if present := [gradient for gradient in gradients if gradient is not None]:
             torch._foreach_mul_(present, factor)
+
+
+@torch.no_grad()
+def scale_derivative(optimizer: Any, chunk: Any) -> float | None:
+    """This rank's share of `TrainStepResult.scale_derivative`: Σ (w + offset) · dL/dw over the last normalisation of the
+    last stage's chunk, and of a bias that its head has; None where they are not trained or several ranks hold one share.
+    Gradients are added up over ranks and not yet taken by the optimizer."""
+    model = unwrap_model(chunk)
+    norm, output = getattr(getattr(model, "decoder", None), "final_layernorm", None), model.output_layer
+    settings = get_model_config(chunk)
+    offset = float(bool(getattr(settings, "layernorm_zero_centered_gamma", False)))
+    if norm is None or not norm.weight.requires_grad or chunk.ddp_config.num_distributed_optimizer_instances > 1:
+        return None
+    weights = [(norm.weight, offset), (getattr(norm, "bias", None), 0.0), (getattr(output, "bias", None), 0.0)]
+    if parallel_state.get_tensor_model_parallel_rank() > 0:  # all of them have the same
+        return 0.0
+    total = 0.0
+    for weight, added in weights:
+        part = None if weight is None else _held(optimizer, weight)
+        if part is not None:
+            gradient = weight.main_grad.flatten()[part].double()
+            total += float(((weight.flatten()[part] + added) * gradient).sum())
+    return total
+
+
+def _held(optimizer: Any, parameter: torch.nn.Parameter) -> slice | None:
+    """The elements of a parameter whose summed gradient this rank holds, among data-parallel ranks it alone; None for
+    none of them."""
+    parts = _parts(optimizer)
+    if not all(part.config.use_distributed_optimizer for part in parts):
+        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return slice(None) if first else None
+    for part in parts:
+        if parameter in part.model_param_gbuf_map:
+            held = part._get_model_param_range_map(parameter)["param"]
+            return slice(held.start, held.end)
+    return None
 
 
 def build_schedule(optimizer: Any, optim: OptimConfig, total: int) -> Schedule | CoreSchedule:
