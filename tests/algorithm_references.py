@@ -546,6 +546,23 @@ def loss(name: str, batch: list[Response], c: Any, mode: str, horizon: float) ->
     return value, slopes, told
 
 
+def losses_of_sources(
+    batch: list[Response], source_of: list[int], losses: list[tuple[str, Any, str]], horizon: float
+) -> tuple[float, list[list[float]]]:
+    """The sum over sources of the loss of each one's responses, (name, constants, mode), as if they were alone, but for
+    the counts that it divides by: those of all responses."""
+    tokens, carrying = sum(len(r.kept) for r in batch), sum(bool(r.kept) for r in batch)
+    value, slopes = 0.0, [[0.0] * len(r.new) for r in batch]
+    for source, (name, c, mode) in enumerate(losses):
+        own = [r for r, s in zip(batch, source_of, strict=True) if s == source]
+        for i, r in enumerate(batch):
+            for t in r.kept if source_of[i] == source else ():
+                term = LOSSES[name](r, t, c, own)
+                share = share_of(mode, tokens, carrying, len(r.kept), horizon)
+                value, slopes[i][t] = value + share * term.x, share * term.slope
+    return value, slopes
+
+
 def geo_mean(batch: list[Response], c: Any) -> Found:
     carrying = sum(bool(r.kept) for r in batch)
     tokens = sum(len(r.kept) for r in batch)

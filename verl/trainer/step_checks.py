@@ -17,6 +17,7 @@ import numpy as np
 
 from verl.algorithms.agreement import BOUNDS, precision_of
 from verl.algorithms.needs import needed_columns
+from verl.algorithms.source_losses import sources_with_loss
 from verl.config import Config
 from verl.reward.outcome import text_digest
 from verl.rollout.schedule import PromptSchedule
@@ -91,6 +92,7 @@ class StepChecks:
         # In bypass mode each update has masks of its own, which the next one replaces.
         self._keeps_masks = not correction.bypass_mode
         plain = actor.policy_loss.loss_mode == "vanilla" and not correction.rollout_is and self._keeps_masks
+        plain &= not sources_with_loss(config.algorithm.by_source)
         self._knows_loss = plain and not config.distillation.enabled
         other = config.actor_rollout_ref.ref.model.path or model.lora_adapter_path
         self._has_reference = "ref_log_probs" in needed_columns(config) and not other

@@ -15,10 +15,11 @@ import torch
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor, run_objective
 from verl.algorithms.flat_tokens import MODES
+from verl.algorithms.source_losses import LossNumbers
 from verl.compat import core_algos
 from verl.compat.core_algos import agg_loss
 from verl.config.schema.actor import LOSS_AGG_MODES
-from verl.trajectory import Prompt, Segment, Trajectory
+from verl.trajectory import Batch, Prompt, Segment, Trajectory
 from verl.workers.update_plan import UpdatePlan
 
 NAMES = sorted([*slow.LOSSES, "geo_mean"])
@@ -163,26 +164,32 @@ def segments(batch: list[slow.Response], cut: bool) -> list[Trajectory]:
 
 
 def trained(
-    name: str, batch: list[slow.Response], cfg: Any, cut: bool, micro_batches: int
+    name: str, batch: list[slow.Response], cfg: Any, cut: bool, micro_batches: int, by_source: Any = None
 ) -> tuple[slow.Found, np.ndarray | None]:
-    """Through the plan and the objective of the trainer, in several micro-batches of segments."""
+    """Through the plan and the objective of the trainer, in several micro-batches of segments. With `by_source` every
+    second group is of the data source code."""
     rows = segments(batch, cut)
+    for i, row in enumerate(rows):
+        row.prompt.data_source = ("maths", "code")[i // 2 % 2]
+    if by_source is not None:
+        LossNumbers(by_source)(Batch(rows), 1)
     now: dict[int, np.ndarray] = {}
     for row, r in zip(rows, batch, strict=True):
         start = 0
         for s in row.segments:
             now[id(s)] = np.array(r.new[start : start + s.length])
             start += s.length
-    plan = UpdatePlan(cfg, max_response_length=H, batch_prompts=1)
+    plan = UpdatePlan(cfg, max_response_length=H, batch_prompts=1, by_source=by_source)
     mini = plan._mini_batch(rows)
     passed = plan.needs_pass(mini)
-    assert passed == (name in OF_THE_MINI_BATCH or (cut and name in OF_THE_RESPONSE))
+    if by_source is None:
+        assert passed == (name in OF_THE_MINI_BATCH or (cut and name in OF_THE_RESPONSE))
     if passed:
         mini = plan.corrected(mini, lambda found: np.concatenate([now[id(s)] for s in found]), step=3, number=1)
     usable = mini.usable
     flat = torch.from_numpy(np.concatenate([now[id(s)] for s in usable]))
     parts = [i % micro_batches for i in range(len(usable))]
-    total, gradient, _, told = run_objective(cfg, usable, flat, flat, parts, H)
+    total, gradient, _, told = run_objective(cfg, usable, flat, flat, parts, H, by_source=by_source)
     slope_of = dict(zip(map(id, usable), torch.split(gradient, [s.length for s in usable]), strict=True))
     slopes = [torch.cat([slope_of.get(id(s), torch.zeros(s.length)) for s in row.segments]).tolist() for row in rows]
     column = [row.mini_batch_values for row in rows]
@@ -207,6 +214,32 @@ def test_the_trainer_computes_the_loop_for_any_batching_and_segments(name: str, 
             c.zeroed = set(places)
             assert all(slow.clip_cov_candidate(batch[i], t, c, batch) for i, t in places)
         check(found, slow.loss(name, batch, c, mode, H), rel=1e-6)
+
+
+MIXED = [("vanilla", "gspo"), ("real", "cispo"), ("gspo", "kl_cov"), ("kl_cov", "real"), ("sapo", "dppo_tv")]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("names", MIXED)
+def test_the_losses_of_data_sources_add_up(names: tuple[str, str], cut: bool, micro_batches: int) -> None:
+    """The run's loss, and for every second group another one with bounds, constants and an aggregation of its own."""
+    for seed, mode in zip(range(40, 45), MODES, strict=True):
+        other = MODES[seed % 3]
+        c, own = constants(), constants(low=0.05, high=0.1, coef=0.9, real_tau=0.3)
+        batch = [r for s in range(seed, seed + 3) for r in random_responses(s) if r.kept]
+        changes = {"loss_mode": names[1], "clip_ratio": 0.1, "clip_ratio_low": 0.05, "loss_agg_mode": other}
+        changes |= {"ppo_kl_coef": 0.9, "real_tau": 0.3}
+        by_source = {"maths": {"weight": 2.0}, "code": {"policy_loss": changes}}
+        cfg = config_of(names[0], c, mode, data_loader_seed=1, ppo_mini_batch_size=99, ppo_epochs=1, shuffle=False)
+        found, _ = trained(names[0], batch, cfg, cut, micro_batches, by_source)
+        source_of = [i // 2 % 2 for i in range(len(batch))]
+        losses = [(names[0], c, mode), (names[1], own, other)]
+        check(found, (*slow.losses_of_sources(batch, source_of, losses, H), {}), rel=1e-6)
+        tokens = [sum(len(r.kept) for r, s in zip(batch, source_of, strict=True) if s == one) for one in (0, 1)]
+        moved = -sum(r.d(t) for r in batch for t in r.kept) / sum(tokens)
+        if "kl_cov" not in names:
+            assert found[2]["actor/ppo_kl"] == pytest.approx(moved, rel=1e-6)
 
 
 def test_luspo_is_the_mean_of_gspo_times_the_length() -> None:

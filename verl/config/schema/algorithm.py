@@ -116,8 +116,10 @@ class AlgorithmConfig(Group):
         rlcsd_scale: rlcsd: largest change of an advantage.
         rlcsd_threshold: rlcsd: change below which a token keeps its advantage.
         rlcsd_weight: rlcsd: weight of the tokens whose advantage is changed.
-        by_source: By `data_source`: `{adv_estimator, weight, …}`, settings of this group for the responses to its rows,
-            whose advantages × `weight` (1) they are. Their statistics are then of those responses alone.
+        by_source: By `data_source`: `{adv_estimator, weight, policy_loss, …}`, settings of this group for the responses to
+            its rows, whose advantages × `weight` (1) they are. Their statistics are then of those responses alone.
+            `policy_loss`: `{loss_mode, clip_ratio_high, …}`, keys of `actor.policy_loss`, `clip_ratio*` and
+            `loss_agg_mode` for them.
         rae_decay: α of `rae`.
     """
 
