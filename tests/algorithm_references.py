@@ -405,6 +405,22 @@ def cispo(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
     return Term(slope * r.new[t], slope, {"pg_clipfrac": limited != r.ratio(t)})
 
 
+def ce_gppo(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    """The three cases of the loss, each −A times a number times ρ/ρ, whose slope is that of the log-prob."""
+    a, ratio = r.a[t], r.ratio(t)
+    if a < 0 and ratio < 1 - c.low:
+        x = -c.beta1 * (1 - c.low) * a
+    elif a > 0 and ratio > 1 + c.high:
+        x = -c.beta2 * (1 + c.high) * a
+    else:
+        x = -a * ratio
+    outside = (a < 0 and ratio < 1 - c.low) or (a > 0 and ratio > 1 + c.high)
+    cut = a < 0 and x > -a * c.cap
+    term = Term(-a * c.cap, 0.0) if cut else Term(x, x)
+    term.told = {"pg_clipfrac": outside, "pg_clipfrac_lower": cut}
+    return term
+
+
 def gpg_loss(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
     return Term(-r.a[t] * r.new[t], -r.a[t])
 
@@ -504,6 +520,7 @@ LOSSES = {
     "real": real,
     "sapo": sapo,
     "cispo": cispo,
+    "ce_gppo": ce_gppo,
     "gpg": gpg_loss,
     "dro": dro,
     "clip_cov": clip_cov,

@@ -34,7 +34,7 @@ def constants(**more: Any) -> SimpleNamespace:
         "low": 0.2, "high": 0.3, "cap": 3.0, "tau_pos": 1.0, "tau_neg": 1.3, "beta": 0.7, "lb": 0.1, "ub": 1.5,
         "clip_ratio": 0.3, "kl_ratio": 0.3, "coef": 0.4, "zeroed": set(),
         "k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0,
-        "decay_rate": 2.0, "clip_low": 0.1, "clip_high": 0.4, "safety": 1.5, "real_tau": 0.5,
+        "decay_rate": 2.0, "clip_low": 0.1, "clip_high": 0.4, "safety": 1.5, "real_tau": 0.5, "beta1": 0.6, "beta2": 1.2,
     }  # fmt: skip
     return SimpleNamespace(**(defaults | more))
 
@@ -53,7 +53,7 @@ def config_of(name: str, c: SimpleNamespace, mode: str = "token-mean", **more: A
         ppo_kl_coef=c.coef, dro_beta=c.beta, tau_pos=c.tau_pos, tau_neg=c.tau_neg,
         vespo_k_pos=c.k_pos, vespo_lambda_pos=c.lambda_pos, vespo_k_neg=c.k_neg, vespo_lambda_neg=c.lambda_neg,
         fipo_decay_rate=c.decay_rate, fipo_clip_low=c.clip_low, fipo_clip_high=c.clip_high,
-        fipo_safety_threshold=c.safety, real_tau=c.real_tau,
+        fipo_safety_threshold=c.safety, real_tau=c.real_tau, gppo_beta1=c.beta1, gppo_beta2=c.beta2,
     )  # fmt: skip
     return cfg
 
@@ -242,6 +242,18 @@ def test_the_losses_of_data_sources_add_up(names: tuple[str, str], cut: bool, mi
             assert found[2]["actor/ppo_kl"] == pytest.approx(moved, rel=1e-6)
 
 
+def test_ce_gppo_far_from_the_old_policy() -> None:
+    """Beyond the limit of log ratios gradients stay bounded and are not lost; without weights they are vanilla's."""
+    batch = [*random_responses(50), slow.Response([-1.0, -25.0], [-25.0, -1.0], [1.0, -1.0], [1, 1])]
+    c, none = constants(), constants(beta1=0.0, beta2=0.0)
+    check(
+        public("ce_gppo", batch, config_of("ce_gppo", c), "token-mean"), slow.loss("ce_gppo", batch, c, "token-mean", H)
+    )
+    gradients = [public(name, batch, config_of(name, none), "token-mean")[1] for name in ("ce_gppo", "vanilla")]
+    for mine, other in zip(*gradients, strict=True):
+        assert mine == pytest.approx(other, rel=1e-9, abs=1e-12)
+
+
 def test_luspo_is_the_mean_of_gspo_times_the_length() -> None:
     batch = [slow.Response([-1.0] * n, [-1.0 - move] * n, [a] * n, [1] * n) for n, move, a in
              ((3, 0.1, 1.0), (1, 0.5, 1.0), (5, 0.4, -2.0))]  # fmt: skip
@@ -300,6 +312,7 @@ def test_the_draw_of_clip_cov_follows_the_step() -> None:
         ("dro", {"dro_beta": 0.0}, "dro_beta must be greater than 0"),
         ("sapo", {"tau_pos": 0.0}, "tau_pos and tau_neg must be greater than 0"),
         ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c"),
+        ("ce_gppo", {"clip_ratio_c": 1.0}, "clip_ratio_c"),
         ("vanilla", {"clip_ratio_low": -0.1}, "negative"),
     ],
 )
