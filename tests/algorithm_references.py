@@ -604,6 +604,21 @@ def geo_mean(batch: list[Response], c: Any) -> Found:
     return value, slopes, told
 
 
+def entropy_coefficients(
+    entropies: list[list[float]], target: float, start: float, delta: float, most: float
+) -> list[float]:
+    """Skywork-OR1: α_k of each step from the entropies of its tokens."""
+    c, out = start, []
+    for step in entropies:
+        if not step:
+            out.append(c)
+            continue
+        e = math.fsum(step) / len(step)
+        out.append(c if e <= target else 0.0)
+        c = min(max(c + delta if e < target else c - delta if e > target else c, 0.0), most)
+    return out
+
+
 # -- distillation ------------------------------------------------------------------------------------------------
 
 

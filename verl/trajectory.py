@@ -67,6 +67,7 @@ COLUMNS: dict[str, Column] = {
     "loss_mask": Column(bool, source="adv", public="loss_mask", updates=_BOTH),
     "is_weights": Column(source="adv", public="rollout_is_weights", updates=_ACTOR),
     "demonstration_weights": Column(source="update", updates=_ACTOR),
+    "entropy_weights": Column(source="update", updates=_ACTOR),
     "observation_weights": Column(source="update", updates=_ACTOR),
     "mini_batch_values": Column(source="update", public="mini_batch_values", updates=_ACTOR),
     "policy_loss_number": Column(np.int16, source="update", updates=_ACTOR),

@@ -24,7 +24,7 @@ _LOSS, _TEACHERS = "distillation.distillation_loss", "distillation.teacher_model
 def check(config: Root, report: Report) -> None:
     """Check `algorithm.*`, the losses of the actor, and `distillation.*` of a reinforcement-learning run."""
     if report.ppo:
-        for rules in (_kl, _estimator, _by_source, _loss, _correction):
+        for rules in (_kl, _estimator, _entropy, _by_source, _loss, _correction):
             rules(report)
         if report.config.distillation.enabled:
             _distillation(report)
@@ -71,6 +71,22 @@ def _estimator(report: Report) -> None:
         report.refuse("algorithm.gdpo_reward_weights", f"{len(weights)} weights for {len(keys)} keys")
     if name in ("gdpo", "mo_grpo") and algorithm.use_kl_in_reward:
         report.notice(f"algorithm.use_kl_in_reward=True with {name}: advantages are made of gdpo_reward_keys alone")
+
+
+def _entropy(report: Report) -> None:
+    control, actor = report.config.algorithm.entropy_ctrl, report.config.actor_rollout_ref.actor
+    if control.target is None:
+        if report.was_set("algorithm.entropy_ctrl"):
+            report.notice("no effect: algorithm.entropy_ctrl: entropy_ctrl.target is not set")
+        return
+    if actor.entropy_coeff:
+        both = f"algorithm.entropy_ctrl.target={control.target}, {ACTOR}.entropy_coeff={actor.entropy_coeff}"
+        report.refuse(
+            both, "the bonus would count twice; keep one (entropy_ctrl.coeff is where the coefficient begins)"
+        )
+    distillation = report.config.distillation
+    if distillation.enabled and not distillation.distillation_loss.use_task_rewards:
+        report.notice("no effect: algorithm.entropy_ctrl: use_task_rewards=False minimises distillation alone")
 
 
 def _by_source(report: Report) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from verl.algorithms import advantage, policy_loss, step_credit  # noqa: F401  (they fill the registries)
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.distillation import compares_both_sets, compares_teachers_tokens
+from verl.algorithms.entropy import controls_entropy
 from verl.algorithms.registry import ESTIMATORS
 from verl.algorithms.source_losses import chosen_losses
 from verl.config.layout import sampling_mask_from
@@ -83,6 +84,8 @@ def needed_columns(config: Config) -> frozenset[str]:
         needs |= {"ref_log_probs", "old_log_probs"}
     if actor.use_kl_loss:
         needs.add("ref_log_probs")
+    if controls_entropy(algorithm):
+        needs.add("entropy")
     if setting(config, "critic.enable", False):  # trained beside an estimator that does not read it
         needs.add("values")
     if correction.active:

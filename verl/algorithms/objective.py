@@ -136,6 +136,8 @@ class ActorObjective:
             parts["actor/entropy_loss"] = inputs.aggregate(inputs.entropy)
             if self._entropy_coeff:
                 loss = loss - self._entropy_coeff * parts["actor/entropy_loss"]
+            if _weighs_entropy(columns):
+                loss = loss - inputs.aggregate(inputs.entropy * columns["entropy_weights"])
         if self._use_kl:
             ref = columns["ref_log_probs"]
             terms = kl_penalty(inputs.log_probs, ref, self._kl_type)
@@ -177,7 +179,7 @@ class ActorObjective:
     def _inputs(self, columns: MicroBatchColumns, micro: MicroBatch) -> LossInputs:
         bypass = self._correction.bypass
         entropy = micro.entropy
-        if entropy is not None and not self._entropy_coeff:
+        if entropy is not None and not (self._entropy_coeff or _weighs_entropy(columns)):
             entropy = entropy.detach()
         info = columns.batch_info(self._denominators, self._tokens_of)
         inputs = LossInputs(
@@ -214,6 +216,12 @@ class ActorObjective:
         if correction.bypass and correction.reinforce and correction.weighting is not None:
             return weights_now(inputs, correction.weighting)
         return None
+
+
+def _weighs_entropy(columns: MicroBatchColumns) -> bool:
+    """True where `algorithm.entropy_ctrl` has a coefficient above 0 in this step."""
+    weights = (row.columns.get("entropy_weights") for row in columns.segments)
+    return any(values is not None and values.any() for values in weights)
 
 
 def _number(value: Any) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.algorithms.agreement import BOUNDS, precision_of
+from verl.algorithms.entropy import controls_entropy
 from verl.algorithms.needs import needed_columns
 from verl.algorithms.source_losses import sources_with_loss
 from verl.config import Config
@@ -101,7 +102,7 @@ class StepChecks:
         self._knows_gradient = self._knows_loss and not actor.entropy_coeff and not actor.observation_loss_coef
         self._knows_gradient &= not actor.use_kl_loss or actor.kl_loss_type in ("low_var_kl", "k3")
         further = actor.demonstrations.column or (model.mtp.enable and model.mtp.enable_train)  # losses of their own
-        self._knows_gradient &= not further
+        self._knows_gradient &= not further and not controls_entropy(config.algorithm)
         self._tokenizer = parts.tracking.tokenizer
         ends = self._tokenizer is not None and not config.actor_rollout_ref.rollout.ignore_eos
         self._turns = TurnEnds.of(str(model.path), self._tokenizer) if ends else None

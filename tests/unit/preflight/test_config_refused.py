@@ -365,6 +365,7 @@ ALSO_REFUSED = [
     ([f"{ARR}.actor.ulysses_sequence_parallel_size=8", "trainer.n_gpus_per_node=8"], "4 attention heads"),
     # 14
     ([f"{ARR}.actor.policy_loss.loss_mode=dro"], "dro needs a value above 0"),
+    (["algorithm.entropy_ctrl.target=0.2", f"{ARR}.actor.entropy_coeff=0.01"], "the bonus would count twice"),
     (["algorithm.by_source={a:{policy_loss:gspo}}"], "is a mapping, {loss_mode"),
     (["algorithm.by_source={a:{policy_loss:{loss_mode:gsop}}}"], "nearest: gspo"),
     (["algorithm.by_source={a:{policy_loss:{loss_mode:bypass_mode}}}"], "none of vanilla"),
