@@ -405,6 +405,22 @@ def cispo(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
     return Term(slope * r.new[t], slope, {"pg_clipfrac": limited != r.ratio(t)})
 
 
+def ce_gppo(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    """The three cases of the loss, each −A times a number times ρ/ρ, whose slope is that of the log-prob."""
+    a, ratio = r.a[t], r.ratio(t)
+    if a < 0 and ratio < 1 - c.low:
+        x = -c.beta1 * (1 - c.low) * a
+    elif a > 0 and ratio > 1 + c.high:
+        x = -c.beta2 * (1 + c.high) * a
+    else:
+        x = -a * ratio
+    outside = (a < 0 and ratio < 1 - c.low) or (a > 0 and ratio > 1 + c.high)
+    cut = a < 0 and x > -a * c.cap
+    term = Term(-a * c.cap, 0.0) if cut else Term(x, x)
+    term.told = {"pg_clipfrac": outside, "pg_clipfrac_lower": cut}
+    return term
+
+
 def gpg_loss(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
     return Term(-r.a[t] * r.new[t], -r.a[t])
 
@@ -504,6 +520,7 @@ LOSSES = {
     "real": real,
     "sapo": sapo,
     "cispo": cispo,
+    "ce_gppo": ce_gppo,
     "gpg": gpg_loss,
     "dro": dro,
     "clip_cov": clip_cov,
@@ -546,6 +563,23 @@ def loss(name: str, batch: list[Response], c: Any, mode: str, horizon: float) ->
     return value, slopes, told
 
 
+def losses_of_sources(
+    batch: list[Response], source_of: list[int], losses: list[tuple[str, Any, str]], horizon: float
+) -> tuple[float, list[list[float]]]:
+    """The sum over sources of the loss of each one's responses, (name, constants, mode), as if they were alone, but for
+    the counts that it divides by: those of all responses."""
+    tokens, carrying = sum(len(r.kept) for r in batch), sum(bool(r.kept) for r in batch)
+    value, slopes = 0.0, [[0.0] * len(r.new) for r in batch]
+    for source, (name, c, mode) in enumerate(losses):
+        own = [r for r, s in zip(batch, source_of, strict=True) if s == source]
+        for i, r in enumerate(batch):
+            for t in r.kept if source_of[i] == source else ():
+                term = LOSSES[name](r, t, c, own)
+                share = share_of(mode, tokens, carrying, len(r.kept), horizon)
+                value, slopes[i][t] = value + share * term.x, share * term.slope
+    return value, slopes
+
+
 def geo_mean(batch: list[Response], c: Any) -> Found:
     carrying = sum(bool(r.kept) for r in batch)
     tokens = sum(len(r.kept) for r in batch)
@@ -568,6 +602,21 @@ def geo_mean(batch: list[Response], c: Any) -> Found:
             told["pg_clipfrac_lower"] += (outside and r.a[t] < 0) / tokens
             told["ppo_kl"] -= r.d(t) / tokens
     return value, slopes, told
+
+
+def entropy_coefficients(
+    entropies: list[list[float]], target: float, start: float, delta: float, most: float
+) -> list[float]:
+    """Skywork-OR1: α_k of each step from the entropies of its tokens."""
+    c, out = start, []
+    for step in entropies:
+        if not step:
+            out.append(c)
+            continue
+        e = math.fsum(step) / len(step)
+        out.append(c if e <= target else 0.0)
+        c = min(max(c + delta if e < target else c - delta if e > target else c, 0.0), most)
+    return out
 
 
 # -- distillation ------------------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ def run_objective(
     parts: list[int],
     horizon: float = 9.0,
     correction: Any = None,
+    by_source: Any = None,
 ) -> tuple[float, torch.Tensor, torch.Tensor, dict[str, float]]:
     """Loss, gradients by log-probs and by entropy, and the step's metrics when row i goes into micro-batch parts[i]."""
     lengths = [row.length for row in rows]
@@ -78,7 +79,7 @@ def run_objective(
     pieces, bonuses = torch.split(leaf, lengths), torch.split(bonus, lengths)
     counts = trajectory_tokens(rows)
     tokens_of = None if counts is None else dict(zip(map(id, rows), counts, strict=True))
-    objective = ActorObjective(cfg, count_denominators(rows, horizon), correction, tokens_of)
+    objective = ActorObjective(cfg, count_denominators(rows, horizon), correction, tokens_of, by_source=by_source)
     total, sums = torch.zeros((), dtype=flat.dtype), StepAccumulator()
     for part in sorted(set(parts)):
         chosen = [i for i, own in enumerate(parts) if own == part]

@@ -67,14 +67,17 @@ COLUMNS: dict[str, Column] = {
     "loss_mask": Column(bool, source="adv", public="loss_mask", updates=_BOTH),
     "is_weights": Column(source="adv", public="rollout_is_weights", updates=_ACTOR),
     "demonstration_weights": Column(source="update", updates=_ACTOR),
+    "entropy_weights": Column(source="update", updates=_ACTOR),
     "observation_weights": Column(source="update", updates=_ACTOR),
     "mini_batch_values": Column(source="update", public="mini_batch_values", updates=_ACTOR),
+    "policy_loss_number": Column(np.int16, source="update", updates=_ACTOR),
 }
 """Every token-level column. response_mask is True where the policy wrote the token; rollout_log_probs are those of the
 distribution sampled from, 0 where the mask is False; routed_experts are a token's experts in each layer that has some,
 -1 where unknown (the last token of a response is never computed). sampling_mask says which tokens a draw from a
-truncated distribution could have given, as `verl.models.sampling_mask` encodes it, b"" where it was not truncated. All but the first two are absent (None) until their
-pass fills them."""
+truncated distribution could have given, as `verl.models.sampling_mask` encodes it, b"" where it was not truncated.
+policy_loss_number is there where data sources have policy losses of their own (`verl.algorithms.source_losses`). All but
+the first two are absent (None) until their pass fills them."""
 
 UNKNOWN_EXPERT = -1
 """In `routed_experts`: nobody saw the token; it goes where its router sends it."""

@@ -277,12 +277,13 @@ def test_a_teacher_with_another_tokenizer_trains(tiny: TinyRun, tmp_path: Path) 
 
 
 def test_sources_and_demonstrations_in_one_run(tiny: TinyRun, tmp_path: Path) -> None:
-    """Two environments with an estimator each, and the rows' demonstrations in every update."""
+    """Two environments with an estimator and a loss each, and the rows' demonstrations in every update."""
     rows = pq.read_table(tiny.train).to_pylist()
     for i, row in enumerate(rows):
         row["data_source"], row["solution"] = ("test/letters", "test/digits")[i % 2], "abc"
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    sources = "{test/digits:{adv_estimator:rloo,weight:0.5}}"
+    own = "{loss_mode:gspo,clip_ratio_low:3e-4,clip_ratio_high:4e-4}"
+    sources = f"{{test/digits:{{adv_estimator:rloo,weight:0.5,policy_loss:{own}}}}}"
     words = [f"data.train_files={tmp_path / 'train.parquet'}", f"algorithm.by_source={sources}"]
     words += ["actor_rollout_ref.actor.demonstrations.column=solution", "actor_rollout_ref.actor.demonstrations.mu=0.5"]
     short = ("trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.test_freq=-1")

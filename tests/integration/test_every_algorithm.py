@@ -100,6 +100,12 @@ def train(tiny: TinyRun, tmp_path: Path, steps: int, *own: str) -> dict[int, dic
     return found
 
 
+def test_the_entropy_coefficient_moves_from_step_to_step(tiny: TinyRun, tmp_path: Path) -> None:
+    control = ["target=9", "coeff=0.1", "delta=0.02"]
+    found = train(tiny, tmp_path, 2, "algorithm.adv_estimator=grpo", *(f"algorithm.entropy_ctrl.{c}" for c in control))
+    assert [found[step]["actor/entropy_coeff"] for step in (1, 2)] == pytest.approx([0.1, 0.12])
+
+
 def test_a_run_says_that_rejected_responses_stay_in_the_baseline(tiny: TinyRun, tmp_path: Path) -> None:
     rejection = "algorithm.rollout_correction.rollout_rs"
     words = [f"{rejection}=seq_sum_k2", f"{rejection}_threshold=1e-30", "trainer.total_training_steps=2"]

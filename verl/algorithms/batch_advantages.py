@@ -17,6 +17,7 @@ import torch
 
 from verl.algorithms.advantage import Arrays, Estimator, EstimatorInputs
 from verl.algorithms.correction import correct, on_tokens, parse_correction
+from verl.algorithms.entropy import controls_entropy, weigh_entropy
 from verl.algorithms.flat_tokens import Rows
 from verl.algorithms.kl import charge_kl
 from verl.algorithms.registry import ESTIMATORS
@@ -73,6 +74,8 @@ def compute_advantages(
         part = [t for t in rows if of_source[t.prompt.data_source] is settings]
         if part:
             _estimate(Batch(part, batch.meta), ESTIMATORS.get(settings.adv_estimator), settings, state)
+    if controls_entropy(algorithm):
+        metrics |= weigh_entropy(batch, algorithm, state)
     if greedy:
         baselines = _baselines(Batch({t.uid: t for t in rows}.values()))
         metrics["critic/reward_baseline/mean"] = math.nan if baselines is None else float(np.mean(baselines))

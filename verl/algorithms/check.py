@@ -6,6 +6,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from verl.algorithms.correction import parse_rules, parse_weighting
+from verl.algorithms.source_losses import CLIP_BOUNDS, OF_ACTOR
 from verl.config.defaults import reader_of_values
 from verl.config.layout import own_pools, policy_placement
 from verl.config.matching import nearest
@@ -13,6 +14,7 @@ from verl.config.model_facts import ModelFacts
 from verl.config.report import ACTOR, ROLLOUT, Report
 from verl.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, TEACHER_KEYS, TOPK_MODES
 from verl.config.schema.base import Group, Map, Root
+from verl.config.schema.fields import limits_of
 from verl.plugins import REGISTRIES
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -22,7 +24,7 @@ _LOSS, _TEACHERS = "distillation.distillation_loss", "distillation.teacher_model
 def check(config: Root, report: Report) -> None:
     """Check `algorithm.*`, the losses of the actor, and `distillation.*` of a reinforcement-learning run."""
     if report.ppo:
-        for rules in (_kl, _estimator, _by_source, _loss, _correction):
+        for rules in (_kl, _estimator, _entropy, _by_source, _loss, _correction):
             rules(report)
         if report.config.distillation.enabled:
             _distillation(report)
@@ -71,11 +73,28 @@ def _estimator(report: Report) -> None:
         report.notice(f"algorithm.use_kl_in_reward=True with {name}: advantages are made of gdpo_reward_keys alone")
 
 
+def _entropy(report: Report) -> None:
+    control, actor = report.config.algorithm.entropy_ctrl, report.config.actor_rollout_ref.actor
+    if control.target is None:
+        if report.was_set("algorithm.entropy_ctrl"):
+            report.notice("no effect: algorithm.entropy_ctrl: entropy_ctrl.target is not set")
+        return
+    if actor.entropy_coeff:
+        both = f"algorithm.entropy_ctrl.target={control.target}, {ACTOR}.entropy_coeff={actor.entropy_coeff}"
+        report.refuse(
+            both, "the bonus would count twice; keep one (entropy_ctrl.coeff is where the coefficient begins)"
+        )
+    distillation = report.config.distillation
+    if distillation.enabled and not distillation.distillation_loss.use_task_rewards:
+        report.notice("no effect: algorithm.entropy_ctrl: use_task_rewards=False minimises distillation alone")
+
+
 def _by_source(report: Report) -> None:
     """Settings of data sources are settings of the group, and their estimators need what the run has."""
     algorithm = report.config.algorithm
     keys = {"weight", *(name for name, value in vars(algorithm).items() if not isinstance(value, Group | Map))}
     keys -= {"use_kl_in_reward", "kl_penalty", "use_pf_ppo", "by_source", "_extra"}
+    keys |= {"policy_loss"}
     for source, settings in algorithm.by_source.items():
         at = f"algorithm.by_source.{source}"
         if not isinstance(settings, dict):
@@ -90,14 +109,58 @@ def _by_source(report: Report) -> None:
         if name != algorithm.adv_estimator and name in ("gae", "remax"):
             producer = "values of a critic" if name == "gae" else "greedy responses"
             report.refuse(f"{at}.adv_estimator={name}", f"needs {producer}, which a run has for all rows or none")
-        elif name not in ESTIMATORS and name not in _registered_estimators():
+        elif name not in ESTIMATORS and name not in _registered("ESTIMATORS"):
             report.refuse(f"{at}.adv_estimator={name}", f"no such estimator{nearest(name, ESTIMATORS)}")
+        if "policy_loss" in settings:
+            _loss_of_source(report, f"{at}.policy_loss", settings["policy_loss"])
 
 
-def _registered_estimators() -> Container[str]:
-    """Estimators of plug-ins, where the check has imported them."""
-    registry = REGISTRIES.get("ESTIMATORS")
+def _registered(kind: str) -> Container[str]:
+    """Estimators or losses of plug-ins, where the check has imported them."""
+    registry = REGISTRIES.get(kind)
     return registry.functions if registry is not None else ()
+
+
+def _loss_of_source(report: Report, at: str, settings: Any) -> None:
+    """A policy loss of a data source: keys of the actor's, each in its range, and what it does not go with."""
+    if not isinstance(settings, dict):
+        return report.refuse(at, "is a mapping, {loss_mode: …, clip_ratio_high: …}")
+    keys = {path.rpartition(".")[2]: field for path, field in report.keys.items() if _of_policy_loss(path)}
+    for name, value in settings.items():
+        if name not in keys:
+            report.refuse(f"{at}.{name}", f"no such setting of a policy loss{nearest(name, sorted(keys))}")
+        elif name in ("loss_mode", "loss_agg_mode"):
+            here = [option for option in keys[name].about["options"] if option != "bypass_mode"]
+            own = name == "loss_mode" and value != "bypass_mode" and value in _registered("LOSSES")
+            if value not in here and not own:
+                report.refuse(f"{at}.{name}={value}", f"none of {', '.join(here)}{nearest(str(value), here)}")
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            report.refuse(f"{at}.{name}={value}", "expected a number")
+        elif not limits_of(keys[name], type(value)).hold(value):
+            report.refuse(f"{at}.{name}={value}", f"out of the range of {ACTOR}.{name}, in docs/config.md")
+    actor, correction = report.config.actor_rollout_ref.actor, report.config.algorithm.rollout_correction
+    mode = str(settings.get("loss_mode", actor.policy_loss.loss_mode))
+    if mode == "dro" and not (settings.get("dro_beta") or actor.policy_loss.dro_beta):
+        report.refuse(f"{at}.dro_beta", "dro needs a value above 0")
+    if mode in ("gspo", "luspo") and max(_bounds(settings, actor)) > 0.01:
+        report.notice(f"{at}: {mode}: its paper has clip_ratio_low=3e-4, clip_ratio_high=4e-4, far below these")
+    if correction.bypass_mode and correction.loss_type == "reinforce":
+        report.refuse(at, f"{_CORRECTION}.loss_type=reinforce is the loss of all rows; take loss_type=ppo_clip")
+    distillation = report.config.distillation
+    if distillation.enabled and not distillation.distillation_loss.use_task_rewards:
+        report.notice(f"no effect: {at}: {_LOSS}.use_task_rewards=False leaves only the teacher's term")
+
+
+def _of_policy_loss(path: str) -> bool:
+    """True for a key that a data source's policy loss may set."""
+    group, _, name = path.rpartition(".")
+    return group == f"{ACTOR}.policy_loss" or (group == ACTOR and name in OF_ACTOR)
+
+
+def _bounds(settings: dict[str, Any], actor: Any) -> tuple[float, float]:
+    """(ε_lo, ε_hi) of a data source; the actor's where it says nothing that is a number."""
+    low, high = (settings.get(name, settings.get("clip_ratio", actor[name])) for name in CLIP_BOUNDS)
+    return tuple(value if isinstance(value, int | float) else 0.0 for value in (low, high))  # type: ignore[return-value]
 
 
 def _same_tokens(report: Report, key: str) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 from verl.algorithms import advantage, policy_loss, step_credit  # noqa: F401  (they fill the registries)
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.distillation import compares_both_sets, compares_teachers_tokens
-from verl.algorithms.registry import ESTIMATORS, LOSSES
+from verl.algorithms.entropy import controls_entropy
+from verl.algorithms.registry import ESTIMATORS
+from verl.algorithms.source_losses import chosen_losses
 from verl.config.layout import sampling_mask_from
 from verl.config.schema.algorithm import TOPK_MODES
 from verl.config.schema.base import setting
@@ -76,11 +78,14 @@ def needed_columns(config: Config) -> frozenset[str]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = parse_correction(algorithm.rollout_correction)
     loss_mode = setting(actor.policy_loss, "loss_mode", "vanilla")
-    needs = set(LOSSES.needs(loss_mode)).union(*map(ESTIMATORS.needs, estimators_of(algorithm)))
+    losses = chosen_losses(actor, setting(algorithm, "by_source"), correction)
+    needs = set[str]().union(*(loss.needs for loss in losses), *map(ESTIMATORS.needs, estimators_of(algorithm)))
     if algorithm.use_kl_in_reward:
         needs |= {"ref_log_probs", "old_log_probs"}
     if actor.use_kl_loss:
         needs.add("ref_log_probs")
+    if controls_entropy(algorithm):
+        needs.add("entropy")
     if setting(config, "critic.enable", False):  # trained beside an estimator that does not read it
         needs.add("values")
     if correction.active:

@@ -18,12 +18,13 @@ from verl.algorithms.distillation import Distillation
 from verl.algorithms.flat_tokens import LossDenominators, Metrics, MicroBatchColumns, loss_mask, masked
 from verl.algorithms.kl import clipped_tokens, kl_penalty
 from verl.algorithms.policy_loss import LossInputs, weights_now
-from verl.algorithms.registry import LOSSES
+from verl.algorithms.source_losses import chosen_losses
 from verl.config.schema.actor import ActorConfig
 from verl.config.schema.base import Map, setting
 
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
+    from verl.trajectory import Segment
 
 
 class LossConfig(Map):
@@ -47,7 +48,7 @@ class ActorObjective:
     kl_loss_coef, kl_loss_type, policy_loss.loss_mode); `denominators` the counts of the mini-batch;
     `rollout_correction` the group of that name: with bypass_mode the old policy is the sampler. `tokens_of`: T_i of
     rows (by id) whose trajectory has other segments. `distillation`: a part that is added, or that alone is computed
-    and minimised (use_task_rewards=False).
+    and minimised (use_task_rewards=False). `by_source` is the group `algorithm.by_source`: policy losses of data sources.
 
     Metrics come as (sum, weight). The mini-batch's value is Σsum / Σweight over its micro-batches: shares and
     means weigh by their tokens; an aggregated term (pg_loss, kl_loss, entropy_loss, loss) is a part of a sum,
@@ -62,15 +63,14 @@ class ActorObjective:
         rollout_correction: Mapping[str, Any] | None = None,
         tokens_of: Mapping[int, int] | None = None,
         distillation: Distillation | None = None,
+        by_source: Mapping[str, Any] | None = None,
     ):
         self._distillation = distillation
         self._actor, self._rollout_correction = actor, rollout_correction
         self._correction = parse_correction(rollout_correction)
-        name = setting(setting(actor, "policy_loss"), "loss_mode", "vanilla")
-        bypass = self._correction.bypass
-        self._needs = LOSSES.needs(name) - {"advantages", "response_mask", "old_log_probs", "is_weights"}
-        self._loss = LOSSES.get("bypass_mode" if bypass else name)
-        self._whole = None if bypass and self._correction.reinforce else LOSSES.declared(name).whole
+        self._losses = chosen_losses(actor, by_source, self._correction)
+        at_hand = {"advantages", "response_mask", "old_log_probs", "is_weights"}
+        self._needs = frozenset().union(*(loss.needs for loss in self._losses)) - at_hand
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
         self._denominators, self._tokens_of = denominators, tokens_of
         self._observation_coef = float(setting(actor, "observation_loss_coef", 0.0))
@@ -128,8 +128,7 @@ class ActorObjective:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Metrics]:
         """Policy loss, entropy and KL: their weighted sum, the aggregated terms by name, other metrics as (sum,
         weight)."""
-        loss, values = self._loss(inputs)
-        metrics = {name: (_number(value) * tokens, float(tokens)) for name, value in values.items()}
+        loss, metrics = self._policy_loss(inputs, columns)
         parts = {"actor/pg_loss": loss}
         if self._entropy_coeff and inputs.entropy is None:
             raise ValueError(f"entropy_coeff={self._entropy_coeff} needs the engine's entropy of this pass")
@@ -137,6 +136,8 @@ class ActorObjective:
             parts["actor/entropy_loss"] = inputs.aggregate(inputs.entropy)
             if self._entropy_coeff:
                 loss = loss - self._entropy_coeff * parts["actor/entropy_loss"]
+            if _weighs_entropy(columns):
+                loss = loss - inputs.aggregate(inputs.entropy * columns["entropy_weights"])
         if self._use_kl:
             ref = columns["ref_log_probs"]
             terms = kl_penalty(inputs.log_probs, ref, self._kl_type)
@@ -147,10 +148,38 @@ class ActorObjective:
             metrics["actor/kl_clipped_ratio"] = (float(clipped), float(tokens))
         return loss, parts, metrics
 
+    def _policy_loss(self, inputs: LossInputs, columns: MicroBatchColumns) -> tuple[torch.Tensor, Metrics]:
+        """The sum of the losses of the micro-batch's rows, each over the tokens that have its number."""
+        total: torch.Tensor | float = 0.0
+        metrics: Metrics = {}
+        for number, rows in self._rows_by_loss(columns).items():
+            chosen, own = self._losses[number], inputs
+            if number or len(self._losses) > 1:
+                config = LossConfig(chosen.actor, inputs.config["global_batch_info"], self._rollout_correction)
+                mask = inputs.loss_mask * (columns["policy_loss_number"] == number)
+                own = replace(inputs, loss_mask=mask, loss_agg_mode=chosen.mode, config=config)
+            loss, values = chosen.function(own)
+            total, tokens = total + loss, float(sum(int(np.count_nonzero(loss_mask(row))) for row in rows))
+            for name, value in values.items():
+                before, weight = metrics.get(name, (0.0, 0.0))
+                metrics[name] = (before + _number(value) * tokens, weight + tokens)
+        assert isinstance(total, torch.Tensor)
+        return total, metrics
+
+    def _rows_by_loss(self, columns: MicroBatchColumns) -> dict[int, list[Segment]]:
+        """The micro-batch's rows by the number of their policy loss; the first loss is there without any."""
+        if len(self._losses) == 1:
+            return {0: list(columns.segments)}
+        rows: dict[int, list[Segment]] = {}
+        for row in columns.segments:
+            if row.length:
+                rows.setdefault(int(row.columns["policy_loss_number"][0]), []).append(row)
+        return rows or {0: []}
+
     def _inputs(self, columns: MicroBatchColumns, micro: MicroBatch) -> LossInputs:
         bypass = self._correction.bypass
         entropy = micro.entropy
-        if entropy is not None and not self._entropy_coeff:
+        if entropy is not None and not (self._entropy_coeff or _weighs_entropy(columns)):
             entropy = entropy.detach()
         info = columns.batch_info(self._denominators, self._tokens_of)
         inputs = LossInputs(
@@ -169,7 +198,7 @@ class ActorObjective:
         return replace(inputs, rollout_is_weights=self._weights(columns, inputs))
 
     def _declared_columns(self, columns: MicroBatchColumns) -> frozenset[str]:
-        whole = self._whole is not None
+        whole = any(loss.whole is not None for loss in self._losses)
         if whole and any("mini_batch_values" in segment.columns for segment in columns.segments):
             return self._needs | {"mini_batch_values"}
         return self._needs
@@ -187,6 +216,12 @@ class ActorObjective:
         if correction.bypass and correction.reinforce and correction.weighting is not None:
             return weights_now(inputs, correction.weighting)
         return None
+
+
+def _weighs_entropy(columns: MicroBatchColumns) -> bool:
+    """True where `algorithm.entropy_ctrl` has a coefficient above 0 in this step."""
+    weights = (row.columns.get("entropy_weights") for row in columns.segments)
+    return any(values is not None and values.any() for values in weights)
 
 
 def _number(value: Any) -> float:

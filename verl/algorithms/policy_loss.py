@@ -154,6 +154,32 @@ def cispo(inputs: LossInputs) -> PolicyLoss:
     return loss, inputs.metrics(pg_clipfrac=ratio != limited)
 
 
+@LOSSES.register("ce_gppo", keys=[*CLIP_KEYS, "clip_ratio_c", "policy_loss.gppo_beta1", "policy_loss.gppo_beta2"])
+def ce_gppo(inputs: LossInputs) -> PolicyLoss:
+    """x = −A·v·ρ / sg(ρ), v = β₁·(1−ε_lo) where A < 0 and ρ < 1−ε_lo, v = β₂·(1+ε_hi) where A > 0 and ρ > 1+ε_hi, else
+    ρ; where A < 0 also x = min(x, −A·c), c = clip_ratio_c: what the clip would silence keeps a bounded gradient.
+
+    β₁, β₂ = gppo_beta1, gppo_beta2; both 0 are the gradient of `vanilla`. Metrics: pg_clipfrac, share of tokens outside
+    the clip; pg_clipfrac_lower, share cut by c. ValueError unless clip_ratio_c > 1.
+    Source: CE-GPPO, arXiv 2509.20712, and the README of the authors' code.
+    """
+    (low, high), settings = clip_bounds(inputs.config), setting(inputs.config, "policy_loss")
+    beta1, beta2 = float(setting(settings, "gppo_beta1", 0.75)), float(setting(settings, "gppo_beta2", 1.0))
+    cap = float(setting(inputs.config, "clip_ratio_c", CLIP_RATIO_C))
+    if cap <= 1:
+        raise ValueError(f"clip_ratio_c must be greater than 1, not {cap}")
+    advantages, ratio = inputs.advantages, inputs.ratio()
+    below, above = (advantages < 0) & (ratio < 1 - low), (advantages > 0) & (ratio > 1 + high)
+    value = ratio.detach()
+    value = torch.where(below, beta1 * (1 - low), torch.where(above, beta2 * (1 + high), value))
+    # The factor is 1: it only carries the gradient, which is that of the log-prob.
+    log_probs = masked(inputs.log_probs, inputs.loss_mask)
+    terms, ceiling = -advantages * value * (log_probs - log_probs.detach()).exp(), -advantages * cap
+    cut = (advantages < 0) & (terms > ceiling)
+    loss = inputs.policy_term(torch.where(cut, ceiling, terms))
+    return loss, inputs.metrics(pg_clipfrac=below | above, pg_clipfrac_lower=cut)
+
+
 @LOSSES.register("sapo", keys=["policy_loss.tau_pos", "policy_loss.tau_neg"])
 def sapo(inputs: LossInputs) -> PolicyLoss:
     """x = −A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos where A > 0, else tau_neg: the gradient fades where the ratio leaves 1.

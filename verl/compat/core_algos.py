@@ -104,6 +104,7 @@ compute_policy_loss_clip_cov = _padded_loss(policy_loss.clip_cov)
 compute_policy_loss_kl_cov = _padded_loss(policy_loss.kl_cov)
 compute_policy_loss_vespo = _padded_loss(policy_loss.vespo)
 compute_policy_loss_fipo = _padded_loss(policy_loss.fipo)
+compute_policy_loss_ce_gppo = _padded_loss(policy_loss.ce_gppo)
 
 # -- registries --------------------------------------------------------------------------------------------------
 

@@ -213,6 +213,7 @@ def _ppo(root: Config, say: Callable[[str], None]) -> None:
         say(f"loss_mode={mode}: actor.loss_agg_mode={actor.loss_agg_mode}, as in its paper")
     if mode.startswith("dppo_") and not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
         actor.clip_ratio_c = 20.0
+    _losses_of_sources(root)
     _teachers(root.distillation.teacher_models, say)
     if root.critic.enable is None:
         root.critic.enable = bool(reader_of_values(root))
@@ -233,6 +234,18 @@ def _ppo(root: Config, say: Callable[[str], None]) -> None:
     if rollout[key] < longest and not chunked:
         rollout[key] = longest
         say(f"rollout.{key}={longest}: a prompt is not cut (enable_chunked_prefill=False)")
+
+
+def _losses_of_sources(root: Config) -> None:
+    """A policy loss of `algorithm.by_source` has the aggregation and the cap that the actor's would have by itself."""
+    for settings in root.algorithm.by_source.values():
+        loss = settings.get("policy_loss") if isinstance(settings, dict) else None
+        if isinstance(loss, dict) and "loss_mode" in loss:
+            mode = str(loss["loss_mode"])
+            if not root.was_set("actor_rollout_ref.actor.loss_agg_mode"):
+                loss.setdefault("loss_agg_mode", LOSS_AGG_MODES.get(mode, "token-mean"))
+            if not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
+                loss.setdefault("clip_ratio_c", 20.0 if mode.startswith("dppo_") else 3.0)
 
 
 def reader_of_values(root: Config) -> str:

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from verl.algorithms.kl import KLController, get_kl_controller
 from verl.algorithms.needs import GREEDY_BASELINE, needed_columns, teacher_roles
+from verl.algorithms.source_losses import LossNumbers, sources_with_loss
 from verl.config import Config
 from verl.config.layout import own_pools, sampling_mask_from
 from verl.config.reward_weights import scores_by_model, user_scores
@@ -205,6 +206,8 @@ def set_texts(config: Config, roles: Mapping[str, Role], tokenizer: Any) -> None
     policy.before_update = [] if weights is None else [weights]
     if actor.demonstrations.column:
         policy.before_update.append(Demonstrations(actor.demonstrations, tokenizer))
+    if sources_with_loss(config.algorithm.by_source):
+        policy.before_update.append(LossNumbers(config.algorithm.by_source))
     for name, teacher in teacher_roles(config).items():
         role, key = roles.get(name), f"distillation.teacher_models.{name.removeprefix('teacher_')}"
         if not isinstance(role, Teacher):

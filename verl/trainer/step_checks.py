@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from verl.algorithms.agreement import BOUNDS, precision_of
+from verl.algorithms.correction import parse_correction
+from verl.algorithms.entropy import controls_entropy
 from verl.algorithms.flat_tokens import trajectory_tokens
 from verl.algorithms.needs import needed_columns
 from verl.algorithms.objective import ActorObjective
-from verl.algorithms.registry import LOSSES
+from verl.algorithms.source_losses import chosen_losses
 from verl.config import Config
 from verl.engine.training.base import MicroBatch
 from verl.reward.outcome import text_digest
@@ -96,19 +98,21 @@ class StepChecks:
         # In bypass mode each update has masks of its own, which the next one replaces.
         self._keeps_masks = not correction.bypass_mode
         plain = actor.policy_loss.loss_mode == "vanilla" and not correction.rollout_is and self._keeps_masks
+        losses = chosen_losses(actor, config.algorithm.by_source, parse_correction(correction))
+        plain &= len(losses) == 1
         self._knows_loss = plain and not config.distillation.enabled
         other = config.actor_rollout_ref.ref.model.path or model.lora_adapter_path
         self._has_reference = "ref_log_probs" in needed_columns(config) and not other
         simple = not (config.algorithm.filter_groups.enable or config.data.sampler.class_path)
         self._counts = simple and not config.trainer.max_staleness and config.trainer.weight_sync_every == 1
-        self._knows_gradient = self._knows_loss and not actor.entropy_coeff and not actor.observation_loss_coef
+        self._knows_gradient = self._knows_loss and not actor.observation_loss_coef
         self._knows_gradient &= not actor.use_kl_loss or actor.kl_loss_type in ("low_var_kl", "k3")
         further = actor.demonstrations.column or (model.mtp.enable and model.mtp.enable_train)  # losses of their own
-        self._knows_gradient &= not further
+        self._bonus = bool(actor.entropy_coeff) or controls_entropy(config.algorithm)
+        self._knows_gradient &= not further and not self._bonus
         # A loss with the formula of its own function: of the library's, which keep nothing from call to call.
-        mode = actor.policy_loss.loss_mode
-        own = LOSSES.get(mode).__module__.startswith("verl.")
-        again = LOSSES.declared(mode).whole is not None and actor.ppo_epochs > 1  # what the first update read is gone
+        own = all(loss.function.__module__.startswith("verl.") for loss in losses)
+        again = actor.ppo_epochs > 1 and any(loss.whole is not None for loss in losses)  # what was read first is gone
         mtp = model.mtp.enable and model.mtp.enable_train
         recomputed = self._keeps_masks and own and not (again or mtp or config.distillation.enabled)
         self._recomputes = recomputed and not self._knows_gradient
@@ -275,12 +279,15 @@ class StepChecks:
         of_row = None if counts is None else dict(zip(map(id, segments), counts, strict=True))
         log_probs = torch.from_numpy(np.concatenate([s.old_log_probs for s in segments], dtype=np.float64))
         entropy = torch.from_numpy(np.concatenate([s.entropy for s in segments], dtype=np.float64))
-        objective = ActorObjective(actor, mini.denominators, self._config.algorithm.rollout_correction, of_row)
+        algorithm = self._config.algorithm
+        objective = ActorObjective(
+            actor, mini.denominators, algorithm.rollout_correction, of_row, by_source=algorithm.by_source
+        )
         loss, _ = objective(MicroBatch(segments, log_probs.requires_grad_(), entropy))
         (slopes,) = torch.autograd.grad(loss, log_probs)
         terms = slopes * (log_probs.detach() + entropy)
         pairs = [("actor/loss", result.metrics.get("actor/loss"), loss.item(), float(slopes.abs().sum()))]
-        if not actor.entropy_coeff:
+        if not self._bonus:
             size = float(terms.abs().sum())
             pairs.append(("actor/scale_derivative", result.scale_derivative, float(terms.sum()), size))
         for name, reported, expected, size in pairs:

@@ -372,6 +372,7 @@ def update_plan(config: Config) -> UpdatePlan:
         config.actor_rollout_ref.actor,
         rollout_correction=config.algorithm.rollout_correction,
         of_distillation=teacher_columns(config),
+        by_source=config.algorithm.by_source,
     )
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from verl.algorithms import policy_loss  # noqa: F401  (it fills the registry)
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.flat_tokens import LossDenominators, count_denominators, demonstrates
-from verl.algorithms.registry import LOSSES, MiniBatchTokens
+from verl.algorithms.registry import MiniBatchTokens
+from verl.algorithms.source_losses import chosen_losses
 from verl.config.schema.actor import ActorConfig, CriticConfig
 from verl.config.schema.algorithm import RolloutCorrectionConfig
 from verl.config.schema.base import setting
@@ -83,7 +85,7 @@ class UpdatePlan:
     `actor_cfg` is `actor_rollout_ref.actor`; `max_response_length` is H of seq-mean-token-sum-norm; `batch_prompts` the
     prompts of a step (fixes the number of mini-batches); `rollout_correction` is `algorithm.rollout_correction`.
     `columns`: those that an update reads; `of_critic`: an update of the critic, whose group takes the place of the
-    actor's; `of_distillation`: columns that distillation reads.
+    actor's; `of_distillation`: columns that distillation reads; `by_source` is `algorithm.by_source`.
     """
 
     def __init__(
@@ -95,15 +97,16 @@ class UpdatePlan:
         rollout_correction: RolloutCorrectionConfig | None = None,
         of_critic: bool = False,
         of_distillation: frozenset[str] = frozenset(),
+        by_source: Mapping[str, Any] | None = None,
     ):
         self._cfg = actor_cfg
         self.max_response_length = max_response_length
         self.correction = parse_correction(rollout_correction)
-        loss_mode = setting(setting(actor_cfg, "policy_loss"), "loss_mode", "vanilla")
         sampler = {"rollout_log_probs"} if self.correction.bypass else set()
-        reinforce = self.correction.bypass and self.correction.reinforce
-        self._whole = None if reinforce else LOSSES.declared(loss_mode).whole
-        needed = LOSSES.needs(loss_mode) | sampler | of_distillation
+        losses = chosen_losses(actor_cfg, by_source, self.correction)
+        self._numbered = len(losses) > 1
+        self._whole = {number: loss for number, loss in enumerate(losses) if loss.whole is not None}
+        needed = of_distillation.union(sampler, *(loss.needs for loss in losses))
         self.columns = _read_by("critic") if of_critic else _read_by("actor", needed)
         self._observes = bool(setting(actor_cfg, "observation_loss_coef", 0.0)) and not of_critic
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
@@ -127,7 +130,8 @@ class UpdatePlan:
     def needs_pass(self, mini: MiniBatch) -> bool:
         """True if something must be known of the whole mini-batch before its update, under its current weights: for the
         correction in bypass mode, or for the loss (`WholeMiniBatch`)."""
-        of_loss = self._whole is not None and (_split(mini) or not self._whole.only_segments)
+        whole = [loss.whole for loss in self._whole.values() if loss.whole is not None]
+        of_loss = any(not one.only_segments for one in whole) or (bool(whole) and _split(mini))
         return of_loss or self._to_correct(mini)
 
     def _to_correct(self, mini: MiniBatch) -> bool:
@@ -161,13 +165,20 @@ class UpdatePlan:
             joined = [np.concatenate([current[id(segment)] for segment in row.segments]) for row in rows]
             metrics = correct(rows, self.correction, joined)
         corrected = self._mini_batch(mini.rows, mini.masks)
-        if self._whole is not None and corrected.usable:
-            seed = (setting(self._cfg, "data_loader_seed", 0), step, number)
+        if self._whole and corrected.usable:
             # In the order of trajectories, so that what is drawn does not depend on how they are cut into segments.
             usable = self._usable(segment for row in rows for segment in row.segments)
-            values = self._whole.compute(self._tokens(usable, current, seed), self._cfg)
-            fill_flat(usable, "mini_batch_values", values)
+            self._fill_values(usable, current, (setting(self._cfg, "data_loader_seed", 0), step, number))
         return replace(corrected, metrics=metrics)
+
+    def _fill_values(self, usable: list[Segment], current: dict[int, np.ndarray], seed: Sequence[int]) -> None:
+        """`mini_batch_values`: of each loss from the rows that have it, 0 where a loss asks for none."""
+        for segment in usable if self._numbered else ():
+            segment.put("mini_batch_values", np.zeros(segment.length, np.float32))
+        for number, loss in self._whole.items():
+            rows = [s for s in usable if not self._numbered or (s.policy_loss_number == number).all()]
+            if rows and loss.whole is not None:
+                fill_flat(rows, "mini_batch_values", loss.whole.compute(self._tokens(rows, current, seed), loss.actor))
 
     def _current(
         self, segments: list[Segment], log_probs: Callable[[list[Segment]], np.ndarray], first: bool

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import algorithm_references as slow
 from tests.algorithms_rows import algorithm, response
 from verl.algorithms.batch_advantages import compute_advantages, prepare_outcomes, token_rewards
 from verl.compat import core_algos
@@ -316,6 +319,27 @@ def test_garbage_outside_of_the_policy_tokens_is_ignored(estimator: Any) -> None
     batch = Batch([response("a", [0, 1, 0], 1.0), response("a", [1], 1.0)])
     compute_advantages(batch, algorithm(adv_estimator=estimator(noisy)), rollout_n=2)
     assert [t.advantages.tolist() for t in batch] == [[0, 1, 0], [1]]
+
+
+# ------------------------------------------------------------------------------------------------- entropy control
+
+
+def test_the_entropy_coefficient_follows_the_target() -> None:
+    """Over steps below, at and above it, at both ends of the range, and one without a policy token."""
+    steps = [[0.2, 0.4], [0.1], [0.5, 0.5], [2.0], [3.0, 4.0], [], [0.9], [0.1], [0.3], [0.0], [0.0], [9.0], [0.0]]
+    control = SimpleNamespace(target=0.5, coeff=0.002, delta=0.004, max_coeff=0.011)
+    state: dict[str, Any] = {}
+    found = []
+    for entropies in steps:
+        row = response("a", [0, *[1] * len(entropies)], 1.0, entropy=[9.0, *entropies])
+        settings = algorithm(adv_estimator="reinforce_plus_plus", entropy_ctrl=control)
+        metrics = compute_advantages(Batch([row]), settings, rollout_n=1, state=state)
+        assert row.segments[0].columns["entropy_weights"] == pytest.approx(metrics["actor/entropy_coeff"])
+        found.append(metrics["actor/entropy_coeff"])
+        state = json.loads(json.dumps(state))
+    assert found == pytest.approx(slow.entropy_coefficients(steps, 0.5, 0.002, 0.004, 0.011))
+    assert 0.0 in found and max(found) == 0.011 and len(set(found)) > 4
+    assert "entropy_weights" not in response("a", [1]).segments[0].columns
 
 
 # ---------------------------------------------------------------------------------------------- several environments

@@ -15,10 +15,11 @@ import torch
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor, run_objective
 from verl.algorithms.flat_tokens import MODES
+from verl.algorithms.source_losses import LossNumbers
 from verl.compat import core_algos
 from verl.compat.core_algos import agg_loss
 from verl.config.schema.actor import LOSS_AGG_MODES
-from verl.trajectory import Prompt, Segment, Trajectory
+from verl.trajectory import Batch, Prompt, Segment, Trajectory
 from verl.workers.update_plan import UpdatePlan
 
 NAMES = sorted([*slow.LOSSES, "geo_mean"])
@@ -33,7 +34,7 @@ def constants(**more: Any) -> SimpleNamespace:
         "low": 0.2, "high": 0.3, "cap": 3.0, "tau_pos": 1.0, "tau_neg": 1.3, "beta": 0.7, "lb": 0.1, "ub": 1.5,
         "clip_ratio": 0.3, "kl_ratio": 0.3, "coef": 0.4, "zeroed": set(),
         "k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0,
-        "decay_rate": 2.0, "clip_low": 0.1, "clip_high": 0.4, "safety": 1.5, "real_tau": 0.5,
+        "decay_rate": 2.0, "clip_low": 0.1, "clip_high": 0.4, "safety": 1.5, "real_tau": 0.5, "beta1": 0.6, "beta2": 1.2,
     }  # fmt: skip
     return SimpleNamespace(**(defaults | more))
 
@@ -52,7 +53,7 @@ def config_of(name: str, c: SimpleNamespace, mode: str = "token-mean", **more: A
         ppo_kl_coef=c.coef, dro_beta=c.beta, tau_pos=c.tau_pos, tau_neg=c.tau_neg,
         vespo_k_pos=c.k_pos, vespo_lambda_pos=c.lambda_pos, vespo_k_neg=c.k_neg, vespo_lambda_neg=c.lambda_neg,
         fipo_decay_rate=c.decay_rate, fipo_clip_low=c.clip_low, fipo_clip_high=c.clip_high,
-        fipo_safety_threshold=c.safety, real_tau=c.real_tau,
+        fipo_safety_threshold=c.safety, real_tau=c.real_tau, gppo_beta1=c.beta1, gppo_beta2=c.beta2,
     )  # fmt: skip
     return cfg
 
@@ -163,26 +164,32 @@ def segments(batch: list[slow.Response], cut: bool) -> list[Trajectory]:
 
 
 def trained(
-    name: str, batch: list[slow.Response], cfg: Any, cut: bool, micro_batches: int
+    name: str, batch: list[slow.Response], cfg: Any, cut: bool, micro_batches: int, by_source: Any = None
 ) -> tuple[slow.Found, np.ndarray | None]:
-    """Through the plan and the objective of the trainer, in several micro-batches of segments."""
+    """Through the plan and the objective of the trainer, in several micro-batches of segments. With `by_source` every
+    second group is of the data source code."""
     rows = segments(batch, cut)
+    for i, row in enumerate(rows):
+        row.prompt.data_source = ("maths", "code")[i // 2 % 2]
+    if by_source is not None:
+        LossNumbers(by_source)(Batch(rows), 1)
     now: dict[int, np.ndarray] = {}
     for row, r in zip(rows, batch, strict=True):
         start = 0
         for s in row.segments:
             now[id(s)] = np.array(r.new[start : start + s.length])
             start += s.length
-    plan = UpdatePlan(cfg, max_response_length=H, batch_prompts=1)
+    plan = UpdatePlan(cfg, max_response_length=H, batch_prompts=1, by_source=by_source)
     mini = plan._mini_batch(rows)
     passed = plan.needs_pass(mini)
-    assert passed == (name in OF_THE_MINI_BATCH or (cut and name in OF_THE_RESPONSE))
+    if by_source is None:
+        assert passed == (name in OF_THE_MINI_BATCH or (cut and name in OF_THE_RESPONSE))
     if passed:
         mini = plan.corrected(mini, lambda found: np.concatenate([now[id(s)] for s in found]), step=3, number=1)
     usable = mini.usable
     flat = torch.from_numpy(np.concatenate([now[id(s)] for s in usable]))
     parts = [i % micro_batches for i in range(len(usable))]
-    total, gradient, _, told = run_objective(cfg, usable, flat, flat, parts, H)
+    total, gradient, _, told = run_objective(cfg, usable, flat, flat, parts, H, by_source=by_source)
     slope_of = dict(zip(map(id, usable), torch.split(gradient, [s.length for s in usable]), strict=True))
     slopes = [torch.cat([slope_of.get(id(s), torch.zeros(s.length)) for s in row.segments]).tolist() for row in rows]
     column = [row.mini_batch_values for row in rows]
@@ -207,6 +214,44 @@ def test_the_trainer_computes_the_loop_for_any_batching_and_segments(name: str, 
             c.zeroed = set(places)
             assert all(slow.clip_cov_candidate(batch[i], t, c, batch) for i, t in places)
         check(found, slow.loss(name, batch, c, mode, H), rel=1e-6)
+
+
+MIXED = [("vanilla", "gspo"), ("real", "cispo"), ("gspo", "kl_cov"), ("kl_cov", "real"), ("sapo", "dppo_tv")]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("names", MIXED)
+def test_the_losses_of_data_sources_add_up(names: tuple[str, str], cut: bool, micro_batches: int) -> None:
+    """The run's loss, and for every second group another one with bounds, constants and an aggregation of its own."""
+    for seed, mode in zip(range(40, 45), MODES, strict=True):
+        other = MODES[seed % 3]
+        c, own = constants(), constants(low=0.05, high=0.1, coef=0.9, real_tau=0.3)
+        batch = [r for s in range(seed, seed + 3) for r in random_responses(s) if r.kept]
+        changes = {"loss_mode": names[1], "clip_ratio": 0.1, "clip_ratio_low": 0.05, "loss_agg_mode": other}
+        changes |= {"ppo_kl_coef": 0.9, "real_tau": 0.3}
+        by_source = {"maths": {"weight": 2.0}, "code": {"policy_loss": changes}}
+        cfg = config_of(names[0], c, mode, data_loader_seed=1, ppo_mini_batch_size=99, ppo_epochs=1, shuffle=False)
+        found, _ = trained(names[0], batch, cfg, cut, micro_batches, by_source)
+        source_of = [i // 2 % 2 for i in range(len(batch))]
+        losses = [(names[0], c, mode), (names[1], own, other)]
+        check(found, (*slow.losses_of_sources(batch, source_of, losses, H), {}), rel=1e-6)
+        tokens = [sum(len(r.kept) for r, s in zip(batch, source_of, strict=True) if s == one) for one in (0, 1)]
+        moved = -sum(r.d(t) for r in batch for t in r.kept) / sum(tokens)
+        if "kl_cov" not in names:
+            assert found[2]["actor/ppo_kl"] == pytest.approx(moved, rel=1e-6)
+
+
+def test_ce_gppo_far_from_the_old_policy() -> None:
+    """Beyond the limit of log ratios gradients stay bounded and are not lost; without weights they are vanilla's."""
+    batch = [*random_responses(50), slow.Response([-1.0, -25.0], [-25.0, -1.0], [1.0, -1.0], [1, 1])]
+    c, none = constants(), constants(beta1=0.0, beta2=0.0)
+    check(
+        public("ce_gppo", batch, config_of("ce_gppo", c), "token-mean"), slow.loss("ce_gppo", batch, c, "token-mean", H)
+    )
+    gradients = [public(name, batch, config_of(name, none), "token-mean")[1] for name in ("ce_gppo", "vanilla")]
+    for mine, other in zip(*gradients, strict=True):
+        assert mine == pytest.approx(other, rel=1e-9, abs=1e-12)
 
 
 def test_luspo_is_the_mean_of_gspo_times_the_length() -> None:
@@ -267,6 +312,7 @@ def test_the_draw_of_clip_cov_follows_the_step() -> None:
         ("dro", {"dro_beta": 0.0}, "dro_beta must be greater than 0"),
         ("sapo", {"tau_pos": 0.0}, "tau_pos and tau_neg must be greater than 0"),
         ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c"),
+        ("ce_gppo", {"clip_ratio_c": 1.0}, "clip_ratio_c"),
         ("vanilla", {"clip_ratio_low": -0.1}, "negative"),
     ],
 )

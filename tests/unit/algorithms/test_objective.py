@@ -242,6 +242,20 @@ def test_what_is_not_asked_for_is_not_logged() -> None:
     assert metrics["actor/loss"] == (loss.item(), 1.0)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_coefficient_of_the_entropy_by_step_is_one_of_the_config(micro_batches: int) -> None:
+    flat, entropy = tokens(rows_of(4, MASKS), 5), tokens(rows_of(4, MASKS), 6)
+    parts = [i % micro_batches for i in range(len(MASKS))]
+    given_rows = rows_of(4, MASKS)
+    for row in given_rows:
+        row.put("entropy_weights", np.full(row.length, 0.25, np.float32))
+    by_step = run_objective(actor(), given_rows, flat, entropy, parts)
+    configured = run_objective(actor(entropy_coeff=0.25), rows_of(4, MASKS), flat, entropy, parts)
+    assert by_step[0] == pytest.approx(configured[0]) and by_step[2].any()
+    for mine, other in zip(by_step[1:3], configured[1:3], strict=True):
+        assert torch.allclose(mine, other)
+
+
 def test_what_is_missing_is_named() -> None:
     rows = rows_of(4, MASKS)
     flat = tokens(rows, 5)

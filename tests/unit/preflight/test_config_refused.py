@@ -365,6 +365,26 @@ ALSO_REFUSED = [
     ([f"{ARR}.actor.ulysses_sequence_parallel_size=8", "trainer.n_gpus_per_node=8"], "4 attention heads"),
     # 14
     ([f"{ARR}.actor.policy_loss.loss_mode=dro"], "dro needs a value above 0"),
+    (["algorithm.entropy_ctrl.target=0.2", f"{ARR}.actor.entropy_coeff=0.01"], "the bonus would count twice"),
+    (["algorithm.by_source={a:{policy_loss:gspo}}"], "is a mapping, {loss_mode"),
+    (["algorithm.by_source={a:{policy_loss:{loss_mode:gsop}}}"], "nearest: gspo"),
+    (["algorithm.by_source={a:{policy_loss:{loss_mode:bypass_mode}}}"], "none of vanilla"),
+    (
+        ["algorithm.by_source={a:{policy_loss:{clip_high:0.3}}}"],
+        "no such setting of a policy loss; nearest: fipo_clip_high",
+    ),
+    (["algorithm.by_source={a:{policy_loss:{clip_ratio:-1}}}"], "clip_ratio=-1: out of the range of"),
+    (["algorithm.by_source={a:{policy_loss:{clip_ratio:high}}}"], "clip_ratio=high: expected a number"),
+    (["algorithm.by_source={a:{policy_loss:{loss_agg_mode:mean}}}"], "loss_agg_mode=mean: none of token-mean"),
+    (["algorithm.by_source={a:{policy_loss:{loss_mode:dro}}}"], "dro needs a value above 0"),
+    (
+        [
+            "algorithm.by_source={a:{policy_loss:{loss_mode:gspo}}}",
+            "algorithm.rollout_correction.bypass_mode=True",
+            "algorithm.rollout_correction.loss_type=reinforce",
+        ],
+        "loss_type=reinforce is the loss of all rows",
+    ),
     # 15
     ([f"{RC}.rollout_rs=token_k1"], "rollout_rs needs one"),
     ([f"{RC}.rollout_rs=token_k9", f"{RC}.rollout_rs_threshold=2"], "token_k1..3"),

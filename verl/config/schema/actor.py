@@ -18,7 +18,7 @@ STRATEGIES = ("fsdp", "fsdp2", "megatron")
 AGG_MODES: tuple[str, ...] = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
 AGG_MODES += ("seq-mean-token-sum-norm",)
 POLICY_LOSSES: tuple[str, ...] = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo")
-POLICY_LOSSES += ("dppo_tv", "dppo_kl", "dro", "luspo", "vespo", "fipo", "real", "bypass_mode")
+POLICY_LOSSES += ("dppo_tv", "dppo_kl", "dro", "luspo", "vespo", "fipo", "real", "ce_gppo", "bypass_mode")
 LOSS_AGG_MODES = dict.fromkeys(("gspo", "sapo", "real"), "seq-mean-token-mean") | {"luspo": "seq-mean-token-sum"}
 """What `loss_agg_mode` is for a policy loss whose paper has another one than the default."""
 KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -47,6 +47,8 @@ class PolicyLossConfig(Group):
         fipo_clip_high: fipo: how far it may rise above 1.
         fipo_safety_threshold: fipo: ratio above which the weight of a negative advantage is not above 1.
         real_tau: real: temperature τ.
+        gppo_beta1: ce_gppo: weight of the gradient below the clip, where the advantage is negative.
+        gppo_beta2: ce_gppo: weight of the gradient above the clip, where the advantage is positive.
     """
 
     loss_mode: str = choice("vanilla", *POLICY_LOSSES, registry="verl.trainer.ppo.core_algos.register_policy_loss")
@@ -67,6 +69,8 @@ class PolicyLossConfig(Group):
     fipo_clip_high: float = key(0.2, low=0)
     fipo_safety_threshold: float = key(4.0, above=0)
     real_tau: float = key(0.5, above=0)
+    gppo_beta1: float = key(0.75, low=0)
+    gppo_beta2: float = key(1.0, low=0)
 
 
 class TrainedRoleConfig(Group):

@@ -43,6 +43,22 @@ class KLControlConfig(Group):
     target_kl: float = key(0.1, above=0)
 
 
+class EntropyControlConfig(Group):
+    """An entropy bonus in the loss whose coefficient adapts, in the place of `actor.entropy_coeff`.
+
+    Attributes:
+        target: Entropy per token, nats, below which there is a bonus; null = off.
+        coeff: The coefficient's start.
+        delta: What is added to it after a step below the target, and taken off after one above.
+        max_coeff: The largest coefficient; the smallest is 0.
+    """
+
+    target: float | None = key(None, low=0)
+    coeff: float = key(0.0, low=0)
+    delta: float = key(0.005, low=0)
+    max_coeff: float = key(1.0, low=0)
+
+
 class FilterGroupsConfig(Group):
     """Dynamic sampling: groups whose responses all score the same are replaced.
 
@@ -116,8 +132,10 @@ class AlgorithmConfig(Group):
         rlcsd_scale: rlcsd: largest change of an advantage.
         rlcsd_threshold: rlcsd: change below which a token keeps its advantage.
         rlcsd_weight: rlcsd: weight of the tokens whose advantage is changed.
-        by_source: By `data_source`: `{adv_estimator, weight, …}`, settings of this group for the responses to its rows,
-            whose advantages × `weight` (1) they are. Their statistics are then of those responses alone.
+        by_source: By `data_source`: `{adv_estimator, weight, policy_loss, …}`, settings of this group for the responses to
+            its rows, whose advantages × `weight` (1) they are. Their statistics are then of those responses alone.
+            `policy_loss`: `{loss_mode, clip_ratio_high, …}`, keys of `actor.policy_loss`, `clip_ratio*` and
+            `loss_agg_mode` for them.
         rae_decay: α of `rae`.
     """
 
@@ -128,6 +146,7 @@ class AlgorithmConfig(Group):
     use_kl_in_reward: bool = False
     kl_penalty: str = choice("kl", *KL_OPTIONS)
     kl_ctrl: KLControlConfig = sub(KLControlConfig)
+    entropy_ctrl: EntropyControlConfig = sub(EntropyControlConfig)
     filter_groups: FilterGroupsConfig = sub(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = sub(RolloutCorrectionConfig)
     use_pf_ppo: bool = False
