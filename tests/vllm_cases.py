@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests import vllm_processes
-from tests.tiny import tiny_model
+from tests.tiny import LINEAR_ATTENTION, tiny_model
 from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.engine.rollout.vllm import ENGINE
+from verl.engine.rollout.vllm import ENGINE, launch
 
 
 def require_vllm() -> None:
@@ -37,7 +37,14 @@ def vllm_model(path: Path, arch: str = "qwen3", *, tied: bool = False) -> Path:
         shape |= {"first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     if arch == "gpt_oss":
         shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    shape |= {name: value for name, value in LINEAR_ATTENTION.get(arch, {}).items() if name not in shape}
     return tiny_model(path, arch, tied=tied, scale=3.0, **shape)
+
+
+def allow_float32_linear_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For layers that the tests compute for vLLM (`vllm_linear_attention`); the rest of the check stays."""
+    check = launch.check_cpu_model
+    monkeypatch.setattr(launch, "check_cpu_model", lambda config, dtype: check(config, "bfloat16"))
 
 
 def vllm_engine(path: Path, **more: Any) -> Any:

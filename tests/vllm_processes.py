@@ -15,6 +15,7 @@ from multiprocessing import context, forkserver, popen_forkserver
 from typing import Any
 from unittest import mock
 
+from tests import vllm_linear_attention
 from verl.engine.rollout.vllm import launch
 from verl.platform.processes import alive, process_start_time
 
@@ -55,6 +56,7 @@ def _patch() -> None:
     utils.get_mp_context = multiproc_executor.get_mp_context = _Context
     _spread_experts()
     _draw_beside_drafts()
+    vllm_linear_attention.add_float32()
 
 
 @functools.cache

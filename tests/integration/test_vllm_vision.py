@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.integration import test_vllm_weights as weights
 from tests.invariant import test_vision as vision
 from tests.runs import environment
 from tests.sampler_cases import assert_agreement
 from tests.tiny import HAS_KIMI_VL, tiny_vision_model
-from tests.vllm_cases import require_vllm, vllm_engine
+from tests.vllm_cases import allow_float32_linear_attention, require_vllm, vllm_engine
 from verl.engine.training.fsdp.engine import FSDPEngine
 
 require_vllm()
@@ -47,10 +48,22 @@ def test_with_torchvision_on_the_path(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.skipif(not HERE, reason="vLLM reads models that see images with torchvision")
-@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"])
-def test_sampler_and_trainer_agree_from_a_checkpoint_and_after_syncs(tmp_path: Path, arch: str) -> None:
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", *vision.LINEAR])
+def test_sampler_and_trainer_agree_from_a_checkpoint_and_after_syncs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    if arch in vision.LINEAR:
+        allow_float32_linear_attention(monkeypatch)
     path = tiny_vision_model(tmp_path / "model", arch, head=32)
     assert_agreement(path, lambda saved: vllm_engine(saved, max_model_len=320, skip_tokenizer_init=True))
+
+
+@pytest.mark.skipif(not HERE, reason="vLLM reads models that see images with torchvision")
+@pytest.mark.parametrize("arch", [f"{arch}_text" for arch in vision.LINEAR])
+def test_sampler_and_trainer_agree_on_the_text_models_of_qwen3_5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    weights.test_sampler_and_trainer_agree(tmp_path, monkeypatch, arch, tied=False)
 
 
 @pytest.mark.skipif(not HERE, reason="vLLM reads models that see images with torchvision")

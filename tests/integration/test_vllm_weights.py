@@ -15,8 +15,9 @@ import torch
 from tests import vllm_processes
 from tests.chaos.fork_server import ForkServer, until
 from tests.sampler_cases import PROMPTS, TEMPERATURE, difference, rows, trainer
+from tests.tiny import LINEAR_ATTENTION
 from tests.unit.engine.training.engine_cases import simple_loss
-from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
+from tests.vllm_cases import allow_float32_linear_attention, require_vllm, sample, vllm_engine, vllm_model
 from verl.engine.rollout.vllm import launch
 from verl.platform.processes import process_start_time as start_time
 from verl.weight_sync.sender import StreamedSync
@@ -26,12 +27,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = "tests.integration.test_vllm_weights"
 OTHERS = (("qwen3_moe", False), ("deepseek_v3", False), ("llama", False), ("gemma2", True))
-MODELS = [("gpt2", True), *(pytest.param(*model, marks=pytest.mark.long) for model in OTHERS)]
-"""Qwen3 is below over two devices, Qwen2 in the runs of test_vllm_train.py, Llama and experts in test_vllm_lora.py."""
+MODELS = [("gpt2", True), ("qwen3_next", False), *(pytest.param(*model, marks=pytest.mark.long) for model in OTHERS)]
+"""Qwen3-Next with the tests' own computation of its linear attention, for vLLM's has bfloat16 alone. Qwen3 is below over two devices, Qwen2 in
+the runs of test_vllm_train.py, Llama and experts in test_vllm_lora.py, Qwen3.5 in test_vllm_vision.py."""
 
 
 @pytest.mark.parametrize(("arch", "tied"), MODELS)
-def test_sampler_and_trainer_agree(tmp_path: Path, arch: str, tied: bool) -> None:
+def test_sampler_and_trainer_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, tied: bool) -> None:
+    if arch in LINEAR_ATTENTION:
+        allow_float32_linear_attention(monkeypatch)
     path = vllm_model(tmp_path / "model", arch, tied=tied)
     actor = trainer(path)
     sampler = vllm_engine(path, load_format="dummy", skip_tokenizer_init=True, bucket_bytes=100_000)
