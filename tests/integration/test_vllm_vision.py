@@ -3,7 +3,7 @@ files.
 
 vLLM reads such models with torchvision, which on a machine without a GPU wants its operators declared (docs/vllm.md).
 `make test` keeps it in a folder beside the environment, so that everything else is tested without it: where that is so,
-a process that has the folder on its path runs this file.
+a process that has the folder on its path runs this file. There vLLM starts its processes as it does for a user.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_with_torchvision_on_the_path(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"])
 def test_sampler_and_trainer_agree_from_a_checkpoint_and_after_syncs(tmp_path: Path, arch: str) -> None:
     path = tiny_vision_model(tmp_path / "model", arch, head=32)
-    assert_agreement(path, lambda saved: vllm_engine(saved, max_model_len=320, skip_tokenizer_init=True))
+    assert_agreement(path, lambda saved: vllm_engine(saved, forked=False, max_model_len=320, skip_tokenizer_init=True))
 
 
 @pytest.mark.skipif(not HERE, reason="vLLM reads models that see images with torchvision")
