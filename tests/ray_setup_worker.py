@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+from typing import Any
 
 SERVER, WORKER = "VERL_TEST_FORK_SERVER", "VERL_TEST_RAY_WORKER"
 """In a node's environment: the fork server's socket, and Ray's own `default_worker.py`."""
@@ -31,18 +32,15 @@ def main() -> int:
     if context.get("command_prefix"):  # a profiler around it
         words = [*context["command_prefix"], sys.executable, path, *argv]
         os.execvpe("bash", ["bash", "-c", " ".join(["exec", *words])], environment)
+    return forked(os.environ[SERVER], {"path": path, "argv": argv, "environment": environment})
+
+
+def forked(address: str, order: dict[str, Any]) -> int:
+    """Have the server at that socket fork a process with this one's folder and streams; returns its exit status."""
     streams = f"/proc/{os.getpid()}/fd"
-    order = {
-        "id": 0,
-        "path": path,
-        "argv": argv,
-        "cwd": os.getcwd(),
-        "environment": environment,
-        "stdout": f"{streams}/1",
-        "stderr": f"{streams}/2",
-    }
+    order |= {"id": 0, "cwd": os.getcwd(), "stdout": f"{streams}/1", "stderr": f"{streams}/2"}
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(os.environ[SERVER])
+        server.connect(address)
         server.sendall(json.dumps(order).encode() + b"\n")
         with server.makefile() as messages:
             for message in map(json.loads, messages):

@@ -47,9 +47,11 @@ def allow_float32_linear_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "check_cpu_model", lambda config, dtype: check(config, "bfloat16"))
 
 
-def vllm_engine(path: Path, **more: Any) -> Any:
-    """A float32 engine of at most 8 responses of at most 256 tokens."""
-    vllm_processes.use()
+def vllm_engine(path: Path, *, forked: bool = True, **more: Any) -> Any:
+    """A float32 engine of at most 8 responses of at most 256 tokens. forked: see `vllm_processes`; else vLLM starts its
+    processes as for a user."""
+    if forked:
+        vllm_processes.use()
     from verl.engine.rollout.vllm_engine import VLLMEngine
 
     limits = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512}

@@ -2,7 +2,7 @@
 again, which takes eight seconds of a core, and take it apart in the end, which takes two.
 
 `use()` makes vLLM do so in this process. `variables()` is the environment of a run that does it, too: this module is
-then one of its plug-ins. tests/integration/test_vllm_train.py does without, as a user's run.
+then one of its plug-ins. tests/integration/test_vllm_vision.py does without, as a user's run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Starts commands of verl in milliseconds: a process that has imported everything forks a child per command.
 
 As a program (`python -m tests.chaos.fork_server`): JSON lines on stdin, {"id", "module", "argv", "cwd", "environment",
-"teardown", "stdout", "stderr"}; responses on stdout, {"id", "pid"} once the child runs and {"id", "status"} once it has
+"teardown", "alone", "stdout", "stderr"}; responses on stdout, {"id", "pid"} once the child runs and {"id", "status"} once it has
 ended (negative: the signal). With an argument: the same from the connections to that socket. The child is what a fresh
 `python -m MODULE ARGV…` would be: a session of its own, its own streams, default signals, sys.argv, an exit that waits
 for threads and runs what atexit has.
@@ -181,7 +181,7 @@ def become(order: dict[str, Any]) -> None:
     os.closerange(3, 256)
     faulthandler.enable()
     os.chdir(order["cwd"])
-    if "path" in order:  # its environment is the whole one
+    if order.get("alone", "path" in order):  # its environment is the whole one
         os.environ.clear()
     for name, value in order["environment"].items():
         os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
@@ -200,7 +200,7 @@ def become(order: dict[str, Any]) -> None:
     leave(module.main)
 
 
-def leave(main: Callable[[], int]) -> NoReturn:
+def leave(main: Callable[[], int | None]) -> NoReturn:
     """Exit as the interpreter does, but for taking apart everything that was ever imported, which takes half a
     second."""
     try:
@@ -213,7 +213,7 @@ def leave(main: Callable[[], int]) -> NoReturn:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(status)
+    os._exit(status or 0)
 
 
 # -------------------------------------------------------------------------------------------------- the client
@@ -271,6 +271,20 @@ class Run:
         return self.err.read_text(errors="replace") if self.err.exists() else ""
 
 
+PYTHON = """#!{python} -SE
+import os, sys
+
+sys.path.insert(0, {root!r})
+from tests.ray_setup_worker import forked
+
+flag, *words = sys.argv[1:]
+if flag != "-m":
+    os.execv({python!r}, [{python!r}, flag, *words])
+order = {{"module": words[0], "argv": words[1:], "environment": dict(os.environ), "alone": True, "teardown": False}}
+sys.exit(forked({address!r}, order))
+"""
+
+
 class ForkServer:
     """The helper process; `with ForkServer(folder) as fork_server: fork_server.run([...])`. Streams are kept in
     `folder`, and `address` there is a socket for other processes' orders."""
@@ -302,6 +316,17 @@ class ForkServer:
             else:
                 self._runs[message["id"]].heard(message)
 
+    def ready(self) -> None:
+        """Wait until it takes orders."""
+        assert self._ready.wait(120), "the fork_server did not come up"
+
+    def make_python(self, path: Path) -> None:
+        """Make `path` a Python whose `-m MODULE` is forked from here; whatever else is run by this interpreter."""
+        self.ready()
+        words = {"python": sys.executable, "root": str(ROOT), "address": str(self.address)}
+        path.write_text(PYTHON.format(**words))
+        path.chmod(0o755)
+
     def start(
         self,
         argv: list[str],
@@ -315,7 +340,7 @@ class ForkServer:
         """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset). Both streams go to
         the file `streams`, if one is given. `teardown`: at its end it takes its modules apart as any Python does, see
         `leave`."""
-        assert self._ready.wait(120), "the fork_server did not come up"
+        self.ready()
         number = len(self._runs)
         out, err = (streams or self._folder / f"{number}.{name}" for name in ("out", "err"))
         run = Run(number, out, err)

@@ -70,16 +70,20 @@ def test_a_sampler_killed_in_a_step_is_replaced_and_nothing_is_lost_or_doubled(b
     nothing_lost(out, [1, 2])
 
 
-def test_a_training_worker_killed_ends_the_run_and_a_restart_is_exact(begin, whole, ray_address, tmp_path) -> None:
-    """While responses are sampled, in an update and in a save, each time from the checkpoint of step 1, which stays the
-    newest; what comes in the end is bit for bit the same."""
+# Two mini-batches a step: in the middle of an update is before its second one.
+KILLS = [("update", 2, "update_actor"), ("save", 1, "save_checkpoint")]
+
+
+@pytest.mark.parametrize(
+    "kills", [KILLS, pytest.param([("gen", 0, "gen")], marks=pytest.mark.long)], ids=["two", "gen"]
+)
+def test_a_training_worker_killed_ends_the_run_and_a_restart_is_exact(
+    begin, whole, ray_address, tmp_path, kills
+) -> None:
+    """In an update and in a save, or while responses are sampled, each time from the checkpoint of step 1, which stays
+    the newest; what comes in the end is bit for bit the same."""
     out = from_step(whole, 1, tmp_path / "run")
-    # Two mini-batches a step: in the middle of an update is before its second one.
-    for where, call, phase in (
-        ("gen", 0, "gen"),
-        ("update", 2, "update_actor"),
-        ("save", 1, "save_checkpoint"),
-    ):
+    for where, call, phase in kills:
         mark = tmp_path / where
         if where == "gen":
             plug = slow_sampling(tmp_path, mark)

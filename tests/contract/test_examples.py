@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.runs import TinyRun, main_ppo, records
+from tests.chaos.fork_server import ForkServer
+from tests.runs import TinyRun, records
 from tests.tiny import tiny_model
 from verl.reward.user_function import calling_style, load_function
 
@@ -24,12 +25,11 @@ SCRIPTS = sorted(s for s in EXAMPLES.rglob("*.sh") if s.name != "ray_start.sh" a
 PREPARE = sorted((EXAMPLES / "data_preprocess").glob("*.py"))
 
 
-def shell_in(home: Path):
-    """Runs commands with this interpreter as python3 and `home` as home; gives the finished process."""
+def shell_in(home: Path, fork_server: ForkServer):
+    """Runs commands with the fork server's python3 and `home` as home; gives the finished process."""
     folder = home / "bin"
     folder.mkdir(exist_ok=True)
-    (folder / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (folder / "python3").chmod(0o755)
+    fork_server.make_python(folder / "python3")
 
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "RAY_", "VERL_"))}
@@ -41,17 +41,17 @@ def shell_in(home: Path):
 
 
 @pytest.fixture
-def shell(tmp_path):
-    return shell_in(tmp_path)
+def shell(tmp_path, fork_server):
+    return shell_in(tmp_path, fork_server)
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> Path:
+def prepared(tmp_path_factory, fork_server) -> Path:
     """A home with a model directory, and the data as the script that the comments name makes it."""
     home = tmp_path_factory.mktemp("home")
     gsm8k_files(home)
     prepare = EXAMPLES / "data_preprocess/gsm8k.py"
-    made = shell_in(home)("python3", prepare, "--local_dataset_path", home / "raw")
+    made = shell_in(home, fork_server)("python3", prepare, "--local_dataset_path", home / "raw")
     assert made.returncode == 0, made.stderr
     model_directory(home / "model")
     classifier = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
@@ -90,7 +90,7 @@ def test_a_command_resolves_and_passes_on_its_arguments(script, shell) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)
-def test_a_command_is_right_after_its_own_preparation(script, prepared) -> None:
+def test_a_command_is_right_after_its_own_preparation(script, prepared, fork_server) -> None:
     """Only the model is another."""
     key = "model.path" if "sft" in script.name else "actor_rollout_ref.model.path"
     words = [f"{key}={prepared}/model", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "--check"]
@@ -98,7 +98,7 @@ def test_a_command_is_right_after_its_own_preparation(script, prepared) -> None:
         words.append(f"reward_model.model.path={prepared}/scorer")
     if script.parent.name == "distillation":
         words.append(f"distillation.teacher_models.teacher_model.model_path={prepared}/model")
-    done = shell_in(prepared)("bash", script, *words)
+    done = shell_in(prepared, fork_server)("bash", script, *words)
     assert done.returncode == 0, done.stderr
     assert "check: ok" in done.stdout and "130 rows" in done.stdout
     assert "no effect" not in done.stderr and "not in this release" not in done.stderr
@@ -208,7 +208,7 @@ def test_the_loss_example_equals_the_policy_gradient_near_the_old_policy(plugin)
 
 
 @pytest.mark.slow
-def test_the_plugin_and_the_reward_train(tmp_path) -> None:
+def test_the_plugin_and_the_reward_train(fork_server, tmp_path) -> None:
     """As docs/algorithms.md says it, on a tiny model."""
     run = TinyRun(tmp_path)
     out = tmp_path / "out"
@@ -220,7 +220,7 @@ def test_the_plugin_and_the_reward_train(tmp_path) -> None:
         "trainer.save_freq=-1",
     ]
     path = os.pathsep.join([str(EXAMPLES / "plugin"), str(ROOT)])
-    done = main_ppo(run.overrides(out, *words), PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = fork_server.run(run.overrides(out, *words), PYTHONPATH=path)
+    assert done.status == 0, done.stderr[-3000:]
     step = records(out, ["actor/faded"])[1]
     assert "actor/faded" in step and step["actor/grad_norm"] > 0

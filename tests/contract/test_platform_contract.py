@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks import DEVICE
 from verl.errors import UserError
 from verl.platform import KINDS, Platform, cuda, detect, npu, platform_of
 
@@ -63,12 +64,14 @@ def test_it_says_what_it_is(platform: Platform) -> None:
 
 
 def test_memory_is_counted_in_bytes(platform: Platform) -> None:
+    held = torch.ones(1 << 19, device=platform.device()) if platform.name == DEVICE else None
     free, total = platform.memory()
     assert 0 < free <= total and platform.peak_memory() > 1 << 20
     cached = 4 << 30 if not platform.on_host and free == 10 << 30 else 0
     assert platform.room() >= free * (0.5 if platform.on_host else 1) and (
         not cached or platform.room() == free + cached
     ), "what the process has freed and kept counts as free"
+    del held
 
 
 def test_data_types(platform: Platform) -> None:

@@ -104,8 +104,8 @@ def test_end_tokens_stop_tokens_and_stop_strings_end_a_response_and_stay_in_it(s
         assert len(done.log_probs) == len(cut)
     whole = response().token_ids.tolist()
     assert whole == (free[: free.index(258) + 1] if 258 in free else free)
-    full = response(ignore_eos=True, max_tokens=1000)
-    assert len(full.token_ids) == 256 - 20 and full.finish_reason == "length", "as long as max_model_len lets it"
+    full = sample(sampler.engine, [(PROMPT * 2)[:200]], max_tokens=1000, ignore_eos=True)[0]
+    assert len(full.token_ids) == 256 - 200 and full.finish_reason == "length", "as long as max_model_len lets it"
 
 
 def test_the_prompt_of_a_group_is_computed_once(sampler: Sampler) -> None:

@@ -59,7 +59,7 @@ def run(tiny: TinyRun, out: Path, workers: int, *more: str) -> list[dict[str, An
 
 
 @pytest.mark.slow
-def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_one_and_four_processes(
+def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_two_processes(
     tiny: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tiny, tmp_path / "whole", 0)
@@ -78,15 +78,12 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_one_and_four_pro
     run(tiny, parts, 0)
     assert weights(parts, 2) == weights(tmp_path / "whole", 2)
 
-    monkeypatch.setattr("verl.rollout.loop_processes.usable", lambda: 4)  # whatever this machine has
-    for workers in (1, 4):
-        there = run(tiny, tmp_path / str(workers), workers)
-        assert [(r["uid"], r["input"], r["output"]) for r in there] == [
-            (r["uid"], r["input"], r["output"]) for r in whole
-        ]
-        numbers = [r for r in records(tmp_path / str(workers)).values() if "actor/grad_norm" in r]
-        for ours, theirs in zip(found, numbers, strict=True):
-            assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-5)
+    monkeypatch.setattr("verl.rollout.loop_processes.usable", lambda: 2)  # whatever this machine has
+    there = run(tiny, tmp_path / "two", 2)
+    assert [(r["uid"], r["input"], r["output"]) for r in there] == [(r["uid"], r["input"], r["output"]) for r in whole]
+    numbers = [r for r in records(tmp_path / "two").values() if "actor/grad_norm" in r]
+    for ours, theirs in zip(found, numbers, strict=True):
+        assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-5)
 
 
 def test_generation_plays_the_loop_and_counts_what_it_did(tiny: TinyRun, tmp_path: Path) -> None:

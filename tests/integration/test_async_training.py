@@ -99,7 +99,7 @@ def test_responses_that_a_push_interrupts_are_continued(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["one process", "ahead"])
+@pytest.mark.parametrize("kind", ["one process", pytest.param("ahead", marks=pytest.mark.long)])
 def test_a_sampler_that_computes_another_model_ends_the_run_after_its_first_step(
     fork_server, tiny, tmp_path: Path, request: pytest.FixtureRequest, kind: str
 ) -> None:

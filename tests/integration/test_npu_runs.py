@@ -70,22 +70,20 @@ def test_supervised_training_has_the_numbers_of_the_processor(
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+CONTRACT = "tests/contract/test_{}_contract.py"
 SUITES = {
-    "platform": ("test_platform_contract.py", "npu or auto or groups"),
-    "sampler": ("test_rollout_engine_contract.py", "native"),
-    "engine": (
-        "test_training_engine_contract.py",
-        "(one and process or two and ranks) and (gradient or outputs or moving or hugging)",
+    "platform, sampler": (["platform", "rollout_engine"], "platform and (npu or auto or groups) or rollout and native"),
+    "engine, receiver": (
+        ["training_engine", "weight_receiver"],
+        "(one and process or two and ranks) and (gradient or outputs or moving or hugging) "
+        "or receiver and native and (whole or under_way)",
     ),
-    "receiver": ("test_weight_receiver_contract.py", "native and (whole or under_way)"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "suite", ["platform", "sampler", *(pytest.param(name, marks=pytest.mark.long) for name in ("engine", "receiver"))]
-)
+@pytest.mark.parametrize("suite", ["platform, sampler", pytest.param("engine, receiver", marks=pytest.mark.long)])
 def test_it_keeps_the_contracts(suite: str) -> None:
-    file, chosen = SUITES[suite]
-    run_tests(MODULE, f"tests/contract/{file}", "-k", chosen, "-m", "not slow")
+    files, chosen = SUITES[suite]
+    run_tests(MODULE, *map(CONTRACT.format, files), "-k", chosen, "-m", "not slow")

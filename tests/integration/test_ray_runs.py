@@ -157,41 +157,45 @@ def test_samplers_on_nodes_of_their_own_get_the_weights_by_relay(
     assert "2 ranks on 2 nodes" in device and "2 samplers" in device
 
 
-def test_a_critic_on_two_ranks_learns_as_in_one_process(train, tmp_path) -> None:
-    words = (
+@pytest.fixture(scope="module")
+def roles(tmp_path_factory) -> tuple[str, ...]:
+    """Words of runs with a critic, a teacher and a reward model."""
+    models = tmp_path_factory.mktemp("roles")
+    return (
         "algorithm.adv_estimator=gae",
         "critic.optim.lr=1e-4",
         "critic.ppo_mini_batch_size=4",
-        "trainer.total_training_steps=2",
-    )
-    offload = "critic.model.fsdp_config.param_offload=True"
-    alone = train(tmp_path / "alone", *words)
-    two = train(tmp_path / "two", *words, *TWO, offload)
-    assert_close(records(alone), records(two), [0, 1, 2])
-    assert records(two)[2]["critic/vf_loss"] > 0 and (two / "global_step_2/critic/config.json").is_file()
-
-
-def test_roles_on_devices_of_their_own_compute_as_beside_the_policy(train, tmp_path) -> None:
-    """The critic, the teacher and the reward model, each on a node of its own."""
-    words = (
-        "algorithm.adv_estimator=gae",
-        "critic.optim.lr=1e-4",
         "distillation.enabled=True",
-        f"distillation.teacher_models.teacher_model.model_path={tiny_model(tmp_path / 'teacher', seed=3)}",
+        f"distillation.teacher_models.teacher_model.model_path={tiny_model(models / 'teacher', seed=3)}",
         "reward_model.enable=True",
-        f"reward_model.model.path={classifier(tmp_path / 'rm')}",
+        f"reward_model.model.path={classifier(models / 'rm')}",
         "reward_model.weights={function: 1, model: 0.5}",
         "reward_model.rollout.dtype=float32",
         "trainer.total_training_steps=2",
     )
+
+
+@pytest.fixture(scope="module")
+def roles_alone(train, roles, tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("runs") / "roles", *roles)
+
+
+def test_a_critic_on_two_ranks_learns_as_in_one_process(train, roles, roles_alone, tmp_path) -> None:
+    """Beside a teacher and a reward model."""
+    two = train(tmp_path / "two", *roles, *TWO, "critic.model.fsdp_config.param_offload=True")
+    assert_close(records(roles_alone), records(two), [0, 1, 2])
+    assert records(two)[2]["critic/vf_loss"] > 0 and (two / "global_step_2/critic/config.json").is_file()
+
+
+def test_roles_on_devices_of_their_own_compute_as_beside_the_policy(train, roles, roles_alone, tmp_path) -> None:
+    """The critic, the teacher and the reward model, each on a node of its own."""
     pools = [
         f"{group}.{key}=1"
         for group in ("critic", "distillation", "reward_model")
         for key in ("nnodes", "n_gpus_per_node")
     ]
-    alone = train(tmp_path / "alone", *words)
-    apart = train(tmp_path / "apart", *words, *pools, "reward_model.enable_resource_pool=True")
-    assert_close(records(alone), records(apart), [0, 1, 2])
+    apart = train(tmp_path / "apart", *roles, *pools, "reward_model.enable_resource_pool=True")
+    assert_close(records(roles_alone), records(apart), [0, 1, 2])
     assert (apart / "global_step_2/critic/config.json").is_file()
     (plan,), (workers,) = events(apart, "plan"), events(apart, "workers")
     assert "1 rank of the critic; 1 rank of the teacher; 1 rank of the reward_model" in plan["device"]

@@ -1,4 +1,4 @@
-"""Two training steps with rollout.name=vllm, as a user starts them; and what is said when they cannot be."""
+"""Two training steps with rollout.name=vllm; and what is said when they cannot be."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests import vllm_processes
 from tests.chaos.fork_server import until
 from tests.integration.test_agent_runs import WORDS as DIALOGUE
 from tests.runs import TinyRun, records
@@ -48,7 +49,8 @@ def test_two_steps(run: TinyRun, fork_server, tmp_path: Path) -> None:
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
         'actor_rollout_ref.rollout.stop=["zq"]',
     )
-    done = fork_server.run(run.overrides(out, *words), timeout=400, teardown=True)
+    argv = run.overrides(out, *words)
+    done = fork_server.run(argv, timeout=400, teardown=True, **vllm_processes.variables())
     assert done.status == 0, done.stderr[-4000:]
     assert "Exception ignored" not in done.stderr, "vLLM is let go of before the interpreter ends"
     found = records(out)

@@ -3,7 +3,7 @@ files.
 
 vLLM reads such models with torchvision, which on a machine without a GPU wants its operators declared (docs/vllm.md).
 `make test` keeps it in a folder beside the environment, so that everything else is tested without it: where that is so,
-a process that has the folder on its path runs this file.
+a process that has the folder on its path runs this file. There vLLM starts its processes as it does for a user.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_sampler_and_trainer_agree_from_a_checkpoint_and_after_syncs(
     if arch in vision.LINEAR:
         allow_float32_linear_attention(monkeypatch)
     path = tiny_vision_model(tmp_path / "model", arch, head=32)
-    assert_agreement(path, lambda saved: vllm_engine(saved, max_model_len=320, skip_tokenizer_init=True))
+    assert_agreement(path, lambda saved: vllm_engine(saved, forked=False, max_model_len=320, skip_tokenizer_init=True))
 
 
 @pytest.mark.skipif(not HERE, reason="vLLM reads models that see images with torchvision")

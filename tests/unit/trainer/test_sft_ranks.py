@@ -6,13 +6,12 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import ranks
+from tests.chaos.fork_server import ForkServer
 from tests.tiny import tiny_model
 from tests.unit.trainer.test_sft_trainer import arguments, data, model, records  # noqa: F401
 from verl.trainer.sft_trainer import main
@@ -70,13 +69,13 @@ def test_a_mistake_ends_all_ranks_with_one_message(data: Path, tmp_path: Path) -
     assert ranks.run(main, 2, arguments(small, data, tmp_path / "run", *wrong), join=False) == [2, 2]
 
 
-@pytest.mark.slow
-def test_started_by_torchrun(model: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
-    command += ["verl.trainer.sft_trainer", *arguments(model, data, run, *FOUR, "trainer.logger=[console]")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_started_by_torchrun(fork_server: ForkServer, model: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811
+    run, python = tmp_path / "run", tmp_path / "python3"
+    fork_server.make_python(python)
+    words = ["--standalone", "--nproc_per_node=2", "--no-python", str(python), "-m", "verl.trainer.sft_trainer"]
+    words += arguments(model, data, run, *FOUR, "trainer.logger=[console]")
+    done = fork_server.run(words, module="torch.distributed.run", timeout=240)
+    assert done.status == 0, done.stderr[-3000:]
     assert len(records(run)) == 5 and (run / "global_step_4/actor/config.json").is_file()
     assert done.stdout.count("Total training steps: 4") == 1
 

@@ -36,9 +36,8 @@ def matrix(rows: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("dtype", "heads", "widths", "options", "splits"),
     [
-        (torch.float32, (4, 2), (24, 16), {}, 1),
-        (torch.float32, (14, 2), (64, 64), {"sliding_window": 20}, 2),
-        (torch.float32, (2, 2), (24, 16), {"softcap": 5.0, "sinks": torch.tensor([0.5, -1.0])}, 4),
+        (torch.float32, (6, 2), (64, 64), {"sliding_window": 20}, 2),
+        (torch.float32, (2, 2), (24, 16), {"softcap": 5.0, "sinks": torch.tensor([0.5, -1.0])}, 1),
         (torch.float16, (5, 1), (80, 80), {"sliding_window": 20, "sinks": torch.linspace(-1, 1, 5)}, 2),
         (torch.float32, (20, 1), (96, 96), {}, 1),  # more than a program takes
         (torch.float32, (1, 1), (192, 128), {}, 4),
@@ -103,17 +102,18 @@ DRAWS = [
 
 def test_draws_are_those_of_the_torch_code() -> None:
     torch.manual_seed(0)
-    requests = [request(seed=i, record_mask=True, **settings) for i, settings in enumerate(DRAWS * 3)]
+    requests = [request(seed=i, record_mask=True, **settings) for i, settings in enumerate(DRAWS * 2)]
     logits = torch.randn(len(requests), 2500) * 3
     logits[:, ::7] = -torch.inf
     logits[3, 100] = logits[3].amax()  # a tie
     rows = Rows.of([r.sampling for r in requests], [r.written for r in requests])
     tokens, log_probs, expected = sample(logits.clone(), rows)
-    step = matrix(32)
+    count = len(requests) + 1  # and a row that stands for no response
+    step = matrix(count)
     step_rows.fill_draws(step, requests)
     wide = torch.from_numpy(step[:4].reshape(2, -1).view(np.float64).copy())
     device_step = torch.from_numpy(step)
-    padded = torch.cat((logits, torch.zeros(32 - len(requests), 2500)))
+    padded = torch.cat((logits, torch.zeros(1, 2500)))
     padded[-1, 5] = torch.nan
     lowest = sampling_kernels.threshold(padded, wide[1], device_step)
     sums = sampling_kernels.chunk_sums(padded, lowest, device_step)
@@ -121,8 +121,8 @@ def test_draws_are_those_of_the_torch_code() -> None:
     sampling_kernels.draw(padded, wide[0], lowest, device_step, *sums, out)
     assert out[0, : len(tokens)].tolist() == tokens.tolist()
     torch.testing.assert_close(out[1, : len(tokens)].view(torch.float32), log_probs, atol=1e-5, rtol=1e-5)
-    assert out[1, 31].view(torch.float32).isnan()
-    sets = torch.full((32, 1 + 79), -7, dtype=torch.int32)
+    assert out[1, count - 1].view(torch.float32).isnan()
+    sets = torch.full((count, 1 + 79), -7, dtype=torch.int32)
     sampling_kernels.encode(padded, lowest, device_step, sets)
     truncated = [row for row, r in enumerate(requests) if r.sampling.truncated]
     assert [decode_row(sets[row].numpy(), 2500) for row in truncated] == [expected[row] for row in truncated]

@@ -95,7 +95,7 @@ def check_four_ranks_one_device_and_back(folder: Path, path: str, fsdp: dict[str
     same(ranks.run(sharded, 2, path, there, 0, None)[1][0], saved)
 
 
-@pytest.mark.parametrize(("arch", "tied"), [("qwen3", True), ("qwen3_moe", False)])
+@pytest.mark.parametrize(("arch", "tied"), [("qwen3", True), pytest.param("qwen3_moe", False, marks=pytest.mark.long)])
 def test_two_ranks_one_rank_one_device_and_back(tmp_path: Path, arch: str, tied: bool) -> None:
     path = str(tiny_model(tmp_path / "m", arch, tied=tied))
     two, one, local = (str(tmp_path / name) for name in ("two", "one", "local"))
