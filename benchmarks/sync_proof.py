@@ -124,7 +124,8 @@ def probe_of(module: Any, dtype: str, prompt: int, counted: Counter[str]) -> tup
 
 
 def probe_cost(module: Any, dtype: str, rounds: int, prompt: int, accelerator: float) -> dict[str, Any]:
-    """Seconds of both sides of a probe, medians, and the least that their products take."""
+    """Seconds of both sides of a probe, medians, and the least that their products take. cpu_s: of all threads, which other
+    programs on the machine change less."""
     counted: Counter[str] = Counter()
     probe, sampler, batch = probe_of(module, dtype, prompt, counted)
     probe.begin(batch)
@@ -132,17 +133,19 @@ def probe_cost(module: Any, dtype: str, rounds: int, prompt: int, accelerator: f
     probe.before_update(0)
     trained = counted["trainer"]
     sampled = sum(len(row.ids) for row in probe._rows)
-    times: dict[str, list[float]] = {"trainer": [], "sampler": []}
+    times: dict[str, list[tuple[float, float]]] = {"trainer": [], "sampler": []}
+
+    def timed(side: str, call: Callable[[], Any]) -> None:
+        wall, cpu = time.perf_counter(), time.process_time()
+        call()
+        times[side].append((time.perf_counter() - wall, time.process_time() - cpu))
+
     for version in range(1, rounds + 1):
         probe._level, probe._seconds = True, 0.0
-        started = time.perf_counter()
-        probe.before_push()
-        times["trainer"].append(time.perf_counter() - started)
+        timed("trainer", probe.before_push)
         sampler.weights_updated(version)
         sampler._runner.linears.refresh()  # the copies of a push are no part of the probe
-        started = time.perf_counter()
-        probe.after_push(version)
-        times["sampler"].append(time.perf_counter() - started)
+        timed("sampler", lambda version=version: probe.after_push(version))
     sampler.close()
     matrices = sum(p.numel() for p in module.parameters() if p.ndim == 2) - module.get_input_embeddings().weight.numel()
     body = matrices - module.get_output_embeddings().weight.numel()
@@ -154,7 +157,8 @@ def probe_cost(module: Any, dtype: str, rounds: int, prompt: int, accelerator: f
     for side, seconds in times.items():
         out[side] = {
             "tokens": trained if side == "trainer" else sampled + drawn,
-            "seconds": round(statistics.median(seconds), 3),
+            "seconds": round(statistics.median(wall for wall, _ in seconds), 3),
+            "cpu_s": round(statistics.median(cpu for _, cpu in seconds), 3),
             "products_s": round(operations[side] / rate, 3),
             "forecast_accelerator_s": round(operations[side] / accelerator, 4),
         }
