@@ -111,7 +111,7 @@ def adapter_scaled(m: pytest.MonkeyPatch) -> None:
 
 
 @fault("keys and values of earlier weights stay cached over a push", "NeMo-RL #4018, lmdeploy #4917", words=(AWAKE,),
-       prove="weights", steps=2, **follows)  # fmt: skip
+       prove="weights", **follows)  # fmt: skip
 def cache_kept(m: pytest.MonkeyPatch) -> None:
     m.setattr(scheduler.Scheduler, "forget_cache", lambda self: None)
 

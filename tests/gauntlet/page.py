@@ -30,7 +30,11 @@ that its chat template writes after a turn. *Scores*: the scoring process return
 failed, and the response keeps both beside its score. *The gradient*: with s a factor of all logits z, d log p(y) / ds = z_y − Σ p·z = log p(y) +
 entropy, and the logits are linear in the last normalisation's weights w (with the head's bias). So Σ w·∂L/∂w, after all micro-batches and ranks,
 is Σ (log p + entropy)·∂L/∂log p over the tokens of the first mini-batch, where the ratio is 1 and ∂L/∂log p is −A over the loss's divisor. It
-is checked for the vanilla loss (with a KL loss of k3) and for the critic, with FSDP. Not with LoRA, whose normalisation is not trained, nor with Megatron.
+is checked for the vanilla loss (with a KL loss of k3) and for the critic. For the library's other losses, importance weights and KL terms ∂L/∂log p comes
+from the loss's own function, over the first mini-batch as a single micro-batch on the driver, as does the loss that is compared; so a mask that is wrong
+within such a function is not found by it. Beside an adapter the last normalisation is not trained and gets its gradient all the same (FSDP). With
+Megatron it is the gradient that the optimizer takes, of whatever layout; not beside its adapters. Not checked: the gradient with an entropy bonus, and
+anything with distillation, bypass mode, tokens that a truncated distribution left out, or a policy loss of your own (`verl prove` compares its norms and losses with rows cut otherwise).
 
 "Steps" counts until the error is named; 0 is before the first step. "`verl prove`" names the check of [prove.md](prove.md) that finds the error
 before a run; it is injected there, too. A line without a name would be an error that nothing notices; there is none. "(ours)": no thread was found. Everything was

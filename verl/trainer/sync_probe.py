@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -34,6 +34,8 @@ from verl.weight_sync.verify import WeightSyncError
 
 ROWS, PREFIX, DRAWN = 8, 32, 2
 """Rows of the probe, the most tokens of a response that a row begins with, and tokens drawn after them."""
+PROMPTS = 2
+"""Prompts that the rows are taken of, where their responses are different: each is computed once."""
 UNSURE = -0.7
 """A row ends where the token that was drawn had about this log-prob: where every token is certain nothing moves."""
 SHARE = 0.01
@@ -60,7 +62,7 @@ class SamplerDoesNotFollow(RuntimeError):
 class ProbeRow:
     """A start of a response and what the sampler drew after it.
 
-    count: tokens to draw; drawn int64 [count]; sampler, trainer: float32 [count], their log-probs under the first
+    prompt: its name; count: tokens to draw; drawn int64 [count]; sampler, trainer: float32 [count], their log-probs under the first
     weights; None before
     """
 
@@ -68,6 +70,7 @@ class ProbeRow:
     media: Media | None
     seed: int
     count: int
+    prompt: str = ""
     drawn: np.ndarray = field(default_factory=lambda: _NONE)
     sampler: np.ndarray = field(default_factory=lambda: _NONE)
     trainer: np.ndarray | None = None
@@ -149,11 +152,7 @@ class SyncProbe:
         """Take rows of the step's batch, unless there are some; the sampler is awake."""
         if not self._on or self._rows or not self._level:
             return
-        usable = (s for s in batch.segments if s.rollout_log_probs is not None and s.response_mask[:PREFIX].any())
-        shortest = sorted(usable, key=lambda s: len(s.context_ids))[: 4 * ROWS]
-        one_of_each_prompt = {s.uid: s for s in shortest}.values()
-        distinct = {id(s): s for s in (*one_of_each_prompt, *shortest)}.values()  # then more of the same prompts
-        rows = [_row_of(segment, number) for number, segment in enumerate(list(distinct)[:ROWS])]
+        rows = rows_of(batch.segments)
         with self._parts.phases("sync_proof"):
             # All of them have the same weights: what one draws stands for the others.
             for row, (drawn, log_probs) in zip(rows, self._sample(rows)[0], strict=True):
@@ -331,8 +330,8 @@ class SyncProbe:
         """The trainer's log-probs of the drawn tokens, row by row; rows: others than the probe's."""
         batch = Batch(
             Trajectory(
-                Prompt(f"sync_proof:{number}", row.ids, None),
-                0,
+                Prompt(f"sync_proof:{row.prompt}", row.ids, None),
+                number,
                 segments=[Segment(row.ids, row.drawn, np.ones(len(row.drawn), bool), media=row.media)],
             )
             for number, row in enumerate(self._rows if rows is None else rows)
@@ -377,13 +376,36 @@ def _number_of(layer: str) -> str:
     return next((part for part in layer.split(".") if part.isdecimal()), layer)
 
 
-def _row_of(segment: Segment, number: int) -> ProbeRow:
-    """The start of a response up to the token that the policy was least sure of; never longer than the response."""
+def rows_of(segments: Iterable[Segment]) -> list[ProbeRow]:
+    """Starts of different responses to the shortest prompts, `ROWS` of them or as many as there are; those of a prompt are
+    neighbours."""
+    usable = (s for s in segments if s.rollout_log_probs is not None and s.response_mask[:PREFIX].any())
+    by_prompt: dict[str, list[Segment]] = {}
+    for segment in sorted(usable, key=lambda s: len(s.context_ids)):
+        by_prompt.setdefault(segment.uid, []).append(segment)
+    few = ROWS // PROMPTS
+    # Then more of the same prompts, where there are no others.
+    chosen = [s for group in by_prompt.values() for s in group[:few]]
+    chosen += [s for group in by_prompt.values() for s in group[few:]]
+    rows: dict[tuple[bytes, int], ProbeRow] = {}
+    media: dict[int, Media] = {}
+    for segment in chosen:
+        start, own = _start_of(segment), segment.media
+        ids = np.concatenate([segment.context_ids, segment.response_ids[:start]]).astype(np.int64)
+        if own is not None and id(own) not in media:
+            media[id(own)] = _copied(own)
+        count = min(DRAWN, segment.length - start)
+        row = ProbeRow(ids, media.get(id(own)), len(rows), count, segment.uid)
+        rows.setdefault((ids.tobytes(), id(own)), row)
+        if len(rows) == ROWS:
+            break
+    return sorted(rows.values(), key=lambda row: row.prompt)
+
+
+def _start_of(segment: Segment) -> int:
+    """The token that the policy was least sure of; never behind the response."""
     unsure = np.abs(segment.rollout_log_probs[:PREFIX] - UNSURE)
-    start = int(np.argmin(np.where(segment.response_mask[:PREFIX], unsure, np.inf)))
-    ids = np.concatenate([segment.context_ids, segment.response_ids[:start]]).astype(np.int64)
-    media = None if segment.media is None else _copied(segment.media)
-    return ProbeRow(ids, media, number, min(DRAWN, segment.length - start))
+    return int(np.argmin(np.where(segment.response_mask[:PREFIX], unsure, np.inf)))
 
 
 def _copied(media: Media) -> Media:
