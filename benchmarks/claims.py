@@ -154,13 +154,13 @@ CLAIMS: dict[str, Claim] = {
     ),
     "clip_higher": Claim(
         {"0.2, 0.2": [], "0.2, 0.28": [f"{ACTOR}.clip_ratio_high=0.28"], "0.2, 0.5": [f"{ACTOR}.clip_ratio_high=0.5"]},
-        *(metric("actor/entropy"), 2.0, ".1f", "skewed"),
+        *(metric("actor/entropy"), 2.4, ".1f", "skewed"),
         [f"{LOOP}=coin", f"{PLUG_IN}=loops", *COINS],
     ),
     "dynamic_sampling": Claim(
         {"GRPO": [], "dynamic": ["algorithm.filter_groups.enable=True"]},
         *(metric("val/accuracy"), 1.0, ".0%", "plain"),
-        [*SAMPLED, "custom_reward_function.name=truth", LETTER],
+        [*SAMPLED, "custom_reward_function.name=truth", LETTER, f"{ACTOR}.optim.lr=3e-3"],
     ),
     "router_noise": Claim(
         {"GRPO": [], "GSPO": GSPO},
