@@ -16,6 +16,8 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +30,52 @@ from tests.tiny import tiny_model
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LETTERS = "abcdefgh"
 REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, right="abcd"):
-    return {"score": float(solution_str[:1] in list(right)), "acc": float(solution_str[:1] in list(right))}
+def letter(data_source, solution_str, ground_truth, extra_info=None, *, right="a"):
+    won = float(solution_str[:1] in list(right))
+    return {"score": won, "acc": won}
+
+def truth(data_source, solution_str, ground_truth, extra_info=None):
+    won = float(solution_str[:1] == ground_truth)
+    return {"score": won, "acc": won}
+"""
+LOOPS = """
+import random
+import numpy as np
+from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+
+def coin(row):
+    return random.Random(f"{row['uid']} {row['sample_index']}").random() < 0.5
+
+
+@register("coin")
+class Coin(AgentLoopBase):
+    \"\"\"The score is a coin's, whatever the response is.\"\"\"
+
+    async def run(self, sampling_params, **row):
+        said = await self.generate(row["prompt_ids"], sampling_params)
+        return AgentLoopOutput(
+            row["prompt_ids"], said.token_ids, np.ones(len(said.token_ids), bool), said.log_probs,
+            reward_score=float(coin(row)),
+        )
+
+
+@register("verdict")
+class Verdict(AgentLoopBase):
+    \"\"\"A letter of the policy, then the environment says + or - by a coin, which is the score; the policy goes on.\"\"\"
+
+    async def run(self, sampling_params, **row):
+        won, prompt = coin(row), np.asarray(row["prompt_ids"], np.int64)
+        first = await self.generate(prompt, {"max_tokens": 1})
+        said = self.tokenizer.encode("+" if won else "-", add_special_tokens=False)
+        more = await self.generate(np.concatenate([prompt, first.token_ids, said]), {"max_tokens": 62})
+        return AgentLoopOutput(
+            prompt,
+            np.concatenate([first.token_ids, said, more.token_ids]),
+            np.concatenate([np.ones(1, bool), np.zeros(len(said), bool), np.ones(len(more.token_ids), bool)]),
+            np.concatenate([first.log_probs, np.zeros(len(said), np.float32), more.log_probs]),
+            reward_score=float(won),
+        )
 """
 NOISE = """
 import os
@@ -57,75 +103,99 @@ def metric(name: str) -> Read:
     return read
 
 
-def wrong_length(run: Path, steps: int) -> list[tuple[float, float]]:
-    """(step, mean length of the responses that earned 0), a mean over five steps."""
-    lengths = []
+def longer_when_wrong(run: Path, steps: int) -> list[tuple[float, float]]:
+    """(step, by how many tokens the mean wrong response is longer than the mean right one)."""
+    found = []
     for step in range(1, steps + 1):
         rows = [json.loads(line) for line in (run / "dump" / f"{step}.jsonl").read_text().splitlines()]
-        wrong = [len(row["output"]) for row in rows if row["score"] == 0]
-        lengths.append(statistics.mean(wrong) if wrong else lengths[-1])
-    return [(step, statistics.mean(lengths[max(0, step - 5) : step])) for step in range(1, steps + 1)]
+        wrong, right = ([len(row["output"]) for row in rows if row["score"] == score] for score in (0, 1))
+        found.append((step, statistics.mean(wrong) - statistics.mean(right)))
+    return found
+
+
+@dataclass(frozen=True)
+class Claim:
+    """methods: the words of each; read: what is drawn of a run, over `label`, from 0 to `top` in the form `form`; start:
+    which start model; words: those of all methods."""
+
+    methods: dict[str, Words]
+    read: Read
+    top: float
+    form: str
+    start: str = "plain"
+    words: Words = field(default_factory=list)
 
 
 VAL = f"{ROLLOUT}.val_kwargs"
-
-
 SAMPLED = [f"{VAL}.do_sample=True", f"{VAL}.temperature=1.0", f"{VAL}.n=8", "trainer.test_freq=2"]
 UPDATES = ["data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.optim.lr=2e-3"]
-EXPERTS = [*UPDATES, f"{ACTOR}.grad_clip=1.0", "custom_reward_function.reward_kwargs={right:a}"]
 GSPO = [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"]
-RARE = ["custom_reward_function.reward_kwargs={right:a}", f"{ROLLOUT}.n=4"]
-TWO = ["custom_reward_function.reward_kwargs={right:ab}"]
-LOW = [f"{ROLLOUT}.dtype=bfloat16", *UPDATES]
-CLAIMS: dict[str, tuple[dict[str, Words], Read, str, float, str]] = {
-    "length": (
+LOOP = f"{ROLLOUT}.agent.default_agent_loop"
+PLUG_IN = "actor_rollout_ref.model.external_lib"
+# Plain gradient descent: AdamW makes full steps of what is noise around 0. A response has about ten tokens, by which
+# Dr. GRPO's constant is ten; without the division by the deviation (1/2) its advantages are half as large.
+SGD = [f"{ACTOR}.optim.optimizer=SGD", f"{ACTOR}.optim.weight_decay=0"]
+LENGTHS = ["data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32", "data.max_response_length=64", *SGD]
+LETTER = "data.max_response_length=1"
+COINS = [f"{ACTOR}.ppo_epochs=16", f"{ACTOR}.optim.lr=1e-3", LETTER]
+CLAIMS: dict[str, Claim] = {
+    "length": Claim(
         {
-            "GRPO": [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ACTOR}.optim.lr=5e-4"],
+            "GRPO": [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ACTOR}.optim.lr=1"],
             "Dr. GRPO": [
                 f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
-                f"{ACTOR}.optim.lr=5e-4",
+                f"{ACTOR}.loss_scale_factor=10",
+                f"{ACTOR}.optim.lr=2",
                 "algorithm.norm_adv_by_std_in_grpo=False",
             ],
         },
-        *(wrong_length, "step", 12.0, ".0f"),
+        *(longer_when_wrong, 64.0, ".0f", "verdict"),
+        [f"{LOOP}=verdict", f"{PLUG_IN}=loops", *LENGTHS],
     ),
-    "clip_higher": (
-        {"0.2, 0.2": [*UPDATES, *TWO], "0.2, 0.28": [*UPDATES, *TWO, f"{ACTOR}.clip_ratio_high=0.28"]},
-        *(metric("actor/entropy"), "step", 0.6, ".2f"),
+    "clip_higher": Claim(
+        {"0.2, 0.2": [], "0.2, 0.28": [f"{ACTOR}.clip_ratio_high=0.28"], "0.2, 0.5": [f"{ACTOR}.clip_ratio_high=0.5"]},
+        *(metric("actor/entropy"), 2.4, ".1f", "skewed"),
+        [f"{LOOP}=coin", f"{PLUG_IN}=loops", *COINS],
     ),
-    "dynamic_sampling": (
-        {"GRPO": [*RARE, *SAMPLED], "dynamic": [*RARE, *SAMPLED, "algorithm.filter_groups.enable=True"]},
-        *(metric("val/accuracy"), "step", 1.0, ".0%"),
+    "dynamic_sampling": Claim(
+        {"GRPO": [], "dynamic": ["algorithm.filter_groups.enable=True"]},
+        *(metric("val/accuracy"), 1.0, ".0%", "plain"),
+        [*SAMPLED, "custom_reward_function.name=truth", LETTER, f"{ACTOR}.optim.lr=3e-3"],
     ),
-    "router_noise": (
-        {"GRPO": [*EXPERTS, *SAMPLED], "GSPO": [*EXPERTS, *SAMPLED, *GSPO]},
-        *(metric("val/accuracy"), "step", 1.0, ".0%"),
+    "router_noise": Claim(
+        {"GRPO": [], "GSPO": GSPO},
+        *(metric("val/accuracy"), 1.0, ".0%", "experts"),
+        [*UPDATES, *SAMPLED, f"{PLUG_IN}=router_noise", "trainer.logprob_diff_limit=1e9", "trainer.sync_proof=warn"],
     ),
-    "bf16_sampler": (
-        {
-            "plain": [*LOW, *SAMPLED],
-            "truncated": [*LOW, *SAMPLED, "algorithm.rollout_correction.rollout_is=token"],
-        },
-        *(metric("val/accuracy"), "step", 1.0, ".0%"),
+    "bf16_sampler": Claim(
+        {"plain": [], "truncated": ["algorithm.rollout_correction.rollout_is=token"]},
+        *(metric("val/accuracy"), 1.0, ".0%", "plain"),
+        [f"{ROLLOUT}.dtype=bfloat16", *UPDATES, *SAMPLED, "custom_reward_function.reward_kwargs={right:abcd}"],
     ),
 }
-"""By name: methods and their words; what is read; the label below, the top and the form of the scale."""
+IMPOSSIBLE = {"dynamic_sampling": 7 / 8}
+"""Share of the training rows for which no letter is right."""
 
 
-def rows(count: int, seed: int, skewed: bool = False) -> list[dict]:
-    """skewed: a is rare and b frequent, instead of all equal."""
-    rng, shares = np.random.default_rng(seed), [0.03, 0.37, *[0.1] * 6] if skewed else [0.125] * 8
-    shapes = [(rng.choice(list(LETTERS), p=shares), min(int(rng.geometric(0.12)), 40)) for _ in range(count)]
-    return [
-        {
-            "data_source": "claims/letters",
-            "prompt": [{"role": "user", "content": f"{i}"}],
-            "response": letter + "x" * length,
-            "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": i},
-        }
-        for i, (letter, length) in enumerate(shapes)
-    ]
+def rows(count: int, seed: int, impossible: float = 0.0, start: str = "") -> list[dict]:
+    """A prompt is one of four digits and a number; the digit says which letter is right. `start` is the model whose
+    supervised training sees the responses: with verdict + or - follows the letter, with skewed seven letters are rare."""
+    rng, out, verdict = np.random.default_rng(seed), [], start == "verdict"
+    shares = [0.79, *[0.03] * 7] if start == "skewed" else [0.125] * 8
+    for i in range(count):
+        letter, length = rng.choice(list(LETTERS), p=shares), min(int(rng.geometric(0.12)), 40)
+        kind, said = int(rng.integers(4)), rng.choice(["+", "-"]) if verdict else ""
+        truth = "none" if rng.random() < impossible else LETTERS[kind]
+        out.append(
+            {
+                "data_source": "claims/letters",
+                "prompt": [{"role": "user", "content": f"{kind} {i}"}],
+                "response": letter + said + "x" * length,
+                "reward_model": {"style": "rule", "ground_truth": truth},
+                "extra_info": {"index": i},
+            }
+        )
+    return out
 
 
 def run(program: str, words: Words, log: Path, **more: str) -> None:
@@ -134,30 +204,53 @@ def run(program: str, words: Words, log: Path, **more: str) -> None:
         subprocess.run([sys.executable, "-m", program, *words], stdout=out, stderr=out, env=environment, check=True)
 
 
-def start(out: Path, arch: str, skewed: bool) -> Path:
+def start(out: Path, name: str) -> Path:
     """The model that all runs of a claim begin with."""
-    name = f"{arch}_skewed" if skewed else arch
     folder = out / f"start_{name}"
     if not any(folder.glob("global_step_*")):
         out.mkdir(parents=True, exist_ok=True)
-        data = out / ("skewed.parquet" if skewed else "train.parquet")
-        pq.write_table(pa.Table.from_pylist(rows(4000, 0, skewed)), data)
-        pq.write_table(pa.Table.from_pylist(rows(4000, 0)), out / "train.parquet")
-        pq.write_table(pa.Table.from_pylist(rows(32, 1)), out / "val.parquet")
-        (out / "reward.py").write_text(REWARD)
-        (out / "router_noise.py").write_text(NOISE)
+        data = out / f"start_{name}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows(4000, 0, start=name)), data)
+        arch = "qwen3_moe" if name == "experts" else "qwen3"
         model = tiny_model(out / f"model_{arch}", arch=arch)
-        words = [f"model.path={model}", f"data.train_files={data}", "data.val_files=null"]
-        words += ["data.prompt_key=prompt", "data.response_key=response", "data.train_batch_size=32", "optim.lr=1e-2"]
-        words += [
-            "data.max_length=96",
-            "trainer.total_training_steps=100",
-            "trainer.save_freq=100",
-            "trainer.total_epochs=9",
-            "trainer.device=cpu",
-        ]
-        run("verl.trainer.sft_trainer", [*words, f"trainer.default_local_dir={folder}"], out / f"start_{name}.log")
+        words = [
+            f"model.path={model}", f"data.train_files={data}", "data.val_files=null", "data.prompt_key=prompt",
+            "data.response_key=response", "data.train_batch_size=32", "optim.lr=1e-2", "data.max_length=96",
+            "trainer.total_training_steps=100", "trainer.save_freq=100", "trainer.total_epochs=9", "trainer.device=cpu",
+            f"trainer.default_local_dir={folder}",
+        ]  # fmt: skip
+        run("verl.trainer.sft_trainer", words, out / f"start_{name}.log")
     return next(folder.glob("global_step_*")) / "actor"
+
+
+def write_inputs(out: Path, claim: str) -> None:
+    """The rows, the reward and the plug-ins of a claim's runs."""
+    pq.write_table(pa.Table.from_pylist(rows(4000, 0, IMPOSSIBLE.get(claim, 0.0))), out / f"{claim}.parquet")
+    pq.write_table(pa.Table.from_pylist(rows(32, 1)), out / "val.parquet")
+    for name, text in (("reward", REWARD), ("loops", LOOPS), ("router_noise", NOISE)):
+        (out / f"{name}.py").write_text(text)
+
+
+def one_run(out: Path, claim: str, name: str, seed: str, steps: int, words: Words, noise: float) -> Path:
+    """The folder of a run, which is made unless it is there."""
+    folder = out / f"{claim}_{name.replace(' ', '').replace(',', '_')}_{seed}"
+    if (folder / "report.html").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    common = [
+        "algorithm.adv_estimator=grpo", f"data.train_files={out / claim}.parquet",
+        f"data.val_files={out / 'val.parquet'}", "data.train_batch_size=16", "data.max_prompt_length=32",
+        "data.max_response_length=48", f"actor_rollout_ref.model.path={start(out, CLAIMS[claim].start)}",
+        f"{ROLLOUT}.name=native", f"{ROLLOUT}.n=8", f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.optim.lr=1e-3",
+        f"{ACTOR}.fsdp_config.dtype=float32", f"custom_reward_function.path={out / 'reward.py'}",
+        "custom_reward_function.name=letter", "reward_model.num_workers=1", f"trainer.default_local_dir={folder}",
+        "trainer.device=cpu", f"trainer.total_training_steps={steps}", f"trainer.seed={seed}", f"data.seed={seed}",
+        "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.logger=console",
+        f"trainer.rollout_data_dir={folder / 'dump'}",
+    ]  # fmt: skip
+    path = os.pathsep.join([str(out), os.environ.get("PYTHONPATH", "")])
+    run("verl.trainer.main_ppo", [*common, *words], folder / "log", PYTHONPATH=path, ROUTER_NOISE=str(noise))
+    return folder
 
 
 def main() -> None:
@@ -169,45 +262,34 @@ def main() -> None:
     parser.add_argument(
         "--noise", type=float, default=0.5, help="of the routers, in standard deviations of their inputs"
     )
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--results", type=Path, help="the curves as JSON")
+    parser.add_argument("words", nargs="*", help="further words of all runs, key=value")
     args = parser.parse_args()
-    methods, read, label, top, form = CLAIMS[args.claim]
-    out, experts = args.out.resolve(), args.claim == "router_noise"
-    model = start(out, "qwen3_moe" if experts else "qwen3", args.claim == "clip_higher")
-    more = {
-        "PYTHONPATH": os.pathsep.join([str(out), os.environ.get("PYTHONPATH", "")]),
-        "ROUTER_NOISE": str(args.noise),
-    }
-    curves: dict[str, list[Curve]] = {}
-    for name, words in methods.items():
-        for seed in args.seeds.split(","):
-            folder = out / f"{args.claim}_{name.replace(' ', '').replace(',', '_')}_{seed}"
-            if not (folder / "report.html").exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                common = [
-                    "algorithm.adv_estimator=grpo", f"data.train_files={out / 'train.parquet'}",
-                    f"data.val_files={out / 'val.parquet'}", "data.train_batch_size=16", "data.max_prompt_length=32",
-                    "data.max_response_length=48", f"actor_rollout_ref.model.path={model}", f"{ROLLOUT}.name=native",
-                    f"{ROLLOUT}.n=8", f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.optim.lr=1e-3",
-                    f"{ACTOR}.fsdp_config.dtype=float32", f"custom_reward_function.path={out / 'reward.py'}",
-                    "reward_model.num_workers=1", f"trainer.default_local_dir={folder}", "trainer.device=cpu",
-                    f"trainer.total_training_steps={args.steps}", f"trainer.seed={seed}", "trainer.save_freq=-1",
-                    "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.logger=console",
-                    f"trainer.rollout_data_dir={folder / 'dump'}",
-                ]  # fmt: skip
-                if experts:  # the noise makes sampler and trainer differ, which ends a normal run
-                    common += ["actor_rollout_ref.model.external_lib=router_noise", "trainer.logprob_diff_limit=1e9"]
-                    common += ["trainer.sync_proof=warn"]
-                run("verl.trainer.main_ppo", [*common, *words], folder / "log", **more)
-            curves.setdefault(name, []).append(read(folder, args.steps))
-    for name, runs in curves.items():
-        first, last = ([f"{run[at][1]:.3g}" for run in runs] for at in (0, -1))
+    claim, out = CLAIMS[args.claim], args.out.resolve()
+    start(out, claim.start)
+    write_inputs(out, args.claim)
+    with ThreadPoolExecutor(args.parallel) as pool:
+        runs = {
+            name: [
+                pool.submit(
+                    one_run, out, args.claim, name, seed, args.steps, claim.words + words + args.words, args.noise
+                )
+                for seed in args.seeds.split(",")
+            ]
+            for name, words in claim.methods.items()
+        }
+        curves: dict[str, list[Curve]] = {
+            name: [claim.read(run.result(), args.steps) for run in futures] for name, futures in runs.items()
+        }
+    for name, found in curves.items():
+        first, last = ([f"{one[at][1]:.3g}" for one in found] for at in (0, -1))
         print(f"{args.claim}: {name:10s} {', '.join(first)} → {', '.join(last)}")
     if args.results:
         args.results.write_text(json.dumps(curves, indent=1) + "\n")
     if args.figure:
-        args.figure.write_text(figure(curves, label, top, form))
+        args.figure.write_text(figure(curves, "step", claim.top, claim.form))
 
 
 if __name__ == "__main__":
