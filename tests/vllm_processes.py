@@ -15,7 +15,7 @@ from multiprocessing import context, forkserver, popen_forkserver
 from typing import Any
 from unittest import mock
 
-from tests import vllm_linear_attention
+from tests import vllm_drafts, vllm_linear_attention
 from verl.engine.rollout.vllm import launch
 from verl.platform.processes import alive, process_start_time
 
@@ -55,22 +55,10 @@ def _patch() -> None:
 
     utils.get_mp_context = multiproc_executor.get_mp_context = _Context
     _spread_experts()
-    _draw_beside_drafts()
+    vllm_drafts.mend()
+    if vllm_drafts.RECORD in os.environ:
+        vllm_drafts.record()
     vllm_linear_attention.add_float32()
-
-
-@functools.cache
-def _draw_beside_drafts() -> None:
-    """vLLM's stand-in for this kernel on a CPU writes into a copy of `output` where that is not int64."""
-    from vllm.triton_utils.dispatcher import register_kernels
-    from vllm.utils import cpu_triton_utils
-
-    def expand(output: Any, values: Any, ends: Any, replaced: Any, by: Any, *_: Any, **__: Any) -> None:
-        repeated = values.repeat_interleave(ends.long().diff(prepend=ends.new_zeros(1).long()))
-        output.copy_(repeated.masked_fill(repeated == replaced, by))
-
-    cpu_triton_utils._expand_kernel_impl = expand
-    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""vLLM in lower precision, and with drafts by the model's own further layer: it follows the trainer's weights."""
+"""vLLM in lower precision: it follows the trainer's weights."""
 
 from __future__ import annotations
 
@@ -8,44 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.sampler_cases import PROMPTS, TEMPERATURE, difference, rows
+from tests.sampler_cases import PROMPTS, TEMPERATURE, rows
 from tests.unit.engine.training.engine_cases import simple_loss
-from tests.unit.engine.training.test_mtp import TRAINED, glm_with_mtp
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
-from verl.engine.rollout.vllm import launch
 from verl.engine.training.fsdp.engine import FSDPEngine
-from verl.trajectory import Batch
 from verl.weight_sync.sender import StreamedSync
 
 require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def trainer(path: Path, **mtp: Any) -> FSDPEngine:
+def trainer(path: Path) -> FSDPEngine:
     role = {"optim": {"lr": 0.05}, "fsdp_config": {"dtype": "float32"}, "ppo_max_token_len_per_gpu": 4096}
-    engine = FSDPEngine(str(path), role_cfg=role, model_cfg={"mtp": mtp}, device="cpu")
+    engine = FSDPEngine(str(path), role_cfg=role, model_cfg={}, device="cpu")
     engine.schedule(10)
     return engine
-
-
-def test_drafts_change_no_log_prob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after an update, from random weights on: all that vLLM has came by transfers. With the tests' mend of
-    what vLLM's CPU build lacks (`vllm_processes`)."""
-    monkeypatch.setattr(launch, "check_cpu_drafts", lambda settings: None)
-    path = glm_with_mtp(tmp_path / "model")
-    actor = trainer(path, **TRAINED)
-    sampler = vllm_engine(path, load_format="dummy", skip_tokenizer_init=True, draft_tokens=1)
-    try:
-        sync = StreamedSync(actor, sampler)
-        for version in (0, 1):
-            sync.push(version, verify=True)
-            responses = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
-            assert all(len(done.token_ids) == 24 for done in responses)
-            assert difference(actor, responses, 2) <= 1e-4
-            segments = Batch(rows(responses, 2)).segments
-            assert not actor.step(segments, simple_loss(len(responses) * 24), temperature=TEMPERATURE).refused
-    finally:
-        sampler.close()
 
 
 @pytest.mark.parametrize(

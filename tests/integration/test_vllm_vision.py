@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.integration import test_vllm_drafts as drafts
 from tests.integration import test_vllm_weights as weights
 from tests.invariant import test_vision as vision
 from tests.runs import environment
@@ -64,6 +65,11 @@ def test_sampler_and_trainer_agree_on_the_text_models_of_qwen3_5(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
     weights.test_sampler_and_trainer_agree(tmp_path, monkeypatch, arch, tied=False)
+
+
+@pytest.mark.skipif(not HERE, reason="vLLM reads models that see images with torchvision")
+def test_sampler_and_trainer_agree_with_drafts_of_qwen3_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts.test_drafts_change_no_log_prob(tmp_path, monkeypatch, "qwen3_5_text")
 
 
 @pytest.mark.skipif(not HERE, reason="vLLM reads models that see images with torchvision")

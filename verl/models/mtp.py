@@ -33,9 +33,10 @@ _DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "sha
 
 
 def layer_count(config: Any) -> int:
-    """How many such layers a model's configuration says there are."""
+    """How many such layers a model's configuration says there are. Published ones of Qwen3-Next do not say; it has one."""
     text = config.get_text_config()
-    return next((count for name in _COUNTS if isinstance(count := getattr(text, name, None), int)), 0)
+    unsaid = 1 if text.model_type == "qwen3_next" else 0
+    return next((count for name in _COUNTS if isinstance(count := getattr(text, name, None), int)), unsaid)
 
 
 def is_extra(name: str, layers: int) -> bool:

@@ -88,6 +88,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             ),
             "_routed": [],
             "_sleeps": free,
+            "_shortest": 1,
             "_host": hosts[-1],
             "_engine": stand_in,
             "_images": None,

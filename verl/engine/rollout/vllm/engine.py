@@ -99,6 +99,8 @@ class VLLMEngine(HostedEngine):
             # vLLM would size its cache by the whole machine.
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
         self._sleeps = s.free_cache_engine and sleeps
+        # vLLM 0.32 pads such a prompt with drafts of nothing, takes it for one under way, and reads another's state.
+        self._shortest = 2 if kind["linear"] and arguments.get("speculative_config") else 1
         self._adapter = AdapterFolder(s.lora) if s.lora is not None else None
         self._adapter_request: Any = None
         self._shared = ""
@@ -173,6 +175,10 @@ class VLLMEngine(HostedEngine):
         super()._check(request_id, prompt_tokens, sampling, media)
         if sampling.grammar:
             self._check_grammar(sampling)
+        if prompt_tokens < self._shortest:
+            raise ValueError(
+                f"request {request_id!r}: with linear attention and drafts vLLM needs 2 tokens of a prompt"
+            )
         if 0 < sampling.temperature < 0.01:
             raise ValueError(f"{sampling.temperature=}: vLLM samples at 0.01 or above, or at 0 (greedy)")
 

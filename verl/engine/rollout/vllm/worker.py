@@ -118,9 +118,7 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     runner, model = worker.model_runner, worker.model_runner.get_model()
-    for module in model.modules() if platform_of(worker.device).on_host else ():
-        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-            module.quant_method.moe_kernel = None
+    _drop_expert_kernels(worker, model)
     with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
         # What a model derives from its weights once they are there (MLA's matrices) is not among these.
@@ -148,6 +146,13 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
         getattr(runner, reset, lambda: None)()
 
 
+def _drop_expert_kernels(worker: Any, model: Any) -> None:
+    """On a CPU: it holds packed weights, and is built anew where there is none."""
+    for module in model.modules() if platform_of(worker.device).on_host else ():
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None
+
+
 def _drafting_model(worker: Any) -> Any:
     """What drafts tokens with a layer of the checkpoint (`verl.models.mtp`), None where nothing does."""
     method = getattr(worker.vllm_config.speculative_config, "method", None)
@@ -172,6 +177,7 @@ def _reload_drafting(worker: Any, model: Any, further: list[tuple[str, torch.Ten
 
     if not further:
         raise ValueError("load_weights: no weights came for the layer that vLLM drafts with: set model.mtp.enable=True")
+    _drop_expert_kernels(worker, model)
     with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
         model.load_weights(iter(further))
