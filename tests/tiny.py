@@ -196,7 +196,7 @@ def tiny_vision_model(
     if arch.startswith("glm"):
         return _tiny_glm(Path(path), arch, seed, head or 16)
     if arch == "kimi_vl":
-        return _tiny_kimi(Path(path), seed, patch)
+        return _tiny_kimi(Path(path), seed, patch, head)
     from transformers import AutoConfig
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -330,7 +330,7 @@ def _tiny_glm(path: Path, arch: str, seed: int, head: int) -> Path:
     return path
 
 
-def _tiny_kimi(path: Path, seed: int, patch: int) -> Path:
+def _tiny_kimi(path: Path, seed: int, patch: int, head: int | None) -> Path:
     """Kimi-VL, whose second layer has four experts."""
     from verl.data.kimi_images import KimiVLImageProcessor
     from verl.models.kimi_vl import KimiVLConfig
@@ -339,6 +339,8 @@ def _tiny_kimi(path: Path, seed: int, patch: int) -> Path:
     text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1}
     text |= {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     text |= {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    if head is not None:  # latent vectors as wide as vLLM's kernel for them takes
+        text |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": head, "v_head_dim": head}
     text |= {"max_position_embeddings": 2048, "eos_token_id": 258, "pad_token_id": 256, "bos_token_id": None}
     text |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "tie_word_embeddings": False}
     vision = {"patch_size": patch, "init_pos_emb_height": 6, "init_pos_emb_width": 6, "num_attention_heads": 2}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file
 
 from tests import ranks
 from tests.tiny import HAS_KIMI_VL, tiny_model, tiny_vision_model
@@ -136,6 +137,18 @@ def plain_log_probs(path: Path, rows: list[Trajectory]) -> np.ndarray:
         picked = logits[start:-1].log_softmax(-1).gather(1, torch.from_numpy(row.response_ids)[:, None])
         out.append(picked[:, 0].numpy())
     return np.concatenate(out)
+
+
+@pytest.mark.parametrize("path", KIMI, indirect=True)
+def test_weights_have_their_published_names(path: Path, tmp_path: Path) -> None:
+    """transformers writes all at once, and the trainer one by one."""
+    actor = FSDPEngine(path, role_cfg=trained(), device="cpu")
+    actor.save_weights(tmp_path)
+    published = load_file(path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert published.keys() == saved.keys() == {name for name, _ in actor.named_weights()}
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in published.items())
+    assert {"vision_tower.encoder.blocks.0.norm0.weight", "vision_tower.encoder.blocks.0.mlp.fc1.bias"} <= saved.keys()
 
 
 @pytest.mark.parametrize("path", ARCHITECTURES + LINEAR + GLM + KIMI, indirect=True)

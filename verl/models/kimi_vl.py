@@ -1,8 +1,7 @@
 """Kimi-VL on transformers' parts: MoonViT as Kimi-K2.5 has it (of one frame), its projector, and DeepSeek-V3.
 
 transformers has no `kimi_vl`; the published directories bring code of their own, which is not run. Configuration and
-names of weights are those of the published checkpoints, as vLLM reads them. Imported where a directory names this type;
-importing registers it with transformers.
+names of weights are those of the published checkpoints, as vLLM reads them. Imported where a directory names this type.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.configuration_utils import SubConfigSpec
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.core_model_loading import GroupWeightRename, WeightRenaming
+from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.kimi_k25 import modeling_kimi_k25 as k25
 
@@ -158,23 +157,16 @@ class KimiVLForConditionalGeneration(k25.Kimi_K25ForConditionalGeneration):  # t
         self.post_init()
 
 
-_BLOCK = r"vision_tower.encoder.blocks.(\d+)"
-
-
-def _renamed(pairs: dict[str, str]) -> GroupWeightRename:
-    """Names of a block's parts that change places, so all at once."""
-    sources = [f"{_BLOCK}.{name}" for name in pairs]
-    return GroupWeightRename(sources, [rf"vision_tower.encoder.blocks.\1.{name}" for name in pairs.values()])
-
-
+# Published name of a block's part → ours. Each with its prefix in one step: names are also converted one at a time.
+_BLOCK = {"norm0": "norm1", "norm1": "norm2", "mlp.fc0": "mlp.fc1", "mlp.fc1": "mlp.fc2"}
+_BLOCK |= {"wqkv": "attn.wqkv", "wo": "attn.wo"}
 _NAMES = [
     WeightRenaming("language_model.model", "model.language_model"),
     WeightRenaming("language_model.lm_head", "lm_head"),
-    _renamed({"norm0": "norm1", "norm1": "norm2"}),
-    _renamed({"mlp.fc0": "mlp.fc1", "mlp.fc1": "mlp.fc2"}),
-    WeightRenaming(rf"{_BLOCK}.wqkv", r"vision_tower.encoder.blocks.\1.attn.wqkv"),
-    WeightRenaming(rf"{_BLOCK}.wo", r"vision_tower.encoder.blocks.\1.attn.wo"),
-    WeightRenaming("vision_tower.encoder.blocks", "model.vision_tower.layers"),
+    *(
+        WeightRenaming(rf"vision_tower.encoder.blocks.(\d+).{published}", rf"model.vision_tower.layers.\1.{name}")
+        for published, name in _BLOCK.items()
+    ),
     WeightRenaming("vision_tower.encoder.final_layernorm", "model.vision_tower.final_layernorm"),
     WeightRenaming(
         "vision_tower.patch_embed.pos_emb.weight", "model.vision_tower.patch_embed.pos_emb.position_embeddings"
@@ -185,9 +177,15 @@ _NAMES = [
     WeightRenaming("multi_modal_projector.pre_norm", "model.mm_projector.pre_norm"),
 ]
 
-AutoConfig.register("moonvit", MoonViTConfig, exist_ok=True)
-AutoConfig.register("kimi_vl", KimiVLConfig, exist_ok=True)
-AutoModelForImageTextToText.register(KimiVLConfig, KimiVLForConditionalGeneration, exist_ok=True)
-register_checkpoint_conversion_mapping(
-    "kimi_vl", [*_NAMES, *(get_checkpoint_conversion_mapping("deepseek_v3") or ())], overwrite=True
-)
+
+def register() -> None:
+    """Make these transformers' classes of their types; vLLM puts its own configuration there when it starts."""
+    AutoConfig.register("moonvit", MoonViTConfig, exist_ok=True)
+    AutoConfig.register("kimi_vl", KimiVLConfig, exist_ok=True)
+    AutoModelForImageTextToText.register(KimiVLConfig, KimiVLForConditionalGeneration, exist_ok=True)
+    register_checkpoint_conversion_mapping(
+        "kimi_vl", [*_NAMES, *(get_checkpoint_conversion_mapping("deepseek_v3") or ())], overwrite=True
+    )
+
+
+register()

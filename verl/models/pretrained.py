@@ -328,7 +328,7 @@ def register_own(source: str | Path) -> None:
             raise UserError(
                 f"model.path={source}: Kimi-VL is built of Kimi-K2.5's parts, which this transformers lacks"
             )
-        importlib.import_module("verl.models.kimi_vl")
+        importlib.import_module("verl.models.kimi_vl").register()
 
 
 def check_supported(module: PreTrainedModel, path: str | Path) -> None:

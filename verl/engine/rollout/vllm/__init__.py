@@ -27,7 +27,7 @@ class VLLM(RolloutEngineRecord):
         lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         lora_experts=False,
         lora_head=False,
-        images=QWEN_VISION + QWEN3_5 + GLM_VISION,
+        images=(*QWEN_VISION, *QWEN3_5, *GLM_VISION, "kimi_vl"),
         videos=QWEN_VISION,
         routes=True,
         grammars=True,

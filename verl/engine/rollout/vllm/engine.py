@@ -90,6 +90,10 @@ class VLLMEngine(HostedEngine):
         launch.check_router(model_config)
         if kind["vision"]:
             check_images()
+        if model_config.model_type == "kimi_vl":
+            from verl.engine.rollout.vllm import kimi_vl
+
+            arguments = kimi_vl.arguments(arguments, s, model_config, self._folder.name)
         if s.override_config:
             arguments["hf_config_path"] = self._folder.name
         if cpu:

@@ -33,6 +33,8 @@ class ImageInputs(ImageTokens):
     def __init__(self, config: Any, processor: Any):
         super().__init__(ENGINE, config)
         self._processor, self._whole = processor, config.model_type in VIDEOS_AS_ONE
+        # Kimi-VL's tower takes patches as small images, and grids of one frame.
+        self._side = config.vision_config.patch_size if config.model_type == "kimi_vl" else 0
 
     def prompt(self, ids: Sequence[int], media: Media | None) -> dict[str, Any]:
         """What vLLM's engine takes for a prompt. ValueError where the image tokens are not those of the images."""
@@ -81,6 +83,9 @@ class ImageInputs(ImageTokens):
             if modality == "video":
                 tensors["second_per_grid_ts"] = torch.tensor([item[4] for item in mine])
                 fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(modality, keep_on_cpu=True)
+        if self._side:
+            tensors[_PIXELS] = tensors[_PIXELS].unflatten(-1, (-1, self._side, self._side))
+            tensors["image_grid_hws"], fields["image_grid_hws"] = tensors.pop(_GRIDS)[:, 1:], fields.pop(_GRIDS)
         prepared: Any = MultiModalKwargsItems.from_hf_inputs(tensors, fields)  # type: ignore[arg-type]
         self._processor.inject_into_mm_cache(hashes, prepared)
         return prepared
