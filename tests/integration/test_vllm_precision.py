@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.chaos.fork_server import ForkServer
+from tests.integration.test_sync_probe import run as probed
+from tests.runs import TinyRun
 from tests.sampler_cases import PROMPTS, TEMPERATURE, difference, rows
 from tests.unit.engine.training.engine_cases import simple_loss
 from tests.unit.engine.training.test_mtp import TRAINED, glm_with_mtp
@@ -68,6 +71,21 @@ def test_a_sampler_in_fp8_follows_the_weights(tmp_path: Path, lower: dict[str, A
         assert apart(actor, responses) < 0.15 < apart(before, responses)
     finally:
         sampler.close()
+
+
+def test_a_run_probes_a_sampler_with_a_cache_in_fp8(fork_server: ForkServer, tmp_path: Path) -> None:
+    """It follows, and nothing is said of it; the first batch is held to its own bound."""
+    tiny = TinyRun(tmp_path / "tiny")
+    tiny.model = vllm_model(tmp_path / "heads", "qwen3")
+    words = (
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e5m2",
+    )
+    status, stderr, steps = probed(fork_server, tiny, tmp_path, "", *words)
+    assert status == 0, stderr[-3000:]
+    assert len(steps) == 3 and all(5e-3 < step["apart"] < 0.5 for step in steps if step["tokens"])
+    assert sum(step["tokens"] for step in steps) > 8
 
 
 def apart(engine: FSDPEngine, responses: list[Any]) -> float:
