@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.chaos.fork_server import ForkServer
+from tests.integration.test_sync_probe import run as probed
+from tests.runs import TinyRun
 from tests.sampler_cases import PROMPTS, TEMPERATURE, rows
 from tests.unit.engine.training.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
 from verl.engine.training.fsdp.engine import FSDPEngine
+from verl.platform.host_resources import processor
 from verl.weight_sync.sender import StreamedSync
 
 require_vllm()
@@ -26,7 +30,14 @@ def trainer(path: Path) -> FSDPEngine:
 
 
 @pytest.mark.parametrize(
-    "lower", [{"quantization": "fp8_per_block"}, {"engine_kwargs": {"kv_cache_dtype": "fp8_e5m2"}}]
+    "lower",
+    [
+        pytest.param(
+            {"quantization": "fp8_per_block"},
+            marks=pytest.mark.skipif("amx_tile" not in processor()[1], reason="this processor has no AMX"),
+        ),
+        {"engine_kwargs": {"kv_cache_dtype": "fp8_e5m2"}},
+    ],
 )
 def test_a_sampler_in_fp8_follows_the_weights(tmp_path: Path, lower: dict[str, Any]) -> None:
     """It is then another policy than the trainer's, but one near to it, and not to the trainer of before."""
@@ -45,6 +56,21 @@ def test_a_sampler_in_fp8_follows_the_weights(tmp_path: Path, lower: dict[str, A
         assert apart(actor, responses) < 0.15 < apart(before, responses)
     finally:
         sampler.close()
+
+
+def test_a_run_probes_a_sampler_with_a_cache_in_fp8(fork_server: ForkServer, tmp_path: Path) -> None:
+    """It follows, and nothing is said of it; the first batch is held to its own bound."""
+    tiny = TinyRun(tmp_path / "tiny")
+    tiny.model = vllm_model(tmp_path / "heads", "qwen3")
+    words = (
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e5m2",
+    )
+    status, stderr, steps = probed(fork_server, tiny, tmp_path, "", *words)
+    assert status == 0, stderr[-3000:]
+    assert len(steps) == 3 and all(5e-3 < step["apart"] < 0.5 for step in steps if step["tokens"])
+    assert sum(step["tokens"] for step in steps) > 8
 
 
 def apart(engine: FSDPEngine, responses: list[Any]) -> float:

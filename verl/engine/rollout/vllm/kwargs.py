@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.config.matching import nearest
 from verl.engine.registry import EngineCheck, EnginePackageError, float_name
+from verl.platform.host_resources import processor
 from verl.versions import NO_TORCHVISION, package_folder
 
 KEY = "rollout.engine_kwargs.vllm"
@@ -161,8 +162,11 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
     for text in translated.notices:
         c.notice(text)
     quantization = c.rollout.quantization
-    if quantization not in (None, "fp8_per_block") and c.config.select("trainer.device") == "cpu":
-        c.lacks(f"{key}.quantization={quantization}", "on a CPU vLLM has no kernel for it but for fp8_per_block")
+    if quantization is not None and c.config.select("trainer.device") == "cpu":
+        if quantization != "fp8_per_block":
+            c.lacks(f"{key}.quantization={quantization}", "on a CPU vLLM has no kernel for it but for fp8_per_block")
+        elif "amx_tile" not in processor()[1]:
+            c.lacks(f"{key}.quantization={quantization}", "vLLM's kernel for it needs a processor with AMX")
     if c.rollout.enable_rollout_routing_replay and not c.rollout.enable_prefix_caching:
         c.refuse(
             f"{key}.enable_prefix_caching", "vLLM keeps the routes of tokens by their cache blocks; set it to True"
