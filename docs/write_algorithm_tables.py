@@ -17,7 +17,7 @@ _AT_HAND = {"token_rewards", "response_mask"}
 
 def table(kind: str) -> str:
     """The rows of ESTIMATORS or LOSSES as Markdown."""
-    from verl.algorithms import advantage, policy_loss, step_credit  # noqa: F401  (they fill the registries)
+    from verl.algorithms import advantage, entropy_losses, policy_loss, step_credit  # noqa: F401  (they fill the registries)
     from verl.algorithms import registry as registries
 
     registry = getattr(registries, kind)

@@ -342,13 +342,14 @@ ESTIMATORS = {
 
 @dataclass
 class Response:
-    """Per token: current and old log-prob, advantage, m, importance weight."""
+    """Per token: current and old log-prob, advantage, m, importance weight, entropy."""
 
     new: list[float]
     old: list[float]
     a: list[float]
     m: list[int]
     w: list[float] | None = None
+    h: list[float] | None = None
 
     @property
     def kept(self) -> list[int]:
@@ -493,6 +494,20 @@ def fipo(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
     return vanilla(Response(r.new, r.old, [f * a for a in r.a], r.m), t, c, batch)
 
 
+def stare(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    """Tokens of the whole batch in one list, the least likely first; what follows is the paper's steps 1 to 5."""
+    everyone = [(other, j) for other in batch for j in other.kept]
+    weight = 1.0
+    if r.a[t] and mean([other.h[j] for other, j in everyone if other.h]) < c.target:
+        same = [
+            (other.new[j], n, other is r and j == t) for n, (other, j) in enumerate(everyone) if other.a[j] * r.a[t] > 0
+        ]
+        place = [mine for *_, mine in sorted(same)].index(True)
+        if place < max(1, int(c.share * len(same))):
+            weight = c.amplified if r.a[t] > 0 else c.attenuated
+    return vanilla(Response(r.new, r.old, [weight * a for a in r.a], r.m), t, c, batch)
+
+
 def real(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
     """Groups of two, one after the other: the gradient of the group's loss by differences."""
     start = batch.index(r) // 2 * 2
@@ -518,6 +533,7 @@ LOSSES = {
     "vespo": vespo,
     "fipo": fipo,
     "real": real,
+    "stare": stare,
     "sapo": sapo,
     "cispo": cispo,
     "ce_gppo": ce_gppo,

@@ -34,7 +34,7 @@ is checked for the vanilla loss (with a KL loss of k3) and for the critic. For t
 from the loss's own function, over the first mini-batch as a single micro-batch on the driver, as does the loss that is compared; so a mask that is wrong
 within such a function is not found by it. Beside an adapter the last normalisation is not trained and gets its gradient all the same (FSDP). With
 Megatron it is the gradient that the optimizer takes, of whatever layout; not beside its adapters. Not checked: the gradient with an entropy bonus, and
-anything with distillation, bypass mode, tokens that a truncated distribution left out, or a policy loss of your own (`verl prove` compares its norms and losses with rows cut otherwise).
+anything with distillation, demonstrations, bypass mode, tokens that a truncated distribution left out, or a policy loss of your own (`verl prove` compares its norms and losses with rows cut otherwise).
 
 "Steps" counts until the error is named; 0 is before the first step. "`verl prove`" names the check of [prove.md](prove.md) that finds the error
 before a run; it is injected there, too. A line without a name would be an error that nothing notices; there is none. "(ours)": no thread was found. Everything was

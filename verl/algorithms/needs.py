@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.algorithms import advantage, policy_loss, step_credit  # noqa: F401  (they fill the registries)
+from verl.algorithms import advantage, step_credit  # noqa: F401  (they fill the registry of estimators)
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.distillation import compares_both_sets, compares_teachers_tokens
 from verl.algorithms.entropy import controls_entropy

@@ -43,8 +43,8 @@ class MiniBatchTokens:
     """The response tokens of a mini-batch, segment after segment; float64 [ΣL].
 
     log_probs are those of the weights before the update; loss_mask (bool) is m; trajectory, group (int): which ones a
-    token is of, group None without a trainer; weights: importance weights of the correction, None without; seed of
-    random draws.
+    token is of, group None without a trainer; entropy of the weights before the step's updates, None where no pass gave
+    it; weights: importance weights of the correction, None without; seed of random draws.
     """
 
     log_probs: np.ndarray
@@ -53,6 +53,7 @@ class MiniBatchTokens:
     loss_mask: np.ndarray
     trajectory: np.ndarray
     group: np.ndarray | None = None
+    entropy: np.ndarray | None = None
     weights: np.ndarray | None = None
     seed: Sequence[int] = (0,)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.algorithms import entropy_losses, policy_loss  # noqa: F401  (they fill the registry)
 from verl.algorithms.correction import Correction
 from verl.algorithms.registry import LOSSES, Algorithm, WholeMiniBatch
 from verl.config.schema.base import setting

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from types import ModuleType
 from typing import Any
 
-from verl.algorithms import advantage, policy_loss, step_credit  # noqa: F401  (they fill the registries)
+from verl.algorithms import advantage, entropy_losses, policy_loss, step_credit  # noqa: F401  (they fill the registries)
 from verl.algorithms.advantage import EPSILON
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
 from verl.algorithms.registry import (
@@ -100,8 +100,8 @@ compute_policy_loss_reinforce = _padded_loss(policy_loss.reinforce)
 compute_policy_loss_bypass_mode = _padded_loss(policy_loss.bypass_mode)
 compute_policy_loss_gspo = _padded_loss(policy_loss.gspo)
 compute_policy_loss_geo_mean = _padded_loss(policy_loss.geo_mean)
-compute_policy_loss_clip_cov = _padded_loss(policy_loss.clip_cov)
-compute_policy_loss_kl_cov = _padded_loss(policy_loss.kl_cov)
+compute_policy_loss_clip_cov = _padded_loss(entropy_losses.clip_cov)
+compute_policy_loss_kl_cov = _padded_loss(entropy_losses.kl_cov)
 compute_policy_loss_vespo = _padded_loss(policy_loss.vespo)
 compute_policy_loss_fipo = _padded_loss(policy_loss.fipo)
 compute_policy_loss_ce_gppo = _padded_loss(policy_loss.ce_gppo)

@@ -113,8 +113,7 @@ class StepChecks:
         # A loss with the formula of its own function: of the library's, which keep nothing from call to call.
         own = all(loss.function.__module__.startswith("verl.") for loss in losses)
         again = actor.ppo_epochs > 1 and any(loss.whole is not None for loss in losses)  # what was read first is gone
-        mtp = model.mtp.enable and model.mtp.enable_train
-        recomputed = self._keeps_masks and own and not (again or mtp or config.distillation.enabled)
+        recomputed = self._keeps_masks and own and not (again or further or config.distillation.enabled)
         self._recomputes = recomputed and not self._knows_gradient
         self._tokenizer = parts.tracking.tokenizer
         ends = self._tokenizer is not None and not config.actor_rollout_ref.rollout.ignore_eos

@@ -388,14 +388,12 @@ def rows_of(segments: Iterable[Segment]) -> list[ProbeRow]:
     chosen = [s for group in by_prompt.values() for s in group[:few]]
     chosen += [s for group in by_prompt.values() for s in group[few:]]
     rows: dict[tuple[bytes, int], ProbeRow] = {}
-    media: dict[int, Media] = {}
     for segment in chosen:
         start, own = _start_of(segment), segment.media
         ids = np.concatenate([segment.context_ids, segment.response_ids[:start]]).astype(np.int64)
-        if own is not None and id(own) not in media:
-            media[id(own)] = _copied(own)
         count = min(DRAWN, segment.length - start)
-        row = ProbeRow(ids, media.get(id(own)), len(rows), count, segment.uid)
+        # An image is seen once for each context: a copy for each says so to what counts them.
+        row = ProbeRow(ids, None if own is None else _copied(own), len(rows), count, segment.uid)
         rows.setdefault((ids.tobytes(), id(own)), row)
         if len(rows) == ROWS:
             break

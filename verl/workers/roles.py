@@ -18,6 +18,7 @@ from verl.algorithms.flat_tokens import trajectory_tokens
 from verl.algorithms.needs import teacher_columns, teacher_roles
 from verl.config import Config
 from verl.config.schema.actor import ActorConfig, CriticConfig
+from verl.config.schema.base import setting
 from verl.data.teacher_prompt import Reading
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training.base import TrainStepResult
@@ -372,7 +373,7 @@ def update_plan(config: Config) -> UpdatePlan:
         config.actor_rollout_ref.actor,
         rollout_correction=config.algorithm.rollout_correction,
         of_distillation=teacher_columns(config),
-        by_source=config.algorithm.by_source,
+        by_source=setting(config.algorithm, "by_source"),
     )
 
 

@@ -168,7 +168,7 @@ class Worker(Profiled):
         actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
         distillation = setting(self.config, "distillation")
         distilled = Distillation(distillation.distillation_loss) if setting(distillation, "enabled") else None
-        by_source = self.config.algorithm.by_source
+        by_source = setting(self.config.algorithm, "by_source")
         objective = ActorObjective(actor, denominators, correction, tokens_of, distilled, by_source)
         outputs = (*LOG_PROBS_AND_ENTROPY, *(distilled.outputs if distilled is not None else ()))
         return engine.step(rows, record_old_log_probs(objective), outputs, temperature=self._temperature)

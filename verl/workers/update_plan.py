@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from verl.algorithms import policy_loss  # noqa: F401  (it fills the registry)
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.flat_tokens import LossDenominators, count_denominators, demonstrates
 from verl.algorithms.registry import MiniBatchTokens
@@ -204,7 +203,8 @@ class UpdatePlan:
         def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
             return np.concatenate([np.asarray(part, np.float64) for part in parts])
 
-        weighted = not self.correction.bypass and all("is_weights" in segment.columns for segment in segments)
+        known = set.intersection(*(set(segment.columns) for segment in segments)) if segments else set[str]()
+        weighted = not self.correction.bypass and "is_weights" in known
         return MiniBatchTokens(
             log_probs=joined(current[id(segment)] for segment in segments),
             old_log_probs=joined(segment.columns.get(old, current[id(segment)]) for segment in segments),
@@ -212,6 +212,7 @@ class UpdatePlan:
             loss_mask=np.concatenate([segment.loss_mask for segment in segments]),
             trajectory=np.repeat(owners, [segment.length for segment in segments]),
             group=np.repeat(groups, [segment.length for segment in segments]),
+            entropy=joined(segment.entropy for segment in segments) if "entropy" in known else None,
             weights=joined(segment.is_weights for segment in segments) if weighted else None,
             seed=seed,
         )

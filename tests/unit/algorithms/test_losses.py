@@ -14,7 +14,9 @@ import torch
 
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor, run_objective
+from verl.algorithms.entropy_losses import SURPRISAL_WEIGHTS, TO_ZERO
 from verl.algorithms.flat_tokens import MODES
+from verl.algorithms.registry import MiniBatchTokens
 from verl.algorithms.source_losses import LossNumbers
 from verl.compat import core_algos
 from verl.compat.core_algos import agg_loss
@@ -23,9 +25,9 @@ from verl.trajectory import Batch, Prompt, Segment, Trajectory
 from verl.workers.update_plan import UpdatePlan
 
 NAMES = sorted([*slow.LOSSES, "geo_mean"])
-OF_THE_MINI_BATCH = ("clip_cov", "kl_cov", "real")
+OF_THE_MINI_BATCH = ("clip_cov", "kl_cov", "real", "stare")
 OF_THE_RESPONSE = ("gspo", "luspo", "geo_mean", "vespo", "fipo")
-PUBLIC = [name for name in NAMES if name != "real"]
+PUBLIC = [name for name in NAMES if name not in ("real", "stare")]
 H = 9.0
 
 
@@ -35,6 +37,7 @@ def constants(**more: Any) -> SimpleNamespace:
         "clip_ratio": 0.3, "kl_ratio": 0.3, "coef": 0.4, "zeroed": set(),
         "k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0,
         "decay_rate": 2.0, "clip_low": 0.1, "clip_high": 0.4, "safety": 1.5, "real_tau": 0.5, "beta1": 0.6, "beta2": 1.2,
+        "share": 0.4, "amplified": 1.5, "attenuated": 0.6, "target": 1.5,
     }  # fmt: skip
     return SimpleNamespace(**(defaults | more))
 
@@ -54,6 +57,8 @@ def config_of(name: str, c: SimpleNamespace, mode: str = "token-mean", **more: A
         vespo_k_pos=c.k_pos, vespo_lambda_pos=c.lambda_pos, vespo_k_neg=c.k_neg, vespo_lambda_neg=c.lambda_neg,
         fipo_decay_rate=c.decay_rate, fipo_clip_low=c.clip_low, fipo_clip_high=c.clip_high,
         fipo_safety_threshold=c.safety, real_tau=c.real_tau, gppo_beta1=c.beta1, gppo_beta2=c.beta2,
+        stare_top_p_ratio=c.share, stare_reweight_w=c.amplified, stare_reweight_m=c.attenuated,
+        stare_target_entropy=c.target,
     )  # fmt: skip
     return cfg
 
@@ -69,7 +74,8 @@ def random_responses(seed: int, weighted: bool = False) -> list[slow.Response]:
         a = np.where(rng.random(length) < 0.1, 0.0, rng.normal(size=length))
         m = (rng.random(length) < 0.8) & (i != 1)
         weights = rng.uniform(0.2, 2, length).tolist() if weighted else None
-        out.append(slow.Response(new.tolist(), old.tolist(), a.tolist(), m.astype(int).tolist(), weights))
+        entropy = (-new[::-1]).tolist()
+        out.append(slow.Response(new.tolist(), old.tolist(), a.tolist(), m.astype(int).tolist(), weights, entropy))
     out[0].m[0] = 1
     return out
 
@@ -108,8 +114,6 @@ def public(name: str, batch: list[slow.Response], cfg: Any, mode: str) -> slow.F
 def with_zeroed(c: SimpleNamespace, batch: list[slow.Response], cfg: Any, mode: str) -> SimpleNamespace:
     """clip_cov draws: what it drew (rows whose gradient is 0 for no other reason) has to be candidates, of the right
     number."""
-    from verl.algorithms.policy_loss import TO_ZERO
-    from verl.algorithms.registry import MiniBatchTokens
 
     def flat(of: Any) -> np.ndarray:
         return padded(batch, of).numpy().ravel()
@@ -153,8 +157,8 @@ def segments(batch: list[slow.Response], cut: bool) -> list[Trajectory]:
         ends = [0, *([length // 2] if cut and length > 1 else []), length]
         parts = []
         for start, end in itertools.pairwise(ends):
-            columns = {"old_log_probs": r.old, "advantages": r.a} | ({} if r.w is None else {"is_weights": r.w})
-            given = {name: np.array(values[start:end], np.float64) for name, values in columns.items()}
+            columns = {"old_log_probs": r.old, "advantages": r.a, "is_weights": r.w, "entropy": r.h}
+            given = {name: np.array(v[start:end], np.float64) for name, v in columns.items() if v is not None}
             given["loss_mask"] = np.array(r.m[start:end], bool)
             parts.append(Segment(np.arange(3 + start), np.arange(end - start), np.ones(end - start, bool), **given))
         out.append(
@@ -216,7 +220,7 @@ def test_the_trainer_computes_the_loop_for_any_batching_and_segments(name: str, 
         check(found, slow.loss(name, batch, c, mode, H), rel=1e-6)
 
 
-MIXED = [("vanilla", "gspo"), ("real", "cispo"), ("gspo", "kl_cov"), ("kl_cov", "real"), ("sapo", "dppo_tv")]
+MIXED = [("vanilla", "gspo"), ("real", "cispo"), ("gspo", "kl_cov"), ("kl_cov", "real"), ("sapo", "stare")]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -252,6 +256,25 @@ def test_ce_gppo_far_from_the_old_policy() -> None:
     gradients = [public(name, batch, config_of(name, none), "token-mean")[1] for name in ("ce_gppo", "vanilla")]
     for mine, other in zip(*gradients, strict=True):
         assert mine == pytest.approx(other, rel=1e-9, abs=1e-12)
+
+
+def test_stare_weighs_tokens_below_the_target_alone() -> None:
+    """Above it, and with weights of 1, the loss is vanilla's; without entropies it says what is missing."""
+    for seed in range(60, 64):
+        batch = [r for r in random_responses(seed) if r.kept]
+        found = []
+        for name, c in (
+            ("stare", constants(target=9.0)),
+            ("stare", constants(target=0.0)),
+            ("stare", constants(target=9.0, amplified=1.0, attenuated=1.0)),
+            ("vanilla", constants()),
+        ):
+            cfg = config_of(name, c, data_loader_seed=1, ppo_mini_batch_size=8, ppo_epochs=1)
+            found.append(trained(name, batch, cfg, False, 1)[0][0])
+        assert found[0] != pytest.approx(found[3]) and found[1:3] == pytest.approx([found[3]] * 2)
+    one = np.ones(2)
+    with pytest.raises(ValueError, match="stare needs the entropy"):
+        SURPRISAL_WEIGHTS.compute(MiniBatchTokens(-one, -one, one, one > 0, np.arange(2)), cfg)
 
 
 def test_luspo_is_the_mean_of_gspo_times_the_length() -> None:

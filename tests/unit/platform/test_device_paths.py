@@ -89,7 +89,7 @@ def test_a_processor_keeps_its_heap(device: str, times: int) -> None:
     engine: Any = object.__new__(FSDPEngine)
     emptied: list[int] = []
     weight = torch.nn.Parameter(torch.zeros(3))
-    weight.grad, engine._parameters = torch.ones(3), [weight]
+    weight.grad, engine._parameters, engine._watched = torch.ones(3), [weight], {}
     engine.platform = SimpleNamespace(on_host=device == "cpu", empty_cache=lambda: emptied.append(1))
     engine.release_cached_memory()
     assert len(emptied) == times and (weight.grad is None) == bool(times)

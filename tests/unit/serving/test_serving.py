@@ -265,7 +265,7 @@ def test_two_adapters_train_like_two_runs_of_peft(client: Client, base: Base) ->
         saved = load_file(run.saved("sampler_weights", "end") / "adapter_model.safetensors")
         for name, tensor in saved.items():
             trained = hand.model.state_dict()[name.replace(".weight", ".default.weight")]
-            torch.testing.assert_close(tensor, trained, atol=1e-5, rtol=0)
+            torch.testing.assert_close(tensor, trained, atol=2e-5, rtol=0)
 
 
 def test_targets_that_do_not_follow(client: Client, base: Base) -> None:

@@ -18,7 +18,7 @@ STRATEGIES = ("fsdp", "fsdp2", "megatron")
 AGG_MODES: tuple[str, ...] = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
 AGG_MODES += ("seq-mean-token-sum-norm",)
 POLICY_LOSSES: tuple[str, ...] = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo")
-POLICY_LOSSES += ("dppo_tv", "dppo_kl", "dro", "luspo", "vespo", "fipo", "real", "ce_gppo", "bypass_mode")
+POLICY_LOSSES += ("dppo_tv", "dppo_kl", "dro", "luspo", "vespo", "fipo", "real", "ce_gppo", "stare", "bypass_mode")
 LOSS_AGG_MODES = dict.fromkeys(("gspo", "sapo", "real"), "seq-mean-token-mean") | {"luspo": "seq-mean-token-sum"}
 """What `loss_agg_mode` is for a policy loss whose paper has another one than the default."""
 KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -49,6 +49,10 @@ class PolicyLossConfig(Group):
         real_tau: real: temperature τ.
         gppo_beta1: ce_gppo: weight of the gradient below the clip, where the advantage is negative.
         gppo_beta2: ce_gppo: weight of the gradient above the clip, where the advantage is positive.
+        stare_top_p_ratio: stare: share of the tokens of one sign of the advantage that are weighted, the least likely.
+        stare_reweight_w: stare: weight of those with a positive advantage.
+        stare_reweight_m: stare: weight of those with a negative one.
+        stare_target_entropy: stare: mean entropy, in nats, from which on nothing is weighted.
     """
 
     loss_mode: str = choice("vanilla", *POLICY_LOSSES, registry="verl.trainer.ppo.core_algos.register_policy_loss")
@@ -71,6 +75,10 @@ class PolicyLossConfig(Group):
     real_tau: float = key(0.5, above=0)
     gppo_beta1: float = key(0.75, low=0)
     gppo_beta2: float = key(1.0, low=0)
+    stare_top_p_ratio: float = key(0.1, above=0, high=1)
+    stare_reweight_w: float = key(1.1, above=0)
+    stare_reweight_m: float = key(1.0, above=0)
+    stare_target_entropy: float = key(0.3, low=0)
 
 
 class TrainedRoleConfig(Group):

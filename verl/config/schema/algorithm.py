@@ -24,7 +24,7 @@ TEACHER_KEYS = (
 )
 # The name of the teacher where there is one; its entry is there from the start.
 ONLY_TEACHER = "teacher_model"
-_WHOLE_MINI_BATCH = ("clip_cov", "kl_cov", "real", "bypass_mode")
+_WHOLE_MINI_BATCH = ("clip_cov", "kl_cov", "real", "stare", "bypass_mode")
 
 
 class KLControlConfig(Group):
