@@ -131,8 +131,9 @@ lint: $(VENV)/.installed-test
 # Processes that tests start read what was compiled once, whatever the environment says.
 test test-long test-packages test-sglang test-megatron test-versions: export PYTHONDONTWRITEBYTECODE =
 
+# Three on two cores: a third of the tests' time is waiting, for processes that start or are silent.
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not long"
 
 test-long: $(VENV)/.installed-test $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long

@@ -58,6 +58,7 @@ def test_a_sampler_in_fp8_follows_the_weights(tmp_path: Path, lower: dict[str, A
         sampler.close()
 
 
+@pytest.mark.long
 def test_a_run_probes_a_sampler_with_a_cache_in_fp8(fork_server: ForkServer, tmp_path: Path) -> None:
     """It follows, and nothing is said of it; the first batch is held to its own bound."""
     tiny = TinyRun(tmp_path / "tiny")

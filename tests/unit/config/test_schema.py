@@ -280,6 +280,8 @@ def test_printed_and_read_back_is_the_same(entry, tmp_path_factory, data):
     assert _from_file(folder, dump_yaml(first.to_dict()), entry) == first
     for path, field in known.items():
         given_value = select(Map.of(tree), path, "not given")
+        if path.endswith("model.trust_remote_code") and select(Map.of(tree), "data.trust_remote_code", False):
+            continue  # the switch of the data turns that of the model on
         if field.type in (int, bool) and given_value != "not given":
             assert first.select(path) == given_value
 

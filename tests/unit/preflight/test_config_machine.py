@@ -372,7 +372,7 @@ def test_resume_path(base, tmp_path):
 
 def test_the_check_knows_the_algorithms_that_are_registered():
     """It reads their names from the source, without torch."""
-    from verl.algorithms import advantage, policy_loss, step_credit  # noqa: F401  (they fill the registries)
+    from verl.algorithms import advantage, entropy_losses, policy_loss, step_credit  # noqa: F401  (they fill the registries)
     from verl.algorithms.registry import ESTIMATORS, LOSSES
 
     for name, registry in (("ESTIMATORS", ESTIMATORS), ("LOSSES", LOSSES)):
