@@ -91,7 +91,7 @@ LOGGERS = ("console", "file", "tensorboard", "wandb", "swanlab", "mlflow", "clea
 def built_in(registry: str) -> tuple[str, ...]:
     """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""
     folder = Path(__file__).parents[1] / "algorithms"
-    pattern = re.compile(rf"^@{registry}\.register\((?:AdvantageEstimator\.|\")(\w+)", re.M)
+    pattern = re.compile(rf"^@{registry}\.register\(\s*(?:AdvantageEstimator\.|\")(\w+)", re.M)
     registered = [name for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())]
     # algorithm.rollout_correction chooses bypass_mode
     return tuple(name.lower() for name in registered if name != "bypass_mode")
