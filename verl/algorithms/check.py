@@ -6,12 +6,12 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from verl.algorithms.correction import parse_rules, parse_weighting
-from verl.algorithms.source_losses import CLIP_BOUNDS, OF_ACTOR
 from verl.config.defaults import reader_of_values
 from verl.config.layout import own_pools, policy_placement
 from verl.config.matching import nearest
 from verl.config.model_facts import ModelFacts
 from verl.config.report import ACTOR, ROLLOUT, Report
+from verl.config.schema.actor import CLIP_BOUNDS, OF_POLICY_LOSS
 from verl.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, TEACHER_KEYS, TOPK_MODES
 from verl.config.schema.base import Group, Map, Root
 from verl.config.schema.fields import limits_of
@@ -142,8 +142,7 @@ def _loss_of_source(report: Report, at: str, settings: Any) -> None:
     mode = str(settings.get("loss_mode", actor.policy_loss.loss_mode))
     if mode == "dro" and not (settings.get("dro_beta") or actor.policy_loss.dro_beta):
         report.refuse(f"{at}.dro_beta", "dro needs a value above 0")
-    if mode in ("gspo", "luspo") and max(_bounds(settings, actor)) > 0.01:
-        report.notice(f"{at}: {mode}: its paper has clip_ratio_low=3e-4, clip_ratio_high=4e-4, far below these")
+    _far_from_paper(report, f"{at}: {mode}", mode, _bounds(settings, actor))
     if correction.bypass_mode and correction.loss_type == "reinforce":
         report.refuse(at, f"{_CORRECTION}.loss_type=reinforce is the loss of all rows; take loss_type=ppo_clip")
     distillation = report.config.distillation
@@ -154,7 +153,7 @@ def _loss_of_source(report: Report, at: str, settings: Any) -> None:
 def _of_policy_loss(path: str) -> bool:
     """True for a key that a data source's policy loss may set."""
     group, _, name = path.rpartition(".")
-    return group == f"{ACTOR}.policy_loss" or (group == ACTOR and name in OF_ACTOR)
+    return group == f"{ACTOR}.policy_loss" or (group == ACTOR and name in OF_POLICY_LOSS)
 
 
 def _bounds(settings: dict[str, Any], actor: Any) -> tuple[float, float]:
@@ -180,14 +179,19 @@ def _loss(report: Report) -> None:
     mode, beta = actor.policy_loss.loss_mode, actor.policy_loss.dro_beta
     if mode == "dro" and not (beta and beta > 0):
         report.refuse(f"{ACTOR}.policy_loss.dro_beta={beta}", "dro needs a value above 0")
-    if mode in ("gspo", "luspo") and max(actor.clip_ratio_low, actor.clip_ratio_high) > 0.01:
-        report.notice(f"{mode}: its paper has clip_ratio_low=3e-4, clip_ratio_high=4e-4, far below these")
+    _far_from_paper(report, mode, mode, (actor.clip_ratio_low, actor.clip_ratio_high))
     unset = not (report.was_set(f"{ACTOR}.clip_ratio_low") and report.was_set(f"{ACTOR}.clip_ratio_high"))
     if mode.startswith("dppo_") and unset:
         report.notice(f"{mode}: clip_ratio_low and clip_ratio_high bound a divergence; set both (paper: 0.05)")
     _weights(report)
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and report.config.algorithm.norm_adv_by_std_in_grpo:
         report.notice("seq-mean-token-sum-norm with norm_adv_by_std_in_grpo=True: Dr. GRPO sets it to False")
+
+
+def _far_from_paper(report: Report, at: str, mode: str, bounds: tuple[float, float]) -> None:
+    """A ratio of whole responses wants bounds of its own."""
+    if mode in ("gspo", "luspo") and max(bounds) > 0.01:
+        report.notice(f"{at}: its paper has clip_ratio_low=3e-4, clip_ratio_high=4e-4, far below these")
 
 
 def _weights(report: Report) -> None:

@@ -17,12 +17,9 @@ import numpy as np
 from verl.algorithms import entropy_losses, policy_loss  # noqa: F401  (they fill the registry)
 from verl.algorithms.correction import Correction
 from verl.algorithms.registry import LOSSES, Algorithm, WholeMiniBatch
+from verl.config.schema.actor import CLIP_BOUNDS, OF_POLICY_LOSS
 from verl.config.schema.base import setting
 from verl.trajectory import Batch
-
-CLIP_BOUNDS = ("clip_ratio_low", "clip_ratio_high")
-OF_ACTOR = ("clip_ratio", *CLIP_BOUNDS, "clip_ratio_c", "loss_agg_mode")
-"""Keys of `actor_rollout_ref.actor` that a source's `policy_loss` may set, beside those of `actor.policy_loss`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ def _with(actor: Any, changes: Mapping[str, Any]) -> Any:
     if "clip_ratio" in changes:
         changes = {**dict.fromkeys(CLIP_BOUNDS, changes["clip_ratio"]), **changes}
     for name, value in changes.items():
-        setattr(settings if name in OF_ACTOR else settings.policy_loss, name, value)
+        setattr(settings if name in OF_POLICY_LOSS else settings.policy_loss, name, value)
     return settings
 
 

@@ -211,8 +211,8 @@ def _ppo(root: Config, say: Callable[[str], None]) -> None:
         if not root.was_set("critic.loss_agg_mode"):
             root.critic.loss_agg_mode = LOSS_AGG_MODES[mode]
         say(f"loss_mode={mode}: actor.loss_agg_mode={actor.loss_agg_mode}, as in its paper")
-    if mode.startswith("dppo_") and not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
-        actor.clip_ratio_c = 20.0
+    if not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
+        actor.clip_ratio_c = _cap(mode)
     _losses_of_sources(root)
     _teachers(root.distillation.teacher_models, say)
     if root.critic.enable is None:
@@ -245,7 +245,12 @@ def _losses_of_sources(root: Config) -> None:
             if not root.was_set("actor_rollout_ref.actor.loss_agg_mode"):
                 loss.setdefault("loss_agg_mode", LOSS_AGG_MODES.get(mode, "token-mean"))
             if not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
-                loss.setdefault("clip_ratio_c", 20.0 if mode.startswith("dppo_") else 3.0)
+                loss.setdefault("clip_ratio_c", _cap(mode))
+
+
+def _cap(mode: str) -> float:
+    """`clip_ratio_c` of a policy loss, unless it is set."""
+    return 20.0 if mode.startswith("dppo_") else 3.0
 
 
 def reader_of_values(root: Config) -> str:

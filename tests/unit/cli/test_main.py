@@ -33,6 +33,12 @@ def test_nothing_loads_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_rules_of_a_configuration_load_no_torch() -> None:
+    """What is refused is refused before torch's import."""
+    code = "import sys, verl.preflight.check; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 def test_version_help_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version", capsys=capsys)[:2] == (0, f"verl {__version__}\n")
     status, out, _ = run("--help", capsys=capsys)

@@ -21,6 +21,9 @@ POLICY_LOSSES: tuple[str, ...] = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", 
 POLICY_LOSSES += ("dppo_tv", "dppo_kl", "dro", "luspo", "vespo", "fipo", "real", "ce_gppo", "stare", "bypass_mode")
 LOSS_AGG_MODES = dict.fromkeys(("gspo", "sapo", "real"), "seq-mean-token-mean") | {"luspo": "seq-mean-token-sum"}
 """What `loss_agg_mode` is for a policy loss whose paper has another one than the default."""
+CLIP_BOUNDS = ("clip_ratio_low", "clip_ratio_high")
+OF_POLICY_LOSS = ("clip_ratio", *CLIP_BOUNDS, "clip_ratio_c", "loss_agg_mode")
+"""Keys of the actor that belong to its policy loss, beside those of `policy_loss`: a data source may set them, too."""
 KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_OPTIONS = KL_NAMES + tuple(f"{name}+" for name in KL_NAMES)
 
