@@ -222,7 +222,6 @@ def test_a_sampler_that_does_not_follow_ends_the_run(fault: str, said: str, tmp_
     assert done.status == 1 and said in done.stderr, done.stderr[-4000:]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
 def test_two_steps_of_two_ranks_over_ray(tmp_path: Path, images: bool) -> None:
     """Two replicas of SGLang in hosts of their own, fed by two training ranks."""
