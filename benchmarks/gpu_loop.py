@@ -7,7 +7,8 @@ For each shape and engine, in a process of its own: seconds from its start to th
 responses of exactly --tokens tokens. Said of the median step, the first one left out:
 
 - sampling: tokens a second; share of the bandwidth limit, i.e. the time that reading weights and keys and values once
-  for each decoding pass takes at the copy rate measured in the same run, over the time of sampling, prefill included;
+  for each decoding pass takes at the copy rate measured in the same run (a prompt's once for all of its responses), over
+  the time of sampling, prefill included;
 - training: model FLOP utilisation, i.e. 3 forward passes' products (no recomputation) over time and measured product
   rate; `mfu` counts a group's prompt once, as it is computed, `mfu_as_repeated` once for each response;
 - most memory by phase. With --trl, TRL's GRPOTrainer does the same work, in an environment of its own.
@@ -74,18 +75,17 @@ def pass_flops(content: dict[str, Any], *, repeated: bool) -> float:
 
 
 def decode_bytes(content: dict[str, Any], dtype: str) -> float:
-    """Bytes that decoding has to read: all weights once a pass, keys and values of each response still going."""
+    """Bytes that decoding has to read: all weights once a pass, a prompt's keys and values once a pass for all of its
+    responses, those of each response still going."""
     shape = content["shape"]
     width = shape["head_dim"] or shape["hidden"] // shape["heads"]
     per_token = 2 * shape["layers"] * shape["kv_heads"] * width
-    rows = [
-        (prompt, length)
-        for prompt, responses in zip(content["prompt_tokens"], content["lengths"], strict=True)
-        for length in responses
-    ]
-    longest = max(length for _, length in rows)
+    groups = list(zip(content["prompt_tokens"], content["lengths"], strict=True))
+    longest = max(max(lengths) for _, lengths in groups)
     # The first token comes from the prefill.
-    cached = sum(prompt * (length - 1) + length * (length - 1) / 2 for prompt, length in rows)
+    cached = sum(
+        prompt * (max(lengths) - 1) + sum(length * (length - 1) / 2 for length in lengths) for prompt, lengths in groups
+    )
     return BYTES[dtype] * ((longest - 1) * weights_of(content) + per_token * cached)
 
 
@@ -98,7 +98,7 @@ def optimizer_for(content: dict[str, Any], memory_gib: float, kind: str) -> str:
         return "adamw"
     longest = max(length for row in content["lengths"] for length in row)
     cache = decode_bytes(content, "bfloat16") - 2 * (longest - 1) * weights_of(content)
-    room = memory_gib * 2**30 * 0.9 - 2 * cache / longest
+    room = memory_gib * 2**30 * 0.9 - 2 * cache / longest  # of all responses at their longest
     need = content["parameters"]
     return next((name for name, size in (("adamw", 16), ("sgd", 8)) if need * (size + 2) < room), "lora")
 

@@ -5,8 +5,9 @@
     python benchmarks/gpu_profile.py --shape tiny --device cpu --out FOLDER   # its own code, on a processor
 
 Writes FOLDER/profile_SHAPE.json after each part, and traces (decode_SHAPE.json.gz, update_SHAPE.json.gz) for Perfetto.
-Models have random weights. Seconds are of steps without the profiler; kernels and waits of steps with it. Run on a
-processor only so far.
+Models have random weights. Seconds are of steps without the profiler; kernels and waits of steps with it. Shares are of
+the limits that `limits.py` measures in the same process: of the bandwidth in decode steps, of the product rate (`mfu`,
+three forward passes a token) in the update. The optimizer is AdamW, or plain SGD where its state does not fit.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import gpu_loop
+import limits
 import numpy as np
 import torch
 
@@ -110,7 +113,13 @@ def watched_captures(platform: Platform) -> Iterator[list[dict[str, int]]]:
         GraphRecorder.__call__ = record  # type: ignore[method-assign]
 
 
-def decode(model: Any, shape: Any, platform: Platform, trace: Path) -> dict[str, Any]:
+def content_of(model: Any, shape: Any, prompts: Any, lengths: list[list[int]]) -> dict[str, Any]:
+    """What `gpu_loop` counts bytes and products of."""
+    content: dict[str, Any] = {"shape": asdict(shape), "parameters": sum(p.numel() for p in model.parameters())}
+    return content | {"prompt_tokens": [len(prompt) for prompt in prompts], "lengths": lengths}
+
+
+def decode(model: Any, shape: Any, platform: Platform, best: dict[str, Any], trace: Path) -> dict[str, Any]:
     """Prompts of 80 to 240 tokens, shape.responses of each: WARM steps, STEPS that are timed, STEPS that are profiled."""
     from verl.engine.rollout.native.engine import NativeEngine
 
@@ -143,11 +152,15 @@ def decode(model: Any, shape: Any, platform: Platform, trace: Path) -> dict[str,
         asyncio.run(go())
     median = statistics.median(seconds[WARM : WARM + STEPS])
     found = {"rows": rows, "step_s": median, "tokens_per_s": rows / median, "captures": captures}
+    # Responses have WARM + STEPS / 2 tokens in the median step; one pass is the difference of two counts.
+    lengths = [[[WARM + STEPS // 2 + more] * shape.responses for _ in prompts] for more in (0, 1)]
+    reads = [gpu_loop.decode_bytes(content_of(model, shape, prompts, given), dtype) for given in lengths]
+    found["share_of_bandwidth"] = (reads[1] - reads[0]) / best["copy_bytes"] / median
     engine.sleep()
     return found | profile.summary(STEPS)
 
 
-def update(model: Any, shape: Any, platform: Platform, trace: Path) -> dict[str, Any]:
+def update(model: Any, shape: Any, platform: Platform, best: dict[str, Any], trace: Path) -> dict[str, Any]:
     """One update on prompts of 160 tokens with shape.responses responses of 256 each: a first one, a timed, a profiled."""
     from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.trajectory import Prompt, Trajectory
@@ -160,7 +173,10 @@ def update(model: Any, shape: Any, platform: Platform, trace: Path) -> dict[str,
     prompts = [Prompt(uid=f"0:{g}@0", ids=ids(160), messages=None) for g in range(max(1, shape.prompts // 4))]
     rows = [Trajectory(p, i, ids(256), np.ones(256, bool)) for p in prompts for i in range(shape.responses)]
     tokens = sum(row.length for row in rows)
-    role = {"optim": {"lr": 1e-6}, "ppo_max_token_len_per_gpu": 16384}
+    content = content_of(model, shape, [p.ids for p in prompts], [[256] * shape.responses] * len(prompts))
+    kind = gpu_loop.optimizer_for(content, best["memory_gib"], platform.name)
+    optim = {"lr": 1e-6, "optimizer": "AdamW" if kind == "adamw" else "SGD"}
+    role = {"optim": optim, "ppo_max_token_len_per_gpu": 16384}
     engine = FSDPEngine(module=model.requires_grad_(True), role_cfg=role, device=platform)
 
     def go() -> float:
@@ -176,7 +192,13 @@ def update(model: Any, shape: Any, platform: Platform, trace: Path) -> dict[str,
     seconds = go()
     with Profile(platform, trace) as profile:
         go()
-    found = {"response_tokens": tokens, "step_s": seconds, "tokens_per_s": tokens / seconds}
+    found = {
+        "response_tokens": tokens,
+        "step_s": seconds,
+        "tokens_per_s": tokens / seconds,
+        "optimizer": optim["optimizer"],
+    }
+    found["mfu"] = 3 * gpu_loop.pass_flops(content, repeated=False) / best["matmul_flops"] / seconds
     return found | {"peak_gib": platform.peak_memory() / 2**30} | profile.summary(1)
 
 
@@ -191,13 +213,20 @@ def main() -> None:
     platform.prepare()
     args.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"shape": args.shape, "date": time.strftime("%Y-%m-%d"), "card": platform.device_name()}
-    result |= {"torch": torch.__version__}
+    dtype = "bfloat16" if platform.supports(torch.bfloat16) else "float32"
+    best = limits.measure(args.device, dtype)
+    result |= {"torch": torch.__version__, "limits": best}
+    platform.empty_cache()
     model = model_of(shape, platform, torch.bfloat16 if args.only == "decode" else torch.float32)
     for name, part in (("decode", decode), ("update", update)):
         if args.only in (None, name):
-            result[name] = part(model, shape, platform, args.out / f"{name}_{args.shape}.json.gz")
+            result[name] = part(model, shape, platform, best, args.out / f"{name}_{args.shape}.json.gz")
             (args.out / f"profile_{args.shape}.json").write_text(json.dumps(gpu_loop.rounded(result), indent=1) + "\n")
-    print(json.dumps({k: v if k not in ("decode", "update") else v["tokens_per_s"] for k, v in result.items()}))
+    shown = ("step_s", "tokens_per_s", "share_of_bandwidth", "mfu", "optimizer", "peak_gib")
+    for name in ("decode", "update"):
+        part = result.get(name, {})
+        result[name] = {key: part[key] for key in shown if key in part}
+    print(json.dumps(gpu_loop.rounded(result)))
 
 
 if __name__ == "__main__":

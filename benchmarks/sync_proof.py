@@ -72,11 +72,16 @@ def pushes(sync: Any, sampler: Any) -> Callable[[bool], None]:
 
 def extra(push: Callable[[bool], Any], rounds: int) -> dict[str, Any]:
     """Seconds of a push with and without the proof."""
+    from verl.platform import detect
+
     times: dict[bool, list[float]] = {True: [], False: []}
+    platform = detect()
     for _ in range(rounds):
         for proven in (False, True):
+            platform.synchronize()
             started = time.perf_counter()
             push(proven)
+            platform.synchronize()
             times[proven].append(time.perf_counter() - started)
     without, proven = (statistics.median(times[kind]) for kind in (False, True))
     return {"without": round(without, 3), "with": round(proven, 3), "proof": round(proven - without, 3)}
@@ -127,6 +132,8 @@ def probe_cost(module: Any, dtype: str, rounds: int, prompt: int, accelerator: f
     """Seconds of both sides of a probe, medians, and the least that their products take. cpu_s: of all threads, which other
     programs on the machine change less."""
     counted: Counter[str] = Counter()
+    from verl.platform import detect
+
     probe, sampler, batch = probe_of(module, dtype, prompt, counted)
     probe.begin(batch)
     counted.clear()
@@ -134,10 +141,13 @@ def probe_cost(module: Any, dtype: str, rounds: int, prompt: int, accelerator: f
     trained = counted["trainer"]
     sampled = sum(len(row.ids) for row in probe._rows)
     times: dict[str, list[tuple[float, float]]] = {"trainer": [], "sampler": []}
+    platform = detect()
 
     def timed(side: str, call: Callable[[], Any]) -> None:
+        platform.synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
         call()
+        platform.synchronize()
         times[side].append((time.perf_counter() - wall, time.process_time() - cpu))
 
     for version in range(1, rounds + 1):
@@ -169,13 +179,15 @@ def product_rate(dtype: str) -> float:
     """Operations a second of a product of the model's width on this machine, the best of five."""
     from verl.platform import detect
 
-    kind = getattr(torch, dtype)
-    x, weight = torch.randn(1024, 2048).to(kind), torch.randn(6144, 2048).to(kind)
-    packed = detect().pack_weight(weight)
+    platform, kind = detect(), getattr(torch, dtype)
+    x, weight = (torch.randn(rows, 2048, device=platform.device()).to(kind) for rows in (1024, 6144))
+    packed = platform.pack_weight(weight) if platform.has_packed_products(kind) else None
     seconds = []
     for _ in range(6):
+        platform.synchronize()
         started = time.perf_counter()
-        detect().packed_product(x, packed, None)
+        _ = torch.mm(x, weight.T) if packed is None else platform.packed_product(x, packed, None)
+        platform.synchronize()
         seconds.append(time.perf_counter() - started)
     return 2 * 1024 * 2048 * 6144 / min(seconds[1:])
 

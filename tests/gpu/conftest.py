@@ -46,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the process that started the workers gets all reports
+        return
     if report.when == "call" or report.outcome != "passed":
         entry: dict[str, Any] = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
         if report.user_properties:

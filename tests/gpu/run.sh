@@ -22,6 +22,7 @@
 #   PARTS    some of doctor limits tests profile runs loop trl section ("doctor limits tests profile runs")
 #   SHAPES   of benchmarks/gpu_loop.py, one (0.6b)
 #   MORE     words for the profile or the loop
+#   WORKERS  processes for the tests, which then share the device (1; more want pytest-xdist)
 #   PYTHON   the interpreter (python3); TRL_PYTHON: that of an environment with TRL
 #   WHEELS   folder of wheels to install first, without an index, for a machine that reaches none: see wheels.sh. The
 #            engines' tests and the profile need none of them.
@@ -68,6 +69,7 @@ keeping() { # FILE COMMAND...: what it prints, also in a file
   part doctor 90 bash -o pipefail -c "$(keeping "$OUT/doctor.txt" "$PYTHON" -m verl.cli.main doctor --bench)"
   part limits 90 bash -o pipefail -c "$(keeping "$OUT/limits.json" "$PYTHON" benchmarks/limits.py --device "$DEVICE")"
   tests=("$PYTHON" -m pytest -q -o junit_family=xunit1 -p no:cacheprovider --timeout 120)
+  [ "${WORKERS:-1}" -gt 1 ] && tests+=(-n "$WORKERS")
   part tests 300 "${tests[@]}" --junitxml="$OUT/gpu_tests.xml" tests/gpu/test_{kernels,engine_flash,sampler,training,weights}.py
   # shellcheck disable=SC2086 # words
   part profile 240 "$PYTHON" benchmarks/gpu_profile.py --shape "$SHAPES" --device "$DEVICE" --out "$OUT" ${MORE:-}

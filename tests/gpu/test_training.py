@@ -103,6 +103,28 @@ def test_batching_changes_nothing(platform: Any, model_path: str, record_propert
     assert relative(*found) < 1e-4
 
 
+@pytest.mark.needs_cuda
+def test_activations_are_measured(platform: Any, model_path: str, record_property: Any) -> None:
+    """What a pack keeps is what two small passes said it would, and it is not recomputed while it fits."""
+    rows, engine, kept = rows_of(GROUPS), local(model_path, platform, "bfloat16"), []
+    compute, recomputed = engine._outputs, []
+
+    def watched(batch: Any, *more: Any) -> Any:
+        before = platform.allocated()
+        outputs = compute(batch, *more)
+        kept.append((platform.allocated() - before, batch.size))
+        recomputed.append(any(layer.training for layer in engine._layers))
+        return outputs
+
+    engine._outputs = watched
+    assert not learn(engine, rows).refused
+    assert kept and not any(recomputed)
+    for size, tokens in kept:
+        expected = engine._activations.fixed + engine._activations.token * tokens
+        record_property(f"{tokens}_tokens", size / expected)
+        assert 0.8 * expected < size < 1.2 * expected
+
+
 def test_a_resumed_optimizer_goes_on(platform: Any, model_path: str, tmp_path: Path, record_property: Any) -> None:
     """State of the fused AdamW as it was, to the bit; the step after it as near as the device repeats itself."""
     rows = rows_of(GROUPS)

@@ -1,4 +1,4 @@
-"""Triton kernels of training and sampling, never run on a GPU. They are tested with Triton's interpreter.
+"""Triton kernels of training and sampling. They are tested with Triton's interpreter, and on devices by tests/gpu.
 
 Sums and factors are float32, whatever is read and written. Norms and gates take rows of any stride, heads any stride of
 heads and tokens: parts of one product for several layers are read where they are.
@@ -15,35 +15,44 @@ _BLOCK, _PROGRAMS = 1024, 512
 
 
 @triton.jit
-def _rms_norm(x, weight, y, inverse, parts, row_step, part_step, width, eps, offset, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = at < width
-    values = tl.load(x + row // parts * row_step + row % parts * part_step + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
-    factor = 1.0 / tl.sqrt(tl.sum(values * values) / width + eps)
-    tl.store(inverse + row, factor)
-    tl.store(y + row * width + at, (values * factor * scale).to(y.dtype.element_ty), mask=inside)
+def _rms_norm(
+    x, weight, y, inverse, rows, parts, row_step, part_step, width, eps, offset, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None] & (at < width)
+    place = (row // parts).to(tl.int64) * row_step + (row % parts).to(tl.int64) * part_step
+    values = tl.load(x + place[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + at, mask=at < width, other=0.0).to(tl.float32) + offset
+    factor = 1.0 / tl.sqrt(tl.sum(values * values, 1) / width + eps)
+    tl.store(inverse + row, factor, mask=row < rows)
+    target = y + row.to(tl.int64)[:, None] * width + at
+    tl.store(target, (values * factor[:, None] * scale).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _rms_norm_backward(
-    grad, x, weight, inverse, dx, dw, rows, parts, row_step, part_step, width, offset, programs, BLOCK: tl.constexpr
+    grad, x, weight, inverse, dx, dw, rows, parts, row_step, part_step, width, offset, programs,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dw [programs, width]: each program's sum over its rows."""
-    program, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = at < width
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
-    total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program, rows, programs):
-        place = row // parts * row_step + row % parts * part_step
-        g = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
-        factor = tl.load(inverse + row)
-        normed = tl.load(x + place + at, mask=inside, other=0.0).to(tl.float32) * factor
+    program, at = tl.program_id(0), tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(weight + at, mask=at < width, other=0.0).to(tl.float32) + offset
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(program * ROWS, rows, programs * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (at < width)
+        place = (row // parts).to(tl.int64) * row_step + (row % parts).to(tl.int64) * part_step
+        own = row.to(tl.int64)[:, None] * width + at
+        g = tl.load(grad + own, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(inverse + row, mask=row < rows, other=0.0)[:, None]
+        normed = tl.load(x + place[:, None] + at, mask=inside, other=0.0).to(tl.float32) * factor
         total += g * normed
         g = g * scale
-        along = tl.sum(g * normed) / width
-        tl.store(dx + row * width + at, ((g - normed * along) * factor).to(dx.dtype.element_ty), mask=inside)
-    tl.store(dw + program * width + at, total, mask=inside)
+        along = tl.sum(g * normed, 1)[:, None] / width
+        tl.store(dx + own, ((g - normed * along) * factor).to(dx.dtype.element_ty), mask=inside)
+    tl.store(
+        dw + program.to(tl.int64) * width + tl.arange(0, BLOCK), tl.sum(total, 0), mask=tl.arange(0, BLOCK) < width
+    )
 
 
 @triton.jit
@@ -180,8 +189,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.
     """((offset + weight)·x/√(mean x² + eps) in `dtype`, 1/√(mean x² + eps) float32 [rows]) of x [..., width]."""
     rows = _rows(x)
     y, inverse = torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty(rows.shape[:2], dtype=torch.float32)
-    sizes = rows.shape[1], *rows.stride()[:2], x.shape[-1], eps, offset
-    _rms_norm[(inverse.numel(),)](rows, weight, y, inverse, *sizes, **_wide(x.shape[-1]))
+    sizes, options = (rows.shape[1], *rows.stride()[:2], x.shape[-1], eps, offset), _rows_at_once(x.shape[-1])
+    grid = (triton.cdiv(inverse.numel(), options["ROWS"]),)
+    _rms_norm[grid](rows, weight, y, inverse, inverse.numel(), *sizes, **options)
     return y, inverse.view(-1)
 
 
@@ -189,8 +199,8 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offset: float, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of x and, float32, of weight."""
-    rows, width, options = _rows(x), x.shape[-1], _wide(x.shape[-1])
-    programs = min(len(inverse), _PROGRAMS * max(1, 2048 // options["BLOCK"]))
+    rows, width, options = _rows(x), x.shape[-1], _rows_at_once(x.shape[-1])
+    programs = min(triton.cdiv(len(inverse), options["ROWS"]), _PROGRAMS * max(1, 2048 // options["BLOCK"]))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     sizes = len(inverse), rows.shape[1], *rows.stride()[:2], width, offset, programs
@@ -265,10 +275,11 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-2] if x.ndim > 3 else 1, x.shape[-1])
 
 
-def _wide(width: int) -> dict[str, int]:
-    """Block and warps of a program that holds a row."""
+def _rows_at_once(width: int) -> dict[str, int]:
+    """Rows, block and warps of a program that holds whole rows."""
     block = _power(width)
-    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    rows = max(1, 2048 // block) if block < 1024 else 1
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
 
 
 def _power(size: int) -> int:

@@ -128,6 +128,10 @@ class Platform(ABC):
         """Bytes of a device that this process can still take: those free, and those that it has freed and kept."""
         return self.memory(index)[0]
 
+    def allocated(self, index: int = 0) -> int:
+        """Bytes of a device in tensors of this process; 0 where they are not counted."""
+        return 0
+
     @abstractmethod
     def peak_memory(self, index: int = 0, *, reserved: bool = False) -> int:
         """Most bytes in use by this process since the start; `reserved`: with those kept for later use."""
@@ -316,6 +320,9 @@ class Accelerator(Platform):
         # though only graphs can take it: the working memory of one decode step, little beside the shares callers take.
         cached = self.module.memory_reserved(index) - self.module.memory_allocated(index)
         return self.memory(index)[0] + int(cached)
+
+    def allocated(self, index: int = 0) -> int:
+        return int(self.module.memory_allocated(index))
 
     def peak_memory(self, index: int = 0, *, reserved: bool = False) -> int:
         module = self.module

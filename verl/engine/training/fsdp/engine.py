@@ -30,6 +30,7 @@ import torch
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement
 from verl.engine.training import weight_files
+from verl.engine.training.activations import ActivationMemory, layers_that_recompute, missing_gradients
 from verl.engine.training.base import (
     LOG_PROBS,
     ON_ROWS,
@@ -70,9 +71,6 @@ if TYPE_CHECKING:
 
     from verl.models.layers import ModelCost
     from verl.trajectory import Segment
-
-# Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
-_ACTIVATION_SHARE = 0.4
 
 
 class FSDPEngine(ScheduledEngine):
@@ -140,7 +138,7 @@ class FSDPEngine(ScheduledEngine):
         self._images = {"encoded": 0, "distinct": 0}
         self._serving_dtype, self._source = pretrained.serving_dtype(model_path, model_cfg), model_path
         self._further = FurtherTokens.of(model_cfg, role, self.device) if trainable and head == "lm" else None
-        self._token_bytes = activation_bytes(self.module.config)
+        self._activations = ActivationMemory(activation_bytes(self.module.config))
         self._heads = int(self.module.config.get_text_config().num_attention_heads)
         self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
         self._routing: Routing | None = None
@@ -168,7 +166,7 @@ class FSDPEngine(ScheduledEngine):
             self._model.head.bar(barred)
 
     def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
-        preferred = preferred_tokens(self.platform, self._token_bytes)
+        preferred = preferred_tokens(self.platform, int(self._activations.token))
         # What predicts further tokens reads each token beside the one after it, of which a shared one has several.
         share = False if self._further is not None and prefix == "ppo" else setting(role_cfg, "use_prefix_grouper")
         batching = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
@@ -204,6 +202,7 @@ class FSDPEngine(ScheduledEngine):
             options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._both_contexts}
             self.module.gradient_checkpointing_enable(options)
             pretrained.switch_off_dropout(self._layers)
+            self._measure_activations()
         with self._autocast() if self._sharded else nullcontext():
             scales = self._model.head(self._model.head.scales)
         self._after_passes()
@@ -213,6 +212,21 @@ class FSDPEngine(ScheduledEngine):
         # what became of the loss on its way through micro-batches and ranks.
         self._watched = {name: weights[name].requires_grad_() for name in scales.keys() - self._names.keys()}
         self.schedule(1)
+
+    def _measure_activations(self) -> None:
+        """Replace the estimate of what a pass keeps, where the device counts it and the choice is ours. Collective."""
+        if self.platform.on_host or self._checkpointing is not None or self.layout.expert is not None:
+            return
+
+        def run(tokens: int) -> dict[str, torch.Tensor]:
+            batch = _dummy(pack([], self.update_batching, self.device), tokens * self.layout.placement.sequence)
+            with self._model.fused.active():
+                return self._computed(batch, self._model.head.outputs[:1], 1.0)
+
+        measured = ActivationMemory.measured(run, self.platform, self._index)
+        self._after_passes()
+        self.platform.empty_cache()
+        self._activations = measured or self._activations
 
     def set_topk(self, count: int) -> None:
         """How many tokens the outputs topk_log_probs and topk_ids hold from now on."""
@@ -248,7 +262,8 @@ class FSDPEngine(ScheduledEngine):
         chunks = split_rows(rows, batching)
         distinct = {row.media for row in rows if row.media is not None and row.length}
         self._images["distinct"] += sum(media.images for media in distinct)
-        reports = all_gather_json([len(chunks), self.platform.room(self._index), bool(distinct)])
+        room = self.platform.room(self._index) - missing_gradients(self._parameters)
+        reports = all_gather_json([len(chunks), room, bool(distinct)])
         count = max(number for number, *_ in reports)
         # The least of all ranks: with a split sequence, recomputing is collective too.
         self._free = min(free for _, free, _ in reports)
@@ -453,23 +468,17 @@ class FSDPEngine(ScheduledEngine):
 
     @contextmanager
     def _recomputing(self, tokens: int) -> Iterator[None]:
-        """Recompute layers in the backward pass of this block if asked for, or if memory asks for it.
-
-        transformers looks at each layer's own `training` flag. Nothing below it is told, so dropout stays off there;
-        a layer's own was switched off for good.
-        """
+        """Recompute layers in the backward pass of this block if asked for, or if memory asks for it."""
         recompute = self._checkpointing
         if recompute is None:
             # Where experts are spread, recomputing is collective, and ranks have packs of their own.
-            recompute = self.layout.expert is not None or tokens * self._token_bytes > _ACTIVATION_SHARE * self._free
+            recompute = self.layout.expert is not None or not self._activations.fits(tokens, self._free)
         layers = self._layers if recompute else []
         try:
-            for layer in layers:
-                layer.training = True
+            layers_that_recompute(layers, True)
             yield
         finally:
-            for layer in layers:
-                layer.training = False
+            layers_that_recompute(layers, False)
 
     @torch.no_grad()
     def follow(self, other: TrainingEngine, rate: float) -> None:
@@ -550,11 +559,11 @@ class FSDPEngine(ScheduledEngine):
             move_state(self._require_optimizer(), torch.device("cpu") if self._state_leaves else self.device)
 
 
-def _dummy(batch: Pack) -> Pack:
-    """One token, predicted from itself."""
-    zero = torch.zeros(1, dtype=torch.int64, device=batch.input_ids.device)
-    spans = [TokenSpan(0, 1)]
-    packed = {"input_ids": zero, "positions": zero, "segments": spans, "source": zero, "targets": zero}
+def _dummy(batch: Pack, tokens: int = 1) -> Pack:
+    """A sequence of zeros, each predicted from itself."""
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=batch.input_ids.device)
+    numbers, spans = torch.arange(tokens, device=zeros.device), [TokenSpan(0, tokens)]
+    packed = {"input_ids": zeros, "positions": numbers, "segments": spans, "source": numbers, "targets": zeros}
     return replace(batch, **packed, candidates=None, sampling_mask=None)
 
 
