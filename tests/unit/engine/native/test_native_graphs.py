@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from tests import operator_references
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native.engine import NativeEngine
+from verl.engine.rollout.native.graphs import DecodeGraphs
 from verl.engine.rollout.native.runner import FastLinears
 from verl.platform.cpu import CpuPlatform
 from verl.platform.cuda_fused import FUSED
@@ -208,6 +209,28 @@ def test_a_capture_that_fails_costs_no_response(tmp_path: Path, device: Any) -> 
     with pytest.warns(RuntimeWarning, match="not permitted"):
         found, graphs = short_responses(model)
     assert found == plain and graphs.replays == 0 and strict.forgotten == 1
+
+
+def test_a_batch_that_shrinks_goes_on_in_a_larger_size() -> None:
+    ran: list[int] = []
+    captured = StandIn()
+    graphs = DecodeGraphs(lambda rows, kind: ran.append(rows), captured)  # type: ignore[arg-type]
+
+    def sizes(rows: Sequence[int]) -> list[int]:
+        return [graphs.size_for(count, None) for count in rows]
+
+    first = sizes([256, 224, 192, 128, 127, 96, 63])
+    assert first == [256, 256, 256, 256, 127, 127, 63]
+    # A size that stays is worth a graph, after as many steps as one costs.
+    assert sizes([200] * 70) == [256] * 64 + [200] * 6
+    for rows in (256, 256, 200, 200):
+        graphs.run(rows, None)
+    assert ran == [256, 256, 256, 200, 200, 200] and graphs.replays == 2  # launched, captured, replayed
+    # A round has the sizes of a run that begins with it, whatever graphs are there.
+    graphs.begin_round()
+    assert sizes([256, 224, 192, 128, 127, 96, 63]) == first
+    graphs.run(200, None)
+    assert graphs.replays == 3
 
 
 def test_layers_with_the_same_input_have_one_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The sampler's Triton kernels, which have never run on a GPU: interpreted here, and compiled to machine code of one.
+"""The sampler's Triton kernels: interpreted here, and compiled to machine code of a GPU (tests/gpu runs them on one).
 
 Each in a process of its own: Triton reads when it is imported whether it interprets.
 """
@@ -82,7 +82,7 @@ if __name__ == "__main__":
     compiled(sampling_kernels._encode, "fp32 i32 i32 i32", {"C": 1024})
     compiled(sampling_kernels._chunk_sums, "fp32 i32 i32 fp32 fp32 i32", {"C": 1024})
     compiled(sampling_kernels._draw, "fp32 fp64 i32 i32 fp32 fp32 i32 i32", {"C": 1024, "N": 256})
-    norm, block = {"BLOCK": 128}, {"BLOCK": 1024}
+    norm, block = {"ROWS": 16, "BLOCK": 128}, {"BLOCK": 1024}
     compiled(cuda_kernels._rms_norm, "bf16 fp32 bf16 fp32", norm)
     compiled(cuda_kernels._rms_norm_backward, "bf16 bf16 fp32 fp32 bf16 fp32", norm)
     compiled(cuda_kernels._rotate, "bf16 bf16 fp32 fp32 bf16 bf16", {"BACK": True, "H": 16, "KV": 8, "D": 64})

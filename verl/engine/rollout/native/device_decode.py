@@ -68,6 +68,12 @@ class StepKind(NamedTuple):
     penalised: bool = False
     recorded: bool = False
 
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> StepKind:
+        """The kind of a step over these."""
+        penalised = any(r.sampling.repetition_penalty != 1.0 for r in requests)
+        return cls(penalised, recorded=any(map(_records, requests)))
+
 
 class PagedPlan:
     """Attention of a decode step by kernels over block tables. `step`: the matrix on the device."""
@@ -135,40 +141,39 @@ class DeviceDecoder:
     def decode(self, requests: Sequence[Request], drawing: dict[Request, int]) -> Drawn:
         """Launch a step that feeds each request's newest token and draws the next one. drawing: rows of the step
         before, which draws tokens that are not known here yet."""
-        rows = step_rows.bucket(len(requests))
-        kind = self._upload(requests, rows, drawing)
+        rows, kind = step_rows.bucket(len(requests)), StepKind.of(requests)
+        if self.graphs is not None:
+            rows = self.graphs.size_for(rows, kind)
+        self._upload(requests, rows, kind, drawing)
         (self._run if self.graphs is None else self.graphs.run)(rows, kind)
         return self._fetch(requests, rows, kind)
 
     def logits(self, requests: Sequence[Request]) -> Tensor:
         """The logits [len(requests), V] of a step that feeds each request's newest token; all of them are known."""
         rows = len(requests)
-        self._upload(requests, rows, {})
+        self._upload(requests, rows, StepKind.of(requests), {})
         return self._pass(rows)
 
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
         """Launch a draw from logits [len(requests), V] that some other pass has made."""
-        rows = len(requests)
-        kind = self._upload(requests, rows, None)
+        rows, kind = len(requests), StepKind.of(requests)
+        self._upload(requests, rows, kind, None)
         self._draw(logits, rows, kind)
         return self._fetch(requests, rows, kind)
 
-    def _upload(self, requests: Sequence[Request], rows: int, drawing: dict[Request, int] | None) -> StepKind:
+    def _upload(
+        self, requests: Sequence[Request], rows: int, kind: StepKind, drawing: dict[Request, int] | None
+    ) -> None:  # fmt: skip
         """Send the step's matrix, without its places where drawing is None, unless tokens are penalised, which needs
         them."""
         self._hosts.reverse()
         flat: np.ndarray = self._hosts[0][0].numpy()
         matrix = flat[: self._most_rows * rows].reshape(-1, rows)
         step_rows.fill_draws(matrix, requests)
-        kind = StepKind(
-            penalised=any(r.sampling.repetition_penalty != 1.0 for r in requests),
-            recorded=any(map(_records, requests)),
-        )
         used = step_rows.TOKEN
         if kind.penalised or drawing is not None:
             used = step_rows.fill_places(matrix, requests, drawing or {}, self._tables)
         self._step[: used * rows].copy_(self._hosts[0][0][: used * rows], non_blocking=True)
-        return kind
 
     def _run(self, rows: int, kind: StepKind) -> None:
         self._draw(self._pass(rows), rows, kind)

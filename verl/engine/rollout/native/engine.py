@@ -340,7 +340,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._version = version
         if self._images is not None:
             self._images.forget()
-        self._runner.linears.invalidate()
+        self._runner.weights_updated()
         self._scheduler.forget_cache()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -249,6 +249,12 @@ class Runner:
     def _captures(self) -> bool:
         return self.device_decode is not None and self.device_decode.graphs is not None
 
+    def weights_updated(self) -> None:
+        """Copies of weights are made anew when they are wanted."""
+        self.linears.invalidate()
+        if self.device_decode is not None and self.device_decode.graphs is not None:
+            self.device_decode.graphs.begin_round()
+
     def release(self) -> None:
         """Hold nothing but the model: the cache's memory goes, and so do graphs that read it and copies of weights."""
         if self.device_decode is not None and self.device_decode.graphs is not None:
