@@ -196,6 +196,7 @@ def _sampler(config: Any, model: ModelSize, actor: Role, device: Device) -> Samp
         share=rollout.gpu_memory_utilization * (0.5 if device.on_host else 1.0),
         sleeps=rollout.free_cache_engine,
         preallocates=not engine.in_place_weights,
+        tables=2 if engine.in_place_weights and not device.on_host else 1,
         cache_width=4 if device.on_host and engine.in_place_weights else None,
         bucket=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2.0**20,
     )

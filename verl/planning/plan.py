@@ -21,8 +21,9 @@ PROCESS = 0.5 * GIB
 """What the libraries take of the host's memory where the device is the processor."""
 HOST_LINK = 25e9
 """Bytes a second between a device and the host."""
-KEEPABLE = 0.4
-"""Share of the free memory that activations may take before layers are recomputed (the engine's own rule)."""
+KEEPABLE, HOST_KEEPABLE = 0.7, 0.4
+"""Share of the free memory that activations may take before layers are recomputed: the engine's own rule, for measured bytes
+on a device, for estimated ones on a processor."""
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -81,8 +82,10 @@ def plan(
     actor = work.roles["actor"]
     if actor.recompute is None:
         tokens = min(actor.micro_tokens, _most_tokens(work, actor)) / actor.placement.sequence
-        kept = tokens * memory.layer_bytes(actor) * actor.model.layers
-        recompute = kept > KEEPABLE * max(0.0, device.memory - total(memory.state(actor)))
+        kept = memory.passing(replace(actor, recompute=False), tokens * actor.placement.sequence, True)
+        share = HOST_KEEPABLE if actor.on_host else KEEPABLE
+        free = max(0.0, device.memory - total(memory.state(actor)))
+        recompute = kept["activations"] + (0.0 if actor.on_host else kept["gathered"]) > share * free
         work = replace(work, roles=work.roles | {"actor": replace(actor, recompute=recompute)})
     if (critic := work.roles.get("critic")) is not None and critic.recompute is None:
         recompute = bool(work.roles["actor"].recompute)
@@ -97,11 +100,16 @@ def _idle(work: Workload, but: str = "") -> Parts:
     parts: Parts = {}
     for name, role in work.roles.items():
         for part, size in memory.state(role).items():
-            if name != but and part not in work.offload[name]:
+            if name != but and part not in work.offload[name] and not (part == "gradients" and _drops(name, role)):
                 parts[f"{name} {part}"] = size
     if work.device.on_host:
         parts["process"] = PROCESS
     return parts
+
+
+def _drops(name: str, role: Role) -> bool:
+    """Whether its gradients are freed when weights are pushed, and made again by the next update."""
+    return name == "actor" and not role.on_host and not role.megatron
 
 
 def _computing(work: Workload, name: str, update: bool) -> Parts:
@@ -110,7 +118,8 @@ def _computing(work: Workload, name: str, update: bool) -> Parts:
     name = name if name in work.roles else "actor"
     held = memory.state(role)
     if not update:
-        held = {part: size for part, size in held.items() if part == "weights" or part not in work.offload[name]}
+        gone = work.offload[name] | ({"gradients"} if _drops(name, role) else set())
+        held = {part: size for part, size in held.items() if part == "weights" or part not in gone}
     tokens = min(role.micro_tokens if update else role.infer_tokens, _most_tokens(work, role))
     parts = _idle(work, but=name) | {f"{name} {part}": size for part, size in held.items()}
     return parts | memory.passing(role, tokens, update) | _awake(work)

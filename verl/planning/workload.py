@@ -42,6 +42,12 @@ class Role:
     on_host: bool = False
 
     @property
+    def kernels(self) -> bool:
+        """Whether fused operators of the device compute the layers: in one process, in half precision, without experts."""
+        alone = not (self.on_host or self.gathers or self.megatron)
+        return alone and self.width == 2 and not self.model.expert_count
+
+    @property
     def rows(self) -> int:
         """Groups of ranks that have rows of their own."""
         return max(1, self.ranks // self.placement.ranks_per_row)
@@ -93,6 +99,7 @@ class Sampler:
     longest     tokens of prompt and response at most; share: of the device's memory (`gpu_memory_utilization`)
     sleeps      weights and cache are released while the trainer computes
     preallocates  the cache takes its whole share from the start
+    tables      as many tokens as all sequences can have are in the cache so many times at most (prompts and responses apart)
     bucket      bytes of one transfer of weights
     """
 
@@ -108,6 +115,7 @@ class Sampler:
     share: float = 0.5
     sleeps: bool = True
     preallocates: bool = True
+    tables: int = 1
     cache_width: int | None = None
     bucket: float = 2.0**31
 
