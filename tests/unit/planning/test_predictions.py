@@ -119,3 +119,14 @@ def test_the_measured_processor(tmp_path, monkeypatch):
     assert devices.named("Ascend910B3").forecast and devices.named("NVIDIA H100 PCIe").flops == 756e12
     with pytest.raises(UserError, match="H100"):
         devices.named("Z80")
+
+
+def test_what_layers_keep_on_a_device():
+    """Qwen3-0.6B's shape in one process on an H100: 1,255,300 bytes a token, measured (docs/performance.md)."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+    model = model_size(QWEN3_8B | sizes | {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True})
+    alone = Role(model=model, recompute=False)
+    assert 28 * memory.layer_bytes(alone) == pytest.approx(1_255_300, rel=0.02)
+    kept, again = (memory.passing(replace(alone, recompute=r), 8192, update=True) for r in (False, True))
+    assert kept["gathered"] == pytest.approx(2 * 596e6, rel=1e-2) and again["gathered"] == 0
+    assert memory.layer_bytes(replace(alone, gathers=True)) > 2 * memory.layer_bytes(alone)

@@ -21,6 +21,7 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import simple_loss
 from tests.unit.engine.training.fsdp_cases import role, rows, total
+from verl.engine.training.fsdp import sharding
 from verl.engine.training.fsdp.engine import FSDPEngine
 
 LAYERS = 4
@@ -110,6 +111,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def resharding(path: str) -> dict[bool, dict[str, Any]]:
+    sharding._WHOLE_SHARE = 0.0  # as of a model that is large beside the memory
     return {freed: step(build(path, {"reshard_after_forward": freed})) for freed in (True, False)}
 
 
@@ -258,7 +260,9 @@ def test_offload_policy_is_in_force_in_every_unit(model: str) -> None:
         assert found[True] == ({CPUOffloadPolicy.__name__}, {"cpu"}, LAYERS + 1)
 
 
-def hybrid(path: str, size: int) -> dict[str, Any]:
+def hybrid(path: str, size: int, whole: bool = True) -> dict[str, Any]:
+    if not whole:
+        sharding._WHOLE_SHARE = 0.0
     one = build(path, {"fsdp_size": size}, ppo_micro_batch_size_per_gpu=1)
     found = step(one)
     parameter = one.module.model.layers[0].mlp.up_proj.weight
@@ -274,7 +278,7 @@ def hybrid(path: str, size: int) -> dict[str, Any]:
 
 
 def test_fsdp_size_makes_replicas_of_shards(model: str) -> None:
-    found = ranks.run(hybrid, 4, model, 2)
+    found = ranks.run(hybrid, 4, model, 2, False)
     for one in found:
         assert one["placements"] == {(Replicate(), Shard(0))} and one["share"] == 0.5
         assert one["mesh"] == [[0, 1], [2, 3]]
@@ -283,6 +287,13 @@ def test_fsdp_size_makes_replicas_of_shards(model: str) -> None:
         assert one["elements"] == one["total"] / 2
     firsts = [one["first"] for one in found]
     assert firsts[0] == firsts[2] != firsts[1] == firsts[3]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_small_model_gathers_and_reduces_once_a_step(model: str, size: int) -> None:
+    for one in ranks.run(hybrid, 4, model, size):
+        assert one["count"]["gather"] == one["count"]["scatter"] == LAYERS + 1
+        assert one["count"]["reduce"] == (LAYERS + 1 if size == 2 else 0)
 
 
 def test_fsdp_size_of_one_keeps_everything_and_of_all_cuts_everything(model: str) -> None:

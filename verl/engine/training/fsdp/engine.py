@@ -43,7 +43,7 @@ from verl.engine.training.base import (
 )
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
 from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
-from verl.engine.training.fsdp.sharding import layout, sharded_modules
+from verl.engine.training.fsdp.sharding import MicroBatchSharding, layout, sharded_modules
 from verl.engine.training.further_tokens import FurtherTokens
 from verl.engine.training.muon import matrices
 from verl.engine.training.optimizer import (
@@ -134,6 +134,12 @@ class FSDPEngine(ScheduledEngine):
         self.module = self._model.head.module
         self._set_head(topk, truncation, barred)
         self._sharded = sharded_modules(self._model.head)
+        self._sharding: MicroBatchSharding | None = None
+        if self._sharded:
+            self._sharding = MicroBatchSharding(
+                self._model.head, self.layout, self.platform, device_index, self.compute_dtype,
+                may_keep=not streams, reshards=bool(setting(fsdp, "reshard_after_forward", True)),
+            )  # fmt: skip
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
         self._serving_dtype, self._source = pretrained.serving_dtype(model_path, model_cfg), model_path
@@ -324,9 +330,8 @@ class FSDPEngine(ScheduledEngine):
         return nullcontext(), _recomputed_with(attention.current(), routing)
 
     def _after_passes(self) -> None:
-        # A pass without a backward pass leaves the root's weights whole, and they would outlive the next update.
-        for part in self._sharded:
-            part.reshard()
+        if self._sharding is not None:
+            self._sharding.end()
 
     # -- update ----------------------------------------------------------------------------------------------
 
@@ -378,10 +383,11 @@ class FSDPEngine(ScheduledEngine):
         if self._further is not None:
             loss, outputs = self._further.joined(rows, loss, outputs)
         total = StepAccumulator()
+        if self._sharding is not None:
+            self._sharding.begin()
         for number, (batch, last) in enumerate(self._packs(rows, self.update_batching)):
-            if self._sharded:
-                self._model.head.set_is_last_backward(last)  # type: ignore[operator]
-                self._model.head.set_requires_all_reduce(last or not self.layout.hybrid)  # type: ignore[operator]
+            if self._sharding is not None:
+                self._sharding.before(last)
             total.tokens += batch.size
             recomputing = self._recomputing(-(-batch.size // self.layout.placement.sequence))
             with self._model.fused.active(), recomputing, waiting("the passes of a step"):

@@ -9,6 +9,7 @@ get the same rows. Weights are cut over all ranks that are no tensor-parallel ne
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from verl.config.layout import rank_problems
 from verl.engine.registry import Placement
 from verl.engine.training import process_group
 from verl.errors import UserError
+from verl.platform import Platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +94,52 @@ def layout(device_type: str, placement: Placement) -> Layout:
 def sharded_modules(module: torch.nn.Module) -> list[FSDPModule]:
     """The roots of the units inside, itself included."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+_WHOLE_SHARE = 0.1
+
+
+class MicroBatchSharding:
+    """When the units of a sharded model gather weights and reduce gradients over the micro-batches of a step.
+
+    Where gathered weights and whole float32 gradients take at most a tenth of the memory of each rank, they stay for all
+    micro-batches: weights are gathered once a step and gradients reduced once. Elsewhere each pass gathers and reduces. All
+    the memory there is decides, not what is free: a resumed run adds gradients in the same order. Collective.
+
+    may_keep: False where weights are in host memory during a step; reshards: `reshard_after_forward`.
+    """
+
+    def __init__(
+        self, root: torch.nn.Module, layout: Layout, platform: Platform, index: int, dtype: torch.dtype, *,
+        may_keep: bool, reshards: bool,
+    ):  # fmt: skip
+        self._root: Any = root
+        self._units, self._hybrid, self._reshards = sharded_modules(root), layout.hybrid, reshards
+        total = platform.memory(index)[1] // (layout.size if platform.on_host else 1)
+        needed = sum(p.numel() for p in root.parameters()) * (dtype.itemsize + 4)
+        plain = may_keep and layout.tensor is None and layout.expert is None
+        self._keeps = all(process_group.all_gather_json(plain and needed <= _WHOLE_SHARE * total))
+
+    def begin(self) -> None:
+        """Before the micro-batches of a step."""
+        self._reshard_after_forward(not self._keeps and self._reshards)
+
+    def before(self, last: bool) -> None:
+        """Before each micro-batch."""
+        self._root.set_is_last_backward(last)
+        self._root.set_requires_all_reduce(last or not self._hybrid)
+        if self._keeps:
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_reshard_after_backward(last)
+
+    def end(self) -> None:
+        """After passes of any kind: what is whole is freed. A pass without a backward pass leaves the root's weights whole,
+        and they would outlive the next update."""
+        for unit in self._units:
+            unit.reshard()
+        self._reshard_after_forward(self._reshards)
+
+    def _reshard_after_forward(self, on: bool) -> None:
+        for unit in self._units if self._keeps else ():
+            if unit is not self._root:
+                unit.set_reshard_after_forward(on, recurse=False)
