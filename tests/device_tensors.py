@@ -212,6 +212,10 @@ def run_tests(module: str, *words: str) -> None:
     from tests.runs import environment
 
     command = [sys.executable, "-m", module, "pytest", "-p", "no:cacheprovider", *words]
-    options: Any = {"cwd": Path(__file__).parents[1], "env": environment(), "timeout": 280}
+    options: Any = {
+        "cwd": Path(__file__).parents[1],
+        "env": environment(),
+        "timeout": 580,
+    }  # a processor without bfloat16 emulates it
     run = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-6000:] + run.stderr[-1000:]

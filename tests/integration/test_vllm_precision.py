@@ -20,6 +20,7 @@ from verl.weight_sync.sender import StreamedSync
 
 require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NO_FP8_CACHE = pytest.mark.skipif("avx512f" not in processor()[1], reason="this processor has no AVX512")
 
 
 def trainer(path: Path) -> FSDPEngine:
@@ -36,7 +37,7 @@ def trainer(path: Path) -> FSDPEngine:
             {"quantization": "fp8_per_block"},
             marks=pytest.mark.skipif("amx_tile" not in processor()[1], reason="this processor has no AMX"),
         ),
-        {"engine_kwargs": {"kv_cache_dtype": "fp8_e5m2"}},
+        pytest.param({"engine_kwargs": {"kv_cache_dtype": "fp8_e5m2"}}, marks=NO_FP8_CACHE),
     ],
 )
 def test_a_sampler_in_fp8_follows_the_weights(tmp_path: Path, lower: dict[str, Any]) -> None:
@@ -59,6 +60,7 @@ def test_a_sampler_in_fp8_follows_the_weights(tmp_path: Path, lower: dict[str, A
 
 
 @pytest.mark.long
+@NO_FP8_CACHE
 def test_a_run_probes_a_sampler_with_a_cache_in_fp8(fork_server: ForkServer, tmp_path: Path) -> None:
     """It follows, and nothing is said of it; the first batch is held to its own bound."""
     tiny = TinyRun(tmp_path / "tiny")

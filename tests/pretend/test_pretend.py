@@ -15,6 +15,7 @@ LEFT_OUT = "sharded and offload or trains or deterministic or float32 and (graph
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the pretend device needs a C++ compiler")
 def test_the_path_on_cuda() -> None:
     run_tests("tests.pretend", *FILES, "-k", f"not ({LEFT_OUT})")

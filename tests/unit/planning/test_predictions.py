@@ -129,4 +129,4 @@ def test_what_layers_keep_on_a_device():
     assert 28 * memory.layer_bytes(alone) == pytest.approx(1_255_300, rel=0.02)
     kept, again = (memory.passing(replace(alone, recompute=r), 8192, update=True) for r in (False, True))
     assert kept["gathered"] == pytest.approx(2 * 596e6, rel=1e-2) and again["gathered"] == 0
-    assert memory.layer_bytes(replace(alone, gathers=True)) > 2 * memory.layer_bytes(alone)
+    assert memory.layer_bytes(replace(alone, gathers=True)) > 1.5 * memory.layer_bytes(alone)

@@ -128,7 +128,8 @@ def test_the_layer_is_trained(tmp_path: Path, detach: bool) -> None:
     plain.step(segments, simple_loss(19), temperature=1.0)
     losses = [engine.step(segments, simple_loss(19), temperature=1.0).metrics["actor/mtp_loss"]]
     same = [
-        torch.allclose(p, q, atol=1e-5)
+        float(((p - q).abs() > 1e-5).float().mean())
+        < 0.01  # AdamW turns a rounding of a tiny gradient into a whole step
         for p, q in zip(plain.module.model.parameters(), engine.module.model.parameters(), strict=True)
     ]
     assert all(same) == detach

@@ -167,6 +167,9 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
             c.lacks(f"{key}.quantization={quantization}", "on a CPU vLLM has no kernel for it but for fp8_per_block")
         elif "amx_tile" not in processor()[1]:
             c.lacks(f"{key}.quantization={quantization}", "vLLM's kernel for it needs a processor with AMX")
+    cache = str(c.rollout.engine_kwargs.vllm.get("kv_cache_dtype") or "")
+    if cache.startswith("fp8") and c.config.select("trainer.device") == "cpu" and "avx512f" not in processor()[1]:
+        c.lacks(f"{key}.engine_kwargs.vllm.kv_cache_dtype={cache}", "vLLM's cache in fp8 needs a processor with AVX512")
     if c.rollout.enable_rollout_routing_replay and not c.rollout.enable_prefix_caching:
         c.refuse(
             f"{key}.enable_prefix_caching", "vLLM keeps the routes of tokens by their cache blocks; set it to True"
