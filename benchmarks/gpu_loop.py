@@ -98,7 +98,7 @@ def optimizer_for(content: dict[str, Any], memory_gib: float, kind: str) -> str:
         return "adamw"
     longest = max(length for row in content["lengths"] for length in row)
     cache = decode_bytes(content, "bfloat16") - 2 * (longest - 1) * weights_of(content)
-    room = memory_gib * 2**30 * 0.9 - 2 * cache / longest  # of all responses at their longest
+    room = memory_gib * 2**30 * 0.9 - 2 * cache / longest
     need = content["parameters"]
     return next((name for name, size in (("adamw", 16), ("sgd", 8)) if need * (size + 2) < room), "lora")
 

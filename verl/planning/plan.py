@@ -81,8 +81,8 @@ def plan(
     work = workload(config, model_config, device, prompt=prompt, response=response)
     actor = work.roles["actor"]
     if actor.recompute is None:
-        tokens = min(actor.micro_tokens, _most_tokens(work, actor)) / actor.placement.sequence
-        kept = memory.passing(replace(actor, recompute=False), tokens * actor.placement.sequence, True)
+        tokens = min(actor.micro_tokens, _most_tokens(work, actor))
+        kept = memory.passing(replace(actor, recompute=False), tokens, True)
         share = HOST_KEEPABLE if actor.on_host else KEEPABLE
         free = max(0.0, device.memory - total(memory.state(actor)))
         recompute = kept["activations"] + (0.0 if actor.on_host else kept["gathered"]) > share * free

@@ -1,15 +1,18 @@
-"""What a pass with gradients keeps for its backward pass, and which passes recompute their layers instead."""
+"""What a pass with gradients keeps for its backward pass: estimated, or measured on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.engine.training.process_group import local
 from verl.platform import Platform
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _PROBED = (64, 576)
 """Tokens of the passes that are measured."""
@@ -32,6 +35,12 @@ class ActivationMemory:
         """Whether a pass over so many tokens may keep its activations, with `free` bytes of the device to spare."""
         return self.fixed + self.token * tokens <= self.share * free
 
+    def may_be_measured(self, config: PreTrainedConfig, copied: int, free: float) -> bool:
+        """Whether, by this estimate, `measured` fits into `free` bytes, and its passes into the model's positions. Where it
+        does not fit, layers are recomputed anyway. copied: weights that a pass keeps a half-precision copy of."""
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or _PROBED[1]
+        return positions >= _PROBED[1] and replace(self, fixed=2.0 * copied).fits(_PROBED[1], free)
+
     @classmethod
     def measured(cls, run: Callable[[int], Any], platform: Platform, index: int) -> ActivationMemory | None:
         """Measured on two passes, run(tokens), each let go before the next; None where the device's tensors are not
@@ -50,10 +59,3 @@ class ActivationMemory:
 def missing_gradients(parameters: Iterable[torch.nn.Parameter]) -> int:
     """Bytes of the gradients that the next backward pass allocates."""
     return sum(local(p).numel() * p.element_size() for p in parameters if p.grad is None)
-
-
-def layers_that_recompute(layers: Sequence[torch.nn.Module], recompute: bool) -> None:
-    """Set or unset the flag that transformers looks at, of each layer. Nothing below a layer is told, so dropout stays off
-    there; a layer's own was switched off for good."""
-    for layer in layers:
-        layer.training = recompute

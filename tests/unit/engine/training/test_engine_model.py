@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.tiny import tiny_model
 from tests.unit.engine.training.engine_cases import (
@@ -16,6 +18,7 @@ from tests.unit.engine.training.engine_cases import (
     rows_of,
     simple_loss,
 )
+from verl.engine.training.activations import ActivationMemory
 from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
 
@@ -131,3 +134,26 @@ def test_recomputing_layers_does_not_wake_their_dropout(tmp_path):
 
     engine.step(rows, loss, temperature=1.0)
     torch.testing.assert_close(torch.cat(seen), expected, rtol=0, atol=1e-6)
+
+
+def test_what_a_pass_keeps_is_measured_where_it_fits() -> None:
+    taken = [0]
+    device = SimpleNamespace(allocated=lambda index: taken[0])
+
+    class Kept:
+        """Outputs whose pass keeps 300 bytes of any number of tokens and 7 of each."""
+
+        def __init__(self, tokens: int):
+            self.size = 300 + 7 * tokens
+            taken[0] += self.size
+
+        def __del__(self) -> None:
+            taken[0] -= self.size
+
+    measured = ActivationMemory.measured(Kept, device, 0)
+    assert measured == ActivationMemory(7.0, 300.0, 0.7) and taken == [0]
+    assert measured.fits(100, 1000 / 0.7) and not measured.fits(101, 1000 / 0.7)
+    assert ActivationMemory.measured(lambda tokens: None, device, 0) is None
+    estimate, config = ActivationMemory(10.0), Qwen3Config(max_position_embeddings=1024)
+    assert estimate.may_be_measured(config, 120, 15_000) and not estimate.may_be_measured(config, 121, 15_000)
+    assert not estimate.may_be_measured(Qwen3Config(max_position_embeddings=512), 0, 1e9)

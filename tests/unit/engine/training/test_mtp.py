@@ -128,8 +128,7 @@ def test_the_layer_is_trained(tmp_path: Path, detach: bool) -> None:
     plain.step(segments, simple_loss(19), temperature=1.0)
     losses = [engine.step(segments, simple_loss(19), temperature=1.0).metrics["actor/mtp_loss"]]
     same = [
-        float(((p - q).abs() > 1e-5).float().mean())
-        < 0.01  # AdamW turns a rounding of a tiny gradient into a whole step
+        float(((p - q).abs() > 1e-5).float().mean()) < 0.01
         for p, q in zip(plain.module.model.parameters(), engine.module.model.parameters(), strict=True)
     ]
     assert all(same) == detach

@@ -30,7 +30,7 @@ import torch
 from verl.config.schema.base import setting
 from verl.engine.registry import Placement
 from verl.engine.training import weight_files
-from verl.engine.training.activations import ActivationMemory, layers_that_recompute, missing_gradients
+from verl.engine.training.activations import ActivationMemory, missing_gradients
 from verl.engine.training.base import (
     LOG_PROBS,
     ON_ROWS,
@@ -43,7 +43,7 @@ from verl.engine.training.base import (
 )
 from verl.engine.training.fsdp import ENGINE, fsdp_settings
 from verl.engine.training.fsdp.model import ModelSettings, sharded_model, whole_model
-from verl.engine.training.fsdp.sharding import MicroBatchSharding, layout, sharded_modules
+from verl.engine.training.fsdp.sharding import MicroBatchSharding, layout
 from verl.engine.training.further_tokens import FurtherTokens
 from verl.engine.training.muon import matrices
 from verl.engine.training.optimizer import (
@@ -133,13 +133,8 @@ class FSDPEngine(ScheduledEngine):
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
         self.module = self._model.head.module
         self._set_head(topk, truncation, barred)
-        self._sharded = sharded_modules(self._model.head)
-        self._sharding: MicroBatchSharding | None = None
-        if self._sharded:
-            self._sharding = MicroBatchSharding(
-                self._model.head, self.layout, self.platform, device_index, self.compute_dtype,
-                may_keep=not streams, reshards=bool(setting(fsdp, "reshard_after_forward", True)),
-            )  # fmt: skip
+        self._sharded = not alone
+        self._sharding = None if alone else MicroBatchSharding(self._model.head, self.layout, settings, device_index)
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
         self._serving_dtype, self._source = pretrained.serving_dtype(model_path, model_cfg), model_path
@@ -229,10 +224,13 @@ class FSDPEngine(ScheduledEngine):
             with self._model.fused.active():
                 return self._computed(batch, self._model.head.outputs[:1], 1.0)
 
-        measured = ActivationMemory.measured(run, self.platform, self._index)
-        self._after_passes()
-        self.platform.empty_cache()
-        self._activations = measured or self._activations
+        free = min(all_gather_json(self.platform.room(self._index)))
+        copied = 0 if self._sharded else sum(p.numel() for p in self.module.parameters())
+        if self._activations.may_be_measured(self.module.config, copied, free):
+            measured = ActivationMemory.measured(run, self.platform, self._index)
+            self._activations = measured or self._activations
+            self._after_passes()
+            self.platform.empty_cache()
 
     def set_topk(self, count: int) -> None:
         """How many tokens the outputs topk_log_probs and topk_ids hold from now on."""
@@ -274,7 +272,7 @@ class FSDPEngine(ScheduledEngine):
         # The least of all ranks: with a split sequence, recomputing is collective too.
         self._free = min(free for _, free, _ in reports)
         # Where one rank's images go through the tower, the others gather its weights with it.
-        together = bool(self._sharded) and any(seeing for *_, seeing in reports)
+        together = self._sharded and any(seeing for *_, seeing in reports)
         for number in range(count):
             chunk = chunks[number] if number < len(chunks) else []
             batch = pack(chunk, batching, self.device, self._vision, tower=together)
@@ -474,17 +472,23 @@ class FSDPEngine(ScheduledEngine):
 
     @contextmanager
     def _recomputing(self, tokens: int) -> Iterator[None]:
-        """Recompute layers in the backward pass of this block if asked for, or if memory asks for it."""
+        """Recompute layers in the backward pass of this block if asked for, or if memory asks for it.
+
+        transformers looks at each layer's own `training` flag. Nothing below it is told, so dropout stays off there;
+        a layer's own was switched off for good.
+        """
         recompute = self._checkpointing
         if recompute is None:
             # Where experts are spread, recomputing is collective, and ranks have packs of their own.
             recompute = self.layout.expert is not None or not self._activations.fits(tokens, self._free)
         layers = self._layers if recompute else []
         try:
-            layers_that_recompute(layers, True)
+            for layer in layers:
+                layer.training = True
             yield
         finally:
-            layers_that_recompute(layers, False)
+            for layer in layers:
+                layer.training = False
 
     @torch.no_grad()
     def follow(self, other: TrainingEngine, rate: float) -> None:
@@ -510,7 +514,7 @@ class FSDPEngine(ScheduledEngine):
         self._move(self.device, optimizer=optimizer)
 
     def _move(self, device: torch.device, *, optimizer: bool) -> None:
-        # Parameters stay the same objects, so that the optimizer and what names them hold on to them.
+        # Parameters stay the same objects: the optimizer and what names them hold on to them.
         if self._weights_leave:
             self._model.head.to(device)
         if self._state_leaves and optimizer and self._optimizer is not None:

@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from verl.config.layout import rank_problems
+from verl.config.schema.base import setting
 from verl.engine.registry import Placement
 from verl.engine.training import process_group
 from verl.errors import UserError
-from verl.platform import Platform
+from verl.platform import platform_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +105,18 @@ class MicroBatchSharding:
 
     Where gathered weights and whole float32 gradients take at most a tenth of the memory of each rank, they stay for all
     micro-batches: weights are gathered once a step and gradients reduced once. Elsewhere each pass gathers and reduces. All
-    the memory there is decides, not what is free: a resumed run adds gradients in the same order. Collective.
-
-    may_keep: False where weights are in host memory during a step; reshards: `reshard_after_forward`.
+    the memory there is decides, not what is free: a resumed run adds gradients in the same order. Collective. settings: the
+    `ModelSettings` of the model; index: of the rank's device.
     """
 
-    def __init__(
-        self, root: torch.nn.Module, layout: Layout, platform: Platform, index: int, dtype: torch.dtype, *,
-        may_keep: bool, reshards: bool,
-    ):  # fmt: skip
+    def __init__(self, root: torch.nn.Module, layout: Layout, settings: Any, index: int):
         self._root: Any = root
-        self._units, self._hybrid, self._reshards = sharded_modules(root), layout.hybrid, reshards
+        self._units, self._hybrid = sharded_modules(root), layout.hybrid
+        self._reshards = bool(setting(settings.fsdp, "reshard_after_forward", True))
+        platform = platform_of(settings.device)
         total = platform.memory(index)[1] // (layout.size if platform.on_host else 1)
-        needed = sum(p.numel() for p in root.parameters()) * (dtype.itemsize + 4)
-        plain = may_keep and layout.tensor is None and layout.expert is None
+        needed = sum(p.numel() for p in root.parameters()) * (settings.compute_dtype.itemsize + 4)
+        plain = not settings.streams and layout.tensor is None and layout.expert is None
         self._keeps = all(process_group.all_gather_json(plain and needed <= _WHOLE_SHARE * total))
 
     def begin(self) -> None:
