@@ -189,7 +189,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.
     """((offset + weight)·x/√(mean x² + eps) in `dtype`, 1/√(mean x² + eps) float32 [rows]) of x [..., width]."""
     rows = _rows(x)
     y, inverse = torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty(rows.shape[:2], dtype=torch.float32)
-    sizes, options = (rows.shape[1], *rows.stride()[:2], x.shape[-1], eps, offset), _rows_at_once(x.shape[-1])
+    sizes, options = (rows.shape[1], *rows.stride()[:2], x.shape[-1], eps, offset), _whole_rows(x.shape[-1], 2048)
     grid = (triton.cdiv(inverse.numel(), options["ROWS"]),)
     _rms_norm[grid](rows, weight, y, inverse, inverse.numel(), *sizes, **options)
     return y, inverse.view(-1)
@@ -199,8 +199,9 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offset: float, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of x and, float32, of weight."""
-    rows, width, options = _rows(x), x.shape[-1], _rows_at_once(x.shape[-1])
-    programs = min(triton.cdiv(len(inverse), options["ROWS"]), _PROGRAMS * max(1, 2048 // options["BLOCK"]))
+    # One row at a time: sixteen took a fifth longer (246,400 rows of 128 on an H100).
+    rows, width, options = _rows(x), x.shape[-1], _whole_rows(x.shape[-1], 1)
+    programs = min(len(inverse), _PROGRAMS * max(1, 2048 // options["BLOCK"]))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     sizes = len(inverse), rows.shape[1], *rows.stride()[:2], width, offset, programs
@@ -275,10 +276,10 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-2] if x.ndim > 3 else 1, x.shape[-1])
 
 
-def _rows_at_once(width: int) -> dict[str, int]:
-    """Rows, block and warps of a program that holds whole rows."""
+def _whole_rows(width: int, elements: int) -> dict[str, int]:
+    """Rows, block and warps of a program that holds whole rows: short ones as many as make up the elements."""
     block = _power(width)
-    rows = max(1, 2048 // block) if block < 1024 else 1
+    rows = max(1, elements // block) if block < 1024 else 1
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
 
 

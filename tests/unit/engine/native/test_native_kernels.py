@@ -84,7 +84,7 @@ if __name__ == "__main__":
     compiled(sampling_kernels._draw, "fp32 fp64 i32 i32 fp32 fp32 i32 i32", {"C": 1024, "N": 256})
     norm, block = {"ROWS": 16, "BLOCK": 128}, {"BLOCK": 1024}
     compiled(cuda_kernels._rms_norm, "bf16 fp32 bf16 fp32", norm)
-    compiled(cuda_kernels._rms_norm_backward, "bf16 bf16 fp32 fp32 bf16 fp32", norm)
+    compiled(cuda_kernels._rms_norm_backward, "bf16 bf16 fp32 fp32 bf16 fp32", norm | {"ROWS": 1})
     compiled(cuda_kernels._rotate, "bf16 bf16 fp32 fp32 bf16 bf16", {"BACK": True, "H": 16, "KV": 8, "D": 64})
     compiled(cuda_kernels._swiglu, "bf16 bf16 bf16", block)
     compiled(cuda_kernels._swiglu_backward, "bf16 bf16 bf16 bf16 bf16 bf16", block)
