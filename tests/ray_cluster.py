@@ -29,7 +29,7 @@ STORE = 80 << 20
 """Ray wants at least 75 MiB a node."""
 NODE = {"num_cpus": 1, "resources": {"NPU": 2}}
 """Of the shared cluster's four. One core: no two roles that ask for a device each share a node."""
-START_S = 120
+START_S = 360
 CALM = {"RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0"}
 """Ray's log monitor then lists the folder of logs twice a second, not all the time: that takes a third of a core."""
 
@@ -45,9 +45,10 @@ def node_options(server: ForkServer | None) -> dict[str, Any]:
 
 def forking(server: ForkServer) -> dict[str, str]:
     """Environment of a node whose workers `server` forks; with the plug-in tests.ray_own, of a run that starts a Ray of
-    its own."""
+    its own. Waits until it forks: `ray.init` never returns where the first worker of a node cannot start."""
     from ray._private.workers import default_worker
 
+    server.ready()
     return {ray_setup_worker.SERVER: str(server.address), ray_setup_worker.WORKER: default_worker.__file__}
 
 

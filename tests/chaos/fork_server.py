@@ -318,7 +318,7 @@ class ForkServer:
 
     def ready(self) -> None:
         """Wait until it takes orders."""
-        assert self._ready.wait(120), "the fork_server did not come up"
+        assert self._ready.wait(240), "the fork_server did not come up"
 
     def make_python(self, path: Path) -> None:
         """Make `path` a Python whose `-m MODULE` is forked from here; whatever else is run by this interpreter."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 from tests.chaos import ray_plans
 from tests.chaos.fork_server import ForkServer, Run
+from tests.chaos.fork_server import until as waited_for
 from tests.runs import TinyRun, records
 
 WORDS = (
@@ -62,7 +64,10 @@ def until(what: Callable[[], Any], run: Run, out: Path, timeout: float = 240) ->
     end = time.monotonic() + timeout
     while not (found := what()):
         assert not run.ended, f"the run ended ({run.status}):\n{log_of(out)[-3000:]}"
-        assert time.monotonic() < end, f"nothing happened for {timeout} s:\n{log_of(out)[-3000:]}"
+        if time.monotonic() >= end:
+            run.kill(signal.SIGABRT)  # the fault handler writes where every thread is
+            waited_for(lambda: run.ended, 30, pause=0.1)
+            raise AssertionError(f"nothing happened for {timeout} s:\n{log_of(out)[-9000:]}")
         time.sleep(0.1)
     return found
 

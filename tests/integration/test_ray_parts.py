@@ -72,13 +72,17 @@ def test_a_pool_that_the_cluster_does_not_have_says_what_it_has() -> None:
         DevicePool(joined("cpu"), "training", 1, 64, 0, print)
 
 
-def test_pools_share_a_node_as_far_as_it_has_devices() -> None:
+def test_pools_share_a_node_as_far_as_it_has_devices(monkeypatch) -> None:
+    from verl.workers.ray import placement
     from verl.workers.ray.placement import DevicePool
 
+    monkeypatch.setattr(placement, "_QUIET_S", 0.5)
+    said: list[str] = []
     first, second = (DevicePool(joined("npu"), name, 4, 1, 60, print) for name in ("training", "sampling"))
     assert [pool.devices for pool in (first, second)] == [4, 4]
     with pytest.raises(UserError, match="another job holds them, or two pools ask for the same ones"):
-        DevicePool(joined("npu"), "more", 1, 1, 2, print)
+        DevicePool(joined("npu"), "more", 1, 1, 2, said.append)
+    assert said[0].startswith("waiting for free devices: more; free in the whole cluster: ") and " 0 NPU" in said[0]
     first.release()
     second.release()
 

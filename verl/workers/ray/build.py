@@ -165,6 +165,8 @@ class _Builder:
     def _check_nodes(self) -> None:
         """Agents on the nodes of the pools; UserError where a node is not like the driver's."""
         ids = {pool.node_of(bundle) for pool in self.pools for bundle in range(pool.nodes)}
+        if len(ids) > 1:
+            self._say(f"comparing {len(ids)} nodes")
         self.agents = Agents([node for node in self.cluster.nodes() if node.id in ids])
         for text in self.agents.check(needs_of(self.config)):
             self.hooks.notice(text)

@@ -90,6 +90,7 @@ class Agents:
         refs = {name: probe.facts.remote(needs.models, engine_packages()) for name, probe in probes.items()}
         for name, (facts, problem) in ask_all(refs, _FACTS_S).items():
             if problem:
+                del probes[name]  # it would not reply a second time either
                 findings.append(bad("nodes", name, problem, "install the same code there"))
             else:
                 nodes.append(facts | {"name": name})

@@ -17,7 +17,7 @@ from verl.platform.network import LONGEST_WAIT
 from verl.workers.ray.calls import NoRoom, WorkerDied, within
 from verl.workers.ray.cluster import Cluster, worker_environment
 
-_LOOK_S = 1.0
+_LOOK_S, _QUIET_S = 1.0, 5.0
 Started = TypeVar("Started")
 
 
@@ -46,7 +46,7 @@ class DevicePool:
         if self._resource:
             bundle[self._resource] = per_node
         self.group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK")
-        if not self.group.wait(min(timeout, LONGEST_WAIT)):
+        if not self._wait_until_free(notice):
             remove_placement_group(self.group)
             raise UserError(
                 f"{name}: {nodes} × {per_node} {cluster.kind} devices are in the cluster but were not free within "
@@ -55,6 +55,21 @@ class DevicePool:
         self.threads = 1  # of each process, until `share_cores` knows all pools
         self.runtime_env: dict[str, Any] = {}  # more of Ray's fields for each process
         self.variables: dict[str, str] = {}  # more of the environment of each process
+
+    def _wait_until_free(self, notice: Callable[[str], None]) -> bool:
+        """Whether Ray has set the devices aside within the time limit; a wait of more than _QUIET_S is announced."""
+        limit = min(self.timeout, LONGEST_WAIT)
+        if self.group.wait(min(limit, _QUIET_S)):
+            return True
+        if limit <= _QUIET_S:
+            return False
+        kinds = ("CPU", *([self._resource] if self._resource else []))
+        free = ray.available_resources()
+        notice(
+            f"waiting for free devices: {self.name}; free in the whole cluster: "
+            f"{', '.join(f'{free.get(kind, 0.0):g} {kind}' for kind in kinds)}"
+        )
+        return bool(self.group.wait(limit - _QUIET_S))
 
     @property
     def devices(self) -> int:
