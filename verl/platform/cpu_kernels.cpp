@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -26,6 +27,27 @@ struct bf16 {
     uint16_t bits;
 };
 using Size = int64_t;
+
+// A load of a vector that crosses a line of the cache takes twice as long.
+constexpr std::align_val_t LINE{64};
+template <class X> struct OnLines {
+    using value_type = X;
+    OnLines() = default;
+    template <class Y> OnLines(const OnLines<Y>&) {}
+    X* allocate(size_t n) { return (X*)operator new(n * sizeof(X), LINE); }
+    void deallocate(X* p, size_t) { operator delete(p, LINE); }
+    bool operator==(const OnLines&) const { return true; }
+    bool operator!=(const OnLines&) const { return false; }
+};
+using Floats = std::vector<float, OnLines<float>>;
+// Keeps a value in a register where the compiler would load it anew in each instruction that uses it.
+#if defined(__AVX512F__)
+#define HOLD(v) asm("" : "+v"(v))
+#elif defined(__AVX__)
+#define HOLD(v) asm("" : "+x"(v))
+#else
+#define HOLD(v)
+#endif
 
 #define PRAGMA(words) _Pragma(#words)
 #define PARALLEL(work) PRAGMA(omp parallel for num_threads(threads) if (threads > 1 && (work) > 32768))
@@ -324,7 +346,7 @@ static void head_gradients(T* z, const float* stats, Size stats_step, const Size
     for (Size row = 0; row < rows; row++) {
         T* at = z + row * columns;
         float lse = stats[row], entropy = stats[stats_step + row], squares = stats[2 * stats_step + row], g = 0.f;
-        std::vector<float> chosen(wanted);
+        Floats chosen(wanted);
         for (Size k = 0; k < wanted; k++) {
             Size target = targets[row * wanted + k] - start;
             g -= grad[row * wanted + k];
@@ -408,7 +430,7 @@ extern "C" void draw(const float* z, const double* uniform, Size* tokens, float*
 // ---- attention of a decode step over the blocks of the cache
 
 // Blocks of keys and values have whole vectors of rows: those past `count` are read, and what comes of them is left out.
-template <class T> static const float* widened(const T* rows, Size numbers, std::vector<float>& room) {
+template <class T> static const float* widened(const T* rows, Size numbers, Floats& room) {
     if constexpr (sizeof(T) == 4) return rows;
     if (Size(room.size()) < numbers) room.resize(numbers);
     for (Size i = 0; i < numbers; i += W) store(room.data() + i, load(rows + i));
@@ -452,6 +474,7 @@ static inline void product_tile(const float* a, Size row, Size column, const T* 
     for (Size j = 0; j < count; j++)
         for (int c = 0; c < C; c++) {
             V v = load(b + j * width + c * W, n);
+            HOLD(v);
             for (int i = 0; i < Q; i++) acc[i][c] += a[i * row + j * column] * v;
         }
     for (int i = 0; i < Q; i++)
@@ -494,9 +517,9 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
         Size prompt = step.prompt_lengths[rows[0]], longest = 0;
         for (Size r = 0; r < count; r++) longest = std::max<Size>(longest, step.lengths[rows[r]]);
         Size queries = count * per, room = prompt + longest;
-        thread_local std::vector<float> scratch;
+        thread_local Floats scratch;
         scratch.assign(queries * (width + value_width), 0.f);
-        thread_local std::vector<float> scores, block_room;
+        thread_local Floats scores, block_room;
         if (Size(scores.size()) < queries * room) scores.resize(queries * room);
         float *wide = scratch.data(), *sums = wide + queries * width;
         for (Size r = 0; r < count; r++)
@@ -529,7 +552,7 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
                               std::min(cols, length - j), width, scale, own + j, room);
             }
         }
-        std::vector<float> totals(queries);
+        Floats totals(queries);
         for (Size i = 0; i < queries; i++) {
             Size all_keys = prompt + step.lengths[rows[i / per]];
             Size first = window ? std::max<Size>(0, all_keys - window) : 0;
@@ -591,35 +614,33 @@ struct Spans {
     Size count;
 };
 
-// scores [m][step] = q [m, width] · kt [width][tokens], of `count` keys from kt on and a few more
+// scores [Q][step] = q [Q, width] · kt [width][tokens], of C vectors of keys
+template <int Q, int C>
+static inline void score_tile(const float* q, Size width, const float* kt, Size tokens, float* scores, Size step) {
+    V acc[Q][C] = {};
+    for (Size d = 0; d < width; d++)
+        for (int c = 0; c < C; c++) {
+            V v = load(kt + d * tokens + c * W);
+            HOLD(v);
+            for (int r = 0; r < Q; r++) acc[r][c] += q[r * width + d] * v;
+        }
+    for (int r = 0; r < Q; r++)
+        for (int c = 0; c < C; c++) store(scores + r * step + c * W, acc[r][c]);
+}
+template <int C>
+static inline void score_columns(const float* q, Size m, Size width, const float* kt, Size tokens, float* scores, Size step) {
+    constexpr int Q = W == 16 ? 8 : 4;
+    Size i = 0;
+    for (; i + Q <= m; i += Q) score_tile<Q, C>(q + i * width, width, kt, tokens, scores + i * step, step);
+    for (; i + 2 <= m; i += 2) score_tile<2, C>(q + i * width, width, kt, tokens, scores + i * step, step);
+    for (; i < m; i++) score_tile<1, C>(q + i * width, width, kt, tokens, scores + i * step, step);
+}
+// scores [m][step] = q [m, width] · kt [width][tokens], of `count` keys from kt on and up to a vector more
 static void transposed_scores(const float* q, Size m, Size width, const float* kt, Size tokens, Size count, float* scores,
                               Size step) {
-    for (Size j = 0; j < count; j += 2 * W) {
-        Size i = 0;
-        for (; i + 4 <= m; i += 4) {
-            V acc[4][2] = {};
-            for (Size d = 0; d < width; d++) {
-                V a = load(kt + d * tokens + j), b = load(kt + d * tokens + j + W);
-                for (int r = 0; r < 4; r++) {
-                    acc[r][0] += q[(i + r) * width + d] * a;
-                    acc[r][1] += q[(i + r) * width + d] * b;
-                }
-            }
-            for (int r = 0; r < 4; r++) {
-                store(scores + (i + r) * step + j, acc[r][0]);
-                store(scores + (i + r) * step + j + W, acc[r][1]);
-            }
-        }
-        for (; i < m; i++) {
-            V a{}, b{};
-            for (Size d = 0; d < width; d++) {
-                a += q[i * width + d] * load(kt + d * tokens + j);
-                b += q[i * width + d] * load(kt + d * tokens + j + W);
-            }
-            store(scores + i * step + j, a);
-            store(scores + i * step + j + W, b);
-        }
-    }
+    Size j = 0;
+    for (; j + W < count; j += 2 * W) score_columns<2>(q, m, width, kt + j, tokens, scores + j, step);
+    if (j < count) score_columns<1>(q, m, width, kt + j, tokens, scores + j, step);
 }
 
 struct Heads {  // of queries, keys and values: steps of heads and tokens
@@ -633,7 +654,7 @@ template <class T> struct PackHead {
     const Heads& size;
     const Spans& spans;
     Size head, padded, queries = 0, step = 0, visible = 0, first = 0, rows = 0;
-    std::vector<float> keys, values, keys_t, values_t, q, scores;
+    Floats keys, values, keys_t, values_t, q, scores;
     std::vector<std::pair<Size, Size>> ranges;
 
     PackHead(const Heads& size, const Spans& spans, Size head, const T* k, const T* v, bool backward)
@@ -642,11 +663,11 @@ template <class T> struct PackHead {
         copy(v + head * size.v_head, size.v_token, &values, backward ? &values_t : nullptr);
         q.resize((PACK_QUERIES + size.per) * size.width);
     }
-    void copy(const T* from, Size token_step, std::vector<float>* rows, std::vector<float>* turned) {
+    void copy(const T* from, Size token_step, Floats* rows, Floats* turned) {
         Size width = size.width;
         if (rows) rows->resize(size.tokens * width);
         if (turned) turned->assign(width * padded, 0.f);
-        std::vector<float> one(width);
+        Floats one(width);
         for (Size t = 0; t < size.tokens; t++) {
             each(width, [&](Size d, int n) { store(one.data() + d, load(from + t * token_step + d, n), n); });
             if (rows) memcpy(rows->data() + t * width, one.data(), width * sizeof(float));
@@ -659,6 +680,7 @@ template <class T> struct PackHead {
         for (Size i = 0; i < queries; i++) {
             const X* in = from + (head * size.per + i % size.per) * head_step + (first + i / size.per) * token_step;
             each(size.width, [&](Size d, int n) { store(to + i * size.width + d, load(in + d, n) * factor, n); });
+
         }
     }
     // f() of each block of queries, whose keys are `ranges`; `seen(i)`: how many of them query i sees
@@ -681,7 +703,7 @@ template <class T> struct PackHead {
             }
     }
     Size seen(Size i) const { return visible + i / size.per + 1; }
-    void dots(const float* rows_of, const std::vector<float>& turned, std::vector<float>& to) {
+    void dots(const float* rows_of, const Floats& turned, Floats& to) {
         if (Size(to.size()) < queries * step + 2 * W) to.resize(queries * step + 2 * W);
         Size at = 0;
         for (auto [from, end] : ranges) {
@@ -690,7 +712,7 @@ template <class T> struct PackHead {
         }
     }
     // out [queries, width] += weights · rows of the keys
-    void sums(const std::vector<float>& weights, const std::vector<float>& of, float* out) {
+    void sums(const Floats& weights, const Floats& of, float* out) {
         Size at = 0;
         for (auto [from, end] : ranges) {
             product(weights.data() + at, step, 1, queries, of.data() + from * size.width, end - from, size.width, out);
@@ -698,7 +720,7 @@ template <class T> struct PackHead {
         }
     }
     // rows of the keys += weightsᵀ · x [queries, width]
-    void spread(const std::vector<float>& weights, const float* x, std::vector<float>& to) {
+    void spread(const Floats& weights, const float* x, Floats& to) {
         Size at = 0;
         for (auto [from, end] : ranges) {
             product(weights.data() + at, 1, step, end - from, x, queries, size.width, to.data() + from * size.width);
@@ -713,7 +735,7 @@ static void pack_forward(const T* q, const T* k, const T* v, T* out, float* lse,
     DYNAMIC
     for (Size head = 0; head < kv_heads; head++) {
         PackHead<T> h(size, spans, head, k, v, false);
-        std::vector<float> sums(h.q.size());
+        Floats sums(h.q.size()), totals(PACK_QUERIES + size.per);
         Size heads = kv_heads * size.per, width = size.width;
         h.blocks([&] {
             h.gather(q, size.q_head, size.q_token, size.scale, h.q.data());
@@ -725,16 +747,20 @@ static void pack_forward(const T* q, const T* k, const T* v, T* out, float* lse,
                 V peak = all(-INFINITY), total{};
                 each(seen, [&](Size d, int n) { peak = most(filled(load(s + d, n), n, -INFINITY), peak); });
                 float top = largest(peak);
-                each(seen, [&](Size d, int n) { total += filled(exponential(load(s + d, n) - top), n, 0.f); });
-                float normaliser = top + std::log(sum(total));
-                each(seen, [&](Size d, int n) { store(s + d, exponential(load(s + d, n) - normaliser), n); });
+                each(seen, [&](Size d, int n) {
+                    V e = exponential(load(s + d, n) - top);
+                    store(s + d, e, n);
+                    total += filled(e, n, 0.f);
+                });
+                totals[i] = sum(total);
                 std::fill(s + seen, s + h.visible + h.rows, 0.f);
-                lse[(head * size.per + i % size.per) * size.tokens + h.first + i / size.per] = normaliser;
+                lse[(head * size.per + i % size.per) * size.tokens + h.first + i / size.per] = top + std::log(totals[i]);
             }
             h.sums(h.scores, h.values, sums.data());
             for (Size i = 0; i < h.queries; i++) {
                 T* to = out + ((h.first + i / size.per) * heads + head * size.per + i % size.per) * width;
-                each(width, [&](Size d, int n) { store(to + d, load(sums.data() + i * width + d, n), n); });
+                float factor = 1.f / totals[i];
+                each(width, [&](Size d, int n) { store(to + d, load(sums.data() + i * width + d, n) * factor, n); });
             }
         });
     }
@@ -747,7 +773,7 @@ static void pack_gradients(const T* grad, const T* q, const T* k, const T* v, co
     for (Size head = 0; head < kv_heads; head++) {
         PackHead<T> h(size, spans, head, k, v, true);
         Size heads = kv_heads * size.per, width = size.width;
-        std::vector<float> keys(size.tokens * width), values(size.tokens * width), d_out(h.q.size()), wide(h.q.size()),
+        Floats keys(size.tokens * width), values(size.tokens * width), d_out(h.q.size()), wide(h.q.size()),
             d_scores, sums(h.q.size());
         h.blocks([&] {
             h.gather(q, size.q_head, size.q_token, size.scale, h.q.data());
