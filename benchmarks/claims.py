@@ -137,6 +137,7 @@ PLUG_IN = "actor_rollout_ref.model.external_lib"
 SGD = [f"{ACTOR}.optim.optimizer=SGD", f"{ACTOR}.optim.weight_decay=0"]
 LENGTHS = ["data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32", "data.max_response_length=64", *SGD]
 LETTER = "data.max_response_length=1"
+UNPROVEN = ["trainer.logprob_diff_limit=1e9", "trainer.sync_proof=warn"]  # the noise is no mistake
 COINS = [f"{ACTOR}.ppo_epochs=16", f"{ACTOR}.optim.lr=1e-3", LETTER]
 CLAIMS: dict[str, Claim] = {
     "length": Claim(
@@ -165,7 +166,13 @@ CLAIMS: dict[str, Claim] = {
     "router_noise": Claim(
         {"GRPO": [], "GSPO": GSPO},
         *(metric("val/accuracy"), 1.0, ".0%", "experts"),
-        [*UPDATES, *SAMPLED, f"{PLUG_IN}=router_noise", "trainer.logprob_diff_limit=1e9", "trainer.sync_proof=warn"],
+        [*UPDATES, *SAMPLED, f"{PLUG_IN}=router_noise", *UNPROVEN],
+    ),
+    "router_drift": Claim(
+        {"GRPO": [], "GSPO": GSPO},
+        *(metric("actor/entropy"), 1.0, ".1f", "experts"),
+        # GRPO as it was published has no third bound of the ratio.
+        [*UPDATES, f"{LOOP}=coin", f"{PLUG_IN}=router_noise_and_loops", f"{ACTOR}.clip_ratio_c=1000000", *UNPROVEN],
     ),
     "bf16_sampler": Claim(
         {"plain": [], "truncated": ["algorithm.rollout_correction.rollout_is=token"]},
@@ -227,7 +234,9 @@ def write_inputs(out: Path, claim: str) -> None:
     """The rows, the reward and the plug-ins of a claim's runs."""
     pq.write_table(pa.Table.from_pylist(rows(4000, 0, IMPOSSIBLE.get(claim, 0.0))), out / f"{claim}.parquet")
     pq.write_table(pa.Table.from_pylist(rows(32, 1)), out / "val.parquet")
-    for name, text in (("reward", REWARD), ("loops", LOOPS), ("router_noise", NOISE)):
+    for name, text in (
+        ("reward", REWARD), ("loops", LOOPS), ("router_noise", NOISE), ("router_noise_and_loops", LOOPS + NOISE),
+    ):  # fmt: skip
         (out / f"{name}.py").write_text(text)
 
 
