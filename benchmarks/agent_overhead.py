@@ -90,7 +90,8 @@ def body(number):
         messages = [{"role": "user", "content": "1 + 2?"}]
         for n in called:
             call = {"id": f"call_{n}", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
-            messages += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": f"call_{n}", "content": "3"}]
+            result = {"role": "tool", "tool_call_id": f"call_{n}", "content": "3"}
+            messages += [{"role": "assistant", "tool_calls": [call]}, result]
         return "/chat/completions", {"messages": messages, "tools": tools}
     if dialect == "responses":
         items = [{"role": "user", "content": "1 + 2?"}]
@@ -100,9 +101,11 @@ def body(number):
         return "/responses", {"input": items, "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}]}
     messages = [{"role": "user", "content": "1 + 2?"}]
     for n in called:
-        messages += [{"role": "assistant", "content": [{"type": "tool_use", "id": f"call_{n}", "name": "add", "input": {"a": 1, "b": 2}}]},
-                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": f"call_{n}", "content": "3"}]}]
-    return "/messages", {"messages": messages, "max_tokens": 100, "tools": [{"name": "add", "input_schema": PARAMETERS}]}
+        call = {"type": "tool_use", "id": f"call_{n}", "name": "add", "input": {"a": 1, "b": 2}}
+        result = {"type": "tool_result", "tool_use_id": f"call_{n}", "content": "3"}
+        messages += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    tools = [{"name": "add", "input_schema": PARAMETERS}]
+    return "/messages", {"messages": messages, "max_tokens": 100, "tools": tools}
 
 async def main():
     urls, room = json.loads(sys.stdin.read()), asyncio.Semaphore(clients)

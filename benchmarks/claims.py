@@ -62,7 +62,7 @@ class Coin(AgentLoopBase):
 
 @register("verdict")
 class Verdict(AgentLoopBase):
-    \"\"\"A letter of the policy, then the environment says + or - by a coin, which is the score; the policy goes on.\"\"\"
+    \"\"\"A letter of the policy, then the environment says + or - by a coin, the score; the policy goes on.\"\"\"
 
     async def run(self, sampling_params, **row):
         won, prompt = coin(row), np.asarray(row["prompt_ids"], np.int64)
@@ -115,8 +115,8 @@ def longer_when_wrong(run: Path, steps: int) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class Claim:
-    """methods: the words of each; read: what is drawn of a run, over `label`, from 0 to `top` in the form `form`; start:
-    which start model; words: those of all methods."""
+    """methods: the words of each; read: what is drawn of a run, over `label`, from 0 to `top` in the form `form`;
+    start: which start model; words: those of all methods."""
 
     methods: dict[str, Words]
     read: Read
@@ -186,7 +186,8 @@ IMPOSSIBLE = {"dynamic_sampling": 7 / 8}
 
 def rows(count: int, seed: int, impossible: float = 0.0, start: str = "") -> list[dict]:
     """A prompt is one of four digits and a number; the digit says which letter is right. `start` is the model whose
-    supervised training sees the responses: with verdict + or - follows the letter, with skewed seven letters are rare."""
+    supervised training sees the responses: with verdict + or - follows the letter, with skewed seven letters are
+    rare."""
     rng, out, verdict = np.random.default_rng(seed), [], start == "verdict"
     shares = [0.79, *[0.03] * 7] if start == "skewed" else [0.125] * 8
     for i in range(count):

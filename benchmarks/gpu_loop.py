@@ -7,8 +7,8 @@ For each shape and engine, in a process of its own: seconds from its start to th
 responses of exactly --tokens tokens. Said of the median step, the first one left out:
 
 - sampling: tokens a second; share of the bandwidth limit, i.e. the time that reading weights and keys and values once
-  for each decoding pass takes at the copy rate measured in the same run (a prompt's once for all of its responses), over
-  the time of sampling, prefill included;
+  for each decoding pass takes at the copy rate measured in the same run (a prompt's once for all of its responses),
+  over the time of sampling, prefill included;
 - training: model FLOP utilisation, i.e. 3 forward passes' products (no recomputation) over time and measured product
   rate; `mfu` counts a group's prompt once, as it is computed, `mfu_as_repeated` once for each response;
 - most memory by phase. With --trl, TRL's GRPOTrainer does the same work, in an environment of its own.

@@ -124,7 +124,8 @@ def content_of(model: Any, shape: Any, prompts: Any, lengths: list[list[int]]) -
 
 
 def decode(model: Any, shape: Any, platform: Platform, best: dict[str, Any], trace: Path) -> dict[str, Any]:
-    """Prompts of 80 to 240 tokens, shape.responses of each: WARM steps, STEPS that are timed, STEPS that are profiled."""
+    """Prompts of 80 to 240 tokens, shape.responses of each: WARM steps, STEPS that are timed, STEPS that are
+    profiled."""
     from verl.engine.rollout.native.engine import NativeEngine
 
     rows, rng = shape.prompts * shape.responses, np.random.default_rng(0)
@@ -165,7 +166,8 @@ def decode(model: Any, shape: Any, platform: Platform, best: dict[str, Any], tra
 
 
 def update(model: Any, shape: Any, platform: Platform, best: dict[str, Any], trace: Path) -> dict[str, Any]:
-    """One update on prompts of 160 tokens with shape.responses responses of 256 each: a first one, a timed, a profiled."""
+    """One update on prompts of 160 tokens with shape.responses responses of 256 each: a first one, a timed, a
+    profiled."""
     from verl.engine.training.fsdp.engine import FSDPEngine
     from verl.trajectory import Prompt, Trajectory
 

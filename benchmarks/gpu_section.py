@@ -78,7 +78,8 @@ def section(folder: Path) -> str | None:
         head = "step, s | sampled tokens a s | share of bandwidth | MFU in the update | most memory, GiB"
         lines += ["", f"| shape, optimizer | side | {head} |", "|---|---|---|---|---|---|---|", *rows]
     if rows := profile_rows(folder):
-        head = "step, ms | kernels, ms | launches | waits | graphs took, MiB | share of bandwidth, MFU | longest kernels, ms"
+        names = "step, ms", "kernels, ms", "launches", "waits", "graphs took, MiB", "share of bandwidth, MFU"
+        head = " | ".join([*names, "longest kernels, ms"])
         lines += ["", f"| profile | {head} |", "|---|---|---|---|---|---|---|---|", *rows]
     lines += [f"\nNo figures of: {', '.join(missing)}." for missing in [_missing(folder)] if missing]
     return "\n".join(lines)

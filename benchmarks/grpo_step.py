@@ -2,7 +2,7 @@
 
     python benchmarks/grpo_step.py [--precision default|fp32] [--lengths exact|geometric] [--threads 1] [--repeats 3]
     python benchmarks/grpo_step.py --shape 0.5b --prompts 4 --responses 4 --tokens 64 --kl 0.001 --threads 2
-    python benchmarks/grpo_step.py --only verl --engines native vllm sglang=PYTHON --precision fp32 --prompts 4 --tokens 64
+    python benchmarks/grpo_step.py --only verl --engines native vllm sglang=PYTHON --precision fp32 --prompts 4
 
 Same random model, prompts, responses per prompt, exact response lengths, one optimizer step. TRL is installed by this
 script in an environment of its own (--trl-python names an existing one). The first step of each side warms up. With
@@ -87,7 +87,8 @@ def main() -> None:
             record["weights"] = record.get("timings", {}).get("update_weights", 0.0)
             print(
                 f"{side.name:6} step {number} {record['step']:7.2f} s  sampling {record['sampling']:7.2f}  "
-                f"training {record['training']:7.2f}  weights {record['weights']:6.3f}  cpu {record['cpu']:7.2f}  peak {record['peak_gib']:.2f} GiB",
+                f"training {record['training']:7.2f}  weights {record['weights']:6.3f}  cpu {record['cpu']:7.2f}  "
+                f"peak {record['peak_gib']:.2f} GiB",
                 flush=True,
             )
         rates.append(matmul_gflops(args.threads, args.precision))

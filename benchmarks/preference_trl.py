@@ -1,4 +1,5 @@
-"""Three steps of DPO, its variants and a reward model here and with TRL's trainers, from one tiny model: losses, rewards.
+"""Three steps of DPO, its variants and a reward model here and with TRL's trainers, from one tiny model: losses,
+rewards.
 
     python benchmarks/preference_trl.py [--work DIR]       # an environment with verl, TRL, datasets; a minute on a CPU
 

@@ -36,7 +36,8 @@ KINDS = {
     "norms, gates, rotations": r"[Nn]orm|swiglu|silu|[Rr]otat|vecdot|::mv$|rsqrt",
     "head": r"head_|TokenOutputs|logsumexp|draw|searchsorted|cumsum|gather|scatter|::exp",
     "optimizer": r"adamw|foreach|fill_|zero_",
-    "copies, sums": r"copy_|::to$|_to_copy|add|mul|div|cat|clone|contiguous|empty|view|reshape|transpose|slice|as_strided",
+    "copies, sums": r"copy_|::to$|_to_copy|add|mul|div|cat|clone|contiguous|empty|view|reshape|transpose|slice"
+    r"|as_strided",
 }
 
 

@@ -9,10 +9,10 @@ no part of it: a sampler makes them after every push.
 
     python benchmarks/sync_proof.py --probe --threads 2 --json out.json
 
-What the probe of every later push costs with the same model: the product's own rows (of 8 prompts of `--prompt` tokens, 4
-responses to each), the trainer's log-probs of them, and the sampler's draws after a push, which forgot what was cached.
-Beside it the least time of their products at the rate of a large product on this machine, and at `--accelerator` operations
-a second.
+What the probe of every later push costs with the same model: the product's own rows (of 8 prompts of `--prompt` tokens,
+4 responses to each), the trainer's log-probs of them, and the sampler's draws after a push, which forgot what was
+cached. Beside it the least time of their products at the rate of a large product on this machine, and at
+`--accelerator` operations a second.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def probe_of(module: Any, dtype: str, prompt: int, counted: Counter[str]) -> tup
 
 
 def probe_cost(module: Any, dtype: str, rounds: int, prompt: int, accelerator: float) -> dict[str, Any]:
-    """Seconds of both sides of a probe, medians, and the least that their products take. cpu_s: of all threads, which other
-    programs on the machine change less."""
+    """Seconds of both sides of a probe, medians, and the least that their products take. cpu_s: of all threads, which
+    other programs on the machine change less."""
     counted: Counter[str] = Counter()
     from verl.platform import detect
 

@@ -2,8 +2,8 @@
 
     python benchmarks/trees.py [--group 8] [--budget 65536] [--count_shared once] [--out benchmarks/results/trees.json]
 
-A stand-in sampler gives tokens at random; what is counted is the work of the trainer's packs (`verl.engine.training.packing`), with the tree and with
-nothing shared.
+A stand-in sampler gives tokens at random; what is counted is the work of the trainer's packs
+(`verl.engine.training.packing`), with the tree and with nothing shared.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def shapes(millions: float) -> list[tuple[str, tuple[int, ...]]]:
     hidden = 512 if millions < 100 else 1024
     out: list[tuple[str, tuple[int, ...]]] = [("embed", (2048 if millions < 100 else 65536, hidden))]
     layer = [("q", (hidden, hidden)), ("k", (hidden // 2, hidden)), ("v", (hidden // 2, hidden)),
-             ("o", (hidden, hidden)), ("gate", (3 * hidden, hidden)), ("up", (3 * hidden, hidden)), ("down", (hidden, 3 * hidden)),
-             ("norm", (hidden,))]  # fmt: skip
+             ("o", (hidden, hidden)), ("gate", (3 * hidden, hidden)), ("up", (3 * hidden, hidden)),
+             ("down", (hidden, 3 * hidden)), ("norm", (hidden,))]  # fmt: skip
     while sum(torch.Size(s).numel() for _, s in out) < millions * 1e6:
         number = (len(out) - 1) // len(layer)
         out += [(f"layers.{number}.{name}", shape) for name, shape in layer]

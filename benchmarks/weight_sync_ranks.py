@@ -1,10 +1,12 @@
 """What a push of new weights from two training ranks costs, through shared memory to one sampler.
 
-    python benchmarks/weight_sync_ranks.py --json out.json      # with megatron-core: make test-megatron makes its environment
+    python benchmarks/weight_sync_ranks.py --json out.json
+
+With megatron-core where it is installed: make test-megatron makes its environment.
 
 Each way has two ranks on gloo that gather whole tensors, of which the first writes them into buckets of 16 MiB, and one
-reader that copies them into tensors of its own, in float32. Medians; the first round warms up. On fewer than three cores
-the processes wait for each other, so compare the rows with each other, not with those of `weight_sync.py`.
+reader that copies them into tensors of its own, in float32. Medians; the first round warms up. On fewer than three
+cores the processes wait for each other, so compare the rows with each other, not with those of `weight_sync.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What mkdocs does beside its configuration: pages of the repository's root, links that leave the site, and the lists in
-docstrings.
+"""What mkdocs does beside its configuration: pages of the repository's root, links that leave the site, and the lists
+in docstrings.
 
 README.md is the front page. A link to a file of the repository that is no page becomes the file's name.
 """

@@ -83,7 +83,8 @@ def other_names() -> Iterator[str]:
         refused += [(f"{key}={value}", *absent[:2]) for value, absent in values.items()]
     refused += [(key, *absent[:2]) for key, absent in release.FEATURES.items()]
     here = (
-        f"Estimators here: {', '.join(release.built_in('ESTIMATORS'))}; policy losses: {', '.join(release.built_in('LOSSES'))} (and "
+        f"Estimators here: {', '.join(release.built_in('ESTIMATORS'))}; policy losses: "
+        f"{', '.join(release.built_in('LOSSES'))} (and "
         f"registered ones); engines: {', '.join(ROLLOUT_ENGINES)}; strategies: {', '.join(TRAINING_ENGINES)}."
     )
     yield table("## Not in this release", here, "key | what it is | closest", refused).rstrip("\n") + "\n"

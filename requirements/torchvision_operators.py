@@ -1,11 +1,14 @@
-"""Lets `import torchvision` work beside a CPU build of torch, for vLLM and models that see images on a machine without a GPU.
+"""Lets `import torchvision` work beside a CPU build of torch, for vLLM and models that see images on a machine without
+a GPU.
 
-torchvision's wheels hold operators for CUDA builds, which a CPU torch cannot load; the import fails because two of them are unknown.
-Nobody here calls them: they are declared before torchvision is imported. vLLM's own processes need it too, so it goes into the environment:
+torchvision's wheels hold operators for CUDA builds, which a CPU torch cannot load; the import fails because two of them
+are unknown. Nobody here calls them: they are declared before torchvision is imported. vLLM's own processes need it too,
+so it goes into the environment:
 
     pip install --no-deps torchvision==0.28.0
     cp requirements/torchvision_operators.py "$(python -c 'import site; print(site.getsitepackages()[0])')"
-    echo "import torchvision_operators" > "$(python -c 'import site; print(site.getsitepackages()[0])')/torchvision_operators.pth"
+    echo "import torchvision_operators" > "$(python -c 'import site;
+    print(site.getsitepackages()[0])')/torchvision_operators.pth"
 """
 
 import importlib.abc

@@ -104,7 +104,8 @@ def grpo_passk(rows: list[Row], config: Any) -> Any:
 
 
 def maxrl(rows: list[Row], config: Any) -> Any:
-    """The average of the score functions of successes, less that of all: 1/K − 1/n for a success, −1/n else, times n."""
+    """The average of the score functions of successes, less that of all: 1/K − 1/n for a success, −1/n else, times
+    n."""
     out = []
     for row in rows:
         scores = [other.s for other in group_of(rows, row)]

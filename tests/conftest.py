@@ -28,8 +28,8 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: two workers that share the rest out among them then end together. Before them those on the
     shared Ray cluster: one worker has all of them while the other one begins at the other end, so nobody waits for the
-    cluster; and behind them, for that worker has imported it, those with vLLM, and those on the pretend device, the longest
-    ones, which would be the last."""
+    cluster; and behind them, for that worker has imported it, those with vLLM, and those on the pretend device, the
+    longest ones, which would be the last."""
 
     def place(item: pytest.Item) -> tuple[bool, bool, bool]:
         slow = item.get_closest_marker("slow") is not None

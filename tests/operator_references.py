@@ -1,8 +1,9 @@
-"""Operators of CUDA devices in torch on the processor, slow and plain: ours (`torch.ops.verl`, what their Triton kernels
-compute) and torch's own that the processor lacks, with what they refuse.
+"""Operators of CUDA devices in torch on the processor, slow and plain: ours (`torch.ops.verl`, what their Triton
+kernels compute) and torch's own that the processor lacks, with what they refuse.
 
-`install` registers ours, so that the paths for devices run here; on a pretend device too, which takes `OF_CUDA` as well.
-`MOVED` counts the bytes of keys and values that attention reads and writes, which the operators' arguments do not tell.
+`install` registers ours, so that the paths for devices run here; on a pretend device too, which takes `OF_CUDA` as
+well. `MOVED` counts the bytes of keys and values that attention reads and writes, which the operators' arguments do not
+tell.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A pretend Ascend device in pure Python: tensors that say "npu:0" and compute on the processor (`tests.device_tensors`).
+"""A pretend Ascend device in pure Python: tensors that say "npu:0" and compute on the processor
+(`tests.device_tensors`).
 
     python -m tests.pretend_npu verl.trainer.main_ppo trainer.device=npu …
 

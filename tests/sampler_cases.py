@@ -74,8 +74,9 @@ def assert_only_the_adapter_moves(path: Path, engine: Callable[[dict[str, Any]],
 
 
 def assert_agreement(path: Path, engine: Callable[[Path], Any]) -> None:
-    """Sampler and trainer agree from a checkpoint and after syncs: one image, none, several, and one of 64 tokens; first
-    as the engine loads what the trainer saved. Prompts whose image tokens are not those of their images are refused."""
+    """Sampler and trainer agree from a checkpoint and after syncs: one image, none, several, and one of 64 tokens;
+    first as the engine loads what the trainer saved. Prompts whose image tokens are not those of their images are
+    refused."""
     saved, prompts = path.with_name("saved"), vision.make_prompts(path)
     actor = FSDPEngine(path, role_cfg=vision.trained(), device="cpu")
     actor.save_weights(saved)

@@ -191,7 +191,8 @@ def tiny_vision_model(
 
     arch: "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe" or "qwen2_vl"; "glm4v", "glm46v" or "glm4v_moe"; "kimi_vl". An
     image has one token for each 2·patch × 2·patch pixels, 4 to 64 of them. head: elements of an attention head; 32 is
-    the smallest of vLLM's kernels on a CPU. deepstack: layers of the image encoder whose outputs qwen3's text layers get.
+    the smallest of vLLM's kernels on a CPU. deepstack: layers of the image encoder whose outputs qwen3's text layers
+    get.
     """
     if arch.startswith("glm"):
         return _tiny_glm(Path(path), arch, seed, head or 16)

@@ -1,4 +1,5 @@
-"""What the tests add to vLLM's processes where it drafts tokens: a mended kernel, and a record of the drafts' logits."""
+"""What the tests add to vLLM's processes where it drafts tokens: a mended kernel, and a record of the drafts'
+logits."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def mend() -> None:
 def record() -> None:
     """Write, for each token that is drafted, the position of the state that it is drafted from, and the logits.
 
-    DeepSeek's and GLM's layers blank the embedding that stands beside the state at position 0, which the formula does not
+    DeepSeek's and GLM's layers blank the embedding that stands beside the state at position 0, which the formula does
+    not
     say: meanwhile vLLM counts positions from 1. Rotations are relative.
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer

@@ -44,8 +44,8 @@ def add_float32() -> None:
 
 
 def _sequences(metadata: Any) -> Iterator[tuple[Tensor, list[int], int, bool]]:
-    """Of each sequence of a batch: the rows of its tokens; the slots of its state, after each of its tokens where they are
-    drafts; the number of its last tokens that were kept (0: it begins here); whether its tokens are drafts."""
+    """Of each sequence of a batch: the rows of its tokens; the slots of its state, after each of its tokens where they
+    are drafts; the number of its last tokens that were kept (0: it begins here); whether its tokens are drafts."""
     count, known = metadata.num_decodes + metadata.num_prefills, metadata.has_initial_state
     if count:
         starts = metadata.non_spec_query_start_loc.tolist()

@@ -63,8 +63,8 @@ def _patch() -> None:
 
 @functools.cache
 def _spread_experts() -> None:
-    """What vLLM lacks on a CPU for experts that are spread over ranks: its kernel takes every expert for one of its own,
-    and its groups do not gather parts of different lengths."""
+    """What vLLM lacks on a CPU for experts that are spread over ranks: its kernel takes every expert for one of its
+    own, and its groups do not gather parts of different lengths."""
     import torch
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts

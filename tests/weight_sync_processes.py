@@ -60,7 +60,8 @@ def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 
 def hashes(channel: str, reader: int, pushes: int, out: Any, first: int = 0) -> None:
-    """A reader: receives `pushes` transfers of versions first, first + 1, …; reports (reader, checksums or the error's text)."""
+    """A reader: receives `pushes` transfers of versions first, first + 1, …; reports (reader, checksums or the error's
+    text)."""
     from verl.weight_sync.channel import receive
     from verl.weight_sync.verify import checksums
 

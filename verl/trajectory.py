@@ -76,8 +76,8 @@ COLUMNS: dict[str, Column] = {
 distribution sampled from, 0 where the mask is False; routed_experts are a token's experts in each layer that has some,
 -1 where unknown (the last token of a response is never computed). sampling_mask says which tokens a draw from a
 truncated distribution could have given, as `verl.models.sampling_mask` encodes it, b"" where it was not truncated.
-policy_loss_number is there where data sources have policy losses of their own (`verl.algorithms.source_losses`). All but
-the first two are absent (None) until their pass fills them."""
+policy_loss_number is there where data sources have policy losses of their own (`verl.algorithms.source_losses`). All
+but the first two are absent (None) until their pass fills them."""
 
 UNKNOWN_EXPERT = -1
 """In `routed_experts`: nobody saw the token; it goes where its router sends it."""

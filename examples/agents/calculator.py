@@ -2,8 +2,8 @@
 
     make quickstart-agent     (or: python examples/agents/calculator.py --out quickstart_agent)
 
-The products are of numbers that a model this small cannot multiply. The warm-up shows it both ways: most demonstrations guess, the
-others call the tool and repeat what it says. Reinforcement learning finds out which of the two is right.
+The products are of numbers that a model this small cannot multiply. The warm-up shows it both ways: most demonstrations
+guess, the others call the tool and repeat what it says. Reinforcement learning finds out which of the two is right.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/agents/guess.py --out quickstart_guess [--program]
 
-Most games of the warm-up are played at random, whatever is said; the others go by "higher" and "lower". Reinforcement learning finds
-out which of the two wins. --program: the game is a program that asks the model over HTTP (guess_program.py), one process a
-trajectory, and fewer of them a step.
+Most games of the warm-up are played at random, whatever is said; the others go by "higher" and "lower". Reinforcement
+learning finds out which of the two wins. --program: the game is a program that asks the model over HTTP
+(guess_program.py), one process a trajectory, and fewer of them a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A game of several turns as an environment: `agent.environment.name=custom agent.environment.path=examples/agents/guess_env.py:Guess`."""
+"""A game of several turns as an environment:
+`agent.environment.name=custom agent.environment.path=examples/agents/guess_env.py:Guess`."""
 
 from verl.rollout.environments import Observation, StepResult
 

@@ -2,8 +2,8 @@
 
     make quickstart           (or: python examples/quickstart/quickstart.py --out quickstart_run)
 
-The warm-up's demonstrations are of mixed quality: two thirds of them forget an operation. So the warmed-up model has the
-format and most of the arithmetic and is often wrong, which is what reinforcement learning then puts right.
+The warm-up's demonstrations are of mixed quality: two thirds of them forget an operation. So the warmed-up model has
+the format and most of the arithmetic and is often wrong, which is what reinforcement learning then puts right.
 
 Every stage is a command that a user could type; each is printed before it runs. Stages that are done already
 (their output is there) are skipped, so an interrupted quickstart goes on where it stopped.
@@ -148,7 +148,8 @@ def main() -> None:
         build_model(out, args.seed)
     if not (out / f"warm_up/global_step_{args.warm_steps}").exists():
         say(
-            f"3/4  Supervised warm-up, {args.warm_steps} steps, until it answers in the format (about 1.5 minutes on two cores)"
+            f"3/4  Supervised warm-up, {args.warm_steps} steps, until it answers in the format (about 1.5 minutes on "
+            f"two cores)"
         )
         warm_up(out, args.seed, args.warm_steps)
     say(f"4/4  Reinforcement learning with GRPO, {args.steps} steps (about 3 minutes on two cores)")

@@ -2,8 +2,8 @@
 
     make quickstart-vision    (or: python examples/quickstart/quickstart_vision.py --out quickstart_vision_run)
 
-Two thirds of the warm-up's demonstrations forget the blue shapes; reinforcement learning puts that right. Every validation also
-asks the same questions in front of grey images, where the model can only guess.
+Two thirds of the warm-up's demonstrations forget the blue shapes; reinforcement learning puts that right. Every
+validation also asks the same questions in front of grey images, where the model can only guess.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/quickstart/shapes.py --out DIR [--train 4000] [--test 200] [--careless 0.65]
 
-An image is three by three cells, some with a red circle or a blue square. The answer is how many there are. In the warm-up's
-demonstrations a share of the answers is careless: it forgets the blue ones. test.parquet asks every question twice, the second
-time in front of a grey image (data source `shapes_blank`).
+An image is three by three cells, some with a red circle or a blue square. The answer is how many there are. In the
+warm-up's demonstrations a share of the answers is careless: it forgets the blue ones. test.parquet asks every question
+twice, the second time in front of a grey image (data source `shapes_blank`).
 """
 
 from __future__ import annotations

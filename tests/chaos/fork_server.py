@@ -1,10 +1,10 @@
 """Starts commands of verl in milliseconds: a process that has imported everything forks a child per command.
 
 As a program (`python -m tests.chaos.fork_server`): JSON lines on stdin, {"id", "module", "argv", "cwd", "environment",
-"teardown", "alone", "stdout", "stderr"}; responses on stdout, {"id", "pid"} once the child runs and {"id", "status"} once it has
-ended (negative: the signal). With an argument: the same from the connections to that socket. The child is what a fresh
-`python -m MODULE ARGV…` would be: a session of its own, its own streams, default signals, sys.argv, an exit that waits
-for threads and runs what atexit has.
+"teardown", "alone", "stdout", "stderr"}; responses on stdout, {"id", "pid"} once the child runs and {"id", "status"}
+once it has ended (negative: the signal). With an argument: the same from the connections to that socket. The child is
+what a fresh `python -m MODULE ARGV…` would be: a session of its own, its own streams, default signals, sys.argv, an
+exit that waits for threads and runs what atexit has.
 
 `ForkServer` is the client for tests.
 """

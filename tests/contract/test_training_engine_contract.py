@@ -1,4 +1,5 @@
-"""What every training engine keeps, whatever lies below it: one suite, in one process and on two ranks, for each engine.
+"""What every training engine keeps, whatever lies below it: one suite, in one process and on two ranks, for each
+engine.
 
 A test's work is a function of a model's path that runs on every rank and returns what must hold; `on` runs it.
 """

@@ -127,8 +127,8 @@ def test_a_sampler_that_computes_another_model_ends_the_run_after_its_first_step
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_trainers_that_wait_sample_too(tiny, ray_address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler on the trainer's device beside one of its own: what it has begun when the trainer computes goes on in the
-    other, and both hold the weights."""
+    """A sampler on the trainer's device beside one of its own: what it has begun when the trainer computes goes on in
+    the other, and both hold the weights."""
     import ray
 
     from verl.rollout.resumable import ResumableGeneration

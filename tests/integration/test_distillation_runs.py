@@ -166,7 +166,8 @@ def test_a_teacher_that_is_the_policy_and_reads_more(
 
 
 def test_a_text_model_teaches_a_policy_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what transformers says of the response after the prompt less its images, over tokens that can be sampled."""
+    """It says what transformers says of the response after the prompt less its images, over tokens that can be
+    sampled."""
     seen: list = []
     update = Policy.update
     monkeypatch.setattr(

@@ -258,7 +258,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_and_back(train, alone,
 
 @pytest.mark.long
 def test_experts_on_two_ranks_train_as_in_one_process(train, tmp_path) -> None:
-    """To 1e-5: Adam's epsilon is far above the rounding of gradients, of which it would make steps of the learning rate."""
+    """To 1e-5: Adam's epsilon is far above the rounding of gradients, of which it would make steps of the learning
+    rate."""
     words = (
         f"actor_rollout_ref.model.path={tiny_model(tmp_path / 'moe', 'qwen3_moe')}",
         "actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-4",

@@ -141,8 +141,8 @@ def assert_trained(out: Path) -> None:
 
 
 def test_experts_spread_over_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device has half of the experts (`tests/sglang` adds what SGLang lacks for that on a CPU); new weights arrive at
-    both. Copies of attention (data_parallel_size) need NCCL."""
+    """Each device has half of the experts (`tests/sglang` adds what SGLang lacks for that on a CPU); new weights arrive
+    at both. Copies of attention (data_parallel_size) need NCCL."""
     monkeypatch.setattr(arguments, "check_cpu_experts", lambda settings: None)
     path = vllm_model(tmp_path / "model", "qwen3_moe")
     actor, sizes = trainer(path), {"tensor_parallel_size": 2, "expert_parallel_size": 2}

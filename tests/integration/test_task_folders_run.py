@@ -17,7 +17,8 @@ from verl.trainer.main_ppo import main as main_ppo
 
 @pytest.mark.slow
 def test_a_run_on_task_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The model is random, so its turns hold no call; half of the tasks pay by chance of a coin that the test throws."""
+    """The model is random, so its turns hold no call; half of the tasks pay by chance of a coin that the test
+    throws."""
     tasks = tmp_path / "tasks"
     for number in range(4):
         test = "echo $((RANDOM % 2)) > /logs/verifier/reward.txt\n"

@@ -72,8 +72,8 @@ def test_drafts_change_no_log_prob(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def assert_the_layers_own(ours: np.ndarray, start: int, response: np.ndarray, drafts: Path) -> int:
-    """Log-probs that vLLM's layer gives the tokens two after the states it read are the trainer's, `ours`. Returns how many
-    drafts were kept."""
+    """Log-probs that vLLM's layer gives the tokens two after the states it read are the trainer's, `ours`. Returns how
+    many drafts were kept."""
     found = [torch.load(file) for file in sorted(drafts.iterdir())]
     compared = 0
     for draft in found:

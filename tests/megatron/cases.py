@@ -1,4 +1,5 @@
-"""What a rank of the Megatron engine's tests does: outputs, steps, files, offload, all in one process that starts once."""
+"""What a rank of the Megatron engine's tests does: outputs, steps, files, offload, all in one process that starts
+once."""
 
 from __future__ import annotations
 

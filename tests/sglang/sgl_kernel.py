@@ -26,7 +26,8 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 class _Operators:
-    """What modules look up in torch.ops when they are imported; by other names SGLang asks whether there are kernels."""
+    """What modules look up in torch.ops when they are imported; by other names SGLang asks whether there are
+    kernels."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.endswith("_cpu"):
@@ -77,8 +78,8 @@ class _WithExperts(MetaPathFinder):
         return spec
 
 
-# Without a device there is no memory to pin, which SGLang's LoRA layers and its record of routes do in any case. The process
-# of the tests, where transformers builds models, keeps its torch.
+# Without a device there is no memory to pin, which SGLang's LoRA layers and its record of routes do in any case. The
+# process of the tests, where transformers builds models, keeps its torch.
 if getattr(multiprocessing.current_process(), "_inheriting", False):
     for _name in ("tensor", "zeros", "empty"):
         setattr(torch, _name, _unpinned(getattr(torch, _name)))

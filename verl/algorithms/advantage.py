@@ -318,8 +318,8 @@ def real(inputs: EstimatorInputs) -> Result:
 
 @ESTIMATORS.register("rae", keys=["rae_decay"])
 def rae(inputs: EstimatorInputs) -> Result:
-    """A = s − b, then b ← αb + (1 − α)s, one response after the other: b is a running mean for each game (`data_source`)
-    and role (`role` of the loop's fields, else of `extra_info`), at first 0; α is `rae_decay`.
+    """A = s − b, then b ← αb + (1 − α)s, one response after the other: b is a running mean for each game
+    (`data_source`) and role (`role` of the loop's fields, else of `extra_info`), at first 0; α is `rae_decay`.
 
     For self-play, where the members of a group play different roles. b is in the checkpoints.
     Source: SPIRAL, arXiv 2506.24119.

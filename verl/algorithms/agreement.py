@@ -195,11 +195,11 @@ def precision_of_run(rollout: Any, trainer_dtype: str) -> str:
 
 
 def first_step_bound(config: Config, trainer_dtype: str) -> tuple[str, float] | None:
-    """What a run's first batch is held to: `Bounds.far` of the precision in use. trainer_dtype: in which the policy's ranks
-    compute.
+    """What a run's first batch is held to: `Bounds.far` of the precision in use. trainer_dtype: in which the policy's
+    ranks compute.
 
-    None where both may differ by design (bypass mode, a distribution that is truncated by one side or not the one sampled
-    from),
+    None where both may differ by design (bypass mode, a distribution that is truncated by one side or not the one
+    sampled from),
     and where the user has set a limit.
     """
     rollout = config.actor_rollout_ref.rollout
@@ -221,7 +221,8 @@ def first_step_disagreement(
     """Why a run's first batch shows that sampler and trainer do not compute the same model; "" if it does not.
 
     Finds what checksums of a weight sync cannot: tied or fused weights that the sampler derived from old ones, a stale
-    cache. `bound`: of `first_step_bound`. rows: of the batch, to say where they differ. A batch with responses of an earlier version of the weights shows nothing.
+    cache. `bound`: of `first_step_bound`. rows: of the batch, to say where they differ. A batch with responses of an
+    earlier version of the weights shows nothing.
     """
     if bound is None or metrics.get("training/off_policy/trajectory_staleness_worst/max", 0) > 0:
         return ""
@@ -239,8 +240,8 @@ def first_step_disagreement(
 
 
 def where_apart(rows: Iterable[Trajectory]) -> str:
-    """Where in the responses log-probs of sampler and trainer begin to differ clearly, and what that points to; "" where
-    they do not."""
+    """Where in the responses log-probs of sampler and trainer begin to differ clearly, and what that points to; ""
+    where they do not."""
     apart = [
         (row, np.abs(row.old_log_probs - row.rollout_log_probs) * row.response_mask)
         for row in rows
@@ -261,7 +262,8 @@ def where_apart(rows: Iterable[Trajectory]) -> str:
             following += 1
     causes = {
         "the beginning of a response: another prompt (template, image, positions), or other weights": first,
-        "the beginning of a later turn: what stands between the turns is another (template, results of tools)": following,
+        "the beginning of a later turn: what stands between the turns is another (template, results of "
+        "tools)": following,
         "the middle of a response: positions, masks, routes or cached keys and values of decoded tokens": later,
     }
     cause = max(causes, key=causes.__getitem__)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 def compares_teachers_tokens(config: Any) -> bool:
-    """True if the tokens that are compared follow from the teacher's most likely ones (`distillation.distillation_loss`)."""
+    """True if the tokens that are compared follow from the teacher's most likely ones
+    (`distillation.distillation_loss`)."""
     mode = config.loss_mode
     return mode in TOPK_MODES[:2] or (mode in TOPK_MODES and config.token_set in ("teacher", "intersection"))
 
@@ -64,8 +65,8 @@ def topk_terms(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def jsd_terms(student: Tensor, teacher: Tensor) -> Tensor:
-    """½ Σ_v [ν·log(ν/m) + π·log(π/m)], m = (ν + π)/2, of the log-probs of k tokens, [..., k] → [...]. A token of −inf is
-    left out, as in `topk_terms`."""
+    """½ Σ_v [ν·log(ν/m) + π·log(π/m)], m = (ν + π)/2, of the log-probs of k tokens, [..., k] → [...]. A token of −inf
+    is left out, as in `topk_terms`."""
     absent = student == float("-inf")
     student = student.masked_fill(absent, 0.0)
     middle = torch.logaddexp(student, teacher) - math.log(2)
@@ -163,8 +164,9 @@ class Distillation:
         )
 
     def _overlap(self, inputs: LossInputs, student: Tensor, teacher: Tensor, overlap: Tensor | None) -> Metrics:
-        """What the k tokens have of both, and with `overlap` how far the two agree on the most likely tokens. The advantage is the mean of −ν(v)·(log ν(v) − logp(v)) over
-        tokens that are among the k of both, 0 where there is none."""
+        """What the k tokens have of both, and with `overlap` how far the two agree on the most likely tokens. The
+        advantage is the mean of −ν(v)·(log ν(v) − logp(v)) over tokens that are among the k of both, 0 where there is
+        none."""
         student = student.masked_fill(teacher == float("-inf"), float("-inf"))  # not compared
         values = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
         if overlap is None:

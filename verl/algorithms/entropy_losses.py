@@ -120,8 +120,8 @@ STARE_KEYS = ("stare_top_p_ratio", "stare_reweight_w", "stare_reweight_m", "star
 )
 def stare(inputs: LossInputs) -> PolicyLoss:
     """`vanilla` with A·ω for A: while the mini-batch's mean entropy before the step's updates is below
-    stare_target_entropy, ω = stare_reweight_w for the max(1, ⌊stare_top_p_ratio·n⌋) of the n tokens with A > 0 that have
-    the lowest log-prob, stare_reweight_m for those of the tokens with A < 0, else 1.
+    stare_target_entropy, ω = stare_reweight_w for the max(1, ⌊stare_top_p_ratio·n⌋) of the n tokens with A > 0 that
+    have the lowest log-prob, stare_reweight_m for those of the tokens with A < 0, else 1.
 
     stare_reweight_m = 1 is the authors' variant O1, 0.9 their C2; for models of 14 B and more they take 1.05 and 0.95.
     Source: STARE, arXiv 2606.19236, and the README of the authors' code.

@@ -105,7 +105,10 @@ def needed_columns(config: Config) -> frozenset[str]:
         where = f"algorithm.adv_estimator={algorithm.adv_estimator} or policy_loss.loss_mode={loss_mode}"
         why = "no pass produces a column of that name"
         if name == "teacher_contrast_log_probs":
-            why = "it comes from teachers with `contrast`; set distillation.enabled=True, and both `prompt` with {solution} and `contrast` of each"
+            why = (
+                "it comes from teachers with `contrast`; set distillation.enabled=True, and both `prompt` with "
+                "{solution} and `contrast` of each"
+            )
         elif name in _TAUGHT.values():
             why = (
                 "it comes from a teacher; set distillation.enabled=True, "

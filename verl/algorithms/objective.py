@@ -48,12 +48,13 @@ class ActorObjective:
     kl_loss_coef, kl_loss_type, policy_loss.loss_mode); `denominators` the counts of the mini-batch;
     `rollout_correction` the group of that name: with bypass_mode the old policy is the sampler. `tokens_of`: T_i of
     rows (by id) whose trajectory has other segments. `distillation`: a part that is added, or that alone is computed
-    and minimised (use_task_rewards=False). `by_source` is the group `algorithm.by_source`: policy losses of data sources.
+    and minimised (use_task_rewards=False). `by_source` is the group `algorithm.by_source`: policy losses of data
+    sources.
 
     Metrics come as (sum, weight). The mini-batch's value is Σsum / Σweight over its micro-batches: shares and
     means weigh by their tokens; an aggregated term (pg_loss, kl_loss, entropy_loss, loss) is a part of a sum,
-    and weighs by its share of the mini-batch's tokens (with `observation_loss_coef` of those that others wrote, and with
-    demonstrations of theirs, too), so that weights add up to 1 and parts just add.
+    and weighs by its share of the mini-batch's tokens (with `observation_loss_coef` of those that others wrote, and
+    with demonstrations of theirs, too), so that weights add up to 1 and parts just add.
     """
 
     def __init__(

@@ -337,8 +337,8 @@ def gspo(inputs: LossInputs) -> PolicyLoss:
     1+ε_hi)).
 
     Metrics: pg_clipfrac, share of tokens where the clipped term is the larger. The paper has ε_lo 3e-4, ε_hi 4e-4,
-    aggregated by seq-mean-token-mean. LUSPO multiplies the loss of a response by T_i: seq-mean-token-sum. Sources: GSPO,
-    arXiv 2507.18071; LUSPO, arXiv 2602.05261.
+    aggregated by seq-mean-token-mean. LUSPO multiplies the loss of a response by T_i: seq-mean-token-sum.
+    Sources: GSPO, arXiv 2507.18071; LUSPO, arXiv 2602.05261.
     """
     low, high = clip_bounds(inputs.config)
     if "mini_batch_values" in inputs.columns:
@@ -481,8 +481,8 @@ LABEL_WEIGHTS = WholeMiniBatch(_label_weights)
 @LOSSES.register("real", whole=LABEL_WEIGHTS, keys=["policy_loss.real_tau"])
 def real(inputs: LossInputs) -> PolicyLoss:
     """x = −y_i·n_g·sg(w_i)·logp, the gradient of log(1 + Σ_{y=1} exp(−s̄/τ)) + log(1 + Σ_{y=−1} exp(s̄/τ)) over a
-    group: y_i the sign of Ā_i, s̄_i = Σ_t m·d / T_i, τ = real_tau, w_i = exp(−y_i·s̄_i/τ) / (τ·(1 + Σ_j exp(−y_j·s̄_j/τ)))
-    over the members j of the same label.
+    group: y_i the sign of Ā_i, s̄_i = Σ_t m·d / T_i, τ = real_tau, w_i = exp(−y_i·s̄_i/τ) / (τ·(1 + Σ_j
+    exp(−y_j·s̄_j/τ))) over the members j of the same label.
 
     n_g, the members of the group in the mini-batch, makes seq-mean-token-mean the mean over groups. Meant for
     `algorithm.adv_estimator=real`, whose advantages are the labels; with another one A = 0 is no label.

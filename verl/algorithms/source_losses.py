@@ -1,7 +1,7 @@
 """The policy loss of each data source: `algorithm.by_source.NAME.policy_loss` beside the actor's own.
 
-A response's tokens carry the number of their loss in the column `policy_loss_number`: 0 is the actor's, 1 and on those of
-the sources. Each loss sees the micro-batch with the tokens of others masked, and divides by the counts of the whole
+A response's tokens carry the number of their loss in the column `policy_loss_number`: 0 is the actor's, 1 and on those
+of the sources. Each loss sees the micro-batch with the tokens of others masked, and divides by the counts of the whole
 mini-batch: the sum over the losses is one loss.
 """
 
@@ -27,7 +27,8 @@ class ChosenLoss:
     """A policy loss with the settings that it reads.
 
     needs  columns that it declared
-    whole  what it has to know of the whole mini-batch; None in bypass mode with loss_type=reinforce, which reads nothing
+    whole  what it has to know of the whole mini-batch; None in bypass mode with loss_type=reinforce, which reads
+    nothing
     """
 
     actor: Any

@@ -39,8 +39,8 @@ GIGPO_KEYS = ("gigpo_step_weight", "gamma", "norm_adv_by_std_in_grpo")
 
 @ESTIMATORS.register("gigpo", compares_groups=True, keys=GIGPO_KEYS)
 def gigpo(inputs: EstimatorInputs) -> Result:
-    """A = A^E + ω·A^S: A^E of `grpo` on the scores, A^S of `grpo` on R_t = Σ_{j ≥ t} γ^{j−t}·r_j of the group's steps in
-    the same state; ω is `gigpo_step_weight`. A step is a run of policy tokens, r_t the sum of its token rewards.
+    """A = A^E + ω·A^S: A^E of `grpo` on the scores, A^S of `grpo` on R_t = Σ_{j ≥ t} γ^{j−t}·r_j of the group's steps
+    in the same state; ω is `gigpo_step_weight`. A step is a run of policy tokens, r_t the sum of its token rewards.
 
     The state is what the environment said last, token by token. A step that is alone in its state has A^S = 0.
     Source: GiGPO, arXiv 2505.10978, equations 3 and 5 to 8.
@@ -58,8 +58,8 @@ HGPO_KEYS = ("hgpo_history", "hgpo_alpha", "gamma", "norm_adv_by_std_in_grpo")
 
 @ESTIMATORS.register("hgpo", compares_groups=True, keys=HGPO_KEYS)
 def hgpo(inputs: EstimatorInputs) -> Result:
-    """A_t = Σ_k w_k A^k_t, k = 0 … `hgpo_history`: A^k of `grpo` on R_t (of `gigpo`) among the group's steps whose last k
-    + 1 states are the same, w_k ∝ (k + 1)^`hgpo_alpha` over the k where A^k_t is not 0.
+    """A_t = Σ_k w_k A^k_t, k = 0 … `hgpo_history`: A^k of `grpo` on R_t (of `gigpo`) among the group's steps whose last
+    k + 1 states are the same, w_k ∝ (k + 1)^`hgpo_alpha` over the k where A^k_t is not 0.
 
     A step that is alone at every depth has A = 0. Paper: 2 and 1. That depths with A^k = 0 (alone, or equal returns)
     have no weight is in the authors' code. Source: HGPO, arXiv 2602.22817.

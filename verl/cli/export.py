@@ -1,5 +1,5 @@
-"""`verl export RUN OUT`: copy the model of a sealed checkpoint out of a run, whole or not at all; with `--atif` write the
-trajectories of its journal."""
+"""`verl export RUN OUT`: copy the model of a sealed checkpoint out of a run, whole or not at all; with `--atif` write
+the trajectories of its journal."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def settle(
             settings.mean(DYNAMIC, share)
         else:
             notice(
-                f"no effect: {DYNAMIC}: without rollout.nnodes the samplers are on the trainers' devices, and wait for them"
+                f"no effect: {DYNAMIC}: without rollout.nnodes the samplers are on the trainers' devices, and wait "
+                f"for them"
             )
     if given.get(MEMORY) is not None:
         _memory(settings)

@@ -1,7 +1,8 @@
 """The built-in reward managers of the public system as classes, for plug-ins that derive from them.
 
-Those of `verl.workers.reward_manager` are called with a batch and return a reward tensor; those of the reward loop score
-one response at a time (`run_single`). A run that names a built-in manager uses none of them (`verl.reward.runner`).
+Those of `verl.workers.reward_manager` are called with a batch and return a reward tensor; those of the reward loop
+score one response at a time (`run_single`). A run that names a built-in manager uses none of them
+(`verl.reward.runner`).
 """
 
 from __future__ import annotations

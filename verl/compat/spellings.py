@@ -137,7 +137,8 @@ MEGATRON_MODULES = {
 
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
-    "{transfer_queue, *.model.mtp.{method, speculative_*}, *.rollout.mtp, *.router_replay.{record_file, replay_file}, *.qat, "
+    "{transfer_queue, *.model.mtp.{method, speculative_*}, *.rollout.mtp, *.router_replay.{record_file, replay_file}, "
+    "*.qat, "
     "actor_rollout_ref.partition, *.rollout.disaggregation, *.rollout.trace, "
     "global_profiler.global_tool_config, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding, engine.use_remove_padding, "
@@ -158,7 +159,8 @@ NO_EFFECT: dict[str, str] = {
         "all forms are available to plugins"
     ),
     "*.multi_turn.{tokenization_sanity_check_mode, num_repeat_rollouts}": ("tokens are never re-tokenised"),
-    "{*.megatron.forward_only, *.fsdp_config.use_orig_params, *.fsdp_config.forward_only, *.engine.use_orig_params, *.engine.forward_only, "
+    "{*.megatron.forward_only, *.fsdp_config.use_orig_params, *.fsdp_config.forward_only, *.engine.use_orig_params, "
+    "*.engine.forward_only, "
     "*.fsdp_config.strategy, *.fsdp_config.use_torch_compile, *.rollout_n}": "set by the system",
     "reward_model.{micro_batch_size*, max_length, forward_max_token_len_per_gpu, use_dynamic_bsz, strategy, ulysses_*, "
     "model.use_remove_padding, model.fsdp_config, model.input_tokenizer}": (
@@ -171,7 +173,8 @@ NO_EFFECT: dict[str, str] = {
     "async_training.{checkpoint_engine, compute_prox_log_prob}": (
         "see rollout.checkpoint_engine, and algorithm.rollout_correction for the old log-probs"
     ),
-    "async_training.dynamic_schedule_*": "samplers on the trainers' devices begin with new weights and stop when a batch is there",
+    "async_training.dynamic_schedule_*": "samplers on the trainers' devices begin with new weights and stop when a "
+    "batch is there",
     "async_training.parallel_validate_and_rollout": "validation is one stream beside the groups in flight",
     "*.{fsdp_config, engine}.{*_implementation, attn_type, backend_config, ckpt_manager, data_parallel_mode, "
     "data_parallel_replicate_size, data_parallel_size, distributed_strategy, enable_compile, enable_reentrant, "
@@ -190,7 +193,8 @@ NO_EFFECT: dict[str, str] = {
     ),
     "{actor_rollout_ref.actor, actor_rollout_ref.ref, actor_rollout_ref.rollout, critic}.profiler.{tool, save_path, "
     "relocate_results, finish_hook_*}": "one profiler for all roles: global_profiler.*",
-    "global_profiler.relocate_results": "profiles are written to save_path; nsys's, which Ray places, by finish_hook_cmd",
+    "global_profiler.relocate_results": "profiles are written to save_path; nsys's, which Ray places, by "
+    "finish_hook_cmd",
     "critic.nccl_timeout": "actor_rollout_ref.nccl_timeout counts for all process groups",
     "trainer.profile_interval": "global_profiler.steps chooses the steps",
     "*.mixed_precision": "compute is in dtype, sums over ranks in float32 (mixed_precision.{param, reduce}_dtype)",
@@ -201,7 +205,8 @@ NO_EFFECT: dict[str, str] = {
     "*.optim.{muon_split_qkv, muon_tp_mode, muon_fp32_matmul_prec, use_layer_wise_distributed_optimizer}": (
         "Muon steps whole matrices, query, key and value each as one; weights and its state are sharded by FSDP2"
     ),
-    "*.model.lora.{lora_A_init_method, lora_B_init_method, dropout_position, a2a_experimental, dtype, freeze_*}": "with LoRA only the adapter is trained; it starts as in peft",
+    "*.model.lora.{lora_A_init_method, lora_B_init_method, dropout_position, a2a_experimental, dtype, "
+    "freeze_*}": "with LoRA only the adapter is trained; it starts as in peft",
 }
 """Keys that are accepted and change nothing, with the reason that is printed."""
 SILENT = ("not needed", "of what is off")

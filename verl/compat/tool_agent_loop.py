@@ -4,8 +4,8 @@
                    ↓
               TERMINATED
 
-`tool_agent` itself is `verl.rollout.tool_agent`; this loop keeps the tokens of a dialogue in `AgentData`, where handlers
-of a subclass read and write them.
+`tool_agent` itself is `verl.rollout.tool_agent`; this loop keeps the tokens of a dialogue in `AgentData`, where
+handlers of a subclass read and write them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class AgentData:
 
 
 class ToolAgentLoop(AgentLoopBase):
-    """Handlers take `AgentData` and return the next `AgentState`. tools: what `load_all_tools` gives, as its `tools`."""
+    """Handlers take `AgentData` and return the next `AgentState`. tools: what `load_all_tools` gives, as its
+    `tools`."""
 
     def __init__(self, *args: Any, tools: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -43,7 +43,8 @@ UNREAD: dict[str, dict[str, str]] = {
         ),
         "critic.model.mtp.enable": "a critic predicts no tokens",
         "*.model.use_liger": (
-            "norms, gated MLPs, rotations and the head have kernels of verl's own, used wherever Triton compiles for the "
+            "norms, gated MLPs, rotations and the head have kernels of verl's own, used wherever Triton compiles for "
+            "the "
             "device; Liger's are not"
         ),
         "{*.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
@@ -63,8 +64,8 @@ UNREAD: dict[str, dict[str, str]] = {
         "actor_rollout_ref.actor.fsdp_config.param_offload": _SHARED,
     },
 }
-"""Keys of the schema that nothing reads, and why; by when ("": always; see `verl.preflight.values`). Those that an engine
-does not read are in its record."""
+"""Keys of the schema that nothing reads, and why; by when ("": always; see `verl.preflight.values`). Those that an
+engine does not read are in its record."""
 
 _FULL = {"full": Absent("the KL of whole distributions, which needs all logits,", "low_var_kl")}
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {

@@ -37,7 +37,8 @@ def write(folder: Path, trajectory: Trajectory, step: int, decode: Decode, **abo
 
 
 def documents(t: Trajectory, step: int, decode: Decode, *, run: str, model: str, version: str) -> list[dict[str, Any]]:
-    """A document for each segment, all of one session. run: its name; model: the policy's path; version: of the agent."""
+    """A document for each segment, all of one session. run: its name; model: the policy's path; version: of the
+    agent."""
     session = f"{run}/{step}/{t.uid}/{t.index}"
     agent = {"name": str(t.extra.get("agent_loop", SINGLE_TURN)), "version": version, "model_name": model}
     results = []

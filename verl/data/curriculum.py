@@ -101,8 +101,8 @@ class DifficultyPools(PassRateSampler):
 
 
 class EasyToHard(PassRateSampler):
-    """Rows near a pass rate that falls as the policy gets better: exp(−8(p − target)²), at least 0.05, with target = 1 −
-    the mean pass rate of all rows that were sampled."""
+    """Rows near a pass rate that falls as the policy gets better: exp(−8(p − target)²), at least 0.05, with target = 1
+    − the mean pass rate of all rows that were sampled."""
 
     def weight(self, rate: float) -> float:
         target = 1 - sum(self.rates.values()) / len(self.rates)

@@ -480,8 +480,8 @@ class TaskRows(RowFile):
 
 
 def open_file(path: str, cache_dir: str | None = None, *, use_shm: bool = False) -> RowFile:
-    """Open one file by its extension (parquet, json, jsonl), or the rows of `tasks:…`. Raises DataError, also for a file
-    without rows."""
+    """Open one file by its extension (parquet, json, jsonl), or the rows of `tasks:…`. Raises DataError, also for a
+    file without rows."""
     if path.startswith(_TASKS):
         return TaskRows(path)
     local = local_path(path, cache_dir, use_shm=use_shm)

@@ -1,4 +1,5 @@
-"""What transformers lacks of Kimi-VL's processor: images without torchvision, and its tokenizer without code of its own."""
+"""What transformers lacks of Kimi-VL's processor: images without torchvision, and its tokenizer without code of its
+own."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ PIECES = "|".join(
 
 
 class KimiVLImageProcessor(BaseImageProcessor):
-    """The published one's settings and results: an image of more than `in_token_limit` patches is scaled down, its right
-    and lower edge filled with black (`pad_input`; else cropped from its middle) to whole tokens."""
+    """The published one's settings and results: an image of more than `in_token_limit` patches is scaled down, its
+    right and lower edge filled with black (`pad_input`; else cropped from its middle) to whole tokens."""
 
     model_input_names = ["pixel_values", "image_grid_thw"]  # noqa: RUF012
 

@@ -51,8 +51,8 @@ class RLHFDataset:
     """Rows of data files as dicts: the columns, `raw_prompt` (messages) and `index`. Derive to change rows.
 
     data_files: path or list; config: the `data` group; max_samples: the first so many rows, −1 all.
-    Override `__getitem__`, `_build_messages(row) -> messages`, or `_read_files_and_tokenize`, which may set `dataframe` to
-    any sequence of dicts. Checks, templating, the length filter and the order are done by the system on what
+    Override `__getitem__`, `_build_messages(row) -> messages`, or `_read_files_and_tokenize`, which may set `dataframe`
+    to any sequence of dicts. Checks, templating, the length filter and the order are done by the system on what
     `__getitem__` returns. Keys of the `data` group are attributes.
     """
 

@@ -42,8 +42,8 @@ class Reading(ABC):
 
 
 class WithoutImages(Reading):
-    """The policy's prompt without the tokens of images, for a teacher that is a text model. tokens: those that stand for
-    images or mark where they begin and end."""
+    """The policy's prompt without the tokens of images, for a teacher that is a text model. tokens: those that stand
+    for images or mark where they begin and end."""
 
     def __init__(self, tokens: Sequence[int], key: str):
         self._tokens, self._key = tokens, key

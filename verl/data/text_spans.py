@@ -1,4 +1,5 @@
-"""Two tokenizations of one text: the spans that both cut it into, and what a teacher with a tokenizer of its own says."""
+"""Two tokenizations of one text: the spans that both cut it into, and what a teacher with a tokenizer of its own
+says."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ class TextTeacher(TeacherPrompt):
     its own.
 
     On every token of a span the policy's log-prob at the start of the step plus the mean difference over the span,
-    (Σ log ν − Σ log π) / n, n the policy's tokens: so a span's log-ratio is that of its text, equally shared. Tokens from
-    the first on whose bytes are no text, or that the teacher's tokenizer writes otherwise, have a log-ratio of 0.
+    (Σ log ν − Σ log π) / n, n the policy's tokens: so a span's log-ratio is that of its text, equally shared. Tokens
+    from the first on whose bytes are no text, or that the teacher's tokenizer writes otherwise, have a log-ratio of 0.
     Sources: alignment of text spans as in GOLD (Hugging Face 2025) and SimCT, arXiv 2605.07711.
     """
 

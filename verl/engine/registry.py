@@ -166,8 +166,8 @@ class RolloutEngineRecord(EngineRecord):
         return resolve_name(self.builder)(config, tokenizer, platform)
 
     def span(self, config: Any, part: NodePart) -> None:
-        """Have `build` make one part of an engine on several nodes (`Capabilities.several_nodes`): on the first node the
-        engine, on another an object with `readers`, `weights_dtype`, `dead` and `close` of one."""
+        """Have `build` make one part of an engine on several nodes (`Capabilities.several_nodes`): on the first node
+        the engine, on another an object with `readers`, `weights_dtype`, `dead` and `close` of one."""
         raise NotImplementedError(f"{self.name} runs on one node")
 
     def attach(self, config: Config, tokenizer: Any, trainer: TrainingEngine) -> Any:

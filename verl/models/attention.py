@@ -32,8 +32,8 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens [start, end) of the pack. `prefix` are the spans before it that it attends to, as a whole each, in the order of
-    the sequence: its prompt, say, or the way to it in a tree of segments."""
+    """Tokens [start, end) of the pack. `prefix` are the spans before it that it attends to, as a whole each, in the
+    order of the sequence: its prompt, say, or the way to it in a tree of segments."""
 
     start: int
     end: int

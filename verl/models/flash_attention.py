@@ -1,4 +1,5 @@
-"""The packed attention of `packed_attention` through a variable-length flash kernel, on CUDA and Ascend in half precision.
+"""The packed attention of `packed_attention` through a variable-length flash kernel, on CUDA and Ascend in half
+precision.
 
 Two calls of the kernel: every segment on its own, causal; and every response against its group's prompt, all of it
 visible. Their outputs are merged by their log-denominators, out = Σ_i e^{ℓ_i − ℓ}·out_i with ℓ = log Σ e^{ℓ_i}, and

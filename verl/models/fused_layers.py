@@ -1,8 +1,8 @@
 """A device's operators (`Platform.fused_operators`) in place of what modules compute: norms, gated MLPs, rotations.
 
 What a module computes is found by trying: an operator stands in only where a probe shows that it gives what the module
-gives; anything unusual keeps its own code. Replacements are the `forward` of single modules, and of rotations a function
-of the architecture's Python module, in force inside `active()` only.
+gives; anything unusual keeps its own code. Replacements are the `forward` of single modules, and of rotations a
+function of the architecture's Python module, in force inside `active()` only.
 """
 
 from __future__ import annotations

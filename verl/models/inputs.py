@@ -128,9 +128,9 @@ def takes_features(model: Any) -> bool:
 
 
 def _after_last_frames(positions: torch.Tensor, tokens: np.ndarray, counts: torch.Tensor) -> None:
-    """Let what follows a video begin after its largest position, as in the published model and vLLM; transformers' function
-    takes the height and width alone, which a long video exceeds in time. In place: positions int64 [3, P]; tokens: where
-    those of images are; counts: of each image."""
+    """Let what follows a video begin after its largest position, as in the published model and vLLM; transformers'
+    function takes the height and width alone, which a long video exceeds in time. In place: positions int64 [3, P];
+    tokens: where those of images are; counts: of each image."""
     for last in tokens[counts.cumsum(0).numpy() - 1]:
         block = positions[:, : last + 1]
         late = int(block.max()) + 1 - int(positions[:, last + 1 :].min()) if last + 1 < positions.shape[1] else 0

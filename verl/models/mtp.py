@@ -3,8 +3,8 @@
     x_t = W·[norm(embedding of token t+1); norm(h_t)]      the main model's head makes token t+2 of norm(block(x))_t
 
 h_t is what the main model's own head reads (DeepSeek-V3 technical report, 2412.19437, section 2.2). transformers leaves
-these weights in the files; serving engines draft with them. `attach` makes them a module `mtp` of the model, so that they
-are trained, sharded, saved and sent with it; where that is not asked for, saving copies them (`weight_files`).
+these weights in the files; serving engines draft with them. `attach` makes them a module `mtp` of the model, so that
+they are trained, sharded, saved and sent with it; where that is not asked for, saving copies them (`weight_files`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "sha
 
 
 def layer_count(config: Any) -> int:
-    """How many such layers a model's configuration says there are. Published ones of Qwen3-Next do not say; it has one."""
+    """How many such layers a model's configuration says there are. Published ones of Qwen3-Next do not say; it has
+    one."""
     text = config.get_text_config()
     unsaid = 1 if text.model_type == "qwen3_next" else 0
     return next((count for name in _COUNTS if isinstance(count := getattr(text, name, None), int)), unsaid)
@@ -65,8 +66,8 @@ class MultiTokenLayer(nn.Module):
         self.pattern = next(path for path, module in model.named_modules() if module is pattern) + "."
 
     def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """embedded [1, S, H]: of the tokens after those that hidden [1, S, H] are of; positions [1, S]: theirs. What the
-        main model's head makes the token after them of."""
+        """embedded [1, S, H]: of the tokens after those that hidden [1, S, H] are of; positions [1, S]: theirs. What
+        the main model's head makes the token after them of."""
         x = self.proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
         rotation = self._rotary[0](x, position_ids=positions)
         out = self.block(x, position_embeddings=rotation, position_ids=positions, attention_mask=None, use_cache=False)
@@ -74,8 +75,8 @@ class MultiTokenLayer(nn.Module):
         return normed
 
     def name_in_files(self, name: str) -> tuple[str, str]:
-        """Of a tensor of this module: its name in a checkpoint, or for the block how such names start; and of what is in
-        the block the tensor of the main model whose names there are alike after the layer's number, else ""."""
+        """Of a tensor of this module: its name in a checkpoint, or for the block how such names start; and of what is
+        in the block the tensor of the main model whose names there are alike after the layer's number, else ""."""
         part, _, rest = name.partition(".")
         start = self._start + self._names[part]
         return (f"{start.rstrip('.')}.", self.pattern + rest) if part == "block" else (f"{start}.{rest}", "")

@@ -53,8 +53,8 @@ def load_model(
     """Any directory or hub id that AutoModelForCausalLM loads, in `dtype`, attention through verl's function.
 
     head: "value" for the same decoder under a linear layer to one number, which starts at 0 unless the directory has it
-    (transformers' token classifier with one label); "score" for a sequence classifier with one label, whose layer starts
-    at 0 in the same way where it is `trainable`.
+    (transformers' token classifier with one label); "score" for a sequence classifier with one label, whose layer
+    starts at 0 in the same way where it is `trainable`.
     packed: False for a model that is used as transformers has it, with its own attention.
     UserError if the directory is not there, has no configuration or no weights, if weights are missing, or if
     the architecture cannot take another attention function.

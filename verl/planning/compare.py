@@ -48,7 +48,8 @@ def compared(config: Any, run_dir: Path) -> dict[str, tuple[float, float]]:
 def lines(pairs: Mapping[str, tuple[float, float]]) -> str:
     """One line for each phase."""
     rows = [
-        f"  {name:<15}{planned:>9.2f}{measured:>10.2f} {'GiB' if name == 'memory' else 's':<4}{planned / measured - 1:+.0%}"
+        f"  {name:<15}{planned:>9.2f}{measured:>10.2f} "
+        f"{'GiB' if name == 'memory' else 's':<4}{planned / measured - 1:+.0%}"
         for name, (planned, measured) in pairs.items()
     ]
     return "\n".join(["plan of the run    planned  measured (docs/planning.md)", *rows])

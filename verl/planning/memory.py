@@ -86,7 +86,8 @@ def _gathered(role: Role, update: bool, c: Calibration) -> float:
         whole = role.width * (c.gathered * m.layer + c.root * ends)
         reduced = 4.0 * (m.layer + ends) if update and role.trained and not role.adapter else 0.0
         return (whole + reduced) / tensor
-    # In one process autocast, and what our operators keep, is a copy of each weight in the compute type until the pass ends.
+    # In one process autocast, and what our operators keep, is a copy of each weight in the compute type until the pass
+    # ends.
     passes_on = role.kernels and (role.recompute or not update)
     return 2.0 * role.parameters if role.width == 2 and not role.megatron and not passes_on else 0.0
 

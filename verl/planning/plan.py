@@ -22,8 +22,8 @@ PROCESS = 0.5 * GIB
 HOST_LINK = 25e9
 """Bytes a second between a device and the host."""
 KEEPABLE, HOST_KEEPABLE = 0.7, 0.4
-"""Share of the free memory that activations may take before layers are recomputed: the engine's own rule, for measured bytes
-on a device, for estimated ones on a processor."""
+"""Share of the free memory that activations may take before layers are recomputed: the engine's own rule, for measured
+bytes on a device, for estimated ones on a processor."""
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -246,8 +246,8 @@ def changes(config: Any, current: Plan) -> Iterator[tuple[str, Any]]:
 
 
 def advice(config: Any, model_config: Mapping[str, Any], current: Plan) -> tuple[list[str], Plan]:
-    """key=value that make a run fit, tried one after the other and kept where less is too much; and the plan with all of
-    them. It does not fit even so: more devices are needed."""
+    """key=value that make a run fit, tried one after the other and kept where less is too much; and the plan with all
+    of them. It does not fit even so: more devices are needed."""
     changed, kept = copy.deepcopy(config), {}
     lengths = {"prompt": current.work.step.prompt, "response": current.work.step.response}
     for key, value in changes(config, current):

@@ -43,7 +43,8 @@ class Role:
 
     @property
     def kernels(self) -> bool:
-        """Whether fused operators of the device compute the layers: in one process, in half precision, without experts."""
+        """Whether fused operators of the device compute the layers: in one process, in half precision, without
+        experts."""
         alone = not (self.on_host or self.gathers or self.megatron)
         return alone and self.width == 2 and not self.model.expert_count
 
@@ -99,8 +100,8 @@ class Sampler:
     longest     tokens of prompt and response at most; share: of the device's memory (`gpu_memory_utilization`)
     sleeps      weights and cache are released while the trainer computes
     preallocates  the cache takes its whole share from the start
-    tables      as many tokens as all sequences can have are in the cache so many times at most (prompts and responses apart)
-    bucket      bytes of one transfer of weights
+    tables      as many tokens as all sequences can have are in the cache so many times at most (prompts and responses
+    apart) bucket      bytes of one transfer of weights
     """
 
     model: ModelSize

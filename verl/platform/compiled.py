@@ -1,4 +1,5 @@
-"""`FusedOperators` by torch.compile, for devices that Triton compiles for and that have none of their own here (AMD's)."""
+"""`FusedOperators` by torch.compile, for devices that Triton compiles for and that have none of their own here
+(AMD's)."""
 
 from __future__ import annotations
 

@@ -100,8 +100,9 @@ class CpuPlatform(Platform):
 
     def describe(self) -> str:
         kind = "bfloat16 and float32" if self.supports(torch.bfloat16) else "float32"
-        threads = torch.get_num_threads()
-        return f"{os.cpu_count()} cores, {threads} thread{'s' * (threads != 1)}, {kind} products, {self.compiled_kernels()}"
+        number = torch.get_num_threads()
+        threads = f"{number} thread{'s' * (number != 1)}"
+        return f"{os.cpu_count()} cores, {threads}, {kind} products, {self.compiled_kernels()}"
 
 
 PLATFORM = CpuPlatform()

@@ -1,4 +1,5 @@
-"""Kernels for the host's processor: `cpu_kernels.cpp`, built by its C++ compiler at the first use and kept for later ones.
+"""Kernels for the host's processor: `cpu_kernels.cpp`, built by its C++ compiler at the first use and kept for later
+ones.
 
 Without a compiler, or with VERL_COMPILED_KERNELS=off, torch's own operators do the same, to rounding. What is built is
 kept in ~/.cache/verl/kernels under a digest of the source, the compiler, the processor and torch's version. The

@@ -1,4 +1,5 @@
-"""Operators of NVIDIA devices that read and write each number once, where Triton is installed (torch's CUDA builds bring it).
+"""Operators of NVIDIA devices that read and write each number once, where Triton is installed (torch's CUDA builds
+bring it).
 
 Each is one launch of a kernel of `cuda_kernels`, `rms_norm_backward` two.
 """
@@ -18,7 +19,8 @@ define(
     "merge_attention(Tensor(a!) out, Tensor(b!) lse, Tensor other, Tensor other_lse, Tensor index) -> ()",
     "head_forward(Tensor z, Tensor targets, Tensor(a!) state, Tensor(b!) picked, int start, bool entropy, bool squares)"
     " -> ()",
-    "head_backward(Tensor(a!) z, Tensor stats, Tensor targets, Tensor grad, Tensor? entropy, Tensor? squares, int start)"
+    "head_backward(Tensor(a!) z, Tensor stats, Tensor targets, Tensor grad, Tensor? entropy, Tensor? squares, int "
+    "start)"
     " -> ()",
 )
 

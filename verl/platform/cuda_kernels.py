@@ -230,7 +230,8 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, back: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q and k [1, heads, tokens, D] rotated by cos and sin [1, tokens, D]; their memory is that of [tokens, heads, D]."""
+    """q and k [1, heads, tokens, D] rotated by cos and sin [1, tokens, D]; their memory is that of [tokens, heads,
+    D]."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     tokens, width = q.shape[2:]
     heads = q.shape[1], k.shape[1]
@@ -251,8 +252,8 @@ def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, 
 def head_forward(
     z: Tensor, targets: Tensor, state: Tensor, picked: Tensor, start: int, entropy: bool, squares: bool
 ) -> None:
-    """A block of scaled logits [R, C], from column `start`, into float32 `state` [4, R] (maximum, and relative to it Σe,
-    Σe·z, Σe²) and into `picked` [R, n] at `targets` int64 [R, n]."""
+    """A block of scaled logits [R, C], from column `start`, into float32 `state` [4, R] (maximum, and relative to it
+    Σe, Σe·z, Σe²) and into `picked` [R, n] at `targets` int64 [R, n]."""
     rows, columns = z.shape
     options = {"ENTROPY": entropy, "SQUARES": squares, "BLOCK": min(4096, _power(columns))}
     _head_forward[(rows,)](z, targets, state, picked, rows, columns, start, targets.shape[1], **options)

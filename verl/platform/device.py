@@ -230,7 +230,8 @@ class Platform(ABC):
         return None
 
     def compiled_kernels(self) -> str:
-        """Whether kernels that a run may leave out compute here, for people and checkpoints; "" where it has no choice."""
+        """Whether kernels that a run may leave out compute here, for people and checkpoints; "" where it has no
+        choice."""
         return ""
 
     def compiled_operators(self) -> FusedOperators | None:

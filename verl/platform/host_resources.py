@@ -186,8 +186,8 @@ def tune_allocator() -> bool:
 
 
 def cpu_binding(ranks: int, allowed: Sequence[int]) -> str:
-    """Which CPUs the threads of several ranks are bound to, as vLLM and SGLang read it (`0,1|2,3`): the allowed CPUs dealt
-    out evenly, shared when there are too few."""
+    """Which CPUs the threads of several ranks are bound to, as vLLM and SGLang read it (`0,1|2,3`): the allowed CPUs
+    dealt out evenly, shared when there are too few."""
     if len(allowed) < ranks:
         return "|".join(str(allowed[rank % len(allowed)]) for rank in range(ranks))
     share = len(allowed) // ranks

@@ -86,7 +86,8 @@ def table_page(title: str, intro: str, header: Sequence[str], rows: Sequence[Seq
         f'<meta name="color-scheme" content="light dark">\n<title>{html.escape(title)}</title>'
         f'<style>{style}</style></head>\n<body><main><section class="masthead"><h1>{html.escape(title)}</h1>'
         f'<p>{html.escape(intro)}</p></section>\n<section><div class="table-box"><table class="scores"><thead><tr>'
-        f"{head.replace('td>', 'th>')}</tr></thead><tbody>{table}</tbody></table></div></section></main></body></html>\n"
+        f"{head.replace('td>', 'th>')}</tr></thead><tbody>{table}</tbody></table></div></section></main></body></html>"
+        "\n"
     )
 
 

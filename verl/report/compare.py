@@ -28,7 +28,8 @@ def _over(steps: list[int], metrics: Metrics, prefix: str) -> dict[str, list[flo
 
 
 def differences(run: Run, other: Run) -> list[tuple[str, str, str]]:
-    """(key, value, the other's value) of settings and versions in which two runs differ; "–" where one lacks the key."""
+    """(key, value, the other's value) of settings and versions in which two runs differ; "–" where one lacks the
+    key."""
     rows = []
     for prefix, mine, theirs in (("", run.config, other.config), ("versions.", run.versions, other.versions)):
         first, second = dict(flatten(mine)), dict(flatten(theirs))

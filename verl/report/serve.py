@@ -115,7 +115,8 @@ class LivePage:
 
 
 def open_server(paths: Sequence[Path], host: str = "127.0.0.1", port: int = 0) -> tuple[ThreadingHTTPServer, str]:
-    """(a server, not yet running; the address of its page, whose token nobody can guess). OSError: the port is taken."""
+    """(a server, not yet running; the address of its page, whose token nobody can guess). OSError: the port is
+    taken."""
     token = secrets.token_urlsafe(16)
     live = LivePage(paths)
     server = ThreadingHTTPServer((host, port), _handler(live, token))

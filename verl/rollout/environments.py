@@ -54,8 +54,8 @@ def _check(messages: Any) -> None:
 
 class Env(Protocol):
     """What a user writes; one instance serves one trajectory. Methods may be async; others run in a thread of their
-    own. One that has `final()`, which gives a StepResult, is asked at the end of its episode, however that came, what it
-    earned as a whole."""
+    own. One that has `final()`, which gives a StepResult, is asked at the end of its episode, however that came, what
+    it earned as a whole."""
 
     def reset(self, row: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Begin. row: the row's columns, and `raw_prompt`, `extra_info`, `uid`, `sample_index`."""

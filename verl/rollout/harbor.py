@@ -8,8 +8,8 @@
     Harbor           instruction.md, task.toml, environment/Dockerfile, tests/test.sh
     terminal-bench   task.yaml, Dockerfile, tests/, run-tests.sh
 
-The sandbox has this machine's programs (read-only), no network, a file system and processes of its own, and no privileges;
-it takes tasks whose Dockerfile only copies files. Processes do not outlive their command there.
+The sandbox has this machine's programs (read-only), no network, a file system and processes of its own, and no
+privileges; it takes tasks whose Dockerfile only copies files. Processes do not outlive their command there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class TaskFolder:
     """What a folder says. UserError for one that is no task, or that asks for what is not supported.
 
     instruction; test: how the tests run; seconds: of the tests; workdir, variables: of the commands; dockerfile: folder
-    and steps of the image; image: one that is ready, in place of it; network: whether the task has one (None: not told).
+    and steps of the image; image: one that is ready, in place of it; network: whether the task has one (None: not
+    told).
     """
 
     def __init__(self, folder: Path):
@@ -302,8 +303,8 @@ def container_here() -> str:
 
 
 def box_of(task: TaskFolder, container: str = "") -> Box:
-    """What the commands of a task run in. container: docker, podman or sandbox; "": a container tool, where there is one.
-    UserError where the task cannot run here."""
+    """What the commands of a task run in. container: docker, podman or sandbox; "": a container tool, where there is
+    one. UserError where the task cannot run here."""
     if container not in ("", SANDBOX, *CONTAINERS):
         raise UserError(f"environment.kwargs.container={container!r}: use {', '.join(CONTAINERS)} or {SANDBOX}")
     if program := container if container in CONTAINERS else "" if container else container_here():
@@ -343,9 +344,9 @@ async def _tried(box: Box) -> tuple[int, str]:
 
 
 class Task:
-    """A task of a folder. folder: of tasks, or of one; the row's `extra_info.task` names it. container: docker, podman or
-    sandbox; not given: a container tool where one answers, else the sandbox. seconds: of a command. characters: what the
-    policy sees of an output at most."""
+    """A task of a folder. folder: of tasks, or of one; the row's `extra_info.task` names it. container: docker, podman
+    or sandbox; not given: a container tool where one answers, else the sandbox. seconds: of a command. characters: what
+    the policy sees of an output at most."""
 
     def __init__(self, folder: str, container: str = "", seconds: float = 30.0, characters: int = 8000):
         self._folder, self._wanted = Path(folder).expanduser(), container

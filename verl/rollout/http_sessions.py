@@ -1,4 +1,5 @@
-"""Sessions over HTTP, on loopback unless told otherwise: what a program that speaks to an OpenAI-compatible URL is given.
+"""Sessions over HTTP, on loopback unless told otherwise: what a program that speaks to an OpenAI-compatible URL is
+given.
 
     http://127.0.0.1:PORT/TOKEN/v1      OpenAI's base URL of one session; what its paths answer: `verl.rollout.dialects`
 
@@ -51,8 +52,8 @@ Handler = Callable[[Any, dict[str, Any]], Awaitable[Result]]
 """Answers a request: a session, and the body; of a path that ends with an id, the id is in the body. A body that is not
 JSON is `{"data": bytes}`."""
 ROUTES: dict[str, tuple[str, Handler]] = {}
-"""Path → the method that it takes, and what answers it; `verl.rollout.dialects` fills it. ID stands for a path's end that
-is not named here."""
+"""Path → the method that it takes, and what answers it; `verl.rollout.dialects` fills it. ID stands for a path's end
+that is not named here."""
 
 
 class NotFound(LookupError):

@@ -4,8 +4,8 @@
     step  ─→ POST /TOOL            the arguments of a call; what comes back is what the policy sees
     final ─→ POST /verify          the task and a response of the Responses API with all turns; the reward comes back
 
-A task is a row of NeMo Gym's data sets: `responses_create_params` (input, tools) and whatever the server reads. It is the
-row's `extra_info.task`, or the row itself where that has the column `responses_create_params`.
+A task is a row of NeMo Gym's data sets: `responses_create_params` (input, tools) and whatever the server reads. It is
+the row's `extra_info.task`, or the row itself where that has the column `responses_create_params`.
 """
 
 from __future__ import annotations

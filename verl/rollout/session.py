@@ -43,8 +43,8 @@ class LoopSetup:
     """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked
     configuration.
 
-    timeout: seconds of a trajectory. longest: tokens of context and response together. longest_turn: tokens of a turn of
-    the model in a dialogue. tool_format: how the model writes calls. engine: the sampler's name. http_address: where
+    timeout: seconds of a trajectory. longest: tokens of context and response together. longest_turn: tokens of a turn
+    of the model in a dialogue. tool_format: how the model writes calls. engine: the sampler's name. http_address: where
     sessions are served (port 0: a free one). as_inference: a turn sees the dialogue as the template writes it, in a new
     segment where that is not what was written so far.
     """
@@ -202,10 +202,10 @@ class Session:
         """Sample the next turn of a dialogue. Where it goes on from turns of this session their tokens stay as they
         were sampled.
 
-        sampling: max_tokens, stop, stop_token_ids, grammar (`SamplingParams`); over HTTP the message ends before the stop string. An image that a
-        message holds (`{"type": "image", "image": …}`) begins a segment. on_text: gets the message's content in pieces,
-        while it is sampled where the engine streams. OutOfTokens if there is no room, BadRow where
-        the template refuses the messages or an image cannot be shown.
+        sampling: max_tokens, stop, stop_token_ids, grammar (`SamplingParams`); over HTTP the message ends before the
+        stop string. An image that a message holds (`{"type": "image", "image": …}`) begins a segment. on_text: gets the
+        message's content in pieces, while it is sampled where the engine streams. OutOfTokens if there is no room,
+        BadRow where the template refuses the messages or an image cannot be shown.
         """
         if wrong := [name for name in sampling if name not in _OWN]:
             raise ValueError(f"session.chat takes {', '.join(_OWN)}; the run sets {', '.join(wrong)}")

@@ -11,8 +11,8 @@ from verl.rollout.tools.parsers import marks, parse
 class TurnText:
     """Passes on the text of a turn in pieces, which together are the content of its message.
 
-    tool_format: how calls are written, "" where no call is read. The text of a format whose calls have no marks comes as
-    a whole at the end. stop: strings before which the message ends.
+    tool_format: how calls are written, "" where no call is read. The text of a format whose calls have no marks comes
+    as a whole at the end. stop: strings before which the message ends.
     """
 
     def __init__(self, tokenizer: Any, tool_format: str, stop: Sequence[str], on_text: Callable[[str], None]):

@@ -142,8 +142,8 @@ def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[
 
 
 def _tree(t: Trajectory) -> dict[str, Any]:
-    """`segments`, where there are several: of each [number of the segment that it begins as, or None; tokens shared with
-    that; all tokens; tokens that the policy wrote]."""
+    """`segments`, where there are several: of each [number of the segment that it begins as, or None; tokens shared
+    with that; all tokens; tokens that the policy wrote]."""
     if len(t.segments) < 2:
         return {}
     sizes = [

@@ -113,9 +113,9 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def reward_metrics(batch: Batch) -> dict[str, Number]:
-    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, abstentions, comparisons that a verifier
-    could not make because of the response, time per response, and the mean of each of several rewards before its
-    weight.
+    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, abstentions, comparisons that
+    a verifier could not make because of the response, time per response, and the mean of each of several rewards before
+    its weight.
 
     Responses the sampler lost were never scored: they are training/rollout_failure/evicted_samples.
     """

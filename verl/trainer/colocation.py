@@ -23,8 +23,8 @@ from verl.workers.roles import Role
 class Colocation:
     """The sampler lends its memory while it is idle and the trainer works on the same devices. It is not idle with
     trainer.max_staleness > 0, and has devices of its own with rollout.nnodes > 0; rollout.free_cache_engine=False keeps
-    its memory. A judge on the same devices lends its memory with it. With rollout.trainer_memory_utilization a pool that
-    has devices of its own has samplers on the trainers', too, and these lend theirs.
+    its memory. A judge on the same devices lends its memory with it. With rollout.trainer_memory_utilization a pool
+    that has devices of its own has samplers on the trainers', too, and these lend theirs.
 
     A role whose engine offloads something (`Placement.leaves`) is in host memory except during its own passes and
     updates; so is a classifier that scores on the policy's devices.

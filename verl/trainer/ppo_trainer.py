@@ -197,7 +197,8 @@ def train_on(
     """A step from scores to new weights: passes, advantages, updates; fills the batch's columns on the way. Returns
     metrics, and the result of each role that was updated.
 
-    state: what the estimator keeps from step to step. within: makes the context of a phase, of the role that computes in it and whether it is updated.
+    state: what the estimator keeps from step to step. within: makes the context of a phase, of the role that computes
+    in it and whether it is updated.
     """
     warm = step >= config.trainer.critic_warmup or "critic" not in roles
     for forward_pass in passes if warm else with_old_log_probs(list(passes)):

@@ -57,8 +57,8 @@ PHASES = {"rollout": "gen"}
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step came to: its metrics, the advantages of all response tokens, float32 [ΣL], and the policy's gradient in
-    the first update."""
+    """What a step came to: its metrics, the advantages of all response tokens, float32 [ΣL], and the policy's gradient
+    in the first update."""
 
     metrics: dict[str, Any]
     advantages: np.ndarray
@@ -167,7 +167,8 @@ class Recording:
         start = max(starts, default=0)
         if absent := [n for n in range(start + 1, step + 1) if n not in self.steps]:
             raise UserError(
-                f"step {step} needs steps {start + 1} to {step} of {self.run / JOURNAL}, which lacks {absent[0]}: keep more "
+                f"step {step} needs steps {start + 1} to {step} of {self.run / JOURNAL}, which lacks {absent[0]}: "
+                f"keep more "
                 "(trainer.journal, GiB), or save checkpoints more often (trainer.save_freq)"
             )
         return starts.get(start)
@@ -345,8 +346,8 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 def audit(run: Path, step: int, config: Config) -> Iterator[str]:
-    """Lines on how far the log-probs of a step's tokens, the sampler's and the trainer's, are from those of transformers
-    with the weights of that step, row by row and in float32."""
+    """Lines on how far the log-probs of a step's tokens, the sampler's and the trainer's, are from those of
+    transformers with the weights of that step, row by row and in float32."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     recording, temperature = Recording(run), float(config.actor_rollout_ref.rollout.temperature)

@@ -39,8 +39,9 @@ _CLIPPED = 1e-3  # share of clipped tokens, which have no gradient
 
 @dataclass(frozen=True, slots=True)
 class TurnEnds:
-    """How turns end. tokens: every token that ends one, by the model's files, its tokenizer and its template; token: the
-    one that the chat template writes after the model's turn (-1: none), and separator the white space after that."""
+    """How turns end. tokens: every token that ends one, by the model's files, its tokenizer and its template; token:
+    the one that the chat template writes after the model's turn (-1: none), and separator the white space after
+    that."""
 
     tokens: tuple[int, ...]
     token: int = -1
@@ -162,13 +163,15 @@ class StepChecks:
             assert ends is not None
             if (token := ends.passed(s)) is not None:
                 yield (
-                    f"end: response {s.index} of {s.uid} goes on after token {token}, with which the model ends a turn: the "
+                    f"end: response {s.index} of {s.uid} goes on after token {token}, with which the model ends a "
+                    f"turn: the "
                     f"sampler does not know it as an end (rollout.stop_token_ids=[{token}] says so)"
                 )
                 return
             if (text := ends.joined(s, self._tokenizer)) is not None:
                 yield (
-                    f"turns: in response {s.index} of {s.uid} {text!r} follows the end of a turn, where the chat template "
+                    f"turns: in response {s.index} of {s.uid} {text!r} follows the end of a turn, where the chat "
+                    f"template "
                     f"writes {ends.separator!r}: the model sees dialogues that its template does not make"
                 )
                 return
@@ -254,8 +257,8 @@ class StepChecks:
             )
 
     def _apart(self, name: str, reported: float, expected: float, size: float) -> str:
-        """What it means that a loss, or a role's scale_derivative, is not the expected one; "" where it is. size: of its
-        terms."""
+        """What it means that a loss, or a role's scale_derivative, is not the expected one; "" where it is. size: of
+        its terms."""
         if not abs(reported - expected) > BOUNDS[self._precision].loss * size + 1e-6:
             return ""
         check, subject = "loss", name
@@ -263,11 +266,12 @@ class StepChecks:
         if name.endswith("/scale_derivative"):
             check, subject = "gradient", f"the gradient of {name.partition('/')[0]} along its last normalisation"
             why = "gradients are divided or added up once more, or those of an earlier mini-batch are among them"
-        return f"{check}: {subject} of the first mini-batch is {reported:.4g}; its rows and masks give {expected:.4g}: {why}"
+        numbers = f"is {reported:.4g}; its rows and masks give {expected:.4g}"
+        return f"{check}: {subject} of the first mini-batch {numbers}: {why}"
 
     def _of_objective(self, updates: Mapping[str, UpdateResult]) -> Iterator[str]:
-        """The actor's loss, and its gradient, of the first mini-batch as a single micro-batch: for losses whose value and
-        slope at ratio 1 no formula here gives, by their own functions."""
+        """The actor's loss, and its gradient, of the first mini-batch as a single micro-batch: for losses whose value
+        and slope at ratio 1 no formula here gives, by their own functions."""
         first = updates["actor"].first if "actor" in updates and self._recomputes else None
         if first is None:
             return

@@ -9,8 +9,8 @@ each push both sides give the log-probs of these tokens:
 
 A sampler that follows has a slope of 1, one that never got the weights, reverts to old ones or does not apply an
 adapter has 0. What differs between the two sides by design (precision, kernels) cancels in the moves. A verdict waits
-until the trainer's moves are so much larger than the noise of the precision that the slope is certain. An adapter begins
-with B = 0: before the first update both sides are compared with another B, too. Checksums of a
+until the trainer's moves are so much larger than the noise of the precision that the slope is certain. An adapter
+begins with B = 0: before the first update both sides are compared with another B, too. Checksums of a
 transfer (`verl.weight_sync.verify`) say what arrived; this says what is computed.
 """
 
@@ -62,8 +62,8 @@ class SamplerDoesNotFollow(RuntimeError):
 class ProbeRow:
     """A start of a response and what the sampler drew after it.
 
-    prompt: its name; count: tokens to draw; drawn int64 [count]; sampler, trainer: float32 [count], their log-probs under the first
-    weights; None before
+    prompt: its name; count: tokens to draw; drawn int64 [count]; sampler, trainer: float32 [count], their log-probs
+    under the first weights; None before
     """
 
     ids: np.ndarray
@@ -111,7 +111,8 @@ class Moves:
 
     @property
     def follows(self) -> bool:
-        """False when it is certain that the sampler has not followed, or when a fifth of its tokens have moved apart."""
+        """False when it is certain that the sampler has not followed, or when a fifth of its tokens have moved
+        apart."""
         if len(self.trainer) < FEWEST:
             return True
         apart = float(np.quantile(np.abs(self.sampler - self.trainer), 0.8))
@@ -215,7 +216,8 @@ class SyncProbe:
             parts.workers.weight_sync.push(version)
         if unapplied:
             self._problem = (
-                f"before the first step: a known adapter moves the trainer's log-probs of {len(moves.trainer)} tokens, and "
+                f"before the first step: a known adapter moves the trainer's log-probs of {len(moves.trainer)} "
+                f"tokens, and "
                 f"the sampler's by {max(0.0, moves.slope):.0%} of that: the adapter is not applied as it should be in "
                 f"{unapplied}: report it, and try rollout.name=native; trainer.sync_proof=warn goes on"
             )
@@ -303,7 +305,8 @@ class SyncProbe:
             )
         if self._agrees_uncached(number):
             return (
-                f"{facts}. All weights arrived, and it computes with them where it has nothing cached: it reuses keys and "
+                f"{facts}. All weights arrived, and it computes with them where it has nothing cached: it reuses keys "
+                f"and "
                 "values of earlier weights: report it, and set rollout.enable_prefix_caching=False"
             )
         adapter = "the adapter is not applied, or " if self._adapted else ""
@@ -377,8 +380,8 @@ def _number_of(layer: str) -> str:
 
 
 def rows_of(segments: Iterable[Segment]) -> list[ProbeRow]:
-    """Starts of different responses to the shortest prompts, `ROWS` of them or as many as there are; those of a prompt are
-    neighbours."""
+    """Starts of different responses to the shortest prompts, `ROWS` of them or as many as there are; those of a prompt
+    are neighbours."""
     usable = (s for s in segments if s.rollout_log_probs is not None and s.response_mask[:PREFIX].any())
     by_prompt: dict[str, list[Segment]] = {}
     for segment in sorted(usable, key=lambda s: len(s.context_ids)):

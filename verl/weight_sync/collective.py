@@ -153,7 +153,8 @@ def _process_group(backend: str, store: dist.Store, rank: int, size: int, limit:
 
 @contextmanager
 def _waits_that_raise() -> Iterator[None]:
-    """A group made in this block raises from `wait` where a rank is lost; by default torch's watchdog ends the process."""
+    """A group made in this block raises from `wait` where a rank is lost; by default torch's watchdog ends the
+    process."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -187,8 +188,8 @@ def broadcast(
     """Rank 0's side: weights to the relays, and to the readers of this host on `channel`, if any.
 
     The other ranks call `relay` meanwhile. As with `BucketSender.send`, `weights` is used up whatever happens, and
-    WeightSyncError names the host that failed. Returns when all samplers of all hosts have everything. last: of the last
-    transfer; only what changed since travels, and `bytes` counts what is broadcast.
+    WeightSyncError names the host that failed. Returns when all samplers of all hosts have everything. last: of the
+    last transfer; only what changed since travels, and `bytes` counts what is broadcast.
     """
     started = time.monotonic()
     size = buckets.bucket_size(bucket_bytes)
@@ -246,7 +247,8 @@ def relay(group: WeightGroup, channel: Channel, last: SentBuckets | None = None)
 
 
 def _same_start(group: WeightGroup, last: SentBuckets | None) -> None:
-    """Forget the last transfer's buckets where one of the ranks has others, or none. A transfer that fails leaves none."""
+    """Forget the last transfer's buckets where one of the ranks has others, or none. A transfer that fails leaves
+    none."""
     if last is not None:
         tokens = group.gather(last.token)
         if not last.token or len(set(tokens)) > 1:

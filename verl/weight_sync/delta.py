@@ -37,8 +37,8 @@ class SentBuckets:
         self._buckets[number : number + 1] = [(header, bucket.view(_WORD).clone())]
 
     def changes(self, number: int, header: bytes, bucket: torch.Tensor) -> torch.Tensor | None:
-        """What to send for uint8 [even], bucket `number`: uint8 [3·c] of c words, their values first, then the gaps. None: the
-        bucket itself. It is stored either way."""
+        """What to send for uint8 [even], bucket `number`: uint8 [3·c] of c words, their values first, then the gaps.
+        None: the bucket itself. It is stored either way."""
         same = number < len(self._buckets) and self._buckets[number][0] == header
         if not (same and self.words(number).numel() * 2 == bucket.numel()):
             self.store(number, header, bucket)

@@ -34,8 +34,9 @@ _CONNECT_S = 5.0
 
 
 def collect(models: Sequence[str] = (), engines: Sequence[str] | None = None) -> dict[str, Any]:
-    """What a run compares between nodes and what each must have, JSON-like. `models`: directories or hub ids. `engines`:
-    distributions of engines, the driver's: plug-in modules may register some there; None: those of this process."""
+    """What a run compares between nodes and what each must have, JSON-like. `models`: directories or hub ids.
+    `engines`: distributions of engines, the driver's: plug-in modules may register some there; None: those of this
+    process."""
     names = (*PACKAGES, *(engine_packages() if engines is None else engines))
     versions = {name: version for name in names if (version := probe.version(name))}
     if "torch" in versions:

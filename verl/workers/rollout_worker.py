@@ -56,8 +56,8 @@ class RolloutWorker(Profiled):
         return os.getpid()
 
     async def start(self, part: NodePart | None = None) -> dict[str, Any]:
-        """Build the engine, or its part on this node. Its weights are good after the first `receive_weights`. UserError if
-        it cannot be.
+        """Build the engine, or its part on this node. Its weights are good after the first `receive_weights`. UserError
+        if it cannot be.
 
         Returns what a sender of weights has to know: who reads, and the data type to send (None: as they are).
         """

@@ -269,8 +269,8 @@ def partition(rows: Sequence[Segment], ranks: int, *, balance: bool = True, halv
     """Positions in `rows` for each of `ranks`, ascending; every position exactly once, some ranks maybe none.
 
     Groups stay whole, so that a prompt is computed once, unless there are fewer groups than ranks; then with `halve`
-    the longest are halved. `balance` gives the heaviest remaining group to the rank with the least load; otherwise ranks get runs of
-    the rows in their order. The same rows give the same partition.
+    the longest are halved. `balance` gives the heaviest remaining group to the rank with the least load; otherwise
+    ranks get runs of the rows in their order. The same rows give the same partition.
     """
     units = _units(rows, ranks if halve else 0)
     if not balance:

@@ -244,7 +244,8 @@ def test_rlcsd_leaves_out_responses_without_a_right_and_a_wrong_one_to_read() ->
     batch[0].extra["without_contrast"] = True
     compute_advantages(batch, config(adv_estimator="rlcsd"), rollout_n=3)
     assert batch[0].advantages.tolist() == [0, 0]
-    # Of the six tokens four are counted, of which one has a change: the mean of the other three is over three, not five.
+    # Of the six tokens four are counted, of which one has a change: the mean of the other three is over three, not
+    # five.
     assert batch[1].advantages.tolist() == pytest.approx([expected[1][0], expected[1][1] * 5 / 3])
     assert batch[2].advantages.tolist() == pytest.approx([a * 5 / 3 for a in expected[2]])
 

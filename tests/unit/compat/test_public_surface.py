@@ -1,4 +1,5 @@
-"""What users, plug-ins and unit tests of the public system start and import: entry points, metrics, advantages, configurations."""
+"""What users, plug-ins and unit tests of the public system start and import: entry points, metrics, advantages,
+configurations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Keys and values drawn from the schema itself: nothing outside a range is accepted, nothing inside ends in a traceback, and what the
-check accepts runs two steps, in runs of every kind (tests.kinds). `VERL_DRAWS` and `VERL_DRAWS_SEED`: how many draws really run,
-and which; of those that are only checked there are ten times as many. `VERL_DRAWS_OF`: of these kinds of runs alone, as
-`critic,LoRA`."""
+"""Keys and values drawn from the schema itself: nothing outside a range is accepted, nothing inside ends in a
+traceback, and what the check accepts runs two steps, in runs of every kind (tests.kinds). `VERL_DRAWS` and
+`VERL_DRAWS_SEED`: how many draws really run, and which; of those that are only checked there are ten times as many.
+`VERL_DRAWS_OF`: of these kinds of runs alone, as `critic,LoRA`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ NOT_RUN += (
     "megatron",
     "reward_model.rollout",
 )
-"""What asks for other machines, for other runs than two steps of seconds, or for one that leaves responses out; what leads nowhere."""
+"""What asks for other machines, for other runs than two steps of seconds, or for one that leaves responses out; what
+leads nowhere."""
 OF_TOKENS = ("are longer than data.max_", "no trained token")
 """What refuses a run before it starts and after the check, which counts no tokens."""
 TEXTS = {
@@ -98,7 +99,8 @@ def beyond(known: Field, kind: type) -> st.SearchStrategy:
 
 
 def values(known: Field, cheap: bool) -> st.SearchStrategy[str]:
-    """Values of a key as they are written. `cheap`: others than the default, such that a run of a few seconds comes of them."""
+    """Values of a key as they are written. `cheap`: others than the default, such that a run of a few seconds comes of
+    them."""
 
     usual = known.default() if isinstance(known.default(), (int, float)) else None
 

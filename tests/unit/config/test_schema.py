@@ -105,7 +105,8 @@ def test_every_key_has_help_and_a_type_that_fits_its_default(entry):
 
 @pytest.mark.parametrize("entry", list(ROOTS))
 def test_every_key_is_read_or_said_to_be_without_effect(entry):
-    """By the last part of its name, in whatever module; of Megatron's keys and of a feature that is refused none is read."""
+    """By the last part of its name, in whatever module; of Megatron's keys and of a feature that is refused none is
+    read."""
     globs = [glob.rpartition(".")[0] for glob in release.FEATURES if glob.count(".") > 2]
     globs += ["skip", *release.FEATURES, *(glob for table in release.UNREAD.values() for glob in table)]
     globs += [

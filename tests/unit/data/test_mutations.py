@@ -1,7 +1,8 @@
-"""Damaged and odd data files: every one is refused by name, or its bad rows are named and counted, or it can be trained on. In both
-formats of rows, with images and without, as parquet and as JSON, with columns of tools.
+"""Damaged and odd data files: every one is refused by name, or its bad rows are named and counted, or it can be trained
+on. In both formats of rows, with images and without, as parquet and as JSON, with columns of tools.
 
-VERL_DATA_MUTATIONS: how many files; VERL_DATA_MUTATIONS_FROM: the number of the first. A failure names the file's number.
+VERL_DATA_MUTATIONS: how many files; VERL_DATA_MUTATIONS_FROM: the number of the first. A failure names the file's
+number.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def picture() -> bytes:
 
 @dataclass(frozen=True)
 class Form:
-    """What a file is before it is changed: the plain format or the chat format, with images or without, as text or as parquet."""
+    """What a file is before it is changed: the plain format or the chat format, with images or without, as text or as
+    parquet."""
 
     plain: bool
     images: bool
@@ -282,7 +284,8 @@ class Reader:
 
 
 def outcome(open_file: Callable[..., Any], path: Path, form: Form) -> str:
-    """What became of the file; AssertionError, or what was raised, where it was neither refused nor used as it should be."""
+    """What became of the file; AssertionError, or what was raised, where it was neither refused nor used as it should
+    be."""
     try:
         data, use = open_file(path, form)
     except UserError as error:

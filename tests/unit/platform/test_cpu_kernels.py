@@ -1,4 +1,5 @@
-"""The processor's compiled kernels against the plain references of our operators, and against the sampler's torch code."""
+"""The processor's compiled kernels against the plain references of our operators, and against the sampler's torch
+code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reward models: packed scores against transformers' own, ranks, refusals; several rewards in one score; a served judge."""
+"""Reward models: packed scores against transformers' own, ranks, refusals; several rewards in one score; a served
+judge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""OpenEnv servers as a user writes them, by the kind of their actions: `act` (several fields) or `tools` (of an MCP server)."""
+"""OpenEnv servers as a user writes them, by the kind of their actions: `act` (several fields) or `tools` (of an MCP
+server)."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""Environments of other packages: gymnasium, verifiers, OpenEnv, an openai client. Where a package is missing its test is skipped."""
+"""Environments of other packages: gymnasium, verifiers, OpenEnv, an openai client. Where a package is missing its test
+is skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Agent loops over a scripted sampler: tools, interactions, environments, programs, statuses, the public system's loops."""
+"""Agent loops over a scripted sampler: tools, interactions, environments, programs, statuses, the public system's
+loops."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def play(
     max_lost_ratio: float = 0.99,
     room: int = 600,
 ) -> tuple[Batch, Says]:
-    """One prompt through the manager, its loop in this process or in so many others. words: keys below actor_rollout_ref.rollout."""
+    """One prompt through the manager, its loop in this process or in so many others. words: keys below
+    actor_rollout_ref.rollout."""
     config = load(
         [f"data.max_response_length={room}", "data.max_prompt_length=600",
          *(f"actor_rollout_ref.rollout.{word}" for word in words),

@@ -1,4 +1,5 @@
-"""Dialects over one session: translation there and back, streams, and the native engine's tokens as they are sampled."""
+"""Dialects over one session: translation there and back, streams, and the native engine's tokens as they are
+sampled."""
 
 from __future__ import annotations
 

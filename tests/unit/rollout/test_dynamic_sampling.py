@@ -1,4 +1,5 @@
-"""Dynamic sampling in virtual time: which groups a step trains on, against a loop that samples one prompt after the other."""
+"""Dynamic sampling in virtual time: which groups a step trains on, against a loop that samples one prompt after the
+other."""
 
 from __future__ import annotations
 

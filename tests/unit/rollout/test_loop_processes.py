@@ -1,4 +1,5 @@
-"""User-written agent loops in processes of their own: the same trajectories, and nobody waits for a loop that blocks."""
+"""User-written agent loops in processes of their own: the same trajectories, and nobody waits for a loop that
+blocks."""
 
 from __future__ import annotations
 

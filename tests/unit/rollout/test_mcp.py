@@ -1,4 +1,5 @@
-"""Tools of MCP servers, real ones: over stdio and HTTP, errors, a server that dies or hangs, files that cannot be used."""
+"""Tools of MCP servers, real ones: over stdio and HTTP, errors, a server that dies or hangs, files that cannot be
+used."""
 
 from __future__ import annotations
 

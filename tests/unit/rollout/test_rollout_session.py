@@ -80,7 +80,8 @@ class Repeat(AgentLoopBase):
 
 
 def test_segments_know_what_they_share(tmp_path) -> None:
-    """A branch begins with the prompt and three sampled tokens of the first segment, another call with nothing of it."""
+    """A branch begins with the prompt and three sampled tokens of the first segment, another call with nothing of
+    it."""
 
     class Branching(loops.AgentLoop):
         async def run(self, row, session):
@@ -102,8 +103,8 @@ def test_segments_know_what_they_share(tmp_path) -> None:
 
 
 def test_what_segments_share_may_count_in_each_of_them(tmp_path) -> None:
-    """A branch of a branch has the sampled tokens that it goes on from in its response; texts have them once, and rewards
-    stay on the turn that earned them."""
+    """A branch of a branch has the sampled tokens that it goes on from in its response; texts have them once, and
+    rewards stay on the turn that earned them."""
 
     class Branching(loops.AgentLoop):
         async def run(self, row, session):

@@ -221,7 +221,8 @@ class Changing(agent_loop.AgentLoopBase):
 
 @agent_loop.register("images_test")
 class Showing(agent_loop.AgentLoopBase):
-    """An output as the prompt's name wants it: a mask that is too short, images that the model did not see, none of them."""
+    """An output as the prompt's name wants it: a mask that is too short, images that the model did not see, none of
+    them."""
 
     async def run(self, sampling_params, **row):
         first = await self.generate(row["prompt_ids"], sampling_params)

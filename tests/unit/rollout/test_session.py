@@ -1,4 +1,5 @@
-"""What a session records, and the boundaries between turns: token for token those of a full rendering, for each family."""
+"""What a session records, and the boundaries between turns: token for token those of a full rendering, for each
+family."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ _DEEPSEEK = (
     "{{ '<|end|>' }}{%- else %}{{ '<|out|>' + m.content + '<|/out|>' }}{% endif %}"
     "{%- endfor %}{% if add_generation_prompt %}{{ '<|A|>' }}{% endif %}"
 )
-# Thinking of turns before the last question is dropped, in front of whose replies the generation prompt opens a new one.
+# Thinking of turns before the last question is dropped, in front of whose replies the generation prompt opens a new
+# one.
 _MINIMAX = (
     "{%- set last = namespace(user=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
     "{{ ']~!b[]~b]system\nHelp.' + (tools | tojson if tools else '') + '[e~[\n' }}"
@@ -122,9 +124,10 @@ _SEED = (
 
 
 class Family(NamedTuple):
-    """template; the token that ends a turn, and a turn with a call; other special tokens; format of calls; a turn that calls
-    `add`, in front of which is what the generation prompt left to the model; what stands before its answers; how its template ends
-    them once others follow; the tokenizer's end token; the template of a full rendering that drops nothing."""
+    """template; the token that ends a turn, and a turn with a call; other special tokens; format of calls; a turn that
+    calls `add`, in front of which is what the generation prompt left to the model; what stands before its answers; how
+    its template ends them once others follow; the tokenizer's end token; the template of a full rendering that drops
+    nothing."""
 
     template: str
     end: str

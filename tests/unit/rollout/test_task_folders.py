@@ -1,5 +1,5 @@
-"""Task folders of Harbor and terminal-bench, written from their documentation, in the sandbox and in containers of the image
-VERL_TEST_IMAGE (one that has bash, on this machine); resources servers of NeMo Gym, against one written from its
+"""Task folders of Harbor and terminal-bench, written from their documentation, in the sandbox and in containers of the
+image VERL_TEST_IMAGE (one that has bash, on this machine); resources servers of NeMo Gym, against one written from its
 documentation."""
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def test_rows_of_tasks_without_a_file(tmp_path: Path) -> None:
 
 
 class Counter(http.server.BaseHTTPRequestHandler):
-    """A resources server: a session's counter, a tool that adds to it, and a reward for the right sum and a last text."""
+    """A resources server: a session's counter, a tool that adds to it, and a reward for the right sum and a last
+    text."""
 
     sums: dict[str, int] = {}  # noqa: RUF012
     verified: list[dict] = []  # noqa: RUF012

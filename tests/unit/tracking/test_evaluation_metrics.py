@@ -1,4 +1,5 @@
-"""pass@k, maj@k and the accuracy's interval against slow references from their definitions; BLEU and ROUGE of known texts."""
+"""pass@k, maj@k and the accuracy's interval against slow references from their definitions; BLEU and ROUGE of known
+texts."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def slow_pass(right: list[bool], k: int) -> float:
 
 
 def slow_majority(right: list[bool], answers: list[str | None], k: int) -> float:
-    """Of every subset, a vote; of equally frequent answers each with the same chance, right as often as its voters are."""
+    """Of every subset, a vote; of equally frequent answers each with the same chance, right as often as its voters
+    are."""
     results = []
     for subset in itertools.combinations(range(len(right)), k):
         votes = Counter(answers[i] for i in subset if answers[i] is not None)

@@ -260,7 +260,8 @@ class Loading(Given):
 
 
 def test_a_transfer_that_never_began_ends_before_the_next_one(byte_tokenizer: Any) -> None:
-    """Its sender gave up before this host came: left alone it would fail minutes later, over the weights of the next."""
+    """Its sender gave up before this host came: left alone it would fail minutes later, over the weights of the
+    next."""
     engine = Loading()
     host = _host(byte_tokenizer, engine)
     name = channel_name("never-began")

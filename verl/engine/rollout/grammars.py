@@ -1,7 +1,7 @@
 """Constrained decoding: the tokens that a grammar allows next, by llguidance (`pip install 'verl[grammar]'`).
 
-A grammar is a text in llguidance's form of Lark. The tokens that it leaves of a draw are recorded like those of truncated
-sampling (`verl.models.sampling_mask`), so that the trainer normalises over the same ones as the sampler.
+A grammar is a text in llguidance's form of Lark. The tokens that it leaves of a draw are recorded like those of
+truncated sampling (`verl.models.sampling_mask`), so that the trainer normalises over the same ones as the sampler.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ RPC_TIMEOUT = 600.0
 class LoopThread:
     """A thread with an event loop in which an asynchronous engine lives.
 
-    The engine ties its sockets and tasks to one loop; callers come from any loop, and from none (weights, sleep, close).
+    The engine ties its sockets and tasks to one loop; callers come from any loop, and from none (weights, sleep,
+    close).
     """
 
     def __init__(self, name: str):
@@ -148,8 +149,8 @@ class BusyTime:
 
 @dataclass(slots=True)
 class Live:
-    """One request: the weight versions it has lived under, its images, its group, whether it was aborted. key: a name that no other
-    request has, not even a later one with the same id."""
+    """One request: the weight versions it has lived under, its images, its group, whether it was aborted. key: a name
+    that no other request has, not even a later one with the same id."""
 
     id: str
     prompt: list[int]
@@ -183,8 +184,8 @@ class Live:
 class ImageTokens:
     """The image tokens of prompts for a package that takes what the run's own processor made of the images.
 
-    So sampler and trainer see the same tokens, pixels and grids. config: the model's. `forbidden`: tokens that are never
-    sampled. UserError for a type of model that the record does not name.
+    So sampler and trainer see the same tokens, pixels and grids. config: the model's. `forbidden`: tokens that are
+    never sampled. UserError for a type of model that the record does not name.
     """
 
     def __init__(self, record: RolloutEngineRecord, config: Any):

@@ -29,8 +29,8 @@ def moving_adapter(config: Config) -> LoraSettings | None:
     """The adapter's settings if a sampler with weights of its own holds base and adapter apart, so that a sync is the
     adapter's alone.
 
-    None without LoRA, and where the engine cannot add the adapter itself (at all, experts, output layer) or its `engine_kwargs`
-    say enable_lora=False: then it is sent merged weights.
+    None without LoRA, and where the engine cannot add the adapter itself (at all, experts, output layer) or its
+    `engine_kwargs` say enable_lora=False: then it is sent merged weights.
     """
     from verl.engine.training.lora import LoraSettings
     from verl.models.layers import expert_count

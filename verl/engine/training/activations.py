@@ -36,8 +36,9 @@ class ActivationMemory:
         return self.fixed + self.token * tokens <= self.share * free
 
     def may_be_measured(self, config: PreTrainedConfig, copied: int, free: float) -> bool:
-        """Whether, by this estimate, `measured` fits into `free` bytes, and its passes into the model's positions. Where it
-        does not fit, layers are recomputed anyway. copied: weights that a pass keeps a half-precision copy of."""
+        """Whether, by this estimate, `measured` fits into `free` bytes, and its passes into the model's positions.
+        Where it does not fit, layers are recomputed anyway. copied: weights that a pass keeps a half-precision copy
+        of."""
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or _PROBED[1]
         return positions >= _PROBED[1] and replace(self, fixed=2.0 * copied).fits(_PROBED[1], free)
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 LOG_PROBS = ("log_probs",)
 FURTHER = "further_log_probs"
-"""Of tokens by the layer that predicts a token further (`verl.models.mtp`), at temperature 1; 0 where it has none before
-it."""
+"""Of tokens by the layer that predicts a token further (`verl.models.mtp`), at temperature 1; 0 where it has none
+before it."""
 ROUTES, SAMPLING_MASK = "routed_experts", "sampling_mask"
 ON_ROWS = (ROUTES, SAMPLING_MASK)
 """Outputs that an engine puts on the rows instead of returning them."""

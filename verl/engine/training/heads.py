@@ -148,8 +148,8 @@ class LogProbHead(OutputHead):
 
     def _further(self, batch: Pack, states: torch.Tensor, layer: LogitLayer) -> torch.Tensor:
         """Log-probs of the targets by the layer that predicts a token further: from the state before `source` and the
-        token at it. The last token of a sequence in a pack stands beside one of another, and nothing reads what comes of
-        it."""
+        token at it. The last token of a sequence in a pack stands beside one of another, and nothing reads what comes
+        of it."""
         embedded = self.module.get_input_embeddings()(batch.input_ids.roll(-1))[None]
         if self.further_detached:
             states, embedded = states.detach(), embedded.detach()

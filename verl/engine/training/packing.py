@@ -30,10 +30,10 @@ from verl.trajectory import UNKNOWN_EXPERT, Media, Segment, common_prefix
 class MicroBatching:
     """How rows are cut into micro-batches: at most `tokens` tokens, or exactly `rows` responses if that is set.
 
-    share_prompt: None computes what rows of a group that meet in a pack share once, the prompt first of all, True says so,
-    False repeats it for each. replay: packs say to which experts their tokens went. one_by_one: one response per pack,
-    for layers that carry a state along the row. limit: tokens that a pack may have where a prompt alone is larger than
-    `tokens`. whole_groups: no group is cut, whatever its size (with `rows`: a multiple of the size of each).
+    share_prompt: None computes what rows of a group that meet in a pack share once, the prompt first of all, True says
+    so, False repeats it for each. replay: packs say to which experts their tokens went. one_by_one: one response per
+    pack, for layers that carry a state along the row. limit: tokens that a pack may have where a prompt alone is larger
+    than `tokens`. whole_groups: no group is cut, whatever its size (with `rows`: a multiple of the size of each).
     """
 
     tokens: int = 16384
@@ -63,10 +63,11 @@ class Pack:
     candidates             int64 [R, k]  other tokens in its place (column `CANDIDATES`), None where rows have none
     sampling_mask          the sets that the targets were drawn from, None if all are the whole vocabulary
     routes                 int64 [S, layers, k]  recorded experts of the tokens computed; None if no row has any
-    paths                  each row that has a token, with the (first, number of tokens) of the spans that make up what is
+    paths                  each row that has a token, with the (first, number of tokens) of the spans that make up what
+    is
                            computed of it
-    axes, media            where a row has images: int64 [3, S] that the model rotates by, and the images of each context
-    images                 number of images
+    axes, media            where a row has images: int64 [3, S] that the model rotates by, and the images of each
+    context images                 number of images
     image_span             where the pack is a rank's share of one: which of the images' tokens are in it, (first, last)
     blank                  1 where the last token is an image of none of the rows, whose output counts for nothing
     """
@@ -144,7 +145,8 @@ class _Tree:
             self.add(row)
 
     def shared(self, row: Segment) -> tuple[int, int]:
-        """How many tokens a row shares with the rows that are there, and the number of the one that has most of them."""
+        """How many tokens a row shares with the rows that are there, and the number of the one that has most of
+        them."""
         best = 0, -1
         for number in reversed(range(len(self._rows) if self._shares else 0)):
             other = self._rows[number]

@@ -1,4 +1,5 @@
-"""What training engines with an optimizer have in common: settings, the update, adapters, the schedule of the learning rate.
+"""What training engines with an optimizer have in common: settings, the update, adapters, the schedule of the learning
+rate.
 
 The loss arrives divided by counts of the whole mini-batch, so gradients are summed over ranks and micro-batches.
 """
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class ScheduledEngine(TrainingEngine):
-    """A training engine whose subclass builds `_model`, and `_optimizer` from the settings `_optim` where it is trainable."""
+    """A training engine whose subclass builds `_model`, and `_optimizer` from the settings `_optim` where it is
+    trainable."""
 
     role: str
     device: torch.device
@@ -99,8 +101,8 @@ class ScheduledEngine(TrainingEngine):
     def _accumulate(
         self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float, scale: float
     ) -> tuple[StepAccumulator, float]:
-        """Gradients of scale · loss in the place of those before. What all ranks' micro-batches came to, and the norm of
-        all gradients (NaN for a refused step)."""
+        """Gradients of scale · loss in the place of those before. What all ranks' micro-batches came to, and the norm
+        of all gradients (NaN for a refused step)."""
 
     @abstractmethod
     def _multiply_gradients(self, factor: float) -> None:
@@ -164,8 +166,8 @@ class ScheduledEngine(TrainingEngine):
             self._write_weights(directory)
 
     def load_weights(self, directory: Path) -> None:
-        """See `TrainingEngine.load_weights`; whatever the layout that wrote it. In place: tensors that are shared with a
-        sampler stay shared."""
+        """See `TrainingEngine.load_weights`; whatever the layout that wrote it. In place: tensors that are shared with
+        a sampler stay shared."""
         directory = Path(directory)
         if self._model.adapter is not None:
             self._model.adapter.load(directory)

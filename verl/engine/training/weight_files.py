@@ -216,8 +216,8 @@ def save_weights(module: PreTrainedModel, directory: Path, serving: str, source:
     """Write what `from_pretrained` loads: safetensors files with an index, configuration, generation config.
 
     Adapters are merged; `serving` is the data type that the configuration names. Layers that predict further tokens are
-    taken from the files of `source` where the model has none (`verl.models.mtp`). Collective: an error on one rank (a full
-    disk) is raised by all.
+    taken from the files of `source` where the model has none (`verl.models.mtp`). Collective: an error on one rank (a
+    full disk) is raised by all.
     """
     on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
     state, view, rank = untied(module), PlainView(module), this_rank()
@@ -241,8 +241,8 @@ def save_weights(module: PreTrainedModel, directory: Path, serving: str, source:
 
 
 def _copy_further_layers(module: PreTrainedModel, directory: Path, source: Path) -> None:
-    """Write, beside the weights in `directory`, those of layers that predict further tokens which only `source` has. Such
-    layers hold embedding and head again: these are the ones that were saved."""
+    """Write, beside the weights in `directory`, those of layers that predict further tokens which only `source` has.
+    Such layers hold embedding and head again: these are the ones that were saved."""
     layers = module.config.get_text_config().num_hidden_layers
     saved, before = FileSource(directory, module), FileSource(source, module)
     names = [name for name in before.names() if mtp.is_extra(name, layers) and name not in saved.names()]

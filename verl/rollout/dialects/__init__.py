@@ -1,5 +1,5 @@
-"""The dialects that a session speaks over HTTP: a module each, which translates a request into a dialogue of the session,
-and a turn into the dialect's reply or the events of its stream.
+"""The dialects that a session speaks over HTTP: a module each, which translates a request into a dialogue of the
+session, and a turn into the dialect's reply or the events of its stream.
 
 The run decides how tokens are sampled: of a request only the most tokens, stop strings and tools count.
 """

@@ -1,7 +1,7 @@
 """Responses of OpenAI's API. A response is kept with its dialogue, to which `previous_response_id` goes back.
 
-Thinking is a reasoning item, whose `encrypted_content` says how it stood in the turn: a client that sends its items back
-goes on from the sampled tokens.
+Thinking is a reasoning item, whose `encrypted_content` says how it stood in the turn: a client that sends its items
+back goes on from the sampled tokens.
 """
 
 from __future__ import annotations

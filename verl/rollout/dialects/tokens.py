@@ -1,4 +1,5 @@
-"""Paths of servers of open models: the model, token ids in and out, what the tokenizer makes of a text or a dialogue."""
+"""Paths of servers of open models: the model, token ids in and out, what the tokenizer makes of a text or a
+dialogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the dialects share: which settings of a request take effect, a turn as it is sampled, and the form of streams."""
+"""What the dialects share: which settings of a request take effect, a turn as it is sampled, and the form of
+streams."""
 
 from __future__ import annotations
 

@@ -266,8 +266,8 @@ _MARKED["qwen"] = _MARKED["hermes"]
 
 
 def marks(tool_format: str) -> tuple[str, ...] | None:
-    """What calls and thinking of a format begin or end with, the beginning of a call first: text before them is the message's, whatever follows. None
-    where only a whole turn can be read."""
+    """What calls and thinking of a format begin or end with, the beginning of a call first: text before them is the
+    message's, whatever follows. None where only a whole turn can be read."""
     if tool_format in OWN_PARSERS or tool_format not in _MARKED:
         return None
     begin, _, _, section = _MARKED[tool_format]

@@ -261,10 +261,11 @@ class _Builder:
         label: str = "sampler",
         first: int = 0,
     ) -> list[Replica]:
-        """Replicas of `sampler_devices` each, of one node or of whole ones, not started; if `shared`, on the ranks' devices.
+        """Replicas of `sampler_devices` each, of one node or of whole ones, not started; if `shared`, on the ranks'
+        devices.
 
-        config: what they are built from, if it is not the run's; label: their names begin with it; first: the number of the
-        first, above 0 for guests of the trainers beside a pool of its own.
+        config: what they are built from, if it is not the run's; label: their names begin with it; first: the number of
+        the first, above 0 for guests of the trainers beside a pool of its own.
         """
         size = sampler_devices((config or self.config).actor_rollout_ref.rollout)
         plain = self.plain if config is None else for_elsewhere(config)
@@ -296,8 +297,8 @@ class _Builder:
         label: str,
         node: str,
     ) -> WorkerHandle:
-        """The process of a sampler, on `node`; its engine is not there yet. It ends with the run. options: of its actor,
-        and of those on the nodes of the bundles that follow."""
+        """The process of a sampler, on `node`; its engine is not there yet. It ends with the run. options: of its
+        actor, and of those on the nodes of the bundles that follow."""
         addresses, arguments, kind = self.cluster.addresses(), [plain, number], RolloutActor
         if len(options) > 1:
             nodes = [pool.node_of(bundle + i) for i in range(1, len(options))]

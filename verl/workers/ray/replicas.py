@@ -370,7 +370,8 @@ class ReplicaPool(RolloutEngine):
         return self._version
 
     def sleep(self) -> None:
-        """See `RolloutEngine.sleep`. Where there are guests they alone sleep, and their requests go on in the others."""
+        """See `RolloutEngine.sleep`. Where there are guests they alone sleep, and their requests go on in the
+        others."""
         guests = self._guests()
         with self._placing:
             for guest in guests:

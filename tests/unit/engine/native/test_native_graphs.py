@@ -1,4 +1,5 @@
-"""Decode steps on a device, by plain references of its kernels: replayed from graphs, settled while the next one runs."""
+"""Decode steps on a device, by plain references of its kernels: replayed from graphs, settled while the next one
+runs."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ def test_log_probs_and_gradients_are_the_models_own(tmp_path: Path, arch: str) -
 
 @pytest.mark.parametrize("arch", sorted(LINEAR_ATTENTION.keys() - {"qwen3_next", "qwen3_5_moe_text", "olmo_hybrid"}))
 def test_states_begin_with_each_sequence_and_pass_from_prompt_to_responses(tmp_path: Path, arch: str) -> None:
-    """Layers are recomputed in the backward pass. Prompts shorter than the convolution and longer than a chunk of the delta rule, responses of one token too."""
+    """Layers are recomputed in the backward pass. Prompts shorter than the convolution and longer than a chunk of the
+    delta rule, responses of one token too."""
     module = built(arch)
     rows = rows_of([(1, [3, 1]), (70, [2, 1, 67, 9]), (2, [5]), (2, [1, 2, 3])])
     module.save_pretrained(tmp_path)

@@ -1,4 +1,5 @@
-"""Multi-token prediction: the layer beside the model's own ones is saved, computed as transformers does, and trained."""
+"""Multi-token prediction: the layer beside the model's own ones is saved, computed as transformers does, and
+trained."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ ARCHITECTURES = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text")
 
 
 def model_with_mtp(folder: Path, arch: str = "glm4_moe") -> Path:
-    """A tiny model, with files as published ones are: a further layer; beside DeepSeek's and GLM's copies of embedding and
-    head."""
+    """A tiny model, with files as published ones are: a further layer; beside DeepSeek's and GLM's copies of embedding
+    and head."""
     if arch == "glm4_moe":
         shape = {"hidden_size": 64, "head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
         shape |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
@@ -97,7 +98,8 @@ def test_saved_models_keep_the_layer(tmp_path: Path, arch: str, mtp: Any) -> Non
 
 @pytest.mark.parametrize("arch", ["glm4_moe", "deepseek_v3"])
 def test_log_probs_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
-    """Its layer sees one sequence at a time. It has none for Qwen's, for which vLLM's is the measure (test_vllm_drafts.py)."""
+    """Its layer sees one sequence at a time. It has none for Qwen's, for which vLLM's is the measure
+    (test_vllm_drafts.py)."""
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
         pytest.skip("this transformers has no MtpModel")
@@ -141,7 +143,8 @@ def test_the_layer_is_trained(tmp_path: Path, detach: bool) -> None:
 
 
 def stepped(path: str, folder: str, size: int) -> tuple[list[float], list[str]]:
-    """The loss and the gradient's norm of one rank's step over its share of the rows, and the weights that are there."""
+    """The loss and the gradient's norm of one rank's step over its share of the rows, and the weights that are
+    there."""
     engine, rank = engine_of(Path(path), **TRAINED, detach_encoder=False), process_group.this_rank()
     metrics = engine.step(rows()[rank::size], simple_loss(19), temperature=1.0).metrics
     engine.save_weights(Path(folder))

@@ -76,8 +76,8 @@ def bytes_to_come(model: nn.Module, compute: torch.dtype) -> int:
 
 
 class CacheNeeds(NamedTuple):
-    """What a model keeps while it samples: bytes of a token's keys and values in all attention calls of a pass, bytes of
-    a sequence's state in all layers of linear attention, and the heads of the attention calls."""
+    """What a model keeps while it samples: bytes of a token's keys and values in all attention calls of a pass, bytes
+    of a sequence's state in all layers of linear attention, and the heads of the attention calls."""
 
     token: int
     state: int

@@ -275,7 +275,8 @@ class KVSlotTable:
         return self.slot_blocks(slots)[np.arange(len(slots)), positions // cols], positions % cols
 
     def slot_blocks(self, slots: np.ndarray) -> np.ndarray:
-        """block × rows + row of each slot's blocks, in their order [slots, most blocks]; arbitrary where it has none."""
+        """block × rows + row of each slot's blocks, in their order [slots, most blocks]; arbitrary where it has
+        none."""
         g = self.pool.layout
         table = np.full((len(self.blocks), max((len(t) for t in self.blocks), default=0) or 1), -1, np.int64)
         for block_row in np.unique(slots // g.rows):

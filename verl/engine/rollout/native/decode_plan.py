@@ -12,8 +12,8 @@ memory's speed; torch's fused CPU attention with one query per head takes 1.4 (f
 with few queries per slot, keys × queries is twice as fast as queries × keys.
 
 All that a step needs on the device (indices, masks) are named tensors, made when first asked for. A device's own kernel
-(`FusedOperators.decode_attention`) does all of it in one call a layer. Devices that Triton compiles for have another plan
-(`device_decode`).
+(`FusedOperators.decode_attention`) does all of it in one call a layer. Devices that Triton compiles for have another
+plan (`device_decode`).
 """
 
 from __future__ import annotations

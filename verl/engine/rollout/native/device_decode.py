@@ -52,8 +52,9 @@ _MOST_SPLITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that are being drawn, one for each of `requests`; `result` waits for them, their log-probs and the sets that
-    they are drawn from (`verl.models.sampling_mask`), [] where none is recorded; `record` keeps the routes of the pass.
+    """Tokens that are being drawn, one for each of `requests`; `result` waits for them, their log-probs and the sets
+    that they are drawn from (`verl.models.sampling_mask`), [] where none is recorded; `record` keeps the routes of the
+    pass.
     known: drawn by torch's operators, so that a next step finds nothing of them on the device."""
 
     requests: Sequence[Request]

@@ -65,7 +65,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         gpu_memory_utilization of the device's free memory, less what the trainer will take, or on a CPU of half the
         machine's, has room). When it is full, the newest responses wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
-    tokenizer: only for stop strings and grammars. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
+    tokenizer: only for stop strings and grammars. forbidden_token_ids: never sampled. enforce_eager: no captured graphs
+    on
         a GPU.
     engines: how many samplers share the machine's memory, for the size of the cache where it is not given.
     record_routes: completions say which experts their tokens went to; no captured graphs then.
@@ -272,8 +273,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         return drawn
 
     def _recording(self, work: Prefill | None, rows: list[Request], routes: Tensor) -> Callable[[], None]:
-        """What waits for the routes of a pass, [tokens, layers, k], and keeps them: of a prefill, or of the newest token
-        of each row that goes on."""
+        """What waits for the routes of a pass, [tokens, layers, k], and keeps them: of a prefill, or of the newest
+        token of each row that goes on."""
         pieces: list[tuple[Request | None, RecordedRoutes, int, int]]
         pieces = [(row, row.routes, row.length - 1, 1) for row in rows]
         if work is not None:

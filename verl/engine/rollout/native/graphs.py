@@ -1,10 +1,10 @@
-"""Decode steps replayed from captured graphs: one for each batch size that is used often enough, and others where tokens
-are penalised or their sets recorded.
+"""Decode steps replayed from captured graphs: one for each batch size that is used often enough, and others where
+tokens are penalised or their sets recorded.
 
 On a GPU a decode step of a small batch costs more to launch than to compute. A step reads lengths, blocks and draws
-from one matrix on the device, so a graph of a batch size serves all steps of it. To launch a step and capture it takes as
-long as some twenty replays (0.6 B parameters on an H200: 65 ms against 3), and responses end one after another: a batch
-that shrinks goes on in a larger size that is there, with rows that are empty.
+from one matrix on the device, so a graph of a batch size serves all steps of it. To launch a step and capture it takes
+as long as some twenty replays (0.6 B parameters on an H200: 65 ms against 3), and responses end one after another: a
+batch that shrinks goes on in a larger size that is there, with rows that are empty.
 
 A model whose step waits for the device cannot be captured and is sampled from without graphs. Of experts it is known
 beforehand (`why_not`): their products in float32 look how many tokens each of them got.
@@ -38,8 +38,8 @@ def warn_of(reason: str) -> None:
 
 
 _PATIENCE = 64
-"""Steps in a larger size before a size gets a graph of its own: by the figures above about as many as it takes to pay, where
-a smaller size saves a millisecond; not tuned."""
+"""Steps in a larger size before a size gets a graph of its own: by the figures above about as many as it takes to pay,
+where a smaller size saves a millisecond; not tuned."""
 
 
 class DecodeGraphs:

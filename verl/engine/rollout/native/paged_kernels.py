@@ -181,7 +181,8 @@ def partial(
     prompts: bool, scale: float, softcap: float, window: int,
 ) -> None:  # fmt: skip
     """One part of the attention: query [1, Hq, rows, D] over the prompts or the responses → `out` and `lse`, float32
-    [rows, Hq, splits, 2, Dv] and [rows, Hq, splits, 2], at 1 of the last but one for prompts. 0: no softcap, no window."""
+    [rows, Hq, splits, 2, Dv] and [rows, Hq, splits, 2], at 1 of the last but one for prompts. 0: no softcap, no
+    window."""
     rows, heads, splits = step.shape[1], keys.shape[2], lse.shape[2]
     per, d, dv = query.shape[1] // heads, query.shape[-1], values.shape[-1]
     widths = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(dv))
@@ -202,7 +203,8 @@ def partial(
     strides, numbers = (query.stride(2), query.stride(1)), (scale, softcap, window)
     kinds = prompts, window > 0, softcap > 0.0
     _partial[(rows, heads * triton.cdiv(per, at_once), splits)](
-        query, keys, values, step, out, lse, rows, *strides, *numbers, *kinds, *sizes, num_warps=8 if m > 64 else 4, num_stages=2,
+        query, keys, values, step, out, lse, rows, *strides, *numbers, *kinds, *sizes,
+        num_warps=8 if m > 64 else 4, num_stages=2,
     )  # fmt: skip
 
 

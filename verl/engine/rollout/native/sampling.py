@@ -1,8 +1,9 @@
 """Drawing tokens: a whole batch at once, each row by its own settings, seed and position.
 
-The order is that of Hugging Face's warpers: forbidden tokens (those that a grammar does not allow, too), repetition penalty, temperature, top-k, top-p
-(on what top-k left), min-p. Log-probs are of the distribution that is drawn from; a greedy row (temperature 0)
-reports them at temperature 1, without truncation. Ties at the border of top-k and top-p are kept, all of them.
+The order is that of Hugging Face's warpers: forbidden tokens (those that a grammar does not allow, too), repetition
+penalty, temperature, top-k, top-p (on what top-k left), min-p. Log-probs are of the distribution that is drawn from; a
+greedy row (temperature 0) reports them at temperature 1, without truncation. Ties at the border of top-k and top-p are
+kept, all of them.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ def sample(logits: Tensor, rows: Rows, *, seen: dict[int, Tensor] | None = None)
     """Draw one token per row. logits float32 [N, V] (overwritten) → tokens int64 [N], log-probs float32 [N], and the
     sets that they were drawn from (`verl.models.sampling_mask`), [] where no row records one.
 
-    Tokens that a grammar does not allow (`constrained`) have −inf already. seen: for each row with a repetition penalty, the ids (int64) of its prompt and response so far. A row whose logits
-    are not finite gets some token with log-prob nan.
+    Tokens that a grammar does not allow (`constrained`) have −inf already. seen: for each row with a repetition
+    penalty, the ids (int64) of its prompt and response so far. A row whose logits are not finite gets some token with
+    log-prob nan.
     """
     for row, ids in (seen or {}).items():
         penalty = float(rows.penalty[row])

@@ -126,7 +126,8 @@ def _chunk_sums(logits, lowest, step, largest, sums, best, rows, vocab, chunks, 
 
 @triton.jit
 def _draw(
-    logits, uniform, lowest, step, largest, sums, best, tokens, rows, stride, vocab, chunks, C: tl.constexpr, N: tl.constexpr
+    logits, uniform, lowest, step, largest, sums, best, tokens, rows, stride, vocab, chunks,
+    C: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     n = tl.arange(0, N)

@@ -1,5 +1,6 @@
-"""States of layers of linear attention (`verl.models.recurrent`) beside the key/value cache: one for each sequence in it,
-of all layers, and no more than there is memory for. Each state is that after the tokens that its sequence has cached.
+"""States of layers of linear attention (`verl.models.recurrent`) beside the key/value cache: one for each sequence in
+it, of all layers, and no more than there is memory for. Each state is that after the tokens that its sequence has
+cached.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class StatePool:
         count = min(_SEQUENCES * max_num_seqs, room // 2 // bytes_each)
         if count < 2:
             raise UserError(
-                f"a prompt and a response need states of {2 * bytes_each:,} bytes in the layers of linear attention, and "
+                f"a prompt and a response need states of {2 * bytes_each:,} bytes in the layers of linear attention, "
+                f"and "
                 f"the cache may take {room // 2:,}: raise rollout.gpu_memory_utilization"
             )
         return cls(count, device)

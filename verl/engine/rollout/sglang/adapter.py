@@ -17,8 +17,8 @@ _PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
 
 
 def adapter_arguments(described: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
-    """Arguments of SGLang's ServerArgs. described: what adapter_config.json says. UserError for an adapter whose ranks or
-    scales differ between modules, which SGLang does not look at."""
+    """Arguments of SGLang's ServerArgs. described: what adapter_config.json says. UserError for an adapter whose ranks
+    or scales differ between modules, which SGLang does not look at."""
     if differing := [name for name in ("rank_pattern", "alpha_pattern") if described.get(name)]:
         raise UserError(
             f"SGLang passes over {differing[0]} of an adapter: "
@@ -63,7 +63,8 @@ class Adapter:
         if self._id is None:
             results = [await manager.load_lora_adapter_from_tensors(load)]
             self._id = load.lora_id
-        else:  # past its book-keeping, which gives every adapter another id and waits for the requests of the one before
+        else:
+            # Past its book-keeping, which gives every adapter another id and waits for the requests of the one before.
             unload = UnloadLoRAAdapterReqInput(lora_name=NAME, lora_id=self._id)
             results = [*await manager.update_lora_adapter_communicator(unload)]
             results += await manager.update_lora_adapter_communicator(load)

@@ -139,7 +139,8 @@ def engine_arguments(s: EngineSettings, *, vocabulary: int, cpu: bool) -> dict[s
 
 
 def check_cpu_experts(s: EngineSettings) -> None:
-    """UserError for experts over several processes of a CPU: its experts there take those of others for -1, and it ends."""
+    """UserError for experts over several processes of a CPU: its experts there take those of others for -1, and it
+    ends."""
     if s.expert_parallel_size > 1:
         raise UserError("on a CPU SGLang does not spread experts: set rollout.expert_parallel_size=1")
 

@@ -41,7 +41,8 @@ _HEAD = "lm_head.weight"
 class SGLangEngine(HostedEngine):
     """Samples with SGLang.
 
-    model_path: a Hugging Face directory. load_format: "auto" reads its weights, "dummy" makes random ones, to be replaced
+    model_path: a Hugging Face directory. load_format: "auto" reads its weights, "dummy" makes random ones, to be
+    replaced
         by `load_weights` before anything is sampled.
     device: "cpu" or "cuda". eos_token_ids: tokens that end a response; None: those that the model and its generation
         config name. bucket_bytes: size of one weight transfer.
@@ -174,7 +175,8 @@ class SGLangEngine(HostedEngine):
     def load_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = "") -> dict[str, str]:
         """See `WeightReceiver.load_weights`. Requests under way go on with the new weights, their cache computed anew.
 
-        Checksums are of what was handed to SGLang, which fuses its weights. Names are compared with those of the model's
+        Checksums are of what was handed to SGLang, which fuses its weights. Names are compared with those of the
+        model's
         files: SGLang itself passes over what it does not know. The engine is of no use after an error.
         """
         sums: dict[str, str] = {}
@@ -234,7 +236,8 @@ class SGLangEngine(HostedEngine):
         self._call(adapter.place(self._manager, tensors))
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In the type of the transfer, in memory of its own: what a stream yields is overwritten by what it yields next."""
+        """In the type of the transfer, in memory of its own: what a stream yields is overwritten by what it yields
+        next."""
         dtype = self.weights_dtype if tensor.is_floating_point() else None
         return tensor.detach().to(dtype=dtype or tensor.dtype, copy=True)
 
@@ -256,7 +259,8 @@ class SGLangEngine(HostedEngine):
 
     @property
     def weights_dtype(self) -> Any:
-        """The type that floating point weights are converted to for transfer: SGLang's if it is a half one, else None."""
+        """The type that floating point weights are converted to for transfer: SGLang's if it is a half one, else
+        None."""
         dtype = getattr(torch, self._settings.dtype, None)
         return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
@@ -268,8 +272,8 @@ class SGLangEngine(HostedEngine):
     # ---- memory
 
     def sleep(self) -> None:
-        """Give the cache and the weights back (not on a CPU); running requests end with "abort". Weights that a transfer
-        does not bring stay in host memory meanwhile."""
+        """Give the cache and the weights back (not on a CPU); running requests end with "abort". Weights that a
+        transfer does not bring stay in host memory meanwhile."""
         if self._asleep:
             return
         self.abort()

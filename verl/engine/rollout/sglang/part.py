@@ -1,4 +1,5 @@
-"""A SGLang over several nodes: on each but the first a process holds the schedulers of its node, which the first calls."""
+"""A SGLang over several nodes: on each but the first a process holds the schedulers of its node, which the first
+calls."""
 
 from __future__ import annotations
 

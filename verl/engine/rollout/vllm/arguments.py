@@ -22,8 +22,8 @@ from verl.versions import version
 WORKER_EXTENSION = "verl.engine.rollout.vllm.worker.WorkerWeights"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_BLOCK = 32  # vLLM's CPU default, 128, is longer than most prompts here: a group would share nothing
-# The kernels for AMX give up the weights that the next transfer goes to, and compute in bfloat16 alone; vLLM's kernel that
-# rotates positions in place is off by up to 0.3 nats there.
+# The kernels for AMX give up the weights that the next transfer goes to, and compute in bfloat16 alone; vLLM's kernel
+# that rotates positions in place is off by up to 0.3 nats there.
 _CPU_LATENT = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 _CUTTING = ("long_prefill_", "max_long_partial_", "max_num_partial_", "max_num_scheduled_")
 

@@ -1,7 +1,7 @@
 """Images and videos of prompts for vLLM: it receives what the run's own processor made of them, and processes nothing.
 
-An image is sent to vLLM's process once, as long as that one remembers it (`mm_processor_cache_gb`), and encoded once for
-its group.
+An image is sent to vLLM's process once, as long as that one remembers it (`mm_processor_cache_gb`), and encoded once
+for its group.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ImageInputs(ImageTokens):
         return dict(mm_input(list(ids), self._tensors(items, hashes), hashes, ranges))
 
     def _items(self, media: Media) -> Iterator[Item]:
-        """Each image and video. To a model whose prompts have a time before each row of a video its rows are images: its
-        tower sees them one by one, too."""
+        """Each image and video. To a model whose prompts have a time before each row of a video its rows are images:
+        its tower sees them one by one, too."""
         for leaf in media.leaves:
             grids = leaf.inputs[_GRIDS]
             parts = np.split(leaf.inputs[_PIXELS], grids.prod(-1).cumsum()[:-1])

@@ -25,8 +25,8 @@ def unchanged(config: Any) -> Any:
 
 
 def arguments(given: Mapping[str, Any], settings: EngineSettings, config: Any, folder: str) -> dict[str, Any]:
-    """The engine's arguments for such a model. `folder` gets a tokenizer that needs no code of the model's, and the model's
-    configuration, which vLLM looks for beside it. UserError where what it needs is given otherwise."""
+    """The engine's arguments for such a model. `folder` gets a tokenizer that needs no code of the model's, and the
+    model's configuration, which vLLM looks for beside it. UserError where what it needs is given otherwise."""
     if given.get("hf_overrides"):
         raise UserError("engine_kwargs.vllm.hf_overrides with Kimi-VL is not here: set model.override_config")
     load_tokenizer(settings.model_path, tokenizer_path=settings.tokenizer_path).save_pretrained(folder)

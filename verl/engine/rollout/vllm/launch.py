@@ -114,7 +114,8 @@ def check_cpu_experts(settings: EngineSettings) -> None:
 
 
 def check_cpu_drafts(settings: EngineSettings) -> None:
-    """UserError for drafts: vLLM 0.32 reads the temperatures of draws beside them from memory that nothing has written."""
+    """UserError for drafts: vLLM 0.32 reads the temperatures of draws beside them from memory that nothing has
+    written."""
     if settings.draft_tokens or settings.engine_kwargs.get("speculative_config"):
         raise UserError("on a CPU vLLM draws wrongly beside drafts: set model.mtp.enable_rollout=False")
 

@@ -1,4 +1,5 @@
-"""A vLLM over several nodes: on each but the first a process holds the workers of its node, which the first one calls."""
+"""A vLLM over several nodes: on each but the first a process holds the workers of its node, which the first one
+calls."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from verl.engine.rollout.hosted import Live
 
 
 def completion(live: Live, output: Any, routed: Sequence[int] = ()) -> Completion:
-    """See `Live.completion`. output: vLLM's last of the request; None: it was aborted before it began. routed: the layers
-    with experts, where their routes were asked for."""
+    """See `Live.completion`. output: vLLM's last of the request; None: it was aborted before it began. routed: the
+    layers with experts, where their routes were asked for."""
     if output is None:
         return live.completion("vLLM", "abort", [], [])
     response, metrics = output.outputs[0], getattr(output, "metrics", None)

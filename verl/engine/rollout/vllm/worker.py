@@ -43,8 +43,8 @@ class WorkerWeights:
     def verl_begin(self, driver: int, started: int, folder: str) -> dict[str, Any]:
         """End with the process `driver` (that started at `started`), however it ends, and remove its `folder` then.
         Returns "processes": this one and its parent, each as (pid, start time); "device": the id of this worker's;
-        "shared": see `remove_shared`; "routed": the numbers of the layers with experts. On another node than the engine's
-        it ends with its parent, and has no processes to tell of."""
+        "shared": see `remove_shared`; "routed": the numbers of the layers with experts. On another node than the
+        engine's it ends with its parent, and has no processes to tell of."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         worker: Any = self

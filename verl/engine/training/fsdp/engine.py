@@ -125,8 +125,8 @@ class FSDPEngine(ScheduledEngine):
         self.dp_rank, self.dp_size = self.layout.rank // together, self.layout.size // together
         streams = bool(setting(fsdp, "offload_policy", False)) or (placement.param_offload and not idles)
         settings = ModelSettings(
-            model_path, model_cfg, fsdp, head, self.device, self.compute_dtype, trainable, seed, longest, streams=streams,
-            freezes_vision=bool(setting(role_cfg, "freeze_vision_tower", False)),
+            model_path, model_cfg, fsdp, head, self.device, self.compute_dtype, trainable, seed, longest,
+            streams=streams, freezes_vision=bool(setting(role_cfg, "freeze_vision_tower", False)),
             compiles=bool(setting(role_cfg, "use_torch_compile", True)),
         )  # fmt: skip
         alone = self.layout.mesh is None
@@ -209,8 +209,8 @@ class FSDPEngine(ScheduledEngine):
         self._after_passes()
         weights = dict(self.module.named_parameters())
         self._scales = [(weights[name], offset) for name, offset in scales.items()]
-        # Those that are not trained get gradients all the same, which no update takes: beside adapters nothing else tells
-        # what became of the loss on its way through micro-batches and ranks.
+        # Those that are not trained get gradients all the same, which no update takes: beside adapters nothing else
+        # tells what became of the loss on its way through micro-batches and ranks.
         self._watched = {name: weights[name].requires_grad_() for name in scales.keys() - self._names.keys()}
         self.schedule(1)
 
@@ -348,8 +348,8 @@ class FSDPEngine(ScheduledEngine):
     def accumulate(
         self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str] = LOG_PROBS, *, temperature: float
     ) -> TrainStepResult:
-        """The passes of `step` alone: gradients are added to those of the calls since the last `update`, and `grad_norm`
-        is that of the sum. Where a loss or the norm is not finite, all of them are dropped and `refused` says so."""
+        """The passes of `step` alone: gradients are added to those of the calls since the last `update`; `grad_norm` is
+        that of the sum. Where a loss or the norm is not finite, all of them are dropped and `refused` says so."""
         self._require_optimizer()
         total, norm = self._add_gradients(rows, loss, outputs, temperature, 1.0)
         if not total.refused and not math.isfinite(norm):

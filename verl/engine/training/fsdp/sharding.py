@@ -103,10 +103,10 @@ _WHOLE_SHARE = 0.1
 class MicroBatchSharding:
     """When the units of a sharded model gather weights and reduce gradients over the micro-batches of a step.
 
-    Where gathered weights and whole float32 gradients take at most a tenth of the memory of each rank, they stay for all
-    micro-batches: weights are gathered once a step and gradients reduced once. Elsewhere each pass gathers and reduces. All
-    the memory there is decides, not what is free: a resumed run adds gradients in the same order. Collective. settings: the
-    `ModelSettings` of the model; index: of the rank's device.
+    Where gathered weights and whole float32 gradients take at most a tenth of the memory of each rank, they stay for
+    all micro-batches: weights are gathered once a step and gradients reduced once. Elsewhere each pass gathers and
+    reduces. All the memory there is decides, not what is free: a resumed run adds gradients in the same order.
+    Collective. settings: the `ModelSettings` of the model; index: of the rank's device.
     """
 
     def __init__(self, root: torch.nn.Module, layout: Layout, settings: Any, index: int):
@@ -132,8 +132,8 @@ class MicroBatchSharding:
             self._root.set_reshard_after_backward(last)
 
     def end(self) -> None:
-        """After passes of any kind: what is whole is freed. A pass without a backward pass leaves the root's weights whole,
-        and they would outlive the next update."""
+        """After passes of any kind: what is whole is freed. A pass without a backward pass leaves the root's weights
+        whole, and they would outlive the next update."""
         for unit in self._units:
             unit.reshard()
         self._reshard_after_forward(self._reshards)

@@ -123,7 +123,8 @@ class UlyssesPlan:
 
 
 class DealtStates:
-    """`PackedStates` of which each rank has some sequences, dealt out such that none has many more tokens than others."""
+    """`PackedStates` of which each rank has some sequences, dealt out such that none has many more tokens than
+    others."""
 
     def __init__(self, segments: Sequence[TokenSpan], group: dist.ProcessGroup, rank: int, size: int):
         owners = self._owners(segments, size).reshape(size, -1)

@@ -1,4 +1,5 @@
-"""Low-rank adapters beside megatron-core's layers, under the names and with the start values of the Hugging Face model's.
+"""Low-rank adapters beside megatron-core's layers, under the names and with the start values of the Hugging Face
+model's.
 
     column-parallel   y_i = W_i·x + s·B_i·(A·x)              B cut as the output is, A whole on every rank
     row-parallel      y = Σ_i W_i·x_i + s·B·(Σ_i A_i·x_i)    A cut as the input is, B whole
@@ -79,8 +80,8 @@ class LayerAdapters(torch.nn.Module):
         return place, float(layer.scaling[adapters.NAME])
 
     def _added(self, parts: Sequence[tuple[Any, int]], dim: int, layer: Any, args: Any, out: Any) -> Any:
-        """Forward hook of an adapted layer: its output with the adapters' added. parts: (place and scale, or None; width)
-        of each Hugging Face layer in it."""
+        """Forward hook of an adapted layer: its output with the adapters' added. parts: (place and scale, or None;
+        width) of each Hugging Face layer in it."""
         if not self.is_on:
             return None
         inputs = args[0]
@@ -140,8 +141,8 @@ class MegatronAdapter(lora.Adapter):
         chunks: Sequence[Any],
         dtype: torch.dtype,
     ):
-        """Put it in, and freeze everything else. chunks: not wrapped yet. UserError for layers that are neither column- nor
-        row-parallel. Collective."""
+        """Put it in, and freeze everything else. chunks: not wrapped yet. UserError for layers that are neither column-
+        nor row-parallel. Collective."""
         injected = on_all_ranks(lambda: lora.inject(outline, settings))
         super().__init__(outline, injected._config, settings)
         source = on_all_ranks(lambda: lora.AdapterSource(outline, settings, seed, None))

@@ -63,7 +63,8 @@ class _HostMixin:
 
     #: "lm", or another head, whose layer from hidden states to one number is `score` in Hugging Face files.
     head = "lm"
-    #: The model sees images: the Hugging Face model without weights is `outline`, `hf_config` that of its language model.
+    #: The model sees images: the Hugging Face model without weights is `outline`, `hf_config` that of its language
+    # model.
     sees = False
     outline: Any = None
 

@@ -1,4 +1,5 @@
-"""From rows to what one forward pass of a megatron-core model reads, and back from its hidden states to response tokens.
+"""From rows to what one forward pass of a megatron-core model reads, and back from its hidden states to response
+tokens.
 
     with TransformerEngine      one packed row of all sequences ("thd"), each padded to what ranks must divide
     without                     [rows, longest] tokens, padded on the right: no token sees what follows it

@@ -1,5 +1,5 @@
-"""MindSpeed, which makes megatron-core work on Ascend NPUs: where it is installed it is imported before megatron-core, whose
-functions it replaces, then and with every set of options. It has never run here.
+"""MindSpeed, which makes megatron-core work on Ascend NPUs: where it is installed it is imported before megatron-core,
+whose functions it replaces, then and with every set of options. It has never run here.
 """
 
 from __future__ import annotations

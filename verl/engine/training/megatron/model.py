@@ -111,7 +111,8 @@ def _tower(outline: Any, chunk: Any, dtype: torch.dtype, device: torch.device) -
 
 
 def _transformer_settings(model_cfg: Any, megatron: Any, hf_config: Any) -> dict[str, Any]:
-    """megatron-core's settings: recomputing, then what the user overrides; UserError for names that it does not have."""
+    """megatron-core's settings: recomputing, then what the user overrides; UserError for names that it does not
+    have."""
     from megatron.core.transformer import MLATransformerConfig
 
     settings: dict[str, Any] = {"calculate_per_token_loss": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -190,8 +191,8 @@ def load(model: MegatronModel, directory: Path) -> None:
 
 @torch.no_grad()
 def load_distributed(model: MegatronModel, directory: Path) -> None:
-    """Read the weights of megatron-core's distributed checkpoint, whatever the layout that wrote it; a score starts at 0.
-    Collective. UserError for a checkpoint of another model, or none."""
+    """Read the weights of megatron-core's distributed checkpoint, whatever the layout that wrote it; a score starts at
+    0. Collective. UserError for a checkpoint of another model, or none."""
     chunks, state = [unwrap_model(chunk) for chunk in model.chunks], {}
     scores = model.bridge.head != "lm"
     for number, chunk in enumerate(chunks):

@@ -1,4 +1,5 @@
-"""megatron-core's optimizer and its schedule of the learning rate, built from a role's `optim.*`, and their state on disk."""
+"""megatron-core's optimizer and its schedule of the learning rate, built from a role's `optim.*`, and their state on
+disk."""
 
 from __future__ import annotations
 
@@ -74,9 +75,9 @@ def scale_gradients(optimizer: Any, factor: float) -> None:
 
 @torch.no_grad()
 def scale_derivative(optimizer: Any, chunk: Any) -> float | None:
-    """This rank's share of `TrainStepResult.scale_derivative`: Σ (w + offset) · dL/dw over the last normalisation of the
-    last stage's chunk, and of a bias that its head has; None where they are not trained or several ranks hold one share.
-    Gradients are added up over ranks and not yet taken by the optimizer."""
+    """This rank's share of `TrainStepResult.scale_derivative`: Σ (w + offset) · dL/dw over the last normalisation of
+    the last stage's chunk, and of a bias that its head has; None where they are not trained or several ranks hold one
+    share. Gradients are added up over ranks and not yet taken by the optimizer."""
     model = unwrap_model(chunk)
     norm, output = getattr(getattr(model, "decoder", None), "final_layernorm", None), model.output_layer
     settings = get_model_config(chunk)

@@ -63,8 +63,8 @@ _joined: ParallelSizes | None = None
 
 
 def join(sizes: ParallelSizes, *, follows: bool = False) -> ParallelSizes:
-    """Make megatron-core's groups of this process's ranks; of a process that has joined no others, of it alone. The sizes
-    in force: those of an earlier role of this process where this one `follows`.
+    """Make megatron-core's groups of this process's ranks; of a process that has joined no others, of it alone. The
+    sizes in force: those of an earlier role of this process where this one `follows`.
 
     UserError where the sizes do not divide the ranks, or where another role of this process has other sizes:
     megatron-core has one layout in a process.

@@ -1,4 +1,5 @@
-"""Micro-batches through the stages of a model: megatron-core's pipeline schedule, outputs and loss on the last stage."""
+"""Micro-batches through the stages of a model: megatron-core's pipeline schedule, outputs and loss on the last
+stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Experts of an earlier pass, replayed in megatron-core's routers, or recorded there.
 
-Each router has an object that chooses for it in the place of megatron-core's `RouterReplay`, which takes no tokens whose
-experts are unknown and records one micro-batch. Layers that are computed again in the backward pass choose as they did.
+Each router has an object that chooses for it in the place of megatron-core's `RouterReplay`, which takes no tokens
+whose experts are unknown and records one micro-batch. Layers that are computed again in the backward pass choose as
+they did.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Routes:
         return tokens.reshape(-1)
 
     def changed(self, batch: ModelBatch) -> Tensor | None:
-        """float32 [R]: 1 for a response token whose predecessor some layer would have sent elsewhere, -1 where nothing is
-        known; None where nothing was replayed. Collective."""
+        """float32 [R]: 1 for a response token whose predecessor some layer would have sent elsewhere, -1 where nothing
+        is known; None where nothing was replayed. Collective."""
         if batch.given is None:
             return None
         flags = torch.full((batch.size,), -1.0, device=batch.input_ids.device)

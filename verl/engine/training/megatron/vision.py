@@ -3,9 +3,9 @@
     images ── tower ──▶ features ──▶ in the place of the image tokens' embeddings
                         └── of its inner layers (Qwen3-VL) ──▶ added to what the first layers give
 
-The tower is whole on each rank of the first stage; ranks with the same rows compute the same. Its weights are part of the
-stage's chunk under the name `vision_model`. Layers of the language model may be computed again in the backward pass, the
-tower not with them.
+The tower is whole on each rank of the first stage; ranks with the same rows compute the same. Its weights are part of
+the stage's chunk under the name `vision_model`. Layers of the language model may be computed again in the backward
+pass, the tower not with them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TOWER, HF_TOWER, HF_TEXT = "vision_model.", "model.visual.", "model.language_mod
 
 
 class VisionTower:
-    """The image encoder of `outline`, the Hugging Face model, given memory and put into `chunk`, the first one. Its weights
-    have no values yet. UserError where the layers that take more features lie on several pipeline stages."""
+    """The image encoder of `outline`, the Hugging Face model, given memory and put into `chunk`, the first one. Its
+    weights have no values yet. UserError where the layers that take more features lie on several pipeline stages."""
 
     def __init__(self, outline: Any, chunk: Any, dtype: torch.dtype, device: torch.device):
         self._base, self._inputs = outline.base_model, VisionInputs(outline)
@@ -45,8 +45,10 @@ class VisionTower:
         depth = len(getattr(outline.config.vision_config, "deepstack_visual_indexes", None) or ())
         if depth > len(chunk.decoder.layers):
             raise UserError(
-                f"megatron.pipeline_model_parallel_size: the first {depth} layers take features of images and must be on "
-                f"the first stage (and in its first virtual chunk), which has {len(chunk.decoder.layers)}; set a smaller size"
+                f"megatron.pipeline_model_parallel_size: the first {depth} layers take features of images and must be "
+                f"on "
+                f"the first stage (and in its first virtual chunk), which has {len(chunk.decoder.layers)}; set a "
+                f"smaller size"
             )
         if unknown := [name for name in fill_buffers(outline) if name.startswith(HF_TOWER)]:
             raise UserError(
@@ -152,8 +154,8 @@ class _HandedOn(torch.autograd.Function):
 
 
 def interleave(rotary: Any, section: list[int]) -> None:
-    """Make megatron-core's rotary positions those of Qwen3-VL: of each three frequencies one turns by time, one by height,
-    one by width, as far as `section` goes, and the rest by time."""
+    """Make megatron-core's rotary positions those of Qwen3-VL: of each three frequencies one turns by time, one by
+    height, one by width, as far as `section` goes, and the rest by time."""
     frequencies = rotary.inv_freq
     axis = torch.zeros(len(frequencies), dtype=torch.int64, device=frequencies.device)
     for number in (1, 2):
@@ -203,7 +205,8 @@ class VisionFiles:
 
 
 def stored(outline: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors under the names of a checkpoint, from those that mbridge has; of a layer's experts all are collected."""
+    """Whole tensors under the names of a checkpoint, from those that mbridge has; of a layer's experts all are
+    collected."""
     state = PlainView(outline).state()
     stacks: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in named:
