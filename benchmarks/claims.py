@@ -170,7 +170,7 @@ CLAIMS: dict[str, Claim] = {
     ),
     "router_drift": Claim(
         {"GRPO": [], "GSPO": GSPO},
-        *(metric("actor/entropy"), 1.0, ".1f", "experts"),
+        *(metric("actor/entropy"), 1.0, ".2f", "experts"),
         # GRPO as it was published has no third bound of the ratio.
         [*UPDATES, f"{LOOP}=coin", f"{PLUG_IN}=router_noise_and_loops", f"{ACTOR}.clip_ratio_c=1000000", *UNPROVEN],
     ),
