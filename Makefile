@@ -125,7 +125,7 @@ quickstart-vision: $(VENV)/.installed
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy verl/config verl/algorithms verl/trajectory.py verl/rollout verl/trainer verl/workers
+	$(BIN)/mypy verl/config verl/algorithms verl/trajectory.py verl/rollout verl/trainer verl/workers verl/planning
 	$(BIN)/lint-imports
 
 # Processes that tests start read what was compiled once, whatever the environment says.

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
 
 
-def compares_teachers_tokens(config: Any) -> bool:
+def compares_teachers_tokens(config: DistillationLossConfig) -> bool:
     """True if the tokens that are compared follow from the teacher's most likely ones
     (`distillation.distillation_loss`)."""
     mode = config.loss_mode
     return mode in TOPK_MODES[:2] or (mode in TOPK_MODES and config.token_set in ("teacher", "intersection"))
 
 
-def compares_both_sets(config: Any) -> bool:
+def compares_both_sets(config: DistillationLossConfig) -> bool:
     """True if the policy's most likely tokens and the teacher's are compared."""
     return config.loss_mode == "reverse_kl_topk" and config.token_set in ("union", "difference")
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.model_facts import ATTENTION_LAYERS, LINEAR_ATTENTION
 from verl.config.reward_weights import scores_by_model
 from verl.config.schema.base import Root, setting
 from verl.engine.registry import TRAINING_ENGINES, Placement, capabilities, placement
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
 
 _HEADS = "num_attention_heads"
 _COUNTS = (_HEADS, "num_key_value_heads", "intermediate_size")
@@ -29,7 +33,7 @@ def policy_placement(config: Root) -> Placement:
     return placement(config.select(path), path) if path else Placement()
 
 
-def reference_is_base(config: Any) -> bool:
+def reference_is_base(config: Config) -> bool:
     """True where the reference is the actor without its adapter, and no model of its own."""
     arr = config.actor_rollout_ref
     return bool(arr.model.lora_rank > 0 or arr.model.lora_adapter_path) and not arr.ref.model.path
@@ -98,7 +102,7 @@ def sampler_devices(rollout: Any) -> int:
     return int((rollout.tensor_model_parallel_size or 1) * copies)
 
 
-def samplers_per_node(config: Any) -> int:
+def samplers_per_node(config: Config) -> int:
     """How many samplers of a run are on one machine."""
     rollout = config.actor_rollout_ref.rollout
     devices = rollout.n_gpus_per_node if rollout.nnodes else config.trainer.n_gpus_per_node
@@ -122,14 +126,14 @@ class OwnPool:
         return f"{self.keys}.nnodes={self.nodes}, {self.keys}.n_gpus_per_node={self.per_node}"
 
 
-def own_pools(config: Any) -> dict[str, OwnPool]:
+def own_pools(config: Config) -> dict[str, OwnPool]:
     """The device pools apart from the policy's: "critic", "teacher", "reward_model" or "judge".
 
     The samplers' pool is `rollout.nnodes`.
     """
     critic, taught, scoring_model = config.critic, config.distillation, config.reward_model
     scored_by = "reward_model" if scores_by_model(config) else "judge"
-    roles = {
+    roles: dict[str, tuple[Any, str, bool]] = {
         "critic": (critic, "critic", critic.enable),
         "teacher": (taught, "distillation", taught.enabled),
         scored_by: (
@@ -159,7 +163,7 @@ def quantized_sampling(rollout: Any) -> str:
     return next((f"{key}={value}" for key, value in values.items() if not value.startswith(_FULL)), "")
 
 
-def sampling_mask_from(config: Any) -> str:
+def sampling_mask_from(config: Config) -> str:
     """Who says which tokens a draw from a truncated distribution could have given (`rollout.replay_sampling_mask`):
     "sampler", "trainer", or "" where nobody does."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout

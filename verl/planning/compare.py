@@ -7,7 +7,7 @@ import resource
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.devices import ranks
 from verl.config.model_facts import look
@@ -17,10 +17,14 @@ from verl.planning.memory import total
 from verl.planning.plan import plan
 from verl.planning.report import device_of
 
+if TYPE_CHECKING:
+    from verl.config import Config
+
+
 MEMORY = "perf/max_memory_allocated_gb"
 
 
-def compared(config: Any, run_dir: Path) -> dict[str, tuple[float, float]]:
+def compared(config: Config, run_dir: Path) -> dict[str, tuple[float, float]]:
     """(planned, measured) by phase in seconds, and "memory" in GiB; {} where the run cannot be predicted.
 
     Planned for the mean lengths that the run had; measured: medians of its steps, the first left out if there are more.
@@ -31,7 +35,7 @@ def compared(config: Any, run_dir: Path) -> dict[str, tuple[float, float]]:
         return {}
     prompt, response = (_median(steps, f"{side}_length/mean") for side in ("prompt", "response"))
     try:
-        facts = look(model.path, model.override_config, model.hf_config_path)
+        facts = look(model.path or "", model.override_config, model.hf_config_path)
         planned = plan(config, facts.config, device_of(config), prompt=prompt, response=response)
     except UserError:  # no device of the table, or a config.json that leaves sizes to the library
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.devices import ranks
 from verl.config.layout import own_pools, policy_placement, reference_is_base, sampler_devices
@@ -17,6 +17,10 @@ from verl.planning.devices import Device
 from verl.planning.memory import layer_bytes
 from verl.planning.model import ModelSize, model_size
 from verl.planning.workload import Role, Sampler, Step
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
 
 HOST_TOKENS = (1024, 4096)
 HOST_ACTIVATIONS = 2.0**29
@@ -42,7 +46,7 @@ class Workload:
 
 
 def workload(
-    config: Any,
+    config: Config,
     model_config: Mapping[str, Any],
     device: Device,
     *,
@@ -82,7 +86,9 @@ def workload(
         shared=arr.rollout.enable_prefix_caching,
         grouped=arr.actor.use_prefix_grouper is not False,
     )
-    return Workload(device, step, roles, _sampler(config, model, actor, device), offload, trainer.nnodes, longest)
+    return Workload(
+        device, step, roles, _sampler(config, model, actor, device, longest), offload, trainer.nnodes, longest
+    )
 
 
 def _width(dtype: str | None, device: Device) -> int:
@@ -98,7 +104,7 @@ def _offloaded(placed: Placement) -> frozenset[str]:
     return frozenset(name for name, leaves in parts.items() if leaves)
 
 
-def _role(config: Any, path: str, model_group: Any, model: ModelSize, device: Device, longest: int) -> Role:
+def _role(config: Config, path: str, model_group: Any, model: ModelSize, device: Device, longest: int) -> Role:
     """A trained role. `path` of its group, `model_group` with its model's settings."""
     group = config.select(path)
     placed = placement(group, path)
@@ -143,7 +149,7 @@ def _tokens(group: Any, prefix: str, role: Role, device: Device, longest: int, n
     return max(limit, longest)
 
 
-def _reference(config: Any, model: ModelSize, actor: Role) -> Role:
+def _reference(config: Config, model: ModelSize, actor: Role) -> Role:
     arr = config.actor_rollout_ref
     if arr.ref.model.path:
         model = _other_model(arr.ref.model.path, model)
@@ -152,22 +158,22 @@ def _reference(config: Any, model: ModelSize, actor: Role) -> Role:
     return replace(actor, model=model, placement=placed, trained=False, adapter=0, megatron=megatron)
 
 
-def _critic(config: Any, model: ModelSize, device: Device, longest: int) -> Role:
+def _critic(config: Config, model: ModelSize, device: Device, longest: int) -> Role:
     group = config.critic.model
     if group.path != config.actor_rollout_ref.model.path:
         model = _other_model(group.path, model)
     return replace(_role(config, "critic", group, model, device, longest), value=True)
 
 
-def _other_model(path: str, fallback: ModelSize) -> ModelSize:
+def _other_model(path: str | None, fallback: ModelSize) -> ModelSize:
     """Sizes of another model; those of the policy where it is not on this disk."""
     try:
-        return model_size(look(path).config)
+        return fallback if path is None else model_size(look(path).config)
     except UserError:
         return fallback
 
 
-def _sampler(config: Any, model: ModelSize, actor: Role, device: Device) -> Sampler:
+def _sampler(config: Config, model: ModelSize, actor: Role, device: Device, longest: int) -> Sampler:
     rollout, many = config.actor_rollout_ref.rollout, ranks(config)
     engine = capabilities(rollout.name)
     pool = rollout.nnodes * rollout.n_gpus_per_node if rollout.nnodes else many
@@ -192,7 +198,7 @@ def _sampler(config: Any, model: ModelSize, actor: Role, device: Device) -> Samp
         sequences=min(rollout.max_num_seqs, math.ceil(config.data.train_batch_size * rollout.n / engines))
         if device.on_host
         else rollout.max_num_seqs,
-        longest=rollout.max_model_len,
+        longest=rollout.max_model_len or longest,
         share=rollout.gpu_memory_utilization * (0.5 if device.on_host else 1.0),
         sleeps=rollout.free_cache_engine,
         preallocates=not engine.in_place_weights,

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.schema.base import put
 from verl.planning import memory, timing
@@ -14,6 +14,10 @@ from verl.planning.configured import Workload, workload
 from verl.planning.devices import GIB, Device
 from verl.planning.memory import Parts, total
 from verl.planning.workload import Role
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
 
 ROOM = 0.94
 """Share of a device's memory that a run can fill: the driver, libraries and fragments take the rest."""
@@ -70,7 +74,7 @@ class Plan:
 
 
 def plan(
-    config: Any,
+    config: Config,
     model_config: Mapping[str, Any],
     device: Device,
     *,
@@ -213,7 +217,7 @@ def _largest(work: Workload, phases: Mapping[str, Parts]) -> int:
 # ---- what to change ----
 
 
-def changes(config: Any, current: Plan) -> Iterator[tuple[str, Any]]:
+def changes(config: Config, current: Plan) -> Iterator[tuple[str, Any]]:
     """Keys that may make a run fit, the cheapest in time first."""
     arr, longest = config.actor_rollout_ref, current.work.longest
     actor = current.work.roles["actor"]
@@ -245,7 +249,7 @@ def changes(config: Any, current: Plan) -> Iterator[tuple[str, Any]]:
         yield "actor_rollout_ref.model.lora_rank", 32
 
 
-def advice(config: Any, model_config: Mapping[str, Any], current: Plan) -> tuple[list[str], Plan]:
+def advice(config: Config, model_config: Mapping[str, Any], current: Plan) -> tuple[list[str], Plan]:
     """key=value that make a run fit, tried one after the other and kept where less is too much; and the plan with all
     of them. It does not fit even so: more devices are needed."""
     changed, kept = copy.deepcopy(config), {}

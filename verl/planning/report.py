@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.devices import ranks
 from verl.errors import UserError
@@ -15,11 +15,15 @@ from verl.planning.memory import total
 from verl.planning.plan import ROOM, Plan, assignment
 from verl.platform import probe
 
+if TYPE_CHECKING:
+    from verl.config import Config
+
+
 Proposal = tuple[dict[str, Any], Plan]
 _GENERAL = "lengths are the limits unless --prompt and --response say their means"
 
 
-def device_of(config: Any, name: str | None = None) -> Device:
+def device_of(config: Config, name: str | None = None) -> Device:
     """The device named, or that of this machine. UserError for one that is not in the table."""
     kind = config.trainer.device
     if name in (None, "cpu") and (name or kind == "cpu" or not (probe.nvidia_gpus() or probe.npus())):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.schema.base import put
 from verl.engine.registry import capabilities
 from verl.planning.devices import Device
 from verl.planning.model import ModelSize, model_size
 from verl.planning.plan import ACTOR, ROLLOUT, Plan, plan
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
 
 SIZES = (1, 2, 4, 8)
 ENOUGH_TOKENS = 32768
@@ -28,7 +32,7 @@ Keys = dict[str, Any]
 
 
 def search(
-    config: Any, model_config: Mapping[str, Any], device: Device, *, best: int = 5, **lengths: Any
+    config: Config, model_config: Mapping[str, Any], device: Device, *, best: int = 5, **lengths: Any
 ) -> list[tuple[Keys, Plan]]:
     """The fastest layouts that fit, each with the keys that differ from the configuration, the best first."""
     model, ranks = model_size(model_config), config.trainer.nnodes * config.trainer.n_gpus_per_node
@@ -59,7 +63,7 @@ def search(
     return list(different.values())[:best]
 
 
-def _training(config: Any, model: ModelSize, ranks: int) -> Iterator[Keys]:
+def _training(config: Config, model: ModelSize, ranks: int) -> Iterator[Keys]:
     """Keys of the trainer's layouts whose sizes divide the ranks, the heads, the layers and the experts."""
     strategy = config.actor_rollout_ref.actor.strategy
     group = "megatron" if strategy == "megatron" else "fsdp_config"
@@ -92,7 +96,7 @@ def _divides(model: ModelSize, ranks: int, tensor: int, pipeline: int, expert: i
     return expert == 1 or (model.expert_count > 0 and model.expert_count % expert == 0)
 
 
-def _sampling(config: Any, model: ModelSize) -> Iterator[Keys]:
+def _sampling(config: Config, model: ModelSize) -> Iterator[Keys]:
     """Keys of the sampler's layouts."""
     rollout = config.actor_rollout_ref.rollout
     per_node = rollout.n_gpus_per_node if rollout.nnodes else config.trainer.n_gpus_per_node

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.reward_weights import scores_by_model
 from verl.config.schema.fields import for_elsewhere
@@ -16,6 +16,10 @@ from verl.engine.registry import ROLLOUT_ENGINES, holes
 from verl.platform import platform_of
 from verl.versions import satisfies
 from verl.workers.node_facts import CODE, model_files
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
 
 GIB = 1 << 30
 OK, NOTE, WARN, BAD = "ok", "note", "warn", "bad"
@@ -78,7 +82,7 @@ class NodeNeeds:
     folder: Path | None = None
 
 
-def needs_of(config: Any) -> NodeNeeds:
+def needs_of(config: Config) -> NodeNeeds:
     """Of a run with this configuration."""
     arr, trainer, packages = config.actor_rollout_ref, config.trainer, set(NodeNeeds().packages)
     lora = arr.model.lora_rank > 0 or arr.model.lora_adapter_path
@@ -93,7 +97,7 @@ def needs_of(config: Any) -> NodeNeeds:
     return NodeNeeds(models, frozenset(packages), files, room, folder)
 
 
-def _models(config: Any) -> tuple[str, ...]:
+def _models(config: Config) -> tuple[str, ...]:
     """Those of all roles, the policy's first, by paths that mean the same in another folder."""
     from verl.algorithms.needs import needed_columns, teacher_roles
 
