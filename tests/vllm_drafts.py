@@ -33,8 +33,7 @@ def record() -> None:
     """Write, for each token that is drafted, the position of the state that it is drafted from, and the logits.
 
     DeepSeek's and GLM's layers blank the embedding that stands beside the state at position 0, which the formula does
-    not
-    say: meanwhile vLLM counts positions from 1. Rotations are relative.
+    not say: meanwhile vLLM counts positions from 1. Rotations are relative.
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 

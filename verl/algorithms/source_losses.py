@@ -27,8 +27,7 @@ class ChosenLoss:
     """A policy loss with the settings that it reads.
 
     needs  columns that it declared
-    whole  what it has to know of the whole mini-batch; None in bypass mode with loss_type=reinforce, which reads
-    nothing
+    whole  what it has to know of the whole mini-batch; None in bypass mode with loss_type=reinforce, which reads none
     """
 
     actor: Any

@@ -1,8 +1,7 @@
 """Seconds of the phases of a step.
 
 Training    products by parts at shares of the peak, attention by pairs of tokens, activations through memory, a
-constant
-            for each layer and micro-batch
+            constant for each layer and micro-batch
 Sampling    prefill as a forward pass; a step of decoding reads the weights and the cache of all responses in flight
 Push        the weights through the slowest link between trainer and sampler
 """

@@ -101,7 +101,8 @@ class Sampler:
     sleeps      weights and cache are released while the trainer computes
     preallocates  the cache takes its whole share from the start
     tables      as many tokens as all sequences can have are in the cache so many times at most (prompts and responses
-    apart) bucket      bytes of one transfer of weights
+                apart)
+    bucket      bytes of one transfer of weights
     """
 
     model: ModelSize

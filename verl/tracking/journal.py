@@ -1,12 +1,11 @@
 """What a step was made of, as a parquet file with a row for each segment: ids, masks, log-probs, scores, draws.
 
     journal/{step}.parquet      a column for each of `verl.trajectory.COLUMNS` that the step has, null where a row lacks
-    it
+                                it
                                 about: what is not of tokens, as JSON; that of the trajectory on its first segment, and
                                 that of the prompt on its first trajectory
     pixel_values                of the images that a segment is the first to have, float32 as uint32: a dictionary of
-    the
-                                few values that pixels have, and indices into it, compressed
+                                the few values that pixels have, and indices into it, compressed
 
 Numbers come back bit for bit.
 """

@@ -64,10 +64,10 @@ class Pack:
     sampling_mask          the sets that the targets were drawn from, None if all are the whole vocabulary
     routes                 int64 [S, layers, k]  recorded experts of the tokens computed; None if no row has any
     paths                  each row that has a token, with the (first, number of tokens) of the spans that make up what
-    is
-                           computed of it
+                           is computed of it
     axes, media            where a row has images: int64 [3, S] that the model rotates by, and the images of each
-    context images                 number of images
+                           context
+    images                 number of images
     image_span             where the pack is a rank's share of one: which of the images' tokens are in it, (first, last)
     blank                  1 where the last token is an image of none of the rows, whose output counts for nothing
     """

@@ -66,8 +66,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         machine's, has room). When it is full, the newest responses wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
     tokenizer: only for stop strings and grammars. forbidden_token_ids: never sampled. enforce_eager: no captured graphs
-    on
-        a GPU.
+        on a GPU.
     engines: how many samplers share the machine's memory, for the size of the cache where it is not given.
     record_routes: completions say which experts their tokens went to; no captured graphs then.
     owns_weights: nobody else uses the model's tensors: `sleep` takes them to host memory.

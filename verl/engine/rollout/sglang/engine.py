@@ -42,8 +42,7 @@ class SGLangEngine(HostedEngine):
     """Samples with SGLang.
 
     model_path: a Hugging Face directory. load_format: "auto" reads its weights, "dummy" makes random ones, to be
-    replaced
-        by `load_weights` before anything is sampled.
+        replaced by `load_weights` before anything is sampled.
     device: "cpu" or "cuda". eos_token_ids: tokens that end a response; None: those that the model and its generation
         config name. bucket_bytes: size of one weight transfer.
     free_cache_engine: `sleep` releases memory (not on a CPU).
@@ -176,8 +175,7 @@ class SGLangEngine(HostedEngine):
         """See `WeightReceiver.load_weights`. Requests under way go on with the new weights, their cache computed anew.
 
         Checksums are of what was handed to SGLang, which fuses its weights. Names are compared with those of the
-        model's
-        files: SGLang itself passes over what it does not know. The engine is of no use after an error.
+        model's files: SGLang itself passes over what it does not know. The engine is of no use after an error.
         """
         sums: dict[str, str] = {}
         try:
