@@ -6,9 +6,9 @@ are unknown. Nobody here calls them: they are declared before torchvision is imp
 so it goes into the environment:
 
     pip install --no-deps torchvision==0.28.0
-    cp requirements/torchvision_operators.py "$(python -c 'import site; print(site.getsitepackages()[0])')"
-    echo "import torchvision_operators" > "$(python -c 'import site;
-    print(site.getsitepackages()[0])')/torchvision_operators.pth"
+    site="$(python -c 'import site; print(site.getsitepackages()[0])')"
+    cp requirements/torchvision_operators.py "$site"
+    echo "import torchvision_operators" > "$site/torchvision_operators.pth"
 """
 
 import importlib.abc

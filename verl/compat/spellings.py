@@ -138,8 +138,7 @@ MEGATRON_MODULES = {
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
     "{transfer_queue, *.model.mtp.{method, speculative_*}, *.rollout.mtp, *.router_replay.{record_file, replay_file}, "
-    "*.qat, "
-    "actor_rollout_ref.partition, *.rollout.disaggregation, *.rollout.trace, "
+    "*.qat, actor_rollout_ref.partition, *.rollout.disaggregation, *.rollout.trace, "
     "global_profiler.global_tool_config, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding, engine.use_remove_padding, "
     "*.megatron.{pad_bshd_to_minibatch_max, max_seqlen_per_dp_cp_rank}}": (

@@ -44,8 +44,7 @@ UNREAD: dict[str, dict[str, str]] = {
         "critic.model.mtp.enable": "a critic predicts no tokens",
         "*.model.use_liger": (
             "norms, gated MLPs, rotations and the head have kernels of verl's own, used wherever Triton compiles for "
-            "the "
-            "device; Liger's are not"
+            "the device; Liger's are not"
         ),
         "{*.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
         "*.rollout.quantization_config_file, reward_model.rollout.multi_stage_wake_up, "

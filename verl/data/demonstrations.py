@@ -71,7 +71,6 @@ class Demonstrations:
         if not isinstance(text, str) or not text:
             raise UserError(
                 f"actor_rollout_ref.actor.demonstrations.column={key}: {prompt.file} row {prompt.row} has no text "
-                f"there, "
-                "in extra_info or in a column of that name"
+                "there, in extra_info or in a column of that name"
             )
         return text

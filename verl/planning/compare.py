@@ -31,11 +31,11 @@ def compared(config: Config, run_dir: Path) -> dict[str, tuple[float, float]]:
     """
     steps = _records(run_dir / "metrics.jsonl")
     model = config.actor_rollout_ref.model
-    if not steps:
+    if not steps or model.path is None:
         return {}
     prompt, response = (_median(steps, f"{side}_length/mean") for side in ("prompt", "response"))
     try:
-        facts = look(model.path or "", model.override_config, model.hf_config_path)
+        facts = look(model.path, model.override_config, model.hf_config_path)
         planned = plan(config, facts.config, device_of(config), prompt=prompt, response=response)
     except UserError:  # no device of the table, or a config.json that leaves sizes to the library
         return {}

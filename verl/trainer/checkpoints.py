@@ -384,8 +384,7 @@ class Checkpoints:
             if saved is not None and loaded is not None and not math.isclose(saved, loaded, rel_tol=1e-3):
                 message = (
                     f"resume: the norm of the {name}'s optimizer state is {loaded:.4g}, and was {saved:.4g} when it "
-                    f"was "
-                    "saved: it was not saved or not loaded, and updates begin anew"
+                    "was saved: it was not saved or not loaded, and updates begin anew"
                 )
                 self._tracking.event("check_resume", message=message)
         if not sample or not self._storage.wants("model"):
@@ -401,9 +400,8 @@ class Checkpoints:
         if not difference <= bound:
             message = (
                 f"resume: with the weights that were loaded the log-probs of a response differ by {difference:.3g} "
-                f"nats "
-                f"({kind}) from those when they were saved: a part of the policy was not saved or not loaded, or a "
-                "setting of the model has changed"
+                f"nats ({kind}) from those when they were saved: a part of the policy was not saved or not loaded, or "
+                "a setting of the model has changed"
             )
             self._tracking.event("check_resume", message=message)
 

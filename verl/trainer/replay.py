@@ -168,8 +168,7 @@ class Recording:
         if absent := [n for n in range(start + 1, step + 1) if n not in self.steps]:
             raise UserError(
                 f"step {step} needs steps {start + 1} to {step} of {self.run / JOURNAL}, which lacks {absent[0]}: "
-                f"keep more "
-                "(trainer.journal, GiB), or save checkpoints more often (trainer.save_freq)"
+                "keep more (trainer.journal, GiB), or save checkpoints more often (trainer.save_freq)"
             )
         return starts.get(start)
 

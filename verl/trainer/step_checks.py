@@ -164,15 +164,13 @@ class StepChecks:
             if (token := ends.passed(s)) is not None:
                 yield (
                     f"end: response {s.index} of {s.uid} goes on after token {token}, with which the model ends a "
-                    f"turn: the "
-                    f"sampler does not know it as an end (rollout.stop_token_ids=[{token}] says so)"
+                    f"turn: the sampler does not know it as an end (rollout.stop_token_ids=[{token}] says so)"
                 )
                 return
             if (text := ends.joined(s, self._tokenizer)) is not None:
                 yield (
                     f"turns: in response {s.index} of {s.uid} {text!r} follows the end of a turn, where the chat "
-                    f"template "
-                    f"writes {ends.separator!r}: the model sees dialogues that its template does not make"
+                    f"template writes {ends.separator!r}: the model sees dialogues that its template does not make"
                 )
                 return
 

@@ -217,9 +217,8 @@ class SyncProbe:
         if unapplied:
             self._problem = (
                 f"before the first step: a known adapter moves the trainer's log-probs of {len(moves.trainer)} "
-                f"tokens, and "
-                f"the sampler's by {max(0.0, moves.slope):.0%} of that: the adapter is not applied as it should be in "
-                f"{unapplied}: report it, and try rollout.name=native; trainer.sync_proof=warn goes on"
+                f"tokens, and the sampler's by {max(0.0, moves.slope):.0%} of that: the adapter is not applied as it "
+                f"should be in {unapplied}: report it, and try rollout.name=native; trainer.sync_proof=warn goes on"
             )
             self.check()
 
@@ -306,8 +305,7 @@ class SyncProbe:
         if self._agrees_uncached(number):
             return (
                 f"{facts}. All weights arrived, and it computes with them where it has nothing cached: it reuses keys "
-                f"and "
-                "values of earlier weights: report it, and set rollout.enable_prefix_caching=False"
+                "and values of earlier weights: report it, and set rollout.enable_prefix_caching=False"
             )
         adapter = "the adapter is not applied, or " if self._adapted else ""
         return (

@@ -33,8 +33,7 @@ class StatePool:
         if count < 2:
             raise UserError(
                 f"a prompt and a response need states of {2 * bytes_each:,} bytes in the layers of linear attention, "
-                f"and "
-                f"the cache may take {room // 2:,}: raise rollout.gpu_memory_utilization"
+                f"and the cache may take {room // 2:,}: raise rollout.gpu_memory_utilization"
             )
         return cls(count, device)
 

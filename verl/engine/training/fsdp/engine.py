@@ -121,8 +121,7 @@ class FSDPEngine(ScheduledEngine):
         self._take_device(device, device_index, seed, deterministic=deterministic)
         self._index, self.compute_dtype = device_index, compute_dtype(placement, self.platform)
         self.layout = layout(self.device.type, placement)
-        together = self.layout.ranks_per_row
-        self.dp_rank, self.dp_size = self.layout.rank // together, self.layout.size // together
+        self.dp_rank, self.dp_size = (n // self.layout.ranks_per_row for n in (self.layout.rank, self.layout.size))
         streams = bool(setting(fsdp, "offload_policy", False)) or (placement.param_offload and not idles)
         settings = ModelSettings(
             model_path, model_cfg, fsdp, head, self.device, self.compute_dtype, trainable, seed, longest,

@@ -46,8 +46,7 @@ class VisionTower:
         if depth > len(chunk.decoder.layers):
             raise UserError(
                 f"megatron.pipeline_model_parallel_size: the first {depth} layers take features of images and must be "
-                f"on "
-                f"the first stage (and in its first virtual chunk), which has {len(chunk.decoder.layers)}; set a "
+                f"on the first stage (and in its first virtual chunk), which has {len(chunk.decoder.layers)}; set a "
                 f"smaller size"
             )
         if unknown := [name for name in fill_buffers(outline) if name.startswith(HF_TOWER)]:
