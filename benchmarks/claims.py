@@ -77,17 +77,33 @@ class Verdict(AgentLoopBase):
             reward_score=float(won),
         )
 """
-NOISE = """
+ROUTER_NOISE = """
 import os
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-plain, scale = Qwen3MoeTopKRouter.forward, float(os.environ["ROUTER_NOISE"])
+plain, scale = Qwen3MoeTopKRouter.forward, float(os.environ["NOISE"])
 
 def forward(self, hidden_states):
     return plain(self, hidden_states + scale * hidden_states.std() * torch.randn_like(hidden_states))
 
 Qwen3MoeTopKRouter.forward = forward
+"""
+SAMPLER_NOISE = """
+import os
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+plain, scale = Qwen3ForCausalLM.forward, float(os.environ["NOISE"])
+
+def forward(self, *args, **kwargs):
+    out = plain(self, *args, **kwargs)
+    if out.logits.dtype == torch.bfloat16:  # the sampler's; the trainer computes in float32
+        deviation = scale * out.logits.float().std(-1, keepdim=True)
+        out.logits = out.logits + (deviation * torch.randn(out.logits.shape)).bfloat16()
+    return out
+
+Qwen3ForCausalLM.forward = forward
 """
 Words = list[str]
 Read = Callable[[Path, int], list[tuple[float, float]]]
@@ -139,6 +155,8 @@ LENGTHS = ["data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32", "data.
 LETTER = "data.max_response_length=1"
 UNPROVEN = ["trainer.logprob_diff_limit=1e9", "trainer.sync_proof=warn"]  # the noise is no mistake
 COINS = [f"{ACTOR}.ppo_epochs=16", f"{ACTOR}.optim.lr=1e-3", LETTER]
+BF16, TRUNCATED = [f"{ROLLOUT}.dtype=bfloat16"], ["algorithm.rollout_correction.rollout_is=token"]
+LARGE = ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.optim.lr=0.3", *SGD]
 CLAIMS: dict[str, Claim] = {
     "length": Claim(
         {
@@ -175,9 +193,20 @@ CLAIMS: dict[str, Claim] = {
         [*UPDATES, f"{LOOP}=coin", f"{PLUG_IN}=router_noise_and_loops", f"{ACTOR}.clip_ratio_c=1000000", *UNPROVEN],
     ),
     "bf16_sampler": Claim(
-        {"plain": [], "truncated": ["algorithm.rollout_correction.rollout_is=token"]},
+        {"plain": [], "truncated": TRUNCATED},
         *(metric("val/accuracy"), 1.0, ".0%", "plain"),
-        [f"{ROLLOUT}.dtype=bfloat16", *UPDATES, *SAMPLED, "custom_reward_function.reward_kwargs={right:abcd}"],
+        [*BF16, *UPDATES, *SAMPLED, "custom_reward_function.reward_kwargs={right:abcd}"],
+    ),
+    "sampler_noise": Claim(
+        {"plain": BF16, "truncated": [*BF16, *TRUNCATED], "without noise": []},
+        *(metric("actor/entropy"), 2.4, ".1f", "plain"),
+        [
+            *LARGE,
+            LETTER,
+            "custom_reward_function.reward_kwargs={right:abcdefgh}",
+            f"{PLUG_IN}=sampler_noise",
+            *UNPROVEN,
+        ],
     ),
 }
 IMPOSSIBLE = {"dynamic_sampling": 7 / 8}
@@ -236,7 +265,8 @@ def write_inputs(out: Path, claim: str) -> None:
     pq.write_table(pa.Table.from_pylist(rows(4000, 0, IMPOSSIBLE.get(claim, 0.0))), out / f"{claim}.parquet")
     pq.write_table(pa.Table.from_pylist(rows(32, 1)), out / "val.parquet")
     for name, text in (
-        ("reward", REWARD), ("loops", LOOPS), ("router_noise", NOISE), ("router_noise_and_loops", LOOPS + NOISE),
+        ("reward", REWARD), ("loops", LOOPS), ("router_noise", ROUTER_NOISE), ("sampler_noise", SAMPLER_NOISE),
+        ("router_noise_and_loops", LOOPS + ROUTER_NOISE),
     ):  # fmt: skip
         (out / f"{name}.py").write_text(text)
 
@@ -259,7 +289,7 @@ def one_run(out: Path, claim: str, name: str, seed: str, steps: int, words: Word
         f"trainer.rollout_data_dir={folder / 'dump'}",
     ]  # fmt: skip
     path = os.pathsep.join([str(out), os.environ.get("PYTHONPATH", "")])
-    run("verl.trainer.main_ppo", [*common, *words], folder / "log", PYTHONPATH=path, ROUTER_NOISE=str(noise))
+    run("verl.trainer.main_ppo", [*common, *words], folder / "log", PYTHONPATH=path, NOISE=str(noise))
     return folder
 
 
@@ -270,7 +300,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--noise", type=float, default=0.5, help="of the routers, in standard deviations of their inputs"
+        "--noise", type=float, default=0.5, help="in deviations of the routers' inputs or the sampler's logits"
     )
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--figure", type=Path)
