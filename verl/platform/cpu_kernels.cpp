@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <type_traits>
 #include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -49,6 +50,7 @@ using Floats = std::vector<float, OnLines<float>>;
 #define HOLD(v)
 #endif
 
+#define INLINE __attribute__((always_inline)) static inline
 #define PRAGMA(words) _Pragma(#words)
 #define PARALLEL(work) PRAGMA(omp parallel for num_threads(threads) if (threads > 1 && (work) > 32768))
 #define DYNAMIC PRAGMA(omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1))
@@ -159,7 +161,7 @@ static inline V shuffled(V a, V b, I from) {
 #else
 #define SHUFFLE(a, b, from) __builtin_shuffle(a, b, from)
 #endif
-template <int S> static inline V pair(V a, V b) {
+template <int S> INLINE V pair(V a, V b) {
     I low, high;
     for (int i = 0; i < W; i++) {
         low[i] = i / S % 2 ? W + i - S : i;
@@ -167,7 +169,7 @@ template <int S> static inline V pair(V a, V b) {
     }
     return SHUFFLE(a, b, low) + SHUFFLE(a, b, high);
 }
-template <int S> static inline V sums(const V* v) {
+template <int S> INLINE V sums(const V* v) {
     if constexpr (S == 1)
         return v[0];
     else
@@ -464,6 +466,28 @@ static void key_scores(const float* q, Size queries, const float* keys, Size cou
             store(scores + i * step + j, sums<W>(dots) * scale, int(std::min<Size>(W, count - j)));
         }
 }
+#if defined(__AVX512BF16__)
+// The same in bfloat16: each instruction adds products of pairs, which are exact, in float32
+template <int N>
+static void key_scores(const bf16* q, Size queries, const bf16* keys, Size count, Size, float scale, float* scores, Size step) {
+    constexpr Size width = N * W;
+    auto pairs = [](const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); };
+    for (Size j = 0; j < count; j += W)
+        for (Size i = 0; i < queries; i++) {
+            V dots[W] = {};
+            for (Size d = 0; d < width; d += 2 * W) {
+                __m512bh part = pairs(q + i * width + d);
+#pragma GCC unroll 16
+                for (int r = 0; r < W; r++)
+                    dots[r] = (V)_mm512_dpbf16_ps((__m512)dots[r], part, pairs(keys + (j + r) * width + d));
+            }
+            store(scores + i * step + j, sums<W>(dots) * scale, int(std::min<Size>(W, count - j)));
+        }
+}
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
+#endif
 // out [m, width] += a · b [count, width], the element (i, j) of `a` at i·row + j·column
 template <int Q, int C, class T>
 static inline void product_tile(const float* a, Size row, Size column, const T* b, Size count, Size width, float* out,
@@ -510,6 +534,8 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
                          const Step& step, Size heads, Size per, Size cols, Size width, Size value_width, Size q_row,
                          Size q_head, Size k_row, Size k_head, Size v_row, Size v_head, float scale, float softcap,
                          Size window, int threads) {
+    constexpr bool pairs = PAIRS && N > 0 && sizeof(T) == 2;
+    using Q = std::conditional_t<pairs, T, float>;  // of queries where they meet keys
     DYNAMIC
     for (Size unit = 0; unit < step.tiles * heads; unit++) {
         Size tile = unit / heads, head = unit % heads, count = step.counts[tile];
@@ -517,22 +543,31 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
         Size prompt = step.prompt_lengths[rows[0]], longest = 0;
         for (Size r = 0; r < count; r++) longest = std::max<Size>(longest, step.lengths[rows[r]]);
         Size queries = count * per, room = prompt + longest;
-        thread_local Floats scratch;
-        scratch.assign(queries * (width + value_width), 0.f);
+        thread_local std::vector<Q, OnLines<Q>> wide_room;
+        if (Size(wide_room.size()) < queries * width) wide_room.resize(queries * width);
+        thread_local Floats sums_room;
+        sums_room.assign(queries * value_width, 0.f);
         thread_local Floats scores, block_room;
         if (Size(scores.size()) < queries * room) scores.resize(queries * room);
-        float *wide = scratch.data(), *sums = wide + queries * width;
+        Q* wide = wide_room.data();
+        float* sums = sums_room.data();
         for (Size r = 0; r < count; r++)
             for (Size i = 0; i < per; i++) {
                 const T* from = q + rows[r] * q_row + (head * per + i) * q_head;
-                float* to = wide + (r * per + i) * width;
+                Q* to = wide + (r * per + i) * width;
                 each(width, [&](Size d, int n) { store(to + d, load(from + d, n), n); });
             }
         auto block = [&](const int32_t* table, Size j) { return (Size(table[j / cols]) * heads + head) * cols + j % cols; };
+        auto score = [&](const Q* some, Size of, const T* at, Size seen, float* to) {
+            if constexpr (pairs)
+                key_scores<N>(some, of, at, seen, width, scale, to, room);
+            else
+                key_scores<N>(some, of, widened(at, std::min(cols, (seen + W - 1) / W * W) * width, block_room), seen,
+                              width, scale, to, room);
+        };
         const int32_t* shared = step.prompt_tables + tile * step.prompt_blocks;
         for (Size j = 0; j < prompt; j += cols)
-            key_scores<N>(wide, queries, widened(keys + block(shared, j) * width, cols * width, block_room),
-                          std::min(cols, prompt - j), width, scale, scores.data() + j, room);
+            score(wide, queries, keys + block(shared, j) * width, std::min(cols, prompt - j), scores.data() + j);
         for (Size r = 0; r < count; r++) {
             const int32_t* table = step.tables + rows[r] * step.blocks;
             Size length = step.lengths[rows[r]], newest = block(table, length - 1);
@@ -546,10 +581,7 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
                     prefetch(keys + block(step.tables + rows[r + 1] * step.blocks, 0) * width,
                              std::min<Size>(cols, step.lengths[rows[r + 1]]) * width);
                 prefetch(values + block(table, j) * value_width, std::min(cols, length - j) * value_width);
-                key_scores<N>(wide + r * per * width, per,
-                              widened(keys + block(table, j) * width, std::min(cols, (length - j + W - 1) / W * W) * width,
-                                      block_room),
-                              std::min(cols, length - j), width, scale, own + j, room);
+                score(wide + r * per * width, per, keys + block(table, j) * width, std::min(cols, length - j), own + j);
             }
         }
         Floats totals(queries);
@@ -614,33 +646,49 @@ struct Spans {
     Size count;
 };
 
-// scores [Q][step] = q [Q, width] · kt [width][tokens], of C vectors of keys
-template <int Q, int C>
-static inline void score_tile(const float* q, Size width, const float* kt, Size tokens, float* scores, Size step) {
+// What queries and keys are when they meet: numbers, or pairs of bfloat16, of which a row has `depth`
+template <class T> using Element = std::conditional_t<PAIRS && sizeof(T) == 2, uint32_t, float>;
+static inline V vector(const float* p) { return load(p); }
+static inline void add_products(V& sum, float a, V b) { sum += a * b; }
+#if defined(__AVX512BF16__)
+static inline U vector(const uint32_t* p) {
+    U v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline void add_products(V& sum, uint32_t a, U b) {
+    sum = (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
+}
+#endif
+// scores [Q][step] = scale · q [Q, depth] · kt [depth][tokens], of C vectors of keys
+template <int Q, int C, class E>
+static inline void score_tile(const E* q, Size depth, const E* kt, Size tokens, float scale, float* scores, Size step) {
     V acc[Q][C] = {};
-    for (Size d = 0; d < width; d++)
+    for (Size d = 0; d < depth; d++)
         for (int c = 0; c < C; c++) {
-            V v = load(kt + d * tokens + c * W);
+            auto v = vector(kt + d * tokens + c * W);
             HOLD(v);
-            for (int r = 0; r < Q; r++) acc[r][c] += q[r * width + d] * v;
+            for (int r = 0; r < Q; r++) add_products(acc[r][c], q[r * depth + d], v);
         }
     for (int r = 0; r < Q; r++)
-        for (int c = 0; c < C; c++) store(scores + r * step + c * W, acc[r][c]);
+        for (int c = 0; c < C; c++) store(scores + r * step + c * W, acc[r][c] * scale);
 }
-template <int C>
-static inline void score_columns(const float* q, Size m, Size width, const float* kt, Size tokens, float* scores, Size step) {
+template <int C, class E>
+static inline void score_columns(const E* q, Size m, Size depth, const E* kt, Size tokens, float scale, float* scores,
+                                 Size step) {
     constexpr int Q = W == 16 ? 8 : 4;
     Size i = 0;
-    for (; i + Q <= m; i += Q) score_tile<Q, C>(q + i * width, width, kt, tokens, scores + i * step, step);
-    for (; i + 2 <= m; i += 2) score_tile<2, C>(q + i * width, width, kt, tokens, scores + i * step, step);
-    for (; i < m; i++) score_tile<1, C>(q + i * width, width, kt, tokens, scores + i * step, step);
+    for (; i + Q <= m; i += Q) score_tile<Q, C>(q + i * depth, depth, kt, tokens, scale, scores + i * step, step);
+    for (; i + 2 <= m; i += 2) score_tile<2, C>(q + i * depth, depth, kt, tokens, scale, scores + i * step, step);
+    for (; i < m; i++) score_tile<1, C>(q + i * depth, depth, kt, tokens, scale, scores + i * step, step);
 }
-// scores [m][step] = q [m, width] · kt [width][tokens], of `count` keys from kt on and up to a vector more
-static void transposed_scores(const float* q, Size m, Size width, const float* kt, Size tokens, Size count, float* scores,
-                              Size step) {
+// scores [m][step] = scale · q [m, depth] · kt [depth][tokens], of `count` keys from kt on and up to a vector more
+template <class E>
+static void transposed_scores(const E* q, Size m, Size depth, const E* kt, Size tokens, Size count, float scale,
+                              float* scores, Size step) {
     Size j = 0;
-    for (; j + W < count; j += 2 * W) score_columns<2>(q, m, width, kt + j, tokens, scores + j, step);
-    if (j < count) score_columns<1>(q, m, width, kt + j, tokens, scores + j, step);
+    for (; j + W < count; j += 2 * W) score_columns<2>(q, m, depth, kt + j, tokens, scale, scores + j, step);
+    if (j < count) score_columns<1>(q, m, depth, kt + j, tokens, scale, scores + j, step);
 }
 
 struct Heads {  // of queries, keys and values: steps of heads and tokens
@@ -651,37 +699,46 @@ constexpr Size PACK_QUERIES = 32;
 
 // The rows of one key head: float copies of keys and values, and what every block of queries does with them
 template <class T> struct PackHead {
+    using E = Element<T>;
+    using Elements = std::vector<E, OnLines<E>>;
     const Heads& size;
     const Spans& spans;
-    Size head, padded, queries = 0, step = 0, visible = 0, first = 0, rows = 0;
-    Floats keys, values, keys_t, values_t, q, scores;
+    Size head, padded, depth, queries = 0, step = 0, visible = 0, first = 0, rows = 0;
+    Floats keys, values, scores;
+    Elements keys_t, values_t, asking;
     std::vector<std::pair<Size, Size>> ranges;
 
     PackHead(const Heads& size, const Spans& spans, Size head, const T* k, const T* v, bool backward)
-        : size(size), spans(spans), head(head), padded(size.tokens + 2 * W) {
+        : size(size), spans(spans), head(head), padded(size.tokens + 2 * W),
+          depth((size.width * sizeof(T) + sizeof(E) - 1) / sizeof(E)) {
         copy(k + head * size.k_head, size.k_token, backward ? &keys : nullptr, &keys_t);
         copy(v + head * size.v_head, size.v_token, &values, backward ? &values_t : nullptr);
-        q.resize((PACK_QUERIES + size.per) * size.width);
+        asking.resize((PACK_QUERIES + size.per) * depth);
     }
-    void copy(const T* from, Size token_step, Floats* rows, Floats* turned) {
-        Size width = size.width;
-        if (rows) rows->resize(size.tokens * width);
-        if (turned) turned->assign(width * padded, 0.f);
-        Floats one(width);
+    Floats room() const { return Floats((PACK_QUERIES + size.per) * size.width); }
+    void copy(const T* from, Size token_step, Floats* rows, Elements* turned) {
+        if (rows) rows->resize(size.tokens * size.width);
+        if (turned) turned->assign(depth * padded, 0);
+        Elements row(depth);
         for (Size t = 0; t < size.tokens; t++) {
-            each(width, [&](Size d, int n) { store(one.data() + d, load(from + t * token_step + d, n), n); });
-            if (rows) memcpy(rows->data() + t * width, one.data(), width * sizeof(float));
-            if (turned)
-                for (Size d = 0; d < width; d++) (*turned)[d * padded + t] = one[d];
+            if (rows) copy_row(from + t * token_step, rows->data() + t * size.width);
+            if (!turned) continue;
+            copy_row(from + t * token_step, row.data());
+            for (Size d = 0; d < depth; d++) (*turned)[d * padded + t] = row[d];
         }
     }
-    // rows of queries, [tokens, heads, width] or by steps, as floats [queries, width] times a factor
-    template <class X> void gather(const X* from, Size head_step, Size token_step, float factor, float* to) {
-        for (Size i = 0; i < queries; i++) {
-            const X* in = from + (head * size.per + i % size.per) * head_step + (first + i / size.per) * token_step;
-            each(size.width, [&](Size d, int n) { store(to + i * size.width + d, load(in + d, n) * factor, n); });
-
-        }
+    void copy_row(const T* from, float* to) {
+        each(size.width, [&](Size d, int n) { store(to + d, load(from + d, n), n); });
+    }
+    void copy_row(const T* from, uint32_t* to) {
+        to[depth - 1] = 0;
+        memcpy(to, from, size.width * sizeof(T));
+    }
+    // rows of queries, [tokens, heads, width] or by steps, as numbers or elements [queries, width or depth]
+    template <class X> void gather(const T* from, Size head_step, Size token_step, X* to) {
+        for (Size i = 0; i < queries; i++)
+            copy_row(from + (head * size.per + i % size.per) * head_step + (first + i / size.per) * token_step,
+                     to + i * (std::is_same_v<X, E> ? depth : size.width));
     }
     // f() of each block of queries, whose keys are `ranges`; `seen(i)`: how many of them query i sees
     template <class F> void blocks(F f) {
@@ -703,11 +760,13 @@ template <class T> struct PackHead {
             }
     }
     Size seen(Size i) const { return visible + i / size.per + 1; }
-    void dots(const float* rows_of, const Floats& turned, Floats& to) {
+    void dots(const T* from, Size head_step, Size token_step, const Elements& turned, float scale, Floats& to) {
         if (Size(to.size()) < queries * step + 2 * W) to.resize(queries * step + 2 * W);
+        gather(from, head_step, token_step, asking.data());
         Size at = 0;
         for (auto [from, end] : ranges) {
-            transposed_scores(rows_of, queries, size.width, turned.data() + from, padded, end - from, to.data() + at, step);
+            transposed_scores(asking.data(), queries, depth, turned.data() + from, padded, end - from, scale,
+                              to.data() + at, step);
             at += end - from;
         }
     }
@@ -735,11 +794,10 @@ static void pack_forward(const T* q, const T* k, const T* v, T* out, float* lse,
     DYNAMIC
     for (Size head = 0; head < kv_heads; head++) {
         PackHead<T> h(size, spans, head, k, v, false);
-        Floats sums(h.q.size()), totals(PACK_QUERIES + size.per);
+        Floats sums = h.room(), totals(PACK_QUERIES + size.per);
         Size heads = kv_heads * size.per, width = size.width;
         h.blocks([&] {
-            h.gather(q, size.q_head, size.q_token, size.scale, h.q.data());
-            h.dots(h.q.data(), h.keys_t, h.scores);
+            h.dots(q, size.q_head, size.q_token, h.keys_t, size.scale, h.scores);
             std::fill(sums.begin(), sums.end(), 0.f);
             for (Size i = 0; i < h.queries; i++) {
                 float* s = h.scores.data() + i * h.step;
@@ -773,14 +831,14 @@ static void pack_gradients(const T* grad, const T* q, const T* k, const T* v, co
     for (Size head = 0; head < kv_heads; head++) {
         PackHead<T> h(size, spans, head, k, v, true);
         Size heads = kv_heads * size.per, width = size.width;
-        Floats keys(size.tokens * width), values(size.tokens * width), d_out(h.q.size()), wide(h.q.size()),
-            d_scores, sums(h.q.size());
+        Floats keys(size.tokens * width), values(size.tokens * width), d_scores;
+        Floats asked = h.room(), d_out = h.room(), wide = h.room(), sums = h.room();
         h.blocks([&] {
-            h.gather(q, size.q_head, size.q_token, size.scale, h.q.data());
-            h.gather(grad, width, heads * width, 1.f, d_out.data());
-            h.gather(out, width, heads * width, 1.f, wide.data());
-            h.dots(h.q.data(), h.keys_t, h.scores);
-            h.dots(d_out.data(), h.values_t, d_scores);
+            h.gather(q, size.q_head, size.q_token, asked.data());
+            h.gather(grad, width, heads * width, d_out.data());
+            h.gather(out, width, heads * width, wide.data());
+            h.dots(q, size.q_head, size.q_token, h.keys_t, size.scale, h.scores);
+            h.dots(grad, width, heads * width, h.values_t, 1.f, d_scores);
             std::fill(sums.begin(), sums.end(), 0.f);
             for (Size i = 0; i < h.queries; i++) {
                 V along{};
@@ -801,7 +859,7 @@ static void pack_gradients(const T* grad, const T* q, const T* k, const T* v, co
             }
             h.sums(d_scores, h.keys, sums.data());
             h.spread(h.scores, d_out.data(), values);
-            h.spread(d_scores, h.q.data(), keys);
+            h.spread(d_scores, asked.data(), keys);
             for (Size i = 0; i < h.queries; i++) {
                 T* to = dq + ((h.first + i / size.per) * heads + head * size.per + i % size.per) * width;
                 each(width, [&](Size d, int n) { store(to + d, load(sums.data() + i * width + d, n) * size.scale, n); });
@@ -809,7 +867,7 @@ static void pack_gradients(const T* grad, const T* q, const T* k, const T* v, co
         });
         for (Size t = 0; t < size.tokens; t++)
             each(width, [&](Size d, int n) {
-                store(dk + (t * kv_heads + head) * width + d, load(keys.data() + t * width + d, n), n);
+                store(dk + (t * kv_heads + head) * width + d, load(keys.data() + t * width + d, n) * size.scale, n);
                 store(dv + (t * kv_heads + head) * width + d, load(values.data() + t * width + d, n), n);
             });
     }

@@ -154,7 +154,7 @@ def test_attention_of_a_decode_step(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("heads", "width"), [((4, 2), 64), ((3, 1), 24), ((2, 2), 8)])
+@pytest.mark.parametrize(("heads", "width"), [((4, 2), 64), ((3, 1), 24), ((2, 2), 8), ((2, 1), 5)])
 def test_attention_of_a_pack(
     compiled: pytest.MonkeyPatch, kind: torch.dtype, heads: tuple[int, int], width: int
 ) -> None:
