@@ -165,7 +165,7 @@ class RolloutEngineRecord(EngineRecord):
         """A `RolloutEngine` that is a `WeightReceiver`, with weights of its own. UserError if it cannot be built."""
         return resolve_name(self.builder)(config, tokenizer, platform)
 
-    def span(self, config: Any, part: NodePart) -> None:
+    def span(self, config: Config, part: NodePart) -> None:
         """Have `build` make one part of an engine on several nodes (`Capabilities.several_nodes`): on the first node
         the engine, on another an object with `readers`, `weights_dtype`, `dead` and `close` of one."""
         raise NotImplementedError(f"{self.name} runs on one node")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from verl.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "mtp"
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -32,7 +32,7 @@ _QWEN = {
 _DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "shared_head.norm", "block": ""}
 
 
-def layer_count(config: Any) -> int:
+def layer_count(config: PreTrainedConfig) -> int:
     """How many such layers a model's configuration says there are. Published ones of Qwen3-Next do not say; it has
     one."""
     text = config.get_text_config()

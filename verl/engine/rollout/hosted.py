@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from multiprocessing import resource_tracker
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -29,6 +29,9 @@ from verl.models.inputs import special_token_ids
 from verl.platform.processes import alive
 from verl.trajectory import Media
 from verl.weight_sync.receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 T = TypeVar("T")
 # A process: its id and when it started.
@@ -93,7 +96,7 @@ def end(processes: set[Process], patience: float = 5.0) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def end_token_ids(model_config: Any, path: str, tokenizer: Any) -> list[int]:
+def end_token_ids(model_config: PreTrainedConfig, path: str, tokenizer: Any) -> list[int]:
     """Every id that ends a response: the generation config's, the model's and the tokenizer's."""
     from transformers import GenerationConfig
 
@@ -188,7 +191,7 @@ class ImageTokens:
     never sampled. UserError for a type of model that the record does not name.
     """
 
-    def __init__(self, record: RolloutEngineRecord, config: Any):
+    def __init__(self, record: RolloutEngineRecord, config: PreTrainedConfig):
         if config.model_type not in record.capabilities.images:
             raise UserError(f"{record.name} is not shown images of {config.model_type} here; set rollout.name=native")
         self.forbidden = special_token_ids(config)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config.model_facts import QWEN_VISION
 from verl.engine.registry import Capabilities, EngineCheck, NodePart, RolloutEngineRecord
 from verl.engine.rollout.sglang import kwargs
+
+if TYPE_CHECKING:
+    from verl.config.schema.entries import Config
 
 
 class SGLang(RolloutEngineRecord):
@@ -36,7 +39,7 @@ class SGLang(RolloutEngineRecord):
         """See `EngineRecord.check`."""
         kwargs.check(check, self.installed)
 
-    def span(self, config: Any, part: NodePart) -> None:
+    def span(self, config: Config, part: NodePart) -> None:
         """See `RolloutEngineRecord.span`."""
         meeting = {"nnodes": part.count, "dist_init_addr": f"{part.first_address}:{part.port}"}
         config.actor_rollout_ref.rollout.engine_kwargs.sglang |= {"node_rank": part.number, **meeting}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config.model_facts import GLM_VISION, QWEN3_5, QWEN_VISION
 from verl.engine.registry import Capabilities, EngineCheck, NodePart, RolloutEngineRecord
 from verl.engine.rollout.vllm import kwargs
+
+if TYPE_CHECKING:
+    from verl.config.schema.entries import Config
 
 
 class VLLM(RolloutEngineRecord):
@@ -42,7 +45,7 @@ class VLLM(RolloutEngineRecord):
         """See `EngineRecord.check`."""
         kwargs.check(check, self.installed)
 
-    def span(self, config: Any, part: NodePart) -> None:
+    def span(self, config: Config, part: NodePart) -> None:
         """See `RolloutEngineRecord.span`."""
         meeting = {"nnodes": part.count, "master_addr": part.first_address, "master_port": part.port}
         config.actor_rollout_ref.rollout.engine_kwargs.vllm |= {"node_rank": part.number, **meeting}

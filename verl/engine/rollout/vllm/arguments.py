@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config import Config
 from verl.config.layout import samplers_per_node
@@ -18,6 +18,9 @@ from verl.engine.rollout.vllm.kwargs import OURS, translate
 from verl.errors import UserError
 from verl.models.layers import attention_sizes, state_numbers
 from verl.versions import version
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 WORKER_EXTENSION = "verl.engine.rollout.vllm.worker.WorkerWeights"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -215,7 +218,7 @@ def _whole_prompts(s: EngineSettings, arguments: Mapping[str, Any], notice: Call
     return whole | {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
 
 
-def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
+def cache_bytes(config: PreTrainedConfig, settings: EngineSettings, available: int) -> int:
     """Bytes of KV cache per rank on a CPU: max_num_seqs full sequences, at most the share of `available` memory,
     which the machine's engines divide among them.
 

@@ -7,7 +7,7 @@ for its group.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from verl.config.model_facts import VIDEOS_AS_ONE
 from verl.engine.rollout.hosted import ImageTokens
 from verl.engine.rollout.vllm import ENGINE
 from verl.trajectory import VIDEO_SECONDS, Media
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # What the processor makes of images, by the shape of it: a row for each patch, a row for each image.
 _PIXELS, _GRIDS = "pixel_values", "image_grid_thw"
@@ -30,7 +33,7 @@ class ImageInputs(ImageTokens):
     UserError for a model that was not seen to be right.
     """
 
-    def __init__(self, config: Any, processor: Any):
+    def __init__(self, config: PreTrainedConfig, processor: Any):
         super().__init__(ENGINE, config)
         self._processor, self._whole = processor, config.model_type in VIDEOS_AS_ONE
         # Kimi-VL's tower takes patches as small images, and grids of one frame.

@@ -8,7 +8,7 @@ it changes vLLM's class there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.models.kimi_vl import KimiVLProcessingInfo
 
@@ -16,15 +16,20 @@ from verl.data.tokenizer import load_tokenizer
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 _SIDE = 512  # most patches of an image's side
 
 
-def unchanged(config: Any) -> Any:
+def unchanged(config: PreTrainedConfig) -> PreTrainedConfig:
     """The model's configuration, as it is (vLLM's `hf_overrides`)."""
     return config
 
 
-def arguments(given: Mapping[str, Any], settings: EngineSettings, config: Any, folder: str) -> dict[str, Any]:
+def arguments(
+    given: Mapping[str, Any], settings: EngineSettings, config: PreTrainedConfig, folder: str
+) -> dict[str, Any]:
     """The engine's arguments for such a model. `folder` gets a tokenizer that needs no code of the model's, and the
     model's configuration, which vLLM looks for beside it. UserError where what it needs is given otherwise."""
     if given.get("hf_overrides"):

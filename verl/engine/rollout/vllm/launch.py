@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.engine.registry import EnginePackageError
 from verl.engine.rollout.vllm import ENGINE
@@ -18,6 +18,9 @@ from verl.models.inputs import sees_images
 from verl.models.layers import layer_configs, state_numbers
 from verl.platform.host_resources import cpu_binding, thread_limit
 from verl.platform.processes import started_by
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -65,7 +68,7 @@ def model_config(settings: EngineSettings, folder: str) -> Any:
     return config
 
 
-def model_kind(config: Any) -> dict[str, bool]:
+def model_kind(config: PreTrainedConfig) -> dict[str, bool]:
     """What of a model's configuration decides arguments of the engine; see `engine_arguments`."""
     text = config.get_text_config()
     return {"vision": sees_images(config), "linear": state_numbers(text) > 0, "latent": _latent(text)}
@@ -76,7 +79,7 @@ def _latent(text: Any) -> bool:
     return bool(getattr(text, "kv_lora_rank", None)) and str(text.model_type).startswith("deepseek")
 
 
-def check_router(config: Any) -> None:
+def check_router(config: PreTrainedConfig) -> None:
     """UserError where DeepSeek V3's experts would be chosen otherwise than in the trainer, which knows no other way."""
     text, expected = config.get_text_config(), {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     missing = {name: value for name, value in expected.items() if getattr(text, name, None) != value}
@@ -87,7 +90,7 @@ def check_router(config: Any) -> None:
         )
 
 
-def check_cpu_model(config: Any, dtype: str) -> None:
+def check_cpu_model(config: PreTrainedConfig, dtype: str) -> None:
     """UserError for a model whose attention vLLM's CPU kernels do not have, in this data type."""
     text = config.get_text_config()
     if state_numbers(text) and dtype != "bfloat16":

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mbridge.core.bridge import _MODEL_REGISTRY
@@ -29,6 +29,9 @@ from verl.engine.training.megatron.vision import HF_TEXT, HF_TOWER, TOWER, Visio
 from verl.engine.training.weight_files import reading
 from verl.errors import UserError
 from verl.models.inputs import sees_images
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _TEXT_FAMILIES = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 """The family of the language model of models that see images."""
@@ -154,11 +157,11 @@ class _HostMixin:
         return name
 
 
-def _rope(hf_config: Any) -> dict[str, Any]:
+def _rope(hf_config: PreTrainedConfig) -> dict[str, Any]:
     return dict(getattr(hf_config.get_text_config(), "rope_parameters", None) or {})
 
 
-def _of_routers(hf_config: Any) -> dict[str, Any]:
+def _of_routers(hf_config: PreTrainedConfig) -> dict[str, Any]:
     """Routers whose scores are sigmoids: groups of experts; the correction of the scores stays, as in transformers."""
     if not getattr(hf_config, "norm_topk_prob", True):
         raise UserError("strategy=megatron: weights of experts are normalized (norm_topk_prob); use strategy=fsdp2")
@@ -185,7 +188,9 @@ def _numbered(name: str, first: int) -> str:
     return _EXPERT_WEIGHT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
 
 
-def bridge_of(hf_config: Any, dtype: torch.dtype, settings: dict[str, Any], divisor: int, head: str) -> Any:
+def bridge_of(
+    hf_config: PreTrainedConfig, dtype: torch.dtype, settings: dict[str, Any], divisor: int, head: str
+) -> Any:
     """mbridge's bridge of a model family, for this process's parallel groups.
 
     settings: of megatron-core's transformer configuration. divisor: what the padded vocabulary is a multiple of.

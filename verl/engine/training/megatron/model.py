@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from verl.engine.training.weight_files import FILE_BYTES, describe, write_file
 from verl.errors import UserError
 from verl.models.inputs import special_token_ids
 from verl.models.pretrained import build_model, load_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(slots=True)
@@ -110,7 +113,7 @@ def _tower(outline: Any, chunk: Any, dtype: torch.dtype, device: torch.device) -
     return VisionTower(outline, chunk, dtype, device) if chunk.pre_process else None
 
 
-def _transformer_settings(model_cfg: Any, megatron: Any, hf_config: Any) -> dict[str, Any]:
+def _transformer_settings(model_cfg: Any, megatron: Any, hf_config: PreTrainedConfig) -> dict[str, Any]:
     """megatron-core's settings: recomputing, then what the user overrides; UserError for names that it does not
     have."""
     from megatron.core.transformer import MLATransformerConfig
@@ -132,7 +135,7 @@ def _transformer_settings(model_cfg: Any, megatron: Any, hf_config: Any) -> dict
     return settings | overrides
 
 
-def _prepare(head: str, hf_config: Any) -> Any:
+def _prepare(head: str, hf_config: PreTrainedConfig) -> Any:
     """Callback on each chunk that is built: the last one gives its hidden states, for outputs are made elsewhere."""
 
     padding = getattr(hf_config.get_text_config(), "pad_token_id", None)
