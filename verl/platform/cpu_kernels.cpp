@@ -469,7 +469,8 @@ static void key_scores(const float* q, Size queries, const float* keys, Size cou
 #if defined(__AVX512BF16__)
 // The same in bfloat16: each instruction adds products of pairs, which are exact, in float32
 template <int N>
-static void key_scores(const bf16* q, Size queries, const bf16* keys, Size count, Size, float scale, float* scores, Size step) {
+static void key_scores(const bf16* q, Size queries, const bf16* keys, Size count, Size, float scale, float* scores,
+                       Size step) {
     constexpr Size width = N * W;
     auto pairs = [](const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); };
     for (Size j = 0; j < count; j += W)
@@ -544,10 +545,9 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
         for (Size r = 0; r < count; r++) longest = std::max<Size>(longest, step.lengths[rows[r]]);
         Size queries = count * per, room = prompt + longest;
         thread_local std::vector<Q, OnLines<Q>> wide_room;
+        thread_local Floats sums_room, scores, block_room;
         if (Size(wide_room.size()) < queries * width) wide_room.resize(queries * width);
-        thread_local Floats sums_room;
         sums_room.assign(queries * value_width, 0.f);
-        thread_local Floats scores, block_room;
         if (Size(scores.size()) < queries * room) scores.resize(queries * room);
         Q* wide = wide_room.data();
         float* sums = sums_room.data();
@@ -705,15 +705,15 @@ template <class T> struct PackHead {
     const Spans& spans;
     Size head, padded, depth, queries = 0, step = 0, visible = 0, first = 0, rows = 0;
     Floats keys, values, scores;
-    Elements keys_t, values_t, asking;
+    Elements keys_t, values_t, query_elements;
     std::vector<std::pair<Size, Size>> ranges;
 
     PackHead(const Heads& size, const Spans& spans, Size head, const T* k, const T* v, bool backward)
         : size(size), spans(spans), head(head), padded(size.tokens + 2 * W),
-          depth((size.width * sizeof(T) + sizeof(E) - 1) / sizeof(E)) {
+          depth(std::is_same_v<E, float> ? size.width : (size.width + 1) / 2) {
         copy(k + head * size.k_head, size.k_token, backward ? &keys : nullptr, &keys_t);
         copy(v + head * size.v_head, size.v_token, &values, backward ? &values_t : nullptr);
-        asking.resize((PACK_QUERIES + size.per) * depth);
+        query_elements.resize((PACK_QUERIES + size.per) * depth);
     }
     Floats room() const { return Floats((PACK_QUERIES + size.per) * size.width); }
     void copy(const T* from, Size token_step, Floats* rows, Elements* turned) {
@@ -762,10 +762,10 @@ template <class T> struct PackHead {
     Size seen(Size i) const { return visible + i / size.per + 1; }
     void dots(const T* from, Size head_step, Size token_step, const Elements& turned, float scale, Floats& to) {
         if (Size(to.size()) < queries * step + 2 * W) to.resize(queries * step + 2 * W);
-        gather(from, head_step, token_step, asking.data());
+        gather(from, head_step, token_step, query_elements.data());
         Size at = 0;
         for (auto [from, end] : ranges) {
-            transposed_scores(asking.data(), queries, depth, turned.data() + from, padded, end - from, scale,
+            transposed_scores(query_elements.data(), queries, depth, turned.data() + from, padded, end - from, scale,
                               to.data() + at, step);
             at += end - from;
         }
@@ -832,9 +832,9 @@ static void pack_gradients(const T* grad, const T* q, const T* k, const T* v, co
         PackHead<T> h(size, spans, head, k, v, true);
         Size heads = kv_heads * size.per, width = size.width;
         Floats keys(size.tokens * width), values(size.tokens * width), d_scores;
-        Floats asked = h.room(), d_out = h.room(), wide = h.room(), sums = h.room();
+        Floats query_numbers = h.room(), d_out = h.room(), wide = h.room(), sums = h.room();
         h.blocks([&] {
-            h.gather(q, size.q_head, size.q_token, asked.data());
+            h.gather(q, size.q_head, size.q_token, query_numbers.data());
             h.gather(grad, width, heads * width, d_out.data());
             h.gather(out, width, heads * width, wide.data());
             h.dots(q, size.q_head, size.q_token, h.keys_t, size.scale, h.scores);
@@ -859,7 +859,7 @@ static void pack_gradients(const T* grad, const T* q, const T* k, const T* v, co
             }
             h.sums(d_scores, h.keys, sums.data());
             h.spread(h.scores, d_out.data(), values);
-            h.spread(d_scores, asked.data(), keys);
+            h.spread(d_scores, query_numbers.data(), keys);
             for (Size i = 0; i < h.queries; i++) {
                 T* to = dq + ((h.first + i / size.per) * heads + head * size.per + i % size.per) * width;
                 each(width, [&](Size d, int n) { store(to + d, load(sums.data() + i * width + d, n) * size.scale, n); });

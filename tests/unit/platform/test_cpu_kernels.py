@@ -25,6 +25,7 @@ from verl.engine.rollout.native.sampling import Rows, sample
 from verl.models.attention import AttentionOptions, TokenSpan
 from verl.models.packed_attention import PackedPlan
 from verl.platform import cpu_kernels, detect
+from verl.platform.host_resources import processor
 
 KINDS = (torch.float32, torch.bfloat16)
 
@@ -199,6 +200,20 @@ def test_a_sampler_gives_what_it_gives_without(compiled: pytest.MonkeyPatch, tmp
     for (tokens, log_probs), (others, other_log_probs) in zip(ours, plain, strict=True):
         assert list(tokens) == list(others)
         np.testing.assert_allclose(log_probs, other_log_probs, atol=1e-4)
+
+
+@pytest.mark.skipif("avx2" not in processor()[1], reason="no processor with AVX2")
+@pytest.mark.parametrize("flags", ["-march=native -mno-avx512bf16", "-march=haswell"])
+def test_attention_built_for_other_processors(compiled: pytest.MonkeyPatch, flags: str) -> None:
+    """Wide vectors without products of pairs, and narrow ones: what this processor's own build may leave out."""
+    cpu_kernels._state.cache_clear()
+    try:
+        compiled.setattr(cpu_kernels, "_NATIVE", tuple(flags.split()))
+        for kind in KINDS:
+            test_attention_of_a_pack(compiled, kind, (3, 1), 24)
+            test_attention_of_a_decode_step(compiled, kind, (4, 2), (64, 64), {})
+    finally:
+        cpu_kernels._state.cache_clear()
 
 
 def test_a_machine_without_a_compiler(compiled: pytest.MonkeyPatch, tmp_path: Path) -> None:
