@@ -186,7 +186,8 @@ class Placement:
     shard     ranks that share one copy of the weights; ≤ 0: all
     dtype     data type of the matrix products, None for the platform's choice
     param_offload, grad_offload, optimizer_offload   what goes to host memory while the role is idle
-    keys      field → its key in the configuration, for messages
+    streams   weights, gradients and moments stay in host memory while the role works, too
+    keys      field → its key in the configuration
     cuts_adapters   LoRA adapters too are cut over the ranks that share products
     """
 
@@ -199,6 +200,7 @@ class Placement:
     param_offload: bool = False
     grad_offload: bool = False
     optimizer_offload: bool = False
+    streams: bool = False
     keys: Mapping[str, str] = field(default_factory=dict, compare=False)
     cuts_adapters: bool = False
 

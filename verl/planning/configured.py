@@ -121,9 +121,7 @@ def _role(config: Config, path: str, model_group: Any, model: ModelSize, device:
         full_logits=model_group.use_fused_kernels is False,
         width=_width(placed.dtype, device),
         on_host=device.on_host,
-        streams=bool(
-            setting(group, "fsdp_config.offload_policy") or setting(group, "model.fsdp_config.offload_policy")
-        ),
+        streams=placed.streams,
     )
     if group.strategy == "megatron":
         recompute = setting(group, "megatron.override_transformer_config.recompute_granularity") == "full"

@@ -235,12 +235,11 @@ def changes(config: Config, current: Plan) -> Iterator[tuple[str, Any]]:
     for share in (0.4, 0.3, 0.2):
         if current.work.sampler.colocated and arr.rollout.gpu_memory_utilization > share:
             yield f"{ROLLOUT}.gpu_memory_utilization", share
-    group = "megatron" if actor.megatron else "fsdp_config"
     if not current.work.device.on_host:
         for name in ("optimizer_offload", "param_offload"):
-            yield f"{ACTOR}.{group}.{name}", True
+            yield actor.placement.keys[name], True
         if "ref" in current.work.roles:
-            yield f"actor_rollout_ref.ref.{group}.param_offload", True
+            yield current.work.roles["ref"].placement.keys["param_offload"], True
         if not actor.megatron:
             for size in (2, 4, 8):
                 if actor.ranks % size == 0 and actor.model.heads % size == 0:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from verl.config.schema.base import put
-from verl.engine.registry import capabilities
+from verl.engine.registry import capabilities, placement
 from verl.planning.devices import Device
 from verl.planning.model import ModelSize, model_size
 from verl.planning.plan import ACTOR, ROLLOUT, Plan, plan
@@ -65,27 +65,24 @@ def search(
 
 def _training(config: Config, model: ModelSize, ranks: int) -> Iterator[Keys]:
     """Keys of the trainer's layouts whose sizes divide the ranks, the heads, the layers and the experts."""
-    strategy = config.actor_rollout_ref.actor.strategy
-    group = "megatron" if strategy == "megatron" else "fsdp_config"
+    keys = {role: placement(config.select(role), role).keys for role in (ACTOR, _REF)}
     offloads = [
         {
-            f"{role}.{group}.{part}_offload": on
+            keys[role][f"{part}_offload"]: on
             for role, part, on in ((ACTOR, "optimizer", o), (_REF, "param", o), (ACTOR, "param", p))
         }
         for o, p in ((False, False), (True, False), (True, True))
     ]
-    if strategy == "megatron":
-        names = [f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")]
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        names = ("tensor", "pipeline", "expert")
         for sizes, recompute, offload in product(product(SIZES, SIZES, SIZES), (False, True), offloads):
             if _divides(model, ranks, *sizes):
-                placed = {
-                    f"{role}.megatron.{n}": s for role in (ACTOR, _REF) for n, s in zip(names, sizes, strict=True)
-                }
+                placed = {keys[role][n]: s for role in (ACTOR, _REF) for n, s in zip(names, sizes, strict=True)}
                 yield placed | {key: value if recompute else None for key, value in _RECOMPUTE.items()} | offload
         return
     for sequence, recompute, offload in product(SIZES, (False, True), offloads):
         if ranks % sequence == 0 and model.heads % sequence == 0:
-            placed = {f"{role}.ulysses_sequence_parallel_size": sequence for role in (ACTOR, _REF)}
+            placed = {keys[role]["sequence"]: sequence for role in (ACTOR, _REF)}
             yield placed | {f"{_MODEL}.enable_gradient_checkpointing": recompute} | offload
 
 

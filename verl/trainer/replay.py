@@ -34,6 +34,7 @@ from verl.checkpoint.write import sealed
 from verl.config import Config
 from verl.config.schema.base import put
 from verl.data.tokenizer import tokenizer_of
+from verl.engine.registry import placement
 from verl.errors import UserError
 from verl.models.inputs import VisionInputs, sees_images
 from verl.models.pretrained import load_config
@@ -50,7 +51,6 @@ from verl.trajectory import COLUMNS, VIDEO_SECONDS, Batch, Segment
 from verl.workers.launch import build_here
 from verl.workers.roles import Policy, Role
 
-ONE_PROCESS = ("ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size", "fsdp_config.expert_parallel_size")
 PHASES = {"rollout": "gen"}
 """Sources of columns → the phase that fills them, where it has another name."""
 
@@ -69,9 +69,10 @@ class Replica:
     """The trained roles of a run in this process. config: the run's, perhaps with changes."""
 
     def __init__(self, config: Config, total_steps: int):
-        for role in ("actor", "ref"):
-            for key in ONE_PROCESS:
-                put(config, f"actor_rollout_ref.{role}.{key}", 1)
+        for path in ("actor_rollout_ref.actor", "actor_rollout_ref.ref"):
+            keys = placement(config.select(path), path).keys
+            for key in (keys[size] for size in ("sequence", "tensor", "pipeline", "expert") if size in keys):
+                put(config, key, 1)
         self._config, algorithm = config, config.algorithm
         self._worker, _, self.roles = build_here(config, total_steps)
         policy = self.roles["actor"]

@@ -15,6 +15,7 @@ _KEYS = {
     "shard": "fsdp_size",
     "param_offload": "param_offload",
     "optimizer_offload": "optimizer_offload",
+    "streams": "offload_policy",
 }
 
 
