@@ -219,9 +219,13 @@ class Placement:
         """True if something of the role is in host memory while the role is idle."""
         return self.param_offload or self.grad_offload or self.optimizer_offload
 
+    def key(self, name: str) -> str:
+        """The key of a field; its name where the engine has none."""
+        return self.keys.get(name, name)
+
     def at(self, name: str) -> str:
         """key=value of a field."""
-        return f"{self.keys.get(name, name)}={getattr(self, name)}"
+        return f"{self.key(name)}={getattr(self, name)}"
 
 
 class TrainingEngineRecord(EngineRecord):

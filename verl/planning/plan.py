@@ -236,10 +236,11 @@ def changes(config: Config, current: Plan) -> Iterator[tuple[str, Any]]:
         if current.work.sampler.colocated and arr.rollout.gpu_memory_utilization > share:
             yield f"{ROLLOUT}.gpu_memory_utilization", share
     if not current.work.device.on_host:
-        for name in ("optimizer_offload", "param_offload"):
-            yield actor.placement.keys[name], True
+        offloads = [(actor, "optimizer_offload"), (actor, "param_offload")]
         if "ref" in current.work.roles:
-            yield current.work.roles["ref"].placement.keys["param_offload"], True
+            offloads.append((current.work.roles["ref"], "param_offload"))
+        # an engine of a user's may have no such keys
+        yield from ((role.placement.keys[name], True) for role, name in offloads if name in role.placement.keys)
         if not actor.megatron:
             for size in (2, 4, 8):
                 if actor.ranks % size == 0 and actor.model.heads % size == 0:

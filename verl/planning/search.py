@@ -70,6 +70,7 @@ def _training(config: Config, model: ModelSize, ranks: int) -> Iterator[Keys]:
         {
             keys[role][f"{part}_offload"]: on
             for role, part, on in ((ACTOR, "optimizer", o), (_REF, "param", o), (ACTOR, "param", p))
+            if f"{part}_offload" in keys[role]  # an engine of a user's may have no such keys
         }
         for o, p in ((False, False), (True, False), (True, True))
     ]
@@ -82,7 +83,7 @@ def _training(config: Config, model: ModelSize, ranks: int) -> Iterator[Keys]:
         return
     for sequence, recompute, offload in product(SIZES, (False, True), offloads):
         if ranks % sequence == 0 and model.heads % sequence == 0:
-            placed = {keys[role]["sequence"]: sequence for role in (ACTOR, _REF)}
+            placed = {keys[role]["sequence"]: sequence for role in (ACTOR, _REF) if "sequence" in keys[role]}
             yield placed | {f"{_MODEL}.enable_gradient_checkpointing": recompute} | offload
 
 

@@ -36,7 +36,7 @@ def log_probs(life: Life, batch: Batch, name: str = "log-probs") -> Finding:
     worst = max(by_turn, key=lambda turn: by_turn[turn][0])
     advice = (
         "sampler and trainer compute different models: try rollout.name=native, "
-        f"{policy_placement(life.config).keys['dtype']}=float32 to tell rounding from an error, and report it"
+        f"{policy_placement(life.config).key('dtype')}=float32 to tell rounding from an error, and report it"
     )
     about = f"turn {worst} of {len(by_turn)}" if len(by_turn) > 1 else ""
     return Finding.within(name, *by_turn[worst], "nats", advice, about)

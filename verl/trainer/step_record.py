@@ -310,5 +310,5 @@ class StepRecord:
             raise DisagreementError(
                 f"step {step}: sampler and trainer differ by {worst:.3g} nats on a token, more than "
                 f"trainer.logprob_diff_limit={limit:g}. Raise the limit, or compute in float32 "
-                f"({policy_placement(self._config).keys['dtype']}=float32)"
+                f"({policy_placement(self._config).key('dtype')}=float32)"
             )

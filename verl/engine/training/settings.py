@@ -41,7 +41,7 @@ def compute_dtype(placement: Placement, platform: Platform) -> torch.dtype:
     """Data type of the matrix products; UserError for a name that is no floating type."""
     if placement.dtype is None:
         return platform.default_dtype
-    return named_dtype(placement.dtype, placement.keys.get("dtype", "dtype"))
+    return named_dtype(placement.dtype, placement.key("dtype"))
 
 
 def named_dtype(name: str, key: str) -> torch.dtype:
