@@ -3,12 +3,12 @@ a figure.
 
     make quickstart
     python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,ppo --seeds 1 --figure docs/ppo.svg
-    python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,distill --figure docs/distill.svg
+    python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,distill_alone --figure distill.svg
 
-The teacher of `distill` is the policy that the quickstart trained by GRPO, its student the warmed-up model that all
-start from. Each run is `main_ppo` with the words of METHODS below; runs that are there already are read, not repeated.
-The horizontal axis is response tokens sampled for training. Accuracy is that of one greedy response to each of the 200
-held-out problems.
+The teacher of `distill` and `distill_alone` is the policy that the quickstart trained by GRPO, its student the model
+that all start from. Each run is `main_ppo` with the words of METHODS below; runs that are there already are read,
+not repeated. The horizontal axis is response tokens sampled for training. Accuracy is that of one greedy response to
+each of the 200 held-out problems.
 """
 
 from __future__ import annotations
