@@ -536,7 +536,7 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
                          Size q_head, Size k_row, Size k_head, Size v_row, Size v_head, float scale, float softcap,
                          Size window, int threads) {
     constexpr bool pairs = PAIRS && N > 0 && sizeof(T) == 2;
-    using Q = std::conditional_t<pairs, T, float>;  // of queries where they meet keys
+    using Q = std::conditional_t<pairs, T, float>;  // type of queries where they meet keys
     DYNAMIC
     for (Size unit = 0; unit < step.tiles * heads; unit++) {
         Size tile = unit / heads, head = unit % heads, count = step.counts[tile];
@@ -558,12 +558,13 @@ static void decode_tiles(const T* q, const T* k, const T* v, T* keys, T* values,
                 each(width, [&](Size d, int n) { store(to + d, load(from + d, n), n); });
             }
         auto block = [&](const int32_t* table, Size j) { return (Size(table[j / cols]) * heads + head) * cols + j % cols; };
-        auto score = [&](const Q* some, Size of, const T* at, Size seen, float* to) {
+        auto score = [&](const Q* rows_of_q, Size number, const T* block_of_keys, Size visible, float* to) {
             if constexpr (pairs)
-                key_scores<N>(some, of, at, seen, width, scale, to, room);
+                key_scores<N>(rows_of_q, number, block_of_keys, visible, width, scale, to, room);
             else
-                key_scores<N>(some, of, widened(at, std::min(cols, (seen + W - 1) / W * W) * width, block_room), seen,
-                              width, scale, to, room);
+                key_scores<N>(rows_of_q, number,
+                              widened(block_of_keys, std::min(cols, (visible + W - 1) / W * W) * width, block_room),
+                              visible, width, scale, to, room);
         };
         const int32_t* shared = step.prompt_tables + tile * step.prompt_blocks;
         for (Size j = 0; j < prompt; j += cols)
