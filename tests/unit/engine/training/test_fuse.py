@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -50,6 +52,52 @@ def check(module, x):
         results.append([out.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest new tensor that an operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor) and not func.overloadpacket.__name__.endswith("_"):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_an_embedding_adds_rows_to_the_gradient_bit_for_bit_as_torch(padding):
+    module = nn.Embedding(1000, 8, padding_idx=padding)
+    ids = torch.randint(0, 9, (2, 30))
+    weights, earlier = torch.randn(2, 30, 8), torch.randn(1000, 8)
+    gradients, largest = [], []
+    fused = FusedForwards(module)
+    assert list(fused.forwards) == [module]
+    for context in (nullcontext(), fused.active()):
+        module.weight.grad = earlier.clone()
+        with context:
+            product = (module(ids) * weights).sum()
+        with LargestTensor() as mode:
+            product.backward()
+        largest.append(mode.elements)
+        gradients.append(module.weight.grad)
+    assert torch.equal(*gradients) and not torch.equal(gradients[0], earlier)
+    assert largest[0] == 8000 and largest[1] <= 480
+
+
+def test_an_embeddings_first_gradient_is_torchs():
+    module, ids = nn.Embedding(50, 8, padding_idx=0), torch.tensor([[4, 0, 4, 7]])
+    with FusedForwards(module).active():
+        module(ids).sum().backward()
+    expected = torch.zeros(50, 8)
+    expected[4], expected[7] = 2, 1
+    assert torch.equal(module.weight.grad, expected)
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
+def test_other_embeddings_are_left_alone(options):
+    assert not FusedForwards(nn.Embedding(5, 4, **options)).forwards
 
 
 def test_gradients_add_to_what_is_there():
