@@ -85,21 +85,26 @@ def _built(compiler: str) -> Path:
 
 def _call(name: str, *arguments: Any) -> None:
     """A kernel with tensors as pointers, then the number of threads; an event for a profiler."""
+    function = getattr(_state("auto").library, name)
+    if function.argtypes is None:  # declared once, ctypes converts in C what would take microseconds here
+        function.argtypes = [*map(_c_type, arguments), ctypes.c_int]
+        function.restype = None
+    values = [
+        value.data_ptr() if isinstance(value, Tensor) else _KINDS[value] if isinstance(value, torch.dtype) else value
+        for value in arguments
+    ]
     watched: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined, unused-ignore]
     event: Any = torch.profiler.record_function(f"verl::{name}") if watched else nullcontext()
     with event:
-        getattr(_state("auto").library, name)(*map(_argument, arguments), ctypes.c_int(torch.get_num_threads()))
+        function(*values, torch.get_num_threads())
 
 
-def _argument(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    if value is None:
-        return ctypes.c_void_p()
-    if isinstance(value, torch.dtype):
-        return ctypes.c_int(_KINDS[value])
-    kinds: Any = {int: ctypes.c_int64, float: ctypes.c_float, bool: ctypes.c_int}
-    return kinds[type(value)](value)
+def _c_type(value: Any) -> Any:
+    """The type of a parameter, which every call gives an argument of the same kind."""
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p
+    kinds: Any = {torch.dtype: ctypes.c_int, int: ctypes.c_int64, float: ctypes.c_float, bool: ctypes.c_int}
+    return kinds[type(value)]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -121,19 +121,20 @@ def test_packed_copies_are_replaced_one_at_a_time(tmp_path: Path, monkeypatch: p
     sampler = engine(load(tmp_path, "qwen3"))
     response(sampler)
     linears = sampler._runner.linears
-    old = [weakref.ref(weight) for weight, _ in linears._copies.values()]
+    copies = {id(copy.weight): copy.weight for copy in linears._copies.values()}
+    old = [weakref.ref(weight) for weight in copies.values()]
+    del copies
     left = []
-    packed = type(linears)._packed
+    pack = type(linears)._pack
 
-    def watched(self: Any, module: Any) -> Any:
-        forward = packed(self, module)
+    def watched(self: Any, modules: Any, dtype: torch.dtype) -> None:
+        pack(self, modules, dtype)
         left.append(sum(ref() is not None for ref in old))
-        return forward
 
-    monkeypatch.setattr(type(linears), "_packed", watched)
+    monkeypatch.setattr(type(linears), "_pack", watched)
     sampler.weights_updated(1)
     response(sampler)
-    assert left == list(range(len(old), 0, -1))
+    assert left == list(range(len(old) - 1, -1, -1))
 
 
 def test_digests_of_a_stream_that_is_read_once() -> None:
