@@ -189,26 +189,30 @@ class FastLinears:
         from verl.weight_sync.verify import named
 
         self.refresh()
-        modules = list(self._copies)
+        checked = set(self._copies)
         if sampled:
-            adapted = [m for m in modules if m in self._adapted]
-            modules = [m for m in modules if m not in self._adapted] + adapted[::10]
-        wrong = {module for module in modules if not self._same(module, sampled)}
+            adapted = [module for module in self._copies if module in self._adapted]
+            checked -= {module for number, module in enumerate(adapted) if number % 10}
+        groups = ([module for module in modules if module in checked] for modules in self._siblings)
+        wrong = {module for modules in groups if modules for module in self._differing(modules, sampled)}
         if names := [name for name, module in self._model.named_modules() if module in wrong]:
             raise WeightSyncError(f"weight sync: the sampler's copy of {named(names)} is not its weight")
 
-    def _same(self, module: Any, sampled: bool) -> bool:
-        weight, bias, rows = self._copies[module]
-        expected, width = self._weight(module), weight.shape[1]
+    def _differing(self, modules: list[Any], sampled: bool) -> Iterator[Any]:
+        """Those of layers with one product whose copies are not their weights."""
+        weight, bias, _ = self._copies[modules[0]]
+        width, packed = weight.shape[1], self._inner is not None
         columns = torch.arange(0, width, -(-width // 2) if sampled else 1, device=weight.device)
-        packed = self._inner is not None
         if sampled and packed:  # inputs with a single one give its columns, exactly
             inputs = F.one_hot(columns, width).to(weight.dtype)
             plain = self._platform.packed_product(inputs, weight).T
         else:
             plain = (weight.to_dense() if packed else weight)[:, columns]
-        same = torch.equal(plain[rows], expected[:, columns].to(self._dtype).to(plain.dtype))
-        return same and (bias is None or torch.equal(bias[rows], module.bias.to(self._dtype).to(bias.dtype)))
+        for module in modules:
+            rows, expected = self._copies[module].rows, self._weight(module)[:, columns]
+            same = torch.equal(plain[rows], expected.to(self._dtype).to(plain.dtype))
+            if not same or not (bias is None or torch.equal(bias[rows], module.bias.to(self._dtype).to(bias.dtype))):
+                yield module
 
     @contextmanager
     def active(self) -> Iterator[None]:
