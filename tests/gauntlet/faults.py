@@ -130,7 +130,7 @@ def reverts(m: pytest.MonkeyPatch) -> None:
 def half_pushed(m: pytest.MonkeyPatch) -> None:
     def refresh(original: Any, self: Any) -> None:
         if self._forwards:
-            self._modules = self._modules[::2]
+            self._siblings = self._siblings[::2]
         original(self)
 
     wrap(m, runner.FastLinears, "refresh", refresh)
