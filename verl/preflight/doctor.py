@@ -31,22 +31,21 @@ PYTHON = (3, 11)
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something optional. `packages`: any one of them is enough. `later`: its code is not in this release."""
+    """Something optional. `packages`: any one of them is enough."""
 
     what: str
     packages: tuple[str, ...]
     versions: str
     install: str
-    later: bool = False
 
 
+TRACKERS = ("clearml", "mlflow", "swanlab", "tensorboard", "trackio")
 FEATURES: tuple[Feature, ...] = (
     Feature("tracker wandb", ("wandb",), ">=0.19", "pip install 'wandb>=0.19'"),
     Feature("data on s3://", ("s3fs",), "", "pip install s3fs"),
     Feature("several devices", ("ray",), ">=2.54,<3", "pip install 'verl[ray]'"),
     Feature("LoRA", ("peft",), ">=0.21", "pip install 'verl[lora]'"),
-    Feature("tracker swanlab", ("swanlab",), "", "pip install swanlab", later=True),
-    Feature("tracker mlflow", ("mlflow",), "", "pip install mlflow", later=True),
+    *(Feature(f"tracker {name}", (name,), "", f"pip install {name}") for name in TRACKERS),
 )
 
 QUICKSTART = {"bfloat16": 3400, "float32": 3900}
@@ -130,9 +129,7 @@ def _features() -> Iterator[Finding]:
         have = [(name, version) for name in feature.packages if (version := probe.version(name))]
         text = ", ".join(map(" ".join, have)) or f"{', '.join(feature.packages[:1])} is not installed"
         level, todo = OK, ""
-        if feature.later:
-            level, text = NOTE, f"{text}; not in this release"
-        elif not feature.packages:
+        if not feature.packages:
             text = "needs no package of its own"
         elif not have:
             level, todo = NOTE, feature.install

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SHOWN_PER_REASON = 2
 SHOWN_IN_ALL = 10
 JUDGE = "pkg://verl.reward.judge"
-WITH_JUDGES = (JUDGE, "pkg://verl.reward.ensemble", "pkg://verl.reward.tournament")
+WITH_JUDGES = (JUDGE, *(f"pkg://verl.reward.{name}" for name in ("ensemble", "rubric", "tournament")))
 _OF_LOOPS: dict[str, Any] = {
     "agent_metrics": {},
     "tool_metrics": [],

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.unit.reward.http_service import serving
 from verl.reward import rubric
 from verl.reward.outcome import JudgeFailed
+from verl.reward.pool import FunctionSpec
+from verl.reward.runner import RewardRunner
+from verl.reward.settings import RewardSettings
+from verl.trajectory import Prompt, Trajectory
 
 RUBRIC = [{"criterion": "It is right.", "weight": 3}, "It is short.", {"description": "It is rude.", "weight": -2}]
 SAYS = {"strict": "1: yes\n2: no\n3. no", "kind": "**1.** Yes\n2: yes\n3: Yes, a little", "lazy": "1: yes\n3: no"}
@@ -50,3 +55,24 @@ def test_criteria_of_the_run_and_what_is_missing() -> None:
         score("lazy")
     with pytest.raises(ValueError, match="a weight above 0"):
         score("kind", info={"question": "?"})
+
+
+def test_in_a_run_the_judges_see_the_prompt() -> None:
+    prompt = Prompt("uid", np.zeros(1, np.int64), [{"role": "user", "content": "How many?"}], "mine")
+    response = Trajectory(prompt, 0, np.zeros(1, np.int64), np.ones(1, bool), text="Seven.")
+    questions = []
+
+    def kind(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        questions.append("[Question]\nHow many?\n" in body["messages"][0]["content"])
+        return judge(path, body)
+
+    with serving(kind) as url:
+        judges = {"kind": {"reward_router_address": url, "model": "kind"}}
+        kwargs = {"judges": judges, "criteria": ["a", "b", "c"]}
+        spec = FunctionSpec(path="pkg://verl.reward.rubric", kwargs=kwargs)
+        runner = RewardRunner(None, settings=RewardSettings(function=spec, num_workers=1))
+        try:
+            asyncio.run(runner.score_batch([response]))
+        finally:
+            runner.close()
+    assert response.score == 1.0 and questions == [True], response.score_error
