@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.runs import TinyRun, check_listed
+from verl.data.dataset import PromptDataset
+from verl.data.rows import BadRow
 from verl.trainer import main_eval, main_generation, main_ppo, sft_trainer
 
 
@@ -173,6 +175,21 @@ def test_lost_responses_are_null_and_too_many_end_the_run(tiny, tmp_path, capfd,
     assert main_generation.main(command) == 1
     assert "responses are lost, nothing is written" in capfd.readouterr().err
     assert not (tmp_path / "o.parquet").exists()
+
+
+def test_a_row_that_fails_when_it_is_drawn_is_null(tiny, tmp_path, capfd, monkeypatch) -> None:
+    draw = PromptDataset.prompt
+
+    def prompt(self: PromptDataset, number: int, epoch: int = 0) -> Any:
+        if number == 1:
+            raise BadRow("unreadable image", "it ends early")
+        return draw(self, number, epoch)
+
+    monkeypatch.setattr(PromptDataset, "prompt", prompt)
+    assert main_generation.main(words(tiny, tmp_path / "o.parquet")) == 0
+    found = responses(tmp_path / "o.parquet")
+    assert found[1] is None and all(found[:1] + found[2:])
+    assert "it ends early" in (said := capfd.readouterr().err) and "1 rows could not be used when they were drawn" in said
 
 
 @pytest.mark.slow

@@ -125,6 +125,12 @@ def parse_weighting(kind: str, threshold: float | str, normalize: bool = False) 
             f'rollout_is_threshold={threshold!r}: write a number, "2.0" (truncates), or bounds, '
             '"0.5_5.0" (zeroes outside)'
         )
+    if len(parts) == 1 and parts[0] < 1:
+        # YAML and mappings of Hydra's grammar read 0.5_2 as the number 0.52
+        raise ValueError(
+            f"rollout_is_threshold={threshold}: truncates the weight of every token, that of tokens on which sampler "
+            'and trainer agree (1) too; bounds are written in quotes, "0.5_2.0"'
+        )
     return Weighting(kind, parts[0] if len(parts) == 2 else None, parts[-1], normalize)
 
 

@@ -236,10 +236,12 @@ def _named(mapping: dict[str, Any], names: Iterable[str] | None) -> dict[str, An
 
 def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
+        same = first.shape == second.shape
+        return same and bool(((first == second) | (first != first) & (second != second)).all())
     if isinstance(first, np.ndarray) and first.dtype == object:
         return len(first) == len(second) and all(map(_equal, first, second))
-    return bool(np.all(first == second))
+    numbers = isinstance(first, np.ndarray) and first.dtype.kind in "fc"
+    return np.array_equal(first, second, equal_nan=True) if numbers else bool(np.all(first == second))
 
 
 def _objects(values: Any) -> np.ndarray:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from verl.data.plugins import AbstractCurriculumSampler
-from verl.trajectory import Batch
+from verl.tracking.names import plain
+from verl.trajectory import Batch, Trajectory
 
 
 class PassRateSampler(AbstractCurriculumSampler):
@@ -32,7 +33,8 @@ class PassRateSampler(AbstractCurriculumSampler):
         self.rates: dict[int, float] = {}
         self.weights = np.ones(self.rows)
         self.drawn: set[int] = set()
-        self.draws = 0
+        self.draws = self.offset = 0  # ever, and in this epoch
+        self._loaded = False
 
     @abstractmethod
     def weight(self, rate: float) -> float:
@@ -42,9 +44,12 @@ class PassRateSampler(AbstractCurriculumSampler):
         return self.rows
 
     def __iter__(self) -> Iterator[int]:
-        """The rest of the epoch."""
-        left = self.rows - self.draws % self.rows
-        for _ in range(left):
+        """An epoch's draws; after `load_state_dict`, those that are left of it."""
+        if not self._loaded:
+            self.offset = 0
+        self._loaded = False
+        while self.offset < self.rows:
+            self.offset += 1
             yield self._draw()
 
     def _draw(self) -> int:
@@ -62,7 +67,7 @@ class PassRateSampler(AbstractCurriculumSampler):
     def update(self, batch: Batch) -> None:
         """Learn the pass rates of the groups that were just trained on."""
         for group in batch.groups():
-            passed = [float(t.score_parts.get("acc", t.score)) for t in group if t.scored]
+            passed = [_accuracy(t) for t in group if t.scored]
             if passed:
                 self.rates[group[0].prompt.number] = float(np.clip(passed, 0.0, 1.0).mean())
         self.drawn = set()
@@ -75,12 +80,13 @@ class PassRateSampler(AbstractCurriculumSampler):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as JSON."""
         rates = {str(row): rate for row, rate in self.rates.items()}
-        return {"rates": rates, "drawn": sorted(self.drawn), "draws": self.draws}
+        return {"rates": rates, "drawn": sorted(self.drawn), "draws": self.draws, "offset": self.offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state of `state_dict`."""
         self.rates = {int(row): float(rate) for row, rate in state["rates"].items()}
         self.drawn, self.draws = set(state["drawn"]), int(state["draws"])
+        self.offset, self._loaded = int(state["offset"]), True
         self._weigh()
 
 
@@ -104,6 +110,17 @@ class EasyToHard(PassRateSampler):
     """Rows near a pass rate that falls as the policy gets better: exp(−8(p − target)²), at least 0.05, with target = 1
     − the mean pass rate of all rows that were sampled."""
 
+    target = 0.0
+
+    def _weigh(self) -> None:
+        self.target = 1 - sum(self.rates.values()) / max(1, len(self.rates))
+        super()._weigh()
+
     def weight(self, rate: float) -> float:
-        target = 1 - sum(self.rates.values()) / len(self.rates)
-        return max(0.05, math.exp(-8 * (rate - target) ** 2))
+        return max(0.05, math.exp(-8 * (rate - self.target) ** 2))
+
+
+def _accuracy(trajectory: Trajectory) -> float:
+    """`acc` where the reward function gave a finite one, else the score."""
+    accuracy = plain(trajectory.score_parts.get("acc"))
+    return float(trajectory.score or 0.0) if accuracy is None or not math.isfinite(accuracy) else float(accuracy)

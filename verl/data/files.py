@@ -6,6 +6,7 @@ imports torch, so that `--check` can look at files in milliseconds.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import hashlib
 import json
@@ -357,8 +358,8 @@ class JsonFile(RowFile):
 
     def __init__(self, path: str, local: Path, cache_dir: str | None = None):
         super().__init__(path, local)
-        content, unit = local.read_bytes(), "line"
-        if local.suffix.lower() == ".json" and content[:1024].lstrip()[:1] == b"[":
+        content, unit = local.read_bytes().removeprefix(codecs.BOM_UTF8), "line"
+        if local.suffix.lower() == ".json" and content.lstrip()[:1] == b"[":
             numbered, unit = list(enumerate(self._parse("the file", content))), "element"
         else:
             lines = enumerate(content.split(b"\n"), 1)

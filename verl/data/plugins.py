@@ -181,11 +181,11 @@ class CustomRows:
         path, name = data.custom_cls.path, data.custom_cls.name
         if not name:
             raise DataError(f"data.custom_cls.path={path} needs data.custom_cls.name=CLASS")
-        max_samples = int(data.train_max_samples if split == "train" else data.val_max_samples)
         about = {"data_files": files, "tokenizer": tokenizer, "config": data, "processor": processor}
         kind = load_extern_object(str(path), name)
         try:
-            dataset = kind(**about, max_samples=max_samples)
+            # which rows are left of more than data.{train,val}_max_samples is drawn later, from those that can be used
+            dataset = kind(**about, max_samples=-1)
         except (TypeError, AttributeError) as error:
             takes = f"{', '.join(about)} and max_samples"
             raise DataError(f"data.custom_cls: {path}: {name}, given {takes}: {error}") from error

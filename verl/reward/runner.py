@@ -129,7 +129,8 @@ class RewardRunner:
 
     def lacks(self, outcome: Outcome) -> str:
         """What the configuration counts on and a result of the function does not have; "" for nothing."""
-        parts = {MODEL: 0.0} | ({"acc": outcome.score} if outcome.bare else {}) | self._named(outcome)
+        parts = {MODEL: 0.0} if self.model is not None or MODEL in self.settings.weights else {}
+        parts |= ({"acc": outcome.score} if outcome.bare else {}) | self._named(outcome)
         return self._missing(parts, {"algorithm.filter_groups.metric": self.settings.groups_metric})
 
     def close(self) -> None:
@@ -199,7 +200,9 @@ class RewardRunner:
         if outcome.error is None and self.model is not None and name == FUNCTION:
             trajectory.score_parts = parts
             return
-        if outcome.error is None and (problem := self._missing(parts)):
+        # not every data set of the validation may have the values by which training groups are filtered
+        groups = [name for name in settings.groups_metric if name in parts]
+        if outcome.error is None and (problem := self._missing(parts, {"algorithm.filter_groups.metric": groups})):
             outcome, label = failed("value", problem, seconds=outcome.seconds), settings.function.label
         if outcome.error is not None:
             self._fail(trajectory, outcome, label)
@@ -230,7 +233,8 @@ class RewardRunner:
         }
         for key, names in required.items():
             if lacking := [n for n in names if (v := plain(parts.get(n))) is None or not math.isfinite(v)]:
-                return f"its result lacks {', '.join(lacking)} ({key}); it has {', '.join(parts) or 'none'}"
+                there = ", ".join(parts) or "none"
+                return f"its result lacks {', '.join(lacking)} ({key}) as a finite number; it has {there}"
         return ""
 
     def _charge(self, trajectory: Trajectory) -> None:

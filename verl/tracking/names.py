@@ -47,9 +47,9 @@ def rule(name: str) -> str:
     """ "max", "min" or "mean": what a name asks for.
 
     A word of the name has to be max or min: `timing_s/…` and `termination` contain the letters of "min" and
-    are means all the same.
+    are means all the same. `seq_max_k2` and `seq_max_k3` are rules of rejection, not maxima.
     """
-    words = _WORDS.split(name.lower())
+    words = _WORDS.split(name.lower().replace("seq_max_k", "seq_"))
     if "max" in words or "maximum" in words:
         return "max"
     return "min" if "min" in words or "minimum" in words else "mean"

@@ -22,11 +22,11 @@ from verl.config import Config, GenerationConfig
 from verl.config.defaults import complete
 from verl.data.dataset import PromptDataset
 from verl.data.files import DataError, ParquetFile, RowFile, written_whole
-from verl.data.rows import RowRules
+from verl.data.rows import BadRow, RowRules
 from verl.errors import UserError
 from verl.rollout.groups import RolloutError, RolloutManager
 from verl.rollout.tool_agent import checked_tools
-from verl.tracking.console import Progress, say
+from verl.tracking.console import Progress, notice, say
 from verl.tracking.hooks import RunHooks
 from verl.tracking.names import Number, spread
 from verl.tracking.responses import SAMPLED
@@ -64,6 +64,8 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
     write_responses(rows, data.source.files, result, output)
     result.record(tracking)
     say(f"{output}: {len(data.source)} rows, {len(result.texts)} of them with responses")
+    if result.skipped:
+        tracking.notice(f"{result.skipped} rows could not be used when they were drawn; their responses are null")
     if result.lost:
         tracking.notice(f"{result.lost} responses were lost by the sampler and are null (events.jsonl)")
 
@@ -135,7 +137,8 @@ async def _unscored(trajectory: Trajectory) -> None:
 @dataclass
 class Generated:
     """The responses. texts: "{file number}:{row}" → responses, None where the sampler lost one; tokens: their lengths
-    (of the longest segment); shown: those of the first rows, for the page."""
+    (of the longest segment); shown: those of the first rows, for the page; skipped: rows that failed when they were
+    drawn."""
 
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -144,6 +147,7 @@ class Generated:
     lengths: list[int] = field(default_factory=list)
     cut: int = 0
     lost: int = 0
+    skipped: int = 0
     seconds: float = 0.0
 
     def add(self, number: int, batch: Batch) -> None:
@@ -192,7 +196,13 @@ async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int,
     async def stream() -> None:
         """One prompt after the other, of those that are left."""
         for number in numbers:
-            batch = await rollouts.sample([data.prompt(number)], rollouts.settings.sampling, n)
+            try:
+                prompt = data.prompt(number)
+            except BadRow as bad:  # an image that only its decoder finds broken
+                result.skipped += 1
+                notice(f"prompt {number} is left out: {bad}")
+                continue
+            batch = await rollouts.sample([prompt], rollouts.settings.sampling, n)
             await rollouts.scored(batch)
             result.add(number, batch)
             _check_lost(result.lost, n * len(data), batch)

@@ -220,7 +220,7 @@ def test_kinds_and_thresholds_of_weights() -> None:
         assert np.allclose(importance_weights(off, parse_weighting("token", text))[0], np.exp([-3.0, LIMIT]))
         assert rejection(off, parse_rules("token_k1", text))[0].all()
     assert rejection(off, parse_rules("token_k2", "inf"))[0].all()
-    for bad in ("0", "-1", "x", "5_0.5", "1_2_3", "nan", "inf_inf"):
+    for bad in ("0", "-1", "x", "5_0.5", "1_2_3", "nan", "inf_inf", 0.52):
         with pytest.raises(ValueError, match="rollout_is_threshold"):
             parse_weighting("token", bad)
 

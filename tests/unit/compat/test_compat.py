@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import subprocess
 import sys
 
@@ -159,6 +160,8 @@ def test_data_proto_is_written_to_as_plug_ins_do() -> None:
     part = data.select(["y"], ["uid"], ["step"])
     assert part.batch.keys() == {"y"} and part.meta_info == {"step": 1} and part.batch.batch_size[0] == 4
     assert part.union(DataProto.from_dict({"z": torch.zeros(4)})) is part and "z" in part.batch
+    gaps = DataProto.from_dict({"w": torch.tensor([1.0, math.nan, 2.0, 3.0])}, {"v": np.array([math.nan, 1, 2, 3])})
+    part.union(gaps).union(gaps)
     with pytest.raises(ValueError, match="'y' has different values"):
         part.union(DataProto.from_dict({"y": torch.zeros(4, 1)}))
     assert data.pop(["y"], ["n"], ["k"]).batch["y"][3] == 6 and list(data.batch) == ["x"] and "k" not in data.meta_info

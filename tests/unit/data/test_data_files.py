@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from pathlib import Path
@@ -107,6 +108,12 @@ def test_unreadable_files_are_named(tmp_path, name, content, words) -> None:
         RowFiles(str(tmp_path / name))
     for word in [name, *words]:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("before", [codecs.BOM_UTF8, b" " * 2000])
+def test_an_array_begins_after_a_mark_and_blanks(tmp_path: Path, before: bytes) -> None:
+    (tmp_path / "x.json").write_bytes(before + b'[{"prompt": "q"}]')
+    assert len(RowFiles(str(tmp_path / "x.json"))) == 1
 
 
 def test_parquet_without_rows_and_directories_are_refused(tmp_path: Path) -> None:

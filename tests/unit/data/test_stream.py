@@ -214,6 +214,7 @@ def test_curricula_draw_by_pass_rate_and_resume_exactly(kind: Any, first: int) -
         one.update(trained(prompts))
     counts = np.bincount(drawn[60:], minlength=9)
     assert counts.min() > 0 and counts[first] > 2 * counts[3] and counts[first] > counts[0]
+    assert one.epoch == 150 // 4, "four batches of two from nine rows"
     again = build()
     again.load_state(saved)
     again_drawn = []
@@ -222,6 +223,15 @@ def test_curricula_draw_by_pass_rate_and_resume_exactly(kind: Any, first: int) -
         again_drawn += [p.number for p in prompts]
         again.update(trained(prompts))
     assert again_drawn == drawn[80:120]
+
+
+@pytest.mark.parametrize("accuracy", [None, "yes", float("nan")])
+def test_an_accuracy_that_is_no_number_is_the_score(accuracy: Any) -> None:
+    one = stream(9, 2, sampler=(sampler := Frontier(range(9), SimpleNamespace(seed=3))))
+    prompts = one.take()
+    rows = [Trajectory(p, 0, np.zeros(1), np.ones(1, bool), score=0.5, score_parts={"acc": accuracy}) for p in prompts]
+    one.update(Batch(rows))
+    assert sampler.rates == {p.number: 0.5 for p in prompts}
 
 
 def test_sampler_outside_of_the_data_is_refused() -> None:
@@ -267,6 +277,10 @@ def test_custom_dataset_and_sampler_from_a_file(tmp_path: Path) -> None:
     assert "KeyError" in data.bad_rows[0]["detail"]
     first = open_stream(data, config).take()
     assert [(p.row, p.messages[0]["content"]) for p in first] == [(4, "q4!"), (3, "q3!")]
+    config.data.train_max_samples = 3
+    chosen = PromptDataset(config.data.train_files, config, tiny_tokenizer())
+    config.data.custom_cls.path = None
+    assert [p.row for p in map(chosen.prompt, range(3))] != [0, 2, 3], "drawn from those that can be used"
 
 
 @pytest.mark.parametrize("source", [b"x = 1\ndef f(:\n", b"x = 1\n\0", b"# \xff\nx = '\xff'\n"])

@@ -53,6 +53,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         bare = {"env": {}} if what == "daemon bare" else {}
         sleeper = subprocess.Popen(["/bin/sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL, **bare)
         return {"score": 1.0, "pid": sleeper.pid}
+    if what == "no accuracy": return {"score": 1.0, "acc": None}
+    if what == "nan accuracy": return {"score": 1.0, "acc": float("nan")}
     if what == "info": return {"score": 1.0, "info": repr(extra_info)}
     if what == "abstain": return {"abstain": "no idea", "agreement": 0.5}
     if what == "dict": return {"score": 0.5 + bonus, "acc": True, "pred": "72", "format": 0.25}
@@ -362,6 +364,9 @@ def test_what_groups_are_filtered_by_is_looked_for_before_the_run(make: Any) -> 
     with pytest.raises(RewardPrecheckError, match=r"lacks format .*filter_groups\.metric"):
         asyncio.run(precheck(make(groups_metric=("format",)), [trajectory_of("").prompt]))
     assert run(make(groups_metric=("format",)), ["72"])[0].score == 1.0
+    for text in ("no accuracy", "nan accuracy"):
+        (row,) = run(make(groups_metric=("acc",)), [text])
+        assert row.score is None and "lacks acc (algorithm.filter_groups.metric)" in row.score_error
 
 
 def test_overlong_penalty_is_part_of_the_score_and_acc_is_not(make: Any) -> None:

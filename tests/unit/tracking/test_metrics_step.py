@@ -233,6 +233,8 @@ NUMBERS = st.floats(-1e6, 1e6)
         ("critic/score/min", "min"),
         ("rollout_corr/rollout_is_max", "max"),
         ("rollout_corr/rollout_is_seq_max_deviation", "max"),
+        ("rollout_corr/rollout_rs_seq_max_k3_masked_fraction", "mean"),
+        ("rollout_corr/rollout_rs_seq_max_k3_max", "max"),
         ("timing_s/gen", "mean"),
         ("actor/determination", "mean"),
         ("actor/grad_norm", "mean"),
