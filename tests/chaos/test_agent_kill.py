@@ -104,7 +104,7 @@ def test_a_trainer_killed_in_the_middle_of_a_dialogue_resumes_exactly(
 KILLED = {
     "tool": "SIGKILL",
     "program": "exit status -9",
-    "mcp": "MCP server 'calculator' is gone",
+    "mcp": "mcp_server_of_a_user.py) is gone",
     "verifiers": "ended with status -9",
 }
 

@@ -189,7 +189,9 @@ def test_a_row_that_fails_when_it_is_drawn_is_null(tiny, tmp_path, capfd, monkey
     assert main_generation.main(words(tiny, tmp_path / "o.parquet")) == 0
     found = responses(tmp_path / "o.parquet")
     assert found[1] is None and all(found[:1] + found[2:])
-    assert "it ends early" in (said := capfd.readouterr().err) and "1 rows could not be used when they were drawn" in said
+    assert (
+        "it ends early" in (said := capfd.readouterr().err) and "1 rows could not be used when they were drawn" in said
+    )
 
 
 @pytest.mark.slow

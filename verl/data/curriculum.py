@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from verl.data.plugins import AbstractCurriculumSampler
-from verl.tracking.names import plain
 from verl.trajectory import Batch, Trajectory
 
 
@@ -122,5 +121,8 @@ class EasyToHard(PassRateSampler):
 
 def _accuracy(trajectory: Trajectory) -> float:
     """`acc` where the reward function gave a finite one, else the score."""
-    accuracy = plain(trajectory.score_parts.get("acc"))
-    return float(trajectory.score or 0.0) if accuracy is None or not math.isfinite(accuracy) else float(accuracy)
+    try:
+        accuracy = float(trajectory.score_parts["acc"])
+    except (KeyError, TypeError, ValueError):
+        accuracy = math.nan
+    return accuracy if math.isfinite(accuracy) else float(trajectory.score or 0.0)
