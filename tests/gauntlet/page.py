@@ -13,7 +13,8 @@ Systems of this kind have had errors that raise nothing: the run trains, on some
 reported in public threads of other systems. `tests/gauntlet` injects each into this system by a patch of a line or two and starts a normal run
 of a tiny model on a CPU; the run must name the cause within two steps. A normal run has, by itself:
 
-- the **verification of the first push**: every weight is compared after the first transfer to the sampler ([weight-sync.md](weight-sync.md));
+- the **verification of the first push**: a sample of every tensor (up to 16,384 elements) is compared after the first transfer to the sampler,
+  of packed copies two columns each ([weight-sync.md](weight-sync.md));
 - the **first batch compared**: log-probs of sampler and trainer must agree within the rounding of their precisions;
 - the **probe at each push**: the sampler's log-probs of a few tokens must move as the trainer's do ([weight-sync.md](weight-sync.md));
 - the **known adapter before the first step**: an adapter begins with B = 0, so that it agrees even where it is not applied; one with another B
@@ -37,7 +38,7 @@ Megatron it is the gradient that the optimizer takes, of whatever layout; not be
 anything with distillation, demonstrations, bypass mode, tokens that a truncated distribution left out, or a policy loss of your own (`verl prove` compares its norms and losses with rows cut otherwise).
 
 "Steps" counts until the error is named; 0 is before the first step. "`verl prove`" names the check of [prove.md](prove.md) that finds the error
-before a run; it is injected there, too. A line without a name would be an error that nothing notices; there is none. "(ours)": no thread was found. Everything was
+before a run; it is injected there, too. An empty cell under "named by" would mean that no check notices the error; there is no such row. "(ours)": no thread was found. Everything was
 run in one process on a CPU with the embedded sampler; errors of asynchronous runs, of several ranks and of other samplers are not in the list.
 
 """
