@@ -124,7 +124,8 @@ class RewardModelConfig(ScoringConfig):
         enable: Score with a model: a sequence classifier, or a judge that `custom_reward_function` asks.
         weights: The score is the sum of these rewards, each times its weight: `function` (the custom or the built-in
             one), `model` (the sequence classifier), and keys that the function returns. Empty: one of the two alone.
-        enable_resource_pool: Devices of its own, for a sequence classifier or a served judge (on several devices a judge needs it).
+        enable_resource_pool: Devices of its own, for a sequence classifier or a served judge (on several devices a
+            judge needs it).
         nnodes: Nodes of that pool.
         n_gpus_per_node: Devices per node of that pool.
     """
