@@ -62,13 +62,22 @@ class CpuPlatform(Platform):
         return has_packed_products(dtype)
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """See Platform: oneDNN's layout. RuntimeError for a data type that it has no packed product of here."""
+        """See Platform: the compiled kernels' layout where they are faster, else oneDNN's. RuntimeError for a data type
+        that it has no packed product of here."""
+        if cpu_kernels.packs(weight):
+            return cpu_kernels.pack_weight(weight)
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
         return packed
 
     def packed_product(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not packed.is_mkldnn:
+            return cpu_kernels.packed_product(x, packed, bias)
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
         return out
+
+    def unpack_weight(self, packed: torch.Tensor) -> torch.Tensor:
+        """See Platform."""
+        return packed.to_dense() if packed.is_mkldnn else cpu_kernels.unpack_weight(packed)
 
     def fused_operators(self) -> FusedOperators | None:
         """See Platform: compiled kernels (`verl.platform.cpu_kernels`), where there are."""
@@ -115,8 +124,9 @@ def has_packed_products(dtype: torch.dtype) -> bool:
     In bfloat16 it needs AVX512 or AVX-NE-CONVERT, whether or not the processor has bfloat16 instructions. oneDNN's
     environment variable ONEDNN_MAX_CPU_ISA=AVX2 makes it behave as on a processor with AVX2 alone.
     """
+    weight = torch.zeros(15, 16, dtype=dtype)  # of a shape that the compiled kernels leave to oneDNN
     try:
-        PLATFORM.packed_product(torch.zeros(1, 16, dtype=dtype), PLATFORM.pack_weight(torch.zeros(16, 16, dtype=dtype)))
+        PLATFORM.packed_product(torch.zeros(1, 16, dtype=dtype), PLATFORM.pack_weight(weight))
     except (AttributeError, RuntimeError):
         return False
     return True

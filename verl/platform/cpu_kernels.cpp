@@ -893,3 +893,72 @@ extern "C" void pack_attention_backward(const void* grad, const void* q, const v
     KIND(kind, T, pack_gradients((const T*)grad, (const T*)q, (const T*)k, (const T*)v, (const T*)out, lse, (T*)dq,
                                  (T*)dk, (T*)dv, size, spans, kv_heads, threads))
 }
+
+// ---- products with packed weights: panels [columns / W][depth][W] of elements, numbers or pairs of bfloat16
+
+extern "C" int vector_width() { return W; }
+extern "C" int multiplies_pairs() { return PAIRS; }
+extern "C" void pack_weight(const uint32_t* weight, uint32_t* packed, Size columns, Size depth, int threads) {
+    PARALLEL(columns * depth)
+    for (Size c = 0; c < columns; c += W)
+        for (Size i = 0; i < W; i++)
+            for (Size d = 0; d < depth; d++) packed[c * depth + d * W + i] = weight[(c + i) * depth + d];
+}
+
+// out [R][step] = x [depth][R] · C panels + bias: each number by one chain of sums from the first element to the last
+template <int R, int C, class E, class T>
+static inline void product_tile(const E* x, const E* panels, Size depth, const T* bias, T* out, Size step) {
+    constexpr Size AHEAD = 32 * W;  // the processor alone fetches too late what no cache holds
+    V acc[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) acc[r][c] = bias ? load(bias + c * W) : V{};
+    for (Size d = 0; d < depth; d++) {
+        decltype(vector(panels)) weights[C];
+        for (int c = 0; c < C; c++) {
+            weights[c] = vector(panels + (c * depth + d) * W);
+            HOLD(weights[c]);
+            __builtin_prefetch(panels + (c * depth + d) * W + AHEAD);
+        }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) add_products(acc[r][c], x[d * R + r], weights[c]);
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(out + r * step + c * W, acc[r][c]);
+}
+template <int R, int C, class E, class T>
+static inline void product_rows(Size rows, const E* x, const E* panels, Size depth, const T* bias, T* out, Size step) {
+    if constexpr (R > 0) {
+        if (rows == R)
+            product_tile<R, C>(x, panels, depth, bias, out, step);
+        else
+            product_rows<R - 1, C>(rows, x, panels, depth, bias, out, step);
+    }
+}
+template <class T>
+static void packed_products(const T* x, const Element<T>* packed, const T* bias, T* out, Size rows, Size depth,
+                            Size columns, int threads) {
+    using E = Element<T>;
+    // as many rows at once as registers have room for their sums: of one panel, or of two where that reads fewer numbers
+    constexpr int FEW = W == 16 ? 16 : 12, MOST = W == 16 ? 14 : 6;
+    Size blocks = rows <= FEW ? 1 : (rows + MOST - 1) / MOST, step = rows <= FEW ? W : 2 * W;
+    auto start = [&](Size block) { return rows * block / blocks; };
+    std::vector<E, OnLines<E>> turned(rows * depth);  // the rows of a block side by side
+    for (Size b = 0; b < blocks; b++)
+        for (Size first = start(b), count = start(b + 1) - first, i = 0; i < count; i++)
+            for (Size d = 0; d < depth; d++)
+                memcpy(&turned[first * depth + d * count + i], (const E*)x + (first + i) * depth + d, sizeof(E));
+    PRAGMA(omp parallel for num_threads(threads) if (threads > 1))
+    for (Size c = 0; c < columns; c += step)
+        for (Size b = 0; b < blocks; b++) {
+            auto one = rows <= FEW ? product_rows<FEW, 1, E, T> : product_rows<MOST, 1, E, T>;
+            auto product = step > W && c + W < columns ? product_rows<MOST, 2, E, T> : one;
+            Size first = start(b);
+            product(start(b + 1) - first, &turned[first * depth], packed + c * depth, depth, bias ? bias + c : nullptr,
+                    out + first * columns + c, columns);
+        }
+}
+extern "C" void packed_product(const void* x, const void* packed, const void* bias, void* out, Size rows, Size depth,
+                               Size columns, int kind, int threads) {
+    KIND(kind, T, packed_products((const T*)x, (const Element<T>*)packed, (const T*)bias, (T*)out, rows, depth, columns,
+                                  threads))
+}

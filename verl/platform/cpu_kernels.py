@@ -184,6 +184,43 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, log_probs
 
 
+def packs(weight: Tensor) -> bool:
+    """Whether `pack_weight` takes this matrix, and products by it are faster than oneDNN's: in bfloat16 where the
+    processor multiplies pairs of them and has no matrix unit (AMX), in float32 with AVX2 but not with AVX512, where
+    those of a few rows are faster, but not those of hundreds."""
+    library = state().library
+    if library is None or weight.shape[0] % (width := library.vector_width()):
+        return False
+    if weight.dtype == torch.bfloat16:
+        return weight.shape[1] % 2 == 0 and library.multiplies_pairs() and "amx_bf16" not in processor()[1]
+    return weight.dtype == torch.float32 and width == 8
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A matrix [out, in] as `packed_product` takes it: [out / w, in, w], of a vector of w numbers; bfloat16 as pairs in
+    int32, [out / w, in / 2, w]."""
+    weight, width = weight.contiguous(), _state("auto").library.vector_width()  # type: ignore[union-attr]
+    rows = weight.view(torch.int32) if weight.dtype == torch.bfloat16 else weight
+    packed = rows.new_empty(len(rows) // width, rows.shape[1], width)
+    _call("pack_weight", rows, packed, *rows.shape)
+    return packed
+
+
+def unpack_weight(packed: Tensor) -> Tensor:
+    """The matrix [out, in] that `pack_weight` was given."""
+    rows = packed.transpose(1, 2).flatten(0, 1).contiguous()
+    return rows.view(torch.bfloat16) if rows.dtype == torch.int32 else rows
+
+
+def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] by a packed weight of its type: [..., out]. The other rows of x do not change the result of a row."""
+    panels, depth, width = packed.shape
+    out = x.new_empty(*x.shape[:-1], panels * width)
+    rows = out.numel() // out.shape[-1]
+    _call("packed_product", x.contiguous(), packed, bias, out, rows, depth, out.shape[-1], x.dtype)
+    return out
+
+
 def decode_attention(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None,
     tables: tuple[Tensor, ...], scale: float, softcap: float, window: int,

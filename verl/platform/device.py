@@ -208,6 +208,10 @@ class Platform(ABC):
         """A matrix [out, in] as `packed_product` takes it. ValueError where `has_packed_products` says no."""
         raise ValueError(f"there are no packed products on {self.name}")
 
+    def unpack_weight(self, packed: torch.Tensor) -> torch.Tensor:
+        """The matrix [out, in] that `pack_weight` was given."""
+        raise ValueError(f"there are no packed products on {self.name}")
+
     def packed_product(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in] by a packed weight: [..., out]."""
         raise ValueError(f"there are no packed products on {self.name}")

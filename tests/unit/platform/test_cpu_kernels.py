@@ -71,6 +71,30 @@ def test_gates_and_rotations(kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_packed_products(kind: torch.dtype, threads: int) -> None:
+    """Close to exact, and a row's result is the same beside any number of others."""
+    weight, x, bias = (torch.randn(*shape).to(kind) for shape in ((48, 70), (40, 70), (48,)))
+    if not cpu_kernels.packs(weight):
+        pytest.skip("oneDNN's are faster on this processor")
+    packed = cpu_kernels.pack_weight(weight)
+    assert torch.equal(cpu_kernels.unpack_weight(packed), weight)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for some in (None, bias):
+            whole = cpu_kernels.packed_product(x, packed, some)
+            exact = x.double() @ weight.double().T + (0 if some is None else some.double())
+            precision = 2**-8 if kind == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(whole.double(), exact, atol=1e-4, rtol=precision)
+            for rows in range(1, 40):
+                assert torch.equal(cpu_kernels.packed_product(x[None, :rows], packed, some)[0], whole[:rows])
+    finally:
+        torch.set_num_threads(before)
+    assert not cpu_kernels.packs(weight[:42]) and not cpu_kernels.packs(weight.half())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("outputs", [(False, False), (True, True)])
 def test_head(kind: torch.dtype, outputs: tuple[bool, bool]) -> None:
     """Two blocks of logits; a target twice in a row, and targets in neither block."""
@@ -204,7 +228,7 @@ def test_a_sampler_gives_what_it_gives_without(compiled: pytest.MonkeyPatch, tmp
 
 @pytest.mark.skipif("avx2" not in processor()[1], reason="no processor with AVX2")
 @pytest.mark.parametrize("flags", ["-march=native -mno-avx512bf16", "-march=haswell"])
-def test_attention_built_for_other_processors(compiled: pytest.MonkeyPatch, flags: str) -> None:
+def test_kernels_built_for_other_processors(compiled: pytest.MonkeyPatch, flags: str) -> None:
     """Wide vectors without products of pairs, and narrow ones: what this processor's own build may leave out."""
     cpu_kernels._state.cache_clear()
     try:
@@ -212,6 +236,8 @@ def test_attention_built_for_other_processors(compiled: pytest.MonkeyPatch, flag
         for kind in KINDS:
             test_attention_of_a_pack(compiled, kind, (3, 1), 24)
             test_attention_of_a_decode_step(compiled, kind, (4, 2), (64, 64), {})
+            if cpu_kernels.packs(torch.zeros(16, 2, dtype=kind)):
+                test_packed_products(kind, threads=1)
     finally:
         cpu_kernels._state.cache_clear()
 

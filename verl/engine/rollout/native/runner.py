@@ -201,13 +201,13 @@ class FastLinears:
     def _differing(self, modules: list[Any], sampled: bool) -> Iterator[Any]:
         """Those of layers with one product whose copies are not their weights."""
         weight, bias, _ = self._copies[modules[0]]
-        width, packed = weight.shape[1], self._inner is not None
+        width, packed = modules[0].weight.shape[1], self._inner is not None
         columns = torch.arange(0, width, -(-width // 2) if sampled else 1, device=weight.device)
         if sampled and packed:  # inputs with a single one give its columns, exactly
-            inputs = F.one_hot(columns, width).to(weight.dtype)
+            inputs = F.one_hot(columns, width).to(self._inner)
             plain = self._platform.packed_product(inputs, weight).T
         else:
-            plain = (weight.to_dense() if packed else weight)[:, columns]
+            plain = (self._platform.unpack_weight(weight) if packed else weight)[:, columns]
         for module in modules:
             rows, expected = self._copies[module].rows, self._weight(module)[:, columns]
             same = torch.equal(plain[rows], expected.to(self._dtype).to(plain.dtype))
