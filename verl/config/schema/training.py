@@ -151,7 +151,8 @@ class OptimConfig(Group):
         betas: Decay rates of the two moments.
         lr_warmup_steps: Training steps of linear warm-up from 0; a value ≥ 0 wins over the ratio, null is -1.
         lr_warmup_steps_ratio: Warm-up as a share of all training steps.
-        lr_scheduler_type: Shape after the warm-up; one scheduler step per training step.
+        lr_scheduler_type: Shape after the warm-up; one scheduler step per training step that updates the role (the
+            actor's schedule stands still during `trainer.critic_warmup`).
         min_lr_ratio: Floor of the schedule as a share of `lr`.
         num_cycles: Cosine waves; 0.5 is one fall to the floor.
         zero_indexed_step: False: the first warm-up step has lr/warmup, not 0.
