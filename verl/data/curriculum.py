@@ -85,7 +85,7 @@ class PassRateSampler(AbstractCurriculumSampler):
         """Go on from a state of `state_dict`."""
         self.rates = {int(row): float(rate) for row, rate in state["rates"].items()}
         self.drawn, self.draws = set(state["drawn"]), int(state["draws"])
-        self.offset, self._loaded = int(state["offset"]), True
+        self.offset, self._loaded = int(state.get("offset", self.draws % self.rows)), True
         self._weigh()
 
 

@@ -184,7 +184,7 @@ class CustomRows:
         about = {"data_files": files, "tokenizer": tokenizer, "config": data, "processor": processor}
         kind = load_extern_object(str(path), name)
         try:
-            # which rows are left of more than data.{train,val}_max_samples is drawn later, from those that can be used
+            # data.{train,val}_max_samples is applied later, to the rows that can be used
             dataset = kind(**about, max_samples=-1)
         except (TypeError, AttributeError) as error:
             takes = f"{', '.join(about)} and max_samples"

@@ -3,7 +3,7 @@ ones.
 
 Without a compiler, or with VERL_COMPILED_KERNELS=off, torch's own operators do the same, to rounding. What is built is
 kept in ~/.cache/verl/kernels under a digest of the source, the compiler, the processor and torch's version. The
-functions are those of `cuda_kernels`, and two of the embedded sampler: `decode_attention` and `draw`.
+functions are those of `cuda_kernels`, and those of the embedded sampler: `decode_attention`, `draw`, packed products.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class RewardRunner:
         if outcome.error is None and self.model is not None and name == FUNCTION:
             trajectory.score_parts = parts
             return
-        # not every data set of the validation may have the values by which training groups are filtered
+        # validation data may lack the values by which training groups are filtered
         groups = [name for name in settings.groups_metric if name in parts]
         if outcome.error is None and (problem := self._missing(parts, {"algorithm.filter_groups.metric": groups})):
             outcome, label = failed("value", problem, seconds=outcome.seconds), settings.function.label

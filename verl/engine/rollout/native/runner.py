@@ -2,8 +2,9 @@
 
 The linear layers are the trainer's weights, laid out for the fastest product of this machine.
 
-On CPU the products go to oneDNN with prepacked weights. Measured on Zen 5, one thread, 256 rows: float32
-230 GFLOP/s (torch's default, MKL, 100), bfloat16 470 (unpacked 440, and the cast of the master weight saved).
+On CPU weights are packed for products of oneDNN, or of the compiled kernels where these are faster. oneDNN's,
+measured on Zen 5, one thread, 256 rows: float32 230 GFLOP/s (torch's default, MKL, 100), bfloat16 470 (unpacked 440,
+and the cast of the master weight saved).
 A processor without AVX512 has no packed bfloat16 product, and torch's unpacked one runs at a fifth of float32's rate:
 there the weights and inputs are rounded to bfloat16 and multiplied in float32.
 Elsewhere bfloat16 copies are kept in buffers that are written, never allocated, at each refresh. Layers that read the
