@@ -447,8 +447,9 @@ class Batch:
 
     @property
     def prompt_lengths(self) -> np.ndarray:
-        """Prompt lengths, int64 [N]."""
-        return np.fromiter((len(t.prompt.ids) for t in self.trajectories), np.int64, len(self))
+        """Lengths of what the first turns were sampled after (the prompt, or what an environment opened the dialogue
+        with), int64 [N]."""
+        return np.fromiter((len(t.context_ids) for t in self.trajectories), np.int64, len(self))
 
     @property
     def uids(self) -> np.ndarray:

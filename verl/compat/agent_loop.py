@@ -117,6 +117,10 @@ class ServerManager:
 AsyncLLMServerManager = ServerManager  # by the public name
 
 
+_OF_EXTRA_INFO: dict[str, Any] = {"index": 0, "tools_kwargs": {}, "interaction_kwargs": {}}
+"""Keywords that the public data set makes of `extra_info`."""
+
+
 class AgentLoopBase(AgentLoop):
     """Base of loops; one instance serves one response.
 
@@ -176,7 +180,9 @@ class AgentLoopBase(AgentLoop):
         """Run with the row's columns as keywords; what was returned, as an outcome."""
         sampling: Any = Map(asdict(self.session.sampling), logprobs=True)
         columns = {key: value for key, value in row["columns"].items() if key not in AGENT_LOOP_ARGUMENTS}
-        returned: Any = await self.run(sampling, **columns | row)
+        extra = row["extra_info"] or {}
+        of_dataset = {name: extra.get(name, default) for name, default in _OF_EXTRA_INFO.items()}
+        returned: Any = await self.run(sampling, **of_dataset | columns | row)
         if isinstance(returned, Outcome):
             return returned
         outputs = returned if isinstance(returned, list) else [returned]

@@ -258,7 +258,7 @@ def _tensors(rows: Batch) -> dict[str, torch.Tensor]:
     width = int(rows.lengths.max(initial=1))  # users index the last token of empty responses, too
     prompt_mask = np.arange(prompt_width) >= prompt_width - rows.prompt_lengths[:, None]
     prompts = np.zeros(prompt_mask.shape, np.int64)
-    prompts[prompt_mask] = np.concatenate([np.zeros(0, np.int64), *(t.prompt.ids for t in rows)])
+    prompts[prompt_mask] = np.concatenate([np.zeros(0, np.int64), *(t.context_ids for t in rows)])
     responses = rows.padded("response_ids", dtype=np.int64, width=width)
     response_mask = np.arange(width) < rows.lengths[:, None]
     attention = np.concatenate([prompt_mask, response_mask], axis=1).astype(np.int64)

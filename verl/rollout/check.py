@@ -6,13 +6,14 @@ from pathlib import Path
 
 from verl.config.layout import sampling_mask_from
 from verl.config.report import ACTOR, ROLLOUT, Report
-from verl.config.schema.base import Root
+from verl.config.schema.base import Root, select
 from verl.data.tokenizer import tokenizer_of
 from verl.engine.registry import capabilities
 from verl.errors import UserError
 from verl.rollout import environment_agent, loops
 from verl.rollout.tool_agent import checked_tools
 
+_PROGRAMS = ("command", "verifiers")
 _WITHOUT_TOOLS = {"single_turn_agent", "environment_agent"}
 
 
@@ -104,6 +105,12 @@ def _agents(report: Report) -> None:
         with report.refusing(f"{key}.agent.environment"):
             tokenizer = report.config.select("data.tokenizer") or report.model.tokenizer_path or report.model.path
             environment_agent.check(environment, tokenizer)
+    limits = ("multi_turn.max_assistant_turns", "multi_turn.max_user_turns", "agent.max_calls")
+    if environment.name in _PROGRAMS and (
+        unused := [name for name in limits if select(report.rollout, name) is not None]
+    ):
+        why = f"environment.name={environment.name} decides itself how many turns it takes"
+        report.notice(f"no effect: {key}.{', '.join(unused)}: {why}; agent.trajectory_timeout limits its time")
     files = ("tool_config_path", "function_tool_path", "interaction_config_path")
     if configured := [name for name in files if turns[name]]:
         if {report.rollout.agent.default_agent_loop, *report.agent_names} <= _WITHOUT_TOOLS:
@@ -131,10 +138,8 @@ def _loops(report: Report) -> None:
     if report.rollout is not None and report.was_set(key):
         sources[report.rollout.agent.default_agent_loop] = key
     path = None if report.rollout is None else report.rollout.agent.agent_loop_config_path
-    if not (sources or path):
-        return
     try:
-        loops.load_listed(path)
+        listed = loops.load_listed(path)
     except UserError as error:
         report.refuse(f"{report.rollout_key}.agent.agent_loop_config_path", str(error))
         return
@@ -143,3 +148,11 @@ def _loops(report: Report) -> None:
             loops.get(name)
         except ValueError as error:
             report.refuse(where if where == key else f"{where} {name!r}", str(error))
+    libraries = report.model.external_lib if report.model is not None else None
+    modules = [libraries] if isinstance(libraries, str) else libraries or []
+    own = {*listed, *(name for module in modules for name in loops.of_module(module))}
+    if report.rollout is None or not own or report.config.select("data.custom_cls.path"):
+        return
+    if not own & {report.rollout.agent.default_agent_loop, *report.agent_names}:
+        why = f"no row chooses one; set {key}={min(own)}, or give the rows a column agent_name"
+        report.notice(f"no effect: the agent loops {', '.join(sorted(own))}: {why}")

@@ -35,7 +35,7 @@ from verl.rollout.programs import run_program
 from verl.rollout.record import EnvironmentFailed, Outcome, SegmentRecord
 from verl.rollout.session import OutOfTokens, Session
 from verl.rollout.tools.parsers import INVALID_TURNS, ToolCall
-from verl.rollout.tools.toolbox import load_class
+from verl.rollout.tools.toolbox import load_class, warn_once
 from verl.rollout.turn_boundaries import without_images
 
 _PATH_KEY = "rollout.agent.environment.path"
@@ -154,11 +154,14 @@ class EnvironmentAgent(AgentLoop):
                 await self._ask(env.close, object)
 
     async def _turns(self, env: Env, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
-        most, turns, invalid = self.rollout_config.multi_turn.max_assistant_turns, 0, 0
+        limits, turns, invalid = self.rollout_config.multi_turn, 0, 0
+        most, users, most_calls = limits.max_assistant_turns, limits.max_user_turns, self._agent.max_calls
         while True:
             try:
                 reply = await self.session.chat(self._messages, tools)
-            except OutOfTokens:
+            except OutOfTokens as error:
+                if not turns:
+                    raise EnvironmentFailed(f"{self._path}: its first messages do not fit: {error}") from error
                 return "length"
             except BadRow as error:
                 problem = f"the chat template does not take the environment's messages: {error}"
@@ -167,6 +170,8 @@ class EnvironmentAgent(AgentLoop):
             if reply.completion.finish_reason != "stop":
                 return None
             turns += 1
+            if tools and most_calls is not None and self._counts["calls"] + len(reply.calls) > most_calls:
+                return "max_calls"
             following = self._unread(reply.calls) if tools else []
             without_action = bool(following) and len(following) == len(reply.calls)
             if not without_action:
@@ -179,7 +184,7 @@ class EnvironmentAgent(AgentLoop):
             invalid = invalid + 1 if without_action else 0
             if invalid >= INVALID_TURNS:
                 return "invalid_calls"
-            if most is not None and turns >= most:
+            if (most is not None and turns >= most) or (users is not None and turns > users):
                 return "max_turns"
             self._messages += following
 
@@ -217,7 +222,7 @@ class EnvironmentAgent(AgentLoop):
             self._counts.update(calls=1, invalid=int(step.invalid))
 
     async def _command(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
-        """Run a program until it ends. A last line of output that is JSON with `reward` says what it earned."""
+        """Run a program until it ends. A line of its output that is JSON with `reward` says what it earned."""
         task = {"messages": row["raw_prompt"], "extra_info": row["extra_info"], "uid": row["uid"]}
         data = json.dumps(task, default=str)
         with TemporaryDirectory(prefix="verl_row_") as folder:
@@ -235,9 +240,20 @@ class EnvironmentAgent(AgentLoop):
             status, output, last_lines = await run_program(str(spec["path"]), variables)
         if status and not self.session.full:
             raise EnvironmentFailed(f"{spec['path']}: exit status {status}{last_lines}")
+        if not self.session.segments():
+            raise EnvironmentFailed(
+                f"{spec['path']}: it ended without a request to the model: it has to ask the URL in OPENAI_BASE_URL or "
+                f"ANTHROPIC_BASE_URL{last_lines}"
+            )
         self._messages = self.session.messages or list(row["raw_prompt"])
         self._read(output)
-        return "length" if self.session.full else None
+        return self._status_of_program()
+
+    def _status_of_program(self) -> str | None:
+        """length only where the run's limits cut a turn, not where a request's own `max_tokens` did."""
+        if self.session.full:
+            return "length"
+        return "completed" if self.session.finish_reason == "length" else None
 
     async def _verifiers(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
         """Have an environment server play an episode through this session."""
@@ -253,13 +269,24 @@ class EnvironmentAgent(AgentLoop):
             raise
         self._messages = result["messages"]
         self._earn(StepResult(reward=result["reward"], metrics=result["metrics"]))
-        return "max_turns" if result["stop"] == "max_turns" else None
+        return "max_turns" if result["stop"] == "max_turns" else self._status_of_program()
 
     def _read(self, output: str) -> None:
-        lines = output.strip().splitlines()
-        with suppress(ValueError, TypeError, KeyError):
-            result = json.loads(lines[-1]) if lines else {}
+        """Take what a program earned from the last line of its output that says so."""
+        for line in reversed(output.splitlines()):
+            with suppress(ValueError):
+                result = json.loads(line)
+                if isinstance(result, dict) and "reward" in result:
+                    break
+        else:
+            if not user_scores(self.config):
+                missing = 'no line of its output is JSON with "reward": the rule of the row\'s data_source scores it'
+                warn_once(self._path, "no reward", missing, of="program")
+            return
+        try:
             self._earn(StepResult(reward=float(result["reward"]), metrics=dict(result.get("metrics") or {})))
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailed(f"{self._path}: its line {line[:200]} gives no reward: {error}") from error
 
     def so_far(self) -> Outcome:
         """See `AgentLoop.so_far`."""
@@ -268,8 +295,9 @@ class EnvironmentAgent(AgentLoop):
     def _outcome(self, status: str | None = None) -> Outcome:
         total = sum(reward for _, _, reward in self._earned)
         metrics: dict[str, Any] = {"tool_calls": self._seconds, "step_reward": total}
-        if self._counts:
-            metrics["tool_counts"] = dict(self._counts)
+        of_requests = {name: self.session.counts[name] for name in ("calls", "invalid")}
+        if counts := self._counts + Counter(of_requests):
+            metrics["tool_counts"] = dict(counts)
         if self._agent.step_rewards == "tokens":
             segments = self.session.segments()
             scores = {id(segment): np.zeros(segment.response_length) for segment in segments}

@@ -20,7 +20,7 @@ from verl.errors import UserError
 from verl.rollout import dialects  # noqa: F401 - what sessions speak over HTTP
 from verl.rollout.event_loop import users_code
 from verl.rollout.record import EnvironmentFailed, Outcome, Record
-from verl.rollout.session import LoopSetup, Session
+from verl.rollout.session import LoopSetup, OutOfTokens, Session
 from verl.trajectory import SINGLE_TURN
 
 
@@ -106,11 +106,16 @@ ARGUMENTS: dict[str, dict[str, Any]] = {}
 """Name → the further keywords of the constructor, of a loop that a file listed."""
 
 
-def load_listed(path: str | None) -> None:
-    """Register the loops of a YAML list of `{name, _target_: module.Class, …keywords}`. UserError for what it cannot
-    use."""
+def of_module(module: str) -> list[str]:
+    """Names of the loops that a module and its submodules registered."""
+    return [name for name, cls in _LOOPS.items() if f"{cls.__module__}.".startswith(f"{module}.")]
+
+
+def load_listed(path: str | None) -> list[str]:
+    """Register the loops of a YAML list of `{name, _target_: module.Class, …keywords}`; returns their names. UserError
+    for what it cannot use."""
     if not path:
-        return
+        return []
     import yaml
 
     try:
@@ -133,6 +138,7 @@ def load_listed(path: str | None) -> None:
                 "it needs name and _target_: module.Class"
             ) from error
         _LOOPS[loop_name], ARGUMENTS[loop_name] = cls, arguments
+    return [entry["name"] for entry in entries]
 
 
 @register(SINGLE_TURN)
@@ -148,14 +154,15 @@ class SingleTurnAgent(AgentLoop):
 async def run(setup: LoopSetup, name: str, record: Record, sampling: SamplingParams, row: dict[str, Any]) -> Outcome:
     """What the loop registered as `name` gives for a row (see `AgentLoop.run`), whose tokens are in the record.
 
-    A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that
-    status. Raises what the loop raises besides; TypeError if it returns anything but an outcome.
+    A trajectory past its deadline, one whose environment failed, or one whose loop asked for a turn without room gives
+    what was written so far, with that status. Raises what the loop raises besides; TypeError if it returns anything but
+    an outcome.
     """
     session = Session(record, sampling, setup)
     session.begin(row["raw_prompt"], row["prompt_ids"])
     deadline = asyncio.timeout(setup.timeout)
     loop: AgentLoop | None = None
-    ended: tuple[str, str] | None = None
+    ended: tuple[str, str | None] | None = None
     try:
         async with deadline:
             loop = get(name).create(session, **ARGUMENTS.get(name, {}))
@@ -170,11 +177,17 @@ async def run(setup: LoopSetup, name: str, record: Record, sampling: SamplingPar
         )
     except EnvironmentFailed as error:
         ended = "environment_error", str(error)
+    except OutOfTokens:
+        if not session.segments():
+            raise
+        ended = "length", None
     finally:
         session.close()
     if ended is not None:  # from outside
         outcome = loop.so_far() if loop is not None else Outcome()
-        outcome.status, outcome.fields["failure"] = ended
+        outcome.status, failure = ended
+        if failure is not None:
+            outcome.fields["failure"] = failure
     if not isinstance(outcome, Outcome):
         raise TypeError(f"an agent loop returns an Outcome, not {type(outcome).__name__}")
     if session.turns:

@@ -24,8 +24,9 @@ from verl.config.schema.entries import Config
 from verl.engine.registry import capabilities
 from verl.engine.rollout.base import Completion, OnTokens, SamplingParams
 from verl.rollout import http_sessions
-from verl.rollout.record import Place, Record, SegmentRecord
+from verl.rollout.record import NO_IDS, Place, Record, SegmentRecord
 from verl.rollout.tools.parsers import OWN_PARSERS, Stop, ToolCall, before_stop, parse
+from verl.rollout.tools.toolbox import warn_once
 from verl.rollout.turn_boundaries import Boundaries, Message, images_of, without_images
 from verl.rollout.turn_text import TurnText
 from verl.trajectory import Media
@@ -36,6 +37,7 @@ _FIELDS = {f.name for f in fields(SamplingParams)}
 _OWN = ("max_tokens", "stop", "stop_token_ids", "grammar")
 """What a turn may say about its sampling: anything else would make the trainer's log-probs another distribution's."""
 _ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
+_UNSEEN = ("input_audio", "audio", "audio_url", "video", "video_url", "file")
 _UNUSED = ("logprobs", "prompt_logprobs", "detokenize", "n")
 
 
@@ -131,10 +133,11 @@ class Session:
     """What an agent loop writes its tokens through. record: of the trajectory, which makes the calls; sampling: of the
     run, with the seed of this trajectory; setup: what all sessions of a process share, for dialogues.
 
-    latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue
-    up to the latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how
-    long it took), and what a loop notes of it (`reward`). counts: what the run logs of the session. responses: by their
-    ids those that a program may go back to over HTTP, each with its dialogue.
+    latest: the segment that was written last. finish_reason: of the latest turn, "" before the first. full: there was
+    no room for the latest turn, or for the rest of it. messages: the dialogue up to the latest turn of `chat`; turns:
+    of each of those turns, `at` and `seconds` (when it was asked for, and how long it took), and what a loop notes of
+    it (`reward`). counts: what the run logs of the session. responses: by their ids those that a program may go back to
+    over HTTP, each with its dialogue.
     """
 
     def __init__(self, record: Record, sampling: SamplingParams, setup: LoopSetup):
@@ -145,7 +148,7 @@ class Session:
         self._images: list[Any] = []
         self._url: str | None = None
         self.latest: SegmentRecord | None = None
-        self.full = False
+        self.finish_reason, self.full = "", False
         self.messages: list[dict[str, Any]] = []
         self.turns: list[dict[str, float]] = []
         self.counts: Counter[str] = Counter()
@@ -169,6 +172,8 @@ class Session:
     ) -> tuple[Completion, SegmentRecord]:
         completion, segment = await self.record.call(place, sampling, on_tokens)
         self.latest = segment
+        self.finish_reason = completion.finish_reason
+        self.full = self.finish_reason == "length" and self._room(_end_of(segment)) < 1
         return completion, segment
 
     def params(self, settings: Settings) -> SamplingParams:
@@ -211,7 +216,7 @@ class Session:
             raise ValueError(f"session.chat takes {', '.join(_OWN)}; the run sets {', '.join(wrong)}")
         start = time.monotonic()
         dialogue = [_normal(message) for message in messages]
-        hashes = self._hashes(dialogue)
+        hashes = self._hashes(dialogue, tools)
         place = self._prompt(dialogue, hashes, tools)
         params, stop = self.fitting(place, sampling), sampling.get("stop") if self._url is not None else None
         text = None
@@ -234,7 +239,7 @@ class Session:
     def prompt_ids(self, messages: Sequence[Message], tools: Any = None) -> np.ndarray:
         """What the next turn of a dialogue would be sampled after, int64 [P]. BadRow as of `chat`."""
         dialogue = [_normal(message) for message in messages]
-        return self._prompt(dialogue, self._hashes(dialogue), tools).ids()
+        return self._prompt(dialogue, self._hashes(dialogue, tools), tools).ids()
 
     def _read_format(self, tools: Any) -> str:
         """The format of which calls and channels are read in a turn; "" if none are. The channels of gpt-oss are there
@@ -244,14 +249,22 @@ class Session:
     def fitting(self, place: Place, settings: Mapping[str, Any]) -> SamplingParams:
         """The settings of a turn at a place, with a budget of what a segment may still have behind its context, and the
         longest sequence. OutOfTokens if that is nothing."""
-        params, segment = self.params(settings), place.segment if place.extends or place.replaces else None
-        room = self.sampling.max_tokens - (place.total - len(segment.context) if segment else 0)
-        if self.setup.longest is not None:
-            room = min(room, self.setup.longest - place.total)
+        params, room = self.params(settings), self._room(place)
+        most, longest = self.sampling.max_tokens, self.setup.longest
         if room < 1:
             self.full = True
-            raise OutOfTokens(f"the dialogue's {place.total} tokens leave no room for another turn")
+            limits = f"data.max_response_length={most}, rollout.max_model_len={longest}"
+            raise OutOfTokens(f"the dialogue's {place.total} tokens leave no room for another turn ({limits})")
+        if room < most and not self.segments():
+            left = f"rollout.max_model_len={longest} leaves {room} of data.max_response_length={most} for its turns"
+            warn_once("first prompt", "long", f"it has {place.total} tokens: {left}", of="dialogue")
         return replace(params, max_tokens=min(room, params.max_tokens, self.setup.longest_turn or room))
+
+    def _room(self, place: Place) -> int:
+        """How many tokens may be sampled at a place."""
+        segment = place.segment if place.extends or place.replaces else None
+        room = self.sampling.max_tokens - (place.total - len(segment.context) if segment else 0)
+        return room if self.setup.longest is None else min(room, self.setup.longest - place.total)
 
     def segments(self) -> list[SegmentRecord]:
         """What was written so far."""
@@ -270,9 +283,10 @@ class Session:
             http_sessions.close_session(self._url)
             self._url = None
 
-    def _hashes(self, messages: Sequence[Message]) -> list[int]:
-        """Of each message a hash of the dialogue up to it: the same for the same dialogue, whoever wrote it down."""
-        hashes, before = list[int](), 0
+    def _hashes(self, messages: Sequence[Message], tools: Any) -> list[int]:
+        """Of each message a hash of the dialogue up to it: the same for the same dialogue and tools, whoever wrote it
+        down."""
+        hashes, before = list[int](), hash(json.dumps(list(tools or ()), sort_keys=True, default=str))
         for message in messages:
             before = hash((before, self._key(message)))
             hashes.append(before)
@@ -316,7 +330,7 @@ class Session:
                     return place
         if self._opening is not None:
             opening, offered, ids = self._opening
-            if offered == list(tools or ()) and self._hashes(opening) == hashes:
+            if self._hashes(opening, offered) == hashes:
                 return replace(self.place(ids), follows=followed)
         return replace(self.place(*boundaries.whole(messages, tools)), follows=followed)
 
@@ -330,19 +344,23 @@ class Session:
         ids, tokenizer = completion.token_ids.tolist(), self.setup.tokenizer
         calls: list[ToolCall] = []
         ended = ids and completion.finish_reason == "stop" and ids[-1] in tokenizer.added_tokens_decoder
+        text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+        content = text = before_stop(text, completion, stop)
         if tools and self.setup.tool_format in OWN_PARSERS:
             content, calls = await OWN_PARSERS[self.setup.tool_format](tokenizer, ids, tools)
             content = content.removesuffix(tokenizer.decode(ids[-1:]) if ended else "").strip()
             content = before_stop(content, completion, stop)
-        else:
-            content = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
-            content = before_stop(content, completion, stop)
-            if tool_format := self._read_format(tools):
-                content, parsed_calls = parse(tool_format, content, tools)
-                calls = parsed_calls if tools else []
+        elif tool_format := self._read_format(tools):
+            content, parsed_calls = parse(tool_format, text, tools)
+            calls = parsed_calls if tools else []
         calls = [replace(call, id=self._unique(call.id)) for call in calls]
+        read = [call for call in calls if not call.error]
+        if calls and self._url is not None:
+            self.counts.update(calls=len(calls), invalid=len(calls) - len(read))
+            if not read:  # the dialects have no place for its error: the program sees what the model wrote
+                content = text
         message: dict[str, Any] = {"role": "assistant", "content": content}
-        if read := [call for call in calls if not call.error]:
+        if read:
             message["tool_calls"] = [call.message() for call in read]
         return Reply(message, calls, completion, prompt_tokens)
 
@@ -353,6 +371,11 @@ class Session:
             call_id, number = f"{stem}{number}", number + 1
         self._call_ids.add(call_id)
         return call_id
+
+
+def _end_of(segment: SegmentRecord) -> Place:
+    """The place behind all tokens of a segment."""
+    return Place(segment, segment.length, NO_IDS, segment.shown)
 
 
 def _text(content: Any) -> str:
@@ -367,6 +390,8 @@ def _normal(message: Message) -> dict[str, Any]:
     content = message.get("content") or ""
     if isinstance(content, list):
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        if unseen := [part["type"] for part in parts if part.get("type") in _UNSEEN]:
+            raise ValueError(f"a message has a part of type {unseen[0]}: only text and image_url are supported")
         content = [_image(part) if part.get("type") == "image_url" else part for part in parts]
         if all(part.get("type") == "text" for part in parts):
             content = "".join(part["text"] for part in parts)

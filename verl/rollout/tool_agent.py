@@ -146,7 +146,8 @@ class ToolAgent(AgentLoop):
         if self.partner is not None:
             rewards["turn_scores"] = self.partner.rewards
         metrics = {"tool_calls": self.tools.seconds, "tool_counts": dict(self.tools.counts)}
-        fields = {"messages": without_images(self.messages), "tool_metrics": self.tools.metrics}
+        measured = self.tools.metrics + (self.partner.metrics if self.partner is not None else [])
+        fields = {"messages": without_images(self.messages), "tool_metrics": measured}
         return Outcome(
             status,
             fields=rewards | fields,

@@ -72,6 +72,8 @@ class Boundaries:
     def whole(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
         """A whole dialogue with the generation prompt. BadRow where the template refuses it, or an image cannot be
         shown."""
+        if any(map(images_of, messages)):
+            self._images  # noqa: B018  (BadRow for a model without, before its template meets an image)
         return self._rendered(self.chat.text(messages, **_with(tools)), messages)
 
     def _rendered(self, text: str, messages: Sequence[Message]) -> Rendered:

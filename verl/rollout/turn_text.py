@@ -37,8 +37,12 @@ class TurnText:
             return
         self._text += after[len(before) :]
         self._begun, self._read = self._read, len(self._ids)
-        self._send(self._content(self._text[: len(self._text) - _begun(self._text, self._marks)]))
-        if self._format and self._marks[0] in self._text:  # what is left of the content, if anything, comes at the end
+        ended = any(end in self._text for end in self._stop)
+        unsure = 0 if ended else _begun(self._text, self._marks)
+        self._send(self._content(self._text[: len(self._text) - unsure]))
+        if ended or (
+            self._format and self._marks[0] in self._text
+        ):  # what is left of the content, if anything, comes at the end
             self._marks = None
 
     def end(self, content: str) -> None:

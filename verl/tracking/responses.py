@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import BoundedSemaphore
@@ -39,14 +39,23 @@ class TokenTexts:
 
 
 def prompt_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
-    """The prompt as text: decoded without special tokens, or the messages' contents without a tokenizer."""
+    """What the first turn was sampled after (the prompt, or what an environment opened the dialogue with) as text:
+    decoded without special tokens, or the messages' contents without a tokenizer."""
     prompt = trajectory.prompt
     if tokenizer is not None:
-        return str(tokenizer.decode(np.asarray(prompt.ids).tolist(), skip_special_tokens=True))
+        return str(tokenizer.decode(np.asarray(trajectory.context_ids).tolist(), skip_special_tokens=True))
     if isinstance(prompt.messages, str):
         return prompt.messages
     contents = [m.get("content", "") if isinstance(m, dict) else str(m) for m in prompt.messages or []]
     return "\n".join(str(content) for content in contents)
+
+
+def _with_prompts(group: Sequence[Trajectory], tokenizer: Any) -> Iterator[tuple[Trajectory, str]]:
+    """Each trajectory of a group with its prompt as text; most have the same, which is decoded once."""
+    first = prompt_text(group[0], tokenizer)
+    for t in group:
+        same = t.context_ids is group[0].context_ids or np.array_equal(t.context_ids, group[0].context_ids)
+        yield t, first if same else prompt_text(t, tokenizer)
 
 
 def response_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
@@ -64,8 +73,7 @@ def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = No
     """
     rows = []
     for group in Batch(trajectories).groups():
-        text = prompt_text(group[0], tokenizer)
-        for t in group:
+        for t, text in _with_prompts(group, tokenizer):
             row = _row(step, t, text, tokenizer)
             if t.score_error is not None:
                 row["score_error"] = t.score_error
@@ -98,8 +106,7 @@ def report_rows(step: int, trajectories: Sequence[Trajectory], texts: TokenTexts
     """
     rows = []
     for group in Batch(trajectories).groups():
-        text = prompt_text(group[0], texts.tokenizer)
-        group_rows = [_report_row(step, t, text, texts) for t in group]
+        group_rows = [_report_row(step, t, text, texts) for t, text in _with_prompts(group, texts.tokenizer)]
         if (media := group[0].prompt.media) is not None:
             group_rows[0] |= {"images": data_uris(media.small), "image_tokens": media.tokens_of_images}
         rows += group_rows

@@ -334,8 +334,8 @@ def numeric_parts(rows: Iterable[Trajectory]) -> dict[str, list[float]]:
 
 
 def total_tokens(batch: Batch) -> int:
-    """Prompt and response tokens, each response with its prompt."""
-    return int(batch.lengths.sum() + batch.prompt_lengths.sum())
+    """Tokens of all sequences that are trained on: of each segment its context and its response."""
+    return int(batch.lengths.sum()) + sum(len(segment.context_ids) for t in batch for segment in t.segments)
 
 
 def _over_tokens(name: str, rows: Iterable[Trajectory], column: str, mask: str) -> dict[str, Number]:

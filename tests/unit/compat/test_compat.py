@@ -98,7 +98,7 @@ def batch() -> Batch:
         response("a", [1], 0.5, 1, advantages=[-1]),
         response("b", [], 0.0, 0, advantages=[]),
     ]
-    rows[1].prompt.ids = np.array([7])
+    rows[1].prompt.ids = rows[1].segments[0].context_ids = np.array([7])
     rows[0].prompt.ground_truth = "72"
     rows[0].fields, rows[0].extra = (
         {"tool_metrics": [{"hits": 1}]},

@@ -11,6 +11,8 @@ from verl.tools.function_tool import function_tool
 from verl.utils.profiler import simple_timer
 
 from verl.rollout.environments import Observation, StepResult
+from verl.rollout.loops import AgentLoop
+from verl.rollout.loops import register as register_loop
 
 
 @function_tool
@@ -52,6 +54,8 @@ class Guess:
         tools = [tool] if self.fail == "call" else None
         if self.fail == "silent":
             return Observation(None, tools)
+        if self.fail == "long":
+            return Observation([{"role": "user", "content": "x" * 1300}])
         return Observation([{"role": "user", "content": f"Guess {row['uid']}"}], tools)
 
     async def step(self, message):
@@ -114,10 +118,21 @@ class Nags(BaseInteraction):
         if kwargs["word"] == "hangs":
             await asyncio.sleep(60)
         said = sum(m["role"] == "assistant" for m in messages)
-        return said > 1, kwargs["word"], 0.5 * said, {}
+        return said > 1, kwargs["word"], 0.5 * said, {"said": said}
 
     async def finalize_interaction(self, instance_id, **kwargs):
         raise RuntimeError("it ends badly")
+
+
+@register_loop("never_done")
+class NeverDone(AgentLoop):
+    """Asks again and again, until there is no room."""
+
+    async def run(self, row, session):
+        messages = list(row["raw_prompt"])
+        while True:
+            reply = await session.chat(messages)
+            messages += [reply.message, {"role": "user", "content": "Are you sure?"}]
 
 
 @register("public_loop")
@@ -131,6 +146,8 @@ class PublicLoop(AgentLoopBase):
 
     async def run(self, sampling_params, **kwargs):
         messages, metrics = list(kwargs["raw_prompt"]), {}
+        if "tools_kwargs" in kwargs["extra_info"]:
+            assert (kwargs["index"], kwargs["tools_kwargs"]) == (3, {"add": {}}) and kwargs["interaction_kwargs"] == {}
         media = {"image_data": kwargs["extra_info"]["image_data"]} if "image_data" in kwargs["extra_info"] else {}
         prompt_ids = await self.ct_build_initial_tokens(messages)
         ids, mask, log_probs = list(prompt_ids), [], []

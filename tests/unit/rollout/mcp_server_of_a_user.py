@@ -3,8 +3,10 @@
 import os
 import sys
 import time
+from io import BytesIO
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
 
 server = MCPServer("calculator")
 
@@ -19,6 +21,16 @@ def calculate(expression: str) -> str:
         pass
     a, b = expression.split("*")
     return str(int(a) * int(b))
+
+
+@server.tool()
+def photo() -> list:
+    """A text and a red picture."""
+    from PIL import Image as Picture
+
+    data = BytesIO()
+    Picture.new("RGB", (8, 8), "red").save(data, "png")
+    return ["here it is", Image(data=data.getvalue(), format="png")]
 
 
 @server.tool()

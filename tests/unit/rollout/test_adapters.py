@@ -275,8 +275,8 @@ def test_the_client_of_openai(tmp_path: Path) -> None:
     assert (t.status, t.score, len(t.segments)) == (
         "completed",
         0.5,
-        5,
-    )  # of a dialogue, two texts, two more questions
+        6,
+    )  # of a dialogue, its turn without tools, two texts, two more questions
     assert "n must be a number" in t.fields["environment_metrics"]["refused"]
     assert t.fields["environment_metrics"]["later"] == ["Fine."] * 2
 

@@ -169,6 +169,7 @@ def test_an_interaction_answers_where_no_tool_is_called(tmp_path: Path, caplog: 
     (t,), _ = play(["12", "13"], *words, row=row)
     assert t.status == "completed" and t.extra["reward_scores"]["turn_scores"] == [0.5, 1.0]
     assert [m["content"] for m in t.fields["messages"]] == ["3*4?", "12", "No.", "13"]
+    assert t.fields["tool_metrics"] == [{"interaction": "nags", "said": 1}, {"interaction": "nags", "said": 2}]
     assert caplog.text.count("it ends badly") == 1
     batch, _ = play(["12"], *TOOLS, row=row, n=2)
     assert [t.status for t in batch] == ["completed"] * 2
@@ -190,6 +191,36 @@ def test_an_environment_gives_the_reward(rewards: str) -> None:
         scores = t.extra["token_scores"]
         ends = np.flatnonzero(t.response_ids == 258)[[0, -1]]
         assert scores.shape == (t.length,) and scores[ends].tolist() == [0.25, 0.5] and scores.sum() == 0.75
+
+
+@pytest.mark.parametrize(
+    ("texts", "words", "status", "turns"),
+    [
+        (["5"], ["multi_turn.max_assistant_turns=2"], "max_turns", 2),
+        (["5"], ["multi_turn.max_user_turns=2"], "max_turns", 3),
+        ([CALL], ["agent.environment.kwargs.fail=call", "agent.max_calls=1"], "max_calls", 2),
+        (["5" * 100], [], "length", 4),
+    ],
+)
+def test_limits_end_an_episode(texts: list[str], words: list[str], status: str, turns: int) -> None:
+    (t,), _ = play(texts, *ENV, "agent.environment.kwargs.steps=9", *words, room=500)
+    assert (t.status, t.extra["sampler_calls"]) == (status, turns)
+    assert len(t.context_ids) == Batch([t]).prompt_lengths[0] != len(t.prompt.ids)
+
+
+def test_first_messages_without_room_are_a_failure_of_the_environment() -> None:
+    with pytest.raises(RolloutError, match=r"its first messages do not fit: the dialogue's 1\d{3} tokens"):
+        play(["5"], *ENV, "agent.environment.kwargs.fail=long", "agent.max_resamples=0")
+
+
+def test_a_loop_that_asks_without_room_ends_with_what_was_written(caplog: pytest.LogCaptureFixture) -> None:
+    (t,), _ = play(["5" * 50], "agent.default_agent_loop=never_done", room=300)
+    assert (t.status, t.score, t.extra["sampler_calls"]) == ("length", 1.0, 4) and t.policy_tokens > 150
+    assert "failure" not in t.fields
+    with pytest.raises(RolloutError, match="no room for another turn"):
+        play(["5"], "agent.default_agent_loop=never_done", "max_model_len=20")
+    play(["5"], "agent.default_agent_loop=never_done", "max_model_len=100", room=90)
+    assert "max_model_len=100 leaves" in caplog.text
 
 
 def test_an_environment_makes_the_prompt_that_a_row_lacks() -> None:
@@ -383,6 +414,63 @@ def test_a_program_acts_through_its_sessions_url(
     assert t.extra["session_counts"] == {"repeated_requests": 2} and t.extra["sampler_calls"] == 4
 
 
+ASKS = """
+import json, os, sys, urllib.request
+def ask(**how):
+    body = {"messages": [{"role": "user", "content": "Well?"}], **how}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]
+"""
+TOOL = '[{"type": "function", "function": {"name": "add", "parameters": {}}}]'
+
+
+@pytest.mark.parametrize(
+    ("code", "reward", "problem"),
+    [
+        ('ask(); print(json.dumps({"reward": 0.25})); print("done, bye")', 0.25, ""),
+        ('ask(); print("{}"); print("[1]")', None, "no line of its output is JSON"),
+        ("ask(); print(json.dumps({'reward': 'much'}))", None, "gives no reward: could not convert"),
+        ("print(json.dumps({'reward': 1.0}))", None, "it ended without a request to the model"),
+        ('m = ask(max_tokens=1); print(json.dumps({"reward": len(m["content"])}))', 1.0, ""),
+        (f'm = ask(tools={TOOL}); print(json.dumps({{"reward": m["content"].count("tool_call")}}))', 1.0, ""),
+    ],
+)
+def test_what_a_program_says_it_earned(
+    tmp_path: Path, code: str, reward: float | None, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "agent.py").write_text(ASKS + code)
+    words = ["agent.environment.name=command", f"agent.environment.path='{sys.executable} {tmp_path}/agent.py'"]
+    words.append("agent.max_resamples=0")
+    if reward is None and "no line" not in problem:
+        with pytest.raises(RolloutError, match=problem):
+            play([BROKEN], *words)
+        return
+    (t,), _ = play([BROKEN], *words)
+    assert (t.status, t.fields["environment_reward"]) == ("completed", reward or 0.0)
+    assert problem in caplog.text
+    assert t.extra.get("tool_counts") == ({"calls": 1, "invalid": 1} if "tools=" in code else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["agent.agent_loop_config_path=loops.yaml"], "the agent loops mine: no row chooses one"),
+        (["agent.agent_loop_config_path=loops.yaml", "agent.default_agent_loop=mine"], ""),
+        ([*ENV, "agent.max_calls=3"], ""),
+        (["agent.environment.name=command", "agent.environment.path=true", "agent.max_calls=3"], "agent.max_calls: "),
+    ],
+)
+def test_settings_of_agents_without_effect_are_told(
+    tmp_path: Path, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loops.yaml").write_text("- {name: mine, _target_: tests.unit.rollout.agents_of_a_user.PublicLoop}")
+    notices = check(load([f"actor_rollout_ref.rollout.{word}" for word in words])).notices
+    unused = [text for text in map(str, notices) if text.startswith("no effect: ")]
+    assert [told in text for text in unused] == [True] * bool(told)
+
+
 def test_a_loop_of_the_public_system(tmp_path: Path) -> None:
     listed = tmp_path / "loops.yaml"
     listed.write_text("- {name: listed_loop, _target_: tests.unit.rollout.agents_of_a_user.PublicLoop, greeting: More}")
@@ -393,6 +481,8 @@ def test_a_loop_of_the_public_system(tmp_path: Path) -> None:
     assert (t.rollout_log_probs[t.response_mask] == -0.5).all() and not t.rollout_log_probs[~t.response_mask].any()
     (t,), _ = play(["12", "Yes."], "agent.default_agent_loop=public_loop", row={"extra_info": {"adds": True}})
     assert t.extra["unrecorded_tokens"] == 1 and not t.response_mask[-1] and t.rollout_log_probs[-1] == 0
+    row = {"extra_info": {"index": 3, "tools_kwargs": {"add": {}}}}
+    play(["12", "Yes."], "agent.default_agent_loop=public_loop", row=row)
     row = {"extra_info": {"image_data": [b"png"]}}
     with pytest.raises(RolloutError, match=r"generate takes no image_data.*session\.chat"):
         play(["12"], "agent.default_agent_loop=public_loop", row=row)

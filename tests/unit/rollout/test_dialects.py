@@ -105,6 +105,60 @@ def test_responses_by_items_and_by_their_state(stored: bool, stream: bool) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_cannot_be_read_is_text(stream: bool) -> None:
+    broken = '<tool_call>{"name": "add", "arguments": {"a": 1,}}</tool_call>'
+
+    def check(client: Client) -> None:
+        answer = client.chat(tools=TOOLS, stream=stream)
+        choices = [c for part in answer for c in part["choices"]] if stream else answer["choices"]
+        messages = [choice["delta" if stream else "message"] for choice in choices]
+        content = "".join(message.get("content") or "" for message in messages)
+        assert content == "Well: " + broken and not any(message.get("tool_calls") for message in messages)
+        assert choices[-1]["finish_reason"] == "stop"
+        turn = {"role": "assistant", "content": content}
+        client.chat([*HI, turn, {"role": "user", "content": "That is no JSON."}], tools=TOOLS)
+        assert len(written(client.session)) == 1
+        assert client.session.counts == {"calls": 1, "invalid": 1}
+
+    serve(check, f"Well: {broken}{END}", "Oh." + END)
+
+
+def test_other_tools_begin_another_segment() -> None:
+    other = [{"type": "function", "function": {"name": "other", "parameters": {}}}]
+
+    def check(client: Client) -> None:
+        messages = list(HI)
+        for tools in (TOOLS, TOOLS, other, []):
+            message = client.chat(messages, tools=tools)["choices"][0]["message"]
+            messages += [message, {"role": "user", "content": "And?"}]
+        segments = written(client.session)
+        decode = client.session.setup.tokenizer.decode
+        assert [part in decode(s.context) for s in segments for part in ("add", "other")] == [
+            True, False, False, True, False, False
+        ]  # fmt: skip
+
+    serve(check, *["Fine." + END] * 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"tools": [{"name": "x"}]}, "tools must be like"),
+        ({"functions": [{"name": "x"}]}, "give tools"),
+        ({"max_tokens": -5}, "a number above 0, not -5"),
+        ({"messages": [{"content": "Hi"}]}, "each with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "a part of type input_audio"),
+    ],
+)
+def test_requests_that_cannot_be_sampled_are_refused_before(body: dict, problem: str) -> None:
+    def check(client: Client) -> None:
+        status, answer = client.ask("/chat/completions", {"messages": HI, **body})
+        assert status == 400 and problem in answer["error"]["message"] and not written(client.session)
+
+    serve(check, "Fine." + END)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_several_choices_are_branches(stream: bool) -> None:
     def check(client: Client) -> None:
         answer = client.chat(n=3, stream=stream)
@@ -284,6 +338,8 @@ def test_thinking_apart_from_the_answer(text: str, opened: bool, pieces: dict[st
         ("Añ b <tool_call>{}</tool_call>", True, (), "Añ b", 3),
         ("a <tool_ b", True, (), "a <tool_ b", 3),
         ("ab STOP", False, ("STOP",), "ab ", 2),
+        ("code```", False, ("```", "x`"), "code", 2),
+        ("ab\n\n", True, ("\n\n",), "ab", 2),
         ("  é\n", False, (), "  é\n", 3),
     ],
 )

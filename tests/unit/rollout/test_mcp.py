@@ -16,12 +16,14 @@ from verl.rollout.agent_loop import EnvironmentFailed
 
 from tests.chaos.fork_server import until
 from tests.ranks import free_port, listens
+from tests.tiny import tiny_tokenizer
 from tests.unit.rollout.test_agents import play
 from verl.rollout.groups import RolloutError
 from verl.rollout.tools import mcp_servers
 from verl.rollout.tools.parsers import ToolCall
 from verl.rollout.tools.tool import ToolError
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
+from verl.rollout.turn_boundaries import Boundaries
 
 pytestmark = pytest.mark.skipif(
     find_spec("mcp") is None, reason="the package mcp is not installed (pip install 'verl[mcp]')"
@@ -69,6 +71,16 @@ def test_a_dialogue_with_the_tools_of_a_program(tmp_path: Path) -> None:
     ):
         play(['<tool_call>{"name": "die", "arguments": {}}</tool_call>'], *words, events=events)
     assert [fields["attempt"] for _, fields in events] == [0, 1]
+
+
+def test_images_are_shown_or_the_text_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL")
+    box, boundaries = toolbox(tools_file(tmp_path, {"calculator": STDIO})), Boundaries(tiny_tokenizer())
+    monkeypatch.setattr(ToolRun, "show_images", lambda run, cells: boundaries.image_parts(cells))
+    assert asks(box, ("photo", {})) == ["here it is\n(image left out)"]
+    monkeypatch.setattr(ToolRun, "show_images", lambda run, cells: [{"type": "image", "image": cell} for cell in cells])
+    ((image, text),) = asks(box, ("photo", {}))
+    assert image["image"].startswith("data:image/png;base64,") and text == {"type": "text", "text": "here it is"}
 
 
 def test_what_the_server_says_is_wrong_is_text_and_one_that_hangs_is_started_again(

@@ -12,9 +12,11 @@ from PIL import Image
 
 from tests.scripted_record import ScriptedRecord, written
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from verl.data.rows import BadRow
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.rollout.record import Place, Record
 from verl.rollout.session import LoopSetup, OutOfTokens, Session
+from verl.rollout.turn_boundaries import Boundaries
 
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
@@ -544,3 +546,9 @@ def test_a_message_that_does_not_fit_ends_the_dialogue_before_it() -> None:
 
     asyncio.run(talk())
     assert len(seen) == 1 and written(session)[0].mask.all()
+
+
+def test_images_for_a_model_that_sees_none_are_refused_before_its_template_meets_them() -> None:
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image", "image": "data:,"}]
+    with pytest.raises(BadRow, match="this model sees no images"):
+        Boundaries(tiny_tokenizer()).whole([{"role": "user", "content": parts}])

@@ -20,13 +20,21 @@ _ROLES = {"developer": "system"}
 async def create(session: Session, body: dict[str, Any]) -> Result:
     """`POST /v1/chat/completions`. n turns are branches: each stands behind the same dialogue."""
     messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise ValueError("messages must be a list of messages")
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(m, dict) and m.get("role") for m in messages)
+    ):
+        raise ValueError("messages must be a list of messages, each with a role")
+    if body.get("functions"):
+        raise ValueError("functions is the form of an older API: give tools")
     messages = [m | {"role": _ROLES.get(m.get("role"), m.get("role"))} for m in messages]
     n = 1 if body.get("n") is None else body["n"]
     if not isinstance(n, int) or not 1 <= n <= 128:
         raise ValueError(f"n must be a number from 1 to 128, not {n!r}")
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    if not all(isinstance(tool, dict) and (tool.get("function") or {}).get("name") for tool in tools or ()):
+        raise ValueError('tools must be like {"type": "function", "function": {"name": …, "parameters": …}}')
     form = body.get("response_format") or {}
     form = {**form, **(form.get("json_schema") or {})}
     several = body.get("parallel_tool_calls") is not False

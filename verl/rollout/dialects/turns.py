@@ -20,7 +20,10 @@ Messages = list[dict[str, Any]]
 
 
 def settings(*, most: Any, stop: Any, grammar: str = "") -> dict[str, Any]:
-    """The settings of a request that take effect: most tokens of the turn, stop strings, what it has to follow."""
+    """The settings of a request that take effect: most tokens of the turn, stop strings, what it has to follow.
+    ValueError for a number of tokens that is none."""
+    if most and (not isinstance(most, int) or most < 0):
+        raise ValueError(f"the most tokens of a turn must be a number above 0, not {most!r}")
     return {name: value for name, value in (("max_tokens", most), ("stop", stop), ("grammar", grammar)) if value}
 
 

@@ -60,15 +60,18 @@ class Partner:
         self._interaction, self._kwargs, self._timeout = interaction, dict(kwargs), timeout
         self._id: str | None = None
         self.rewards: list[float] = []
+        self.metrics: list[dict[str, Any]] = []
 
     async def answer(self, messages: list[dict[str, Any]]) -> str | None:
         """What the user says to the model's last turn; None where the dialogue is over. EnvironmentFailed for what goes
         wrong: the policy is not to blame."""
         try:
-            over, text, reward, _ = await within(self._timeout, self._ask(messages))
+            over, text, reward, metrics = await within(self._timeout, self._ask(messages))
             if not over and not isinstance(text, str):
                 raise TypeError(f"what generate_response gives second is no text: {text!r:.100}")
             self.rewards.append(float(reward or 0.0))
+            if metrics:
+                self.metrics.append({"interaction": self._kwargs.get("name"), **metrics})
         except Exception as error:
             raise EnvironmentFailed(f"interaction: {told(error)}") from error
         return None if over else text

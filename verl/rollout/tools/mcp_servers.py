@@ -39,17 +39,19 @@ class McpTool(BaseTool):
     """One tool of a server. A subclass (`class_name`) may read results its own way."""
 
     server: McpServer
+    images_are_optional = True
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Call it: text and no reward. RuntimeError with what the server says is wrong, EnvironmentFailed if it is
-        gone."""
+        """Call it: text, images and no reward. RuntimeError with what the server says is wrong, EnvironmentFailed if it
+        is gone."""
         result = await asyncio.wrap_future(_on_thread(self.server.call(self.name, parameters)))
-        text, metrics = self._parse_tool_result(result.content)
+        images = [part for part in result.content if part.type == "image"]
+        text, metrics = self._parse_tool_result([part for part in result.content if part not in images])
         if result.is_error:
             raise RuntimeError(text)
-        return ToolResponse(text), 0.0, metrics
+        return ToolResponse(text, [f"data:{i.mime_type};base64,{i.data}" for i in images] or None), 0.0, metrics
 
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
         """(text for the model, metrics) of a result's parts. The name is the public system's."""

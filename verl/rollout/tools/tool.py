@@ -146,6 +146,8 @@ class Tool:
     config: dict[str, Any]
     tool_schema: Any
     runs_in_thread: bool = False
+    #: A model that sees no images gets the text of a response alone; False: the call is then an error.
+    images_are_optional: bool = False
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Make an instance; kwargs: the row's `create_kwargs`."""

@@ -27,6 +27,7 @@ from verl.rollout.tools.tool import (
     OpenAIFunctionToolSchema,
     Tool,
     ToolError,
+    ToolResponse,
     check_schema,
     load_function_tools_from_path,
     normalize_function_tool_return,
@@ -233,7 +234,7 @@ class ToolRun:
                 response, reward, metrics = normalize_function_tool_return(result)
                 if response.video:
                     raise ToolError("it gave a video, and videos are not in this release")
-                images = self.show_images(response.image) if response.image else []
+                images, response = self._images(tool, response)
                 metrics = {"tool": call.name, **metrics}
         except EnvironmentFailed:
             raise
@@ -254,6 +255,16 @@ class ToolRun:
         self.metrics.append(metrics)
         text = truncated(response.text or "", self._longest, self._side)
         return [*images, {"type": "text", "text": text}] if images else text
+
+    def _images(self, tool: Tool, response: ToolResponse) -> tuple[list[dict[str, Any]], ToolResponse]:
+        """The images of a response as parts of a message, and what is left of it."""
+        try:
+            return self.show_images(response.image) if response.image else [], response
+        except BadRow as error:
+            if not tool.images_are_optional:
+                raise
+            warn_once(tool.name, "image", f"its images are left out, the model gets the text alone: {error.problem}")
+            return [], ToolResponse(f"{response.text or ''}\n(image left out)".lstrip())
 
     async def _execute(self, tool: Tool, arguments: dict[str, Any], for_call: list[str]) -> Any:
         """What a tool gives. for_call: takes the instance that was made for this call alone."""
