@@ -2,13 +2,19 @@
 
 a public function ─ flat_form ─→ a function of LossInputs, which the trainer calls
 a function of LossInputs ─ padded_form ─→ the public signature, for users who call ours
+
+Gradients of micro-batches and ranks are added, so a loss has to divide by the counts of the whole mini-batch. Losses
+written for the public system often do not: `agg_loss` without counts then takes those of the running loss, and the
+value of a loss that uses none at all counts as a mean over its tokens (`_MiniBatch`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,6 +24,7 @@ from verl.algorithms.flat_tokens import Count, Rows, aggregate
 from verl.algorithms.kl import charge_kl
 from verl.algorithms.policy_loss import LossInputs, PolicyLoss
 from verl.algorithms.value_loss import value_loss
+from verl.config.schema.base import Map, setting
 
 FlatLoss = Callable[[LossInputs], PolicyLoss]
 PaddedLoss = Callable[..., PolicyLoss]
@@ -95,21 +102,67 @@ def flat_form(function: PaddedLoss) -> FlatLoss:
         return function
 
     def call(inputs: LossInputs) -> PolicyLoss:
-        weights = inputs.rollout_is_weights
-        return function(
-            old_log_prob=pad(inputs.rows, inputs.old_log_probs),
-            log_prob=pad(inputs.rows, inputs.log_probs),
-            advantages=pad(inputs.rows, inputs.advantages),
-            response_mask=pad(inputs.rows, inputs.loss_mask),
-            loss_agg_mode=inputs.loss_agg_mode,
-            config=inputs.config,
-            rollout_is_weights=None if weights is None else pad(inputs.rows, weights),
-        )
+        weights, mini_batch = inputs.rollout_is_weights, _MiniBatch(inputs)
+        reset = _RUNNING.set(mini_batch)
+        try:
+            loss, metrics = function(
+                old_log_prob=pad(inputs.rows, inputs.old_log_probs),
+                log_prob=pad(inputs.rows, inputs.log_probs),
+                advantages=pad(inputs.rows, inputs.advantages),
+                response_mask=pad(inputs.rows, inputs.loss_mask),
+                loss_agg_mode=inputs.loss_agg_mode,
+                config=_WatchedConfig(inputs.config),
+                rollout_is_weights=None if weights is None else pad(inputs.rows, weights),
+            )
+        finally:
+            _RUNNING.reset(reset)
+        return (loss if mini_batch.used else mini_batch.part_of_mean(loss, function)), metrics
 
     call.__module__ = getattr(function, "__module__", __name__)
     call.__qualname__ = getattr(function, "__qualname__", "loss")
     call.public = function  # type: ignore[attr-defined]
     return call
+
+
+class _MiniBatch:
+    """The counts of the mini-batch that a user's loss gets a part of. used: the loss has divided by them."""
+
+    _TOLD: set[str] = set()
+
+    def __init__(self, inputs: LossInputs):
+        self.counts: dict[str, Any] = dict(setting(inputs.config, "global_batch_info", None) or {})
+        self.used = not self.counts
+        self._inputs = inputs
+
+    def part_of_mean(self, loss: Tensor, function: PaddedLoss) -> Tensor:
+        """What a mean over the tokens of a micro-batch adds to the mean over those of the mini-batch."""
+        name = getattr(function, "__qualname__", "loss")
+        if name not in self._TOLD:
+            self._TOLD.add(name)
+            logging.getLogger(__name__).warning(
+                "policy loss %s: it uses no counts of the mini-batch, so its value is taken as a mean over the tokens "
+                "of a micro-batch; agg_loss(…, **config.global_batch_info) says what it divides by",
+                name,
+            )
+        tokens = float(self._inputs.loss_mask.sum())
+        if not tokens:  # a mean of nothing may be nan
+            return self._inputs.log_probs.sum() * 0.0
+        return loss * (tokens / self.counts["batch_num_tokens"])
+
+
+_RUNNING: ContextVar[_MiniBatch | None] = ContextVar("running loss", default=None)
+
+
+class _WatchedConfig(Map):
+    """The config of a loss, which notes that the counts in it are asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "global_batch_info" and (running := _RUNNING.get()) is not None:
+            running.used = True
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
 
 
 def agg_loss(
@@ -123,7 +176,14 @@ def agg_loss(
     trajectory_tokens: Tensor | None = None,
 ) -> Tensor:
     """`verl.algorithms.flat_tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor
-    H is L."""
+    H is L. In a policy loss that the trainer calls, without counts, they are those of its mini-batch."""
+    running = _RUNNING.get()
+    if running is not None and running.counts and dp_size == 1 and batch_num_tokens is None and global_batch_size is None:
+        running.used = True
+        of_call = {"loss_scale_factor": loss_scale_factor, "trajectory_tokens": trajectory_tokens}
+        return agg_loss(
+            loss_mat, loss_mask, loss_agg_mode, **running.counts | {k: v for k, v in of_call.items() if v is not None}
+        )
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, trajectory_tokens)
     terms, mask = torch.broadcast_tensors(torch.atleast_2d(loss_mat), torch.atleast_2d(loss_mask))
     return aggregate(terms.flatten(), mask.flatten(), rows_of(terms), loss_agg_mode, *counts)

@@ -6,6 +6,7 @@ Without a custom sampler the order is a function of (seed, epoch) alone, and a p
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
@@ -45,6 +46,11 @@ class PromptStream:
         self._order: Any = _Seeded(dataset, seed, shuffle) if seeded else _Sampled(sampler, len(dataset))
         self._sampler = sampler
         self.learns = hasattr(sampler, "update")
+        if self.learns and not hasattr(sampler, "state_dict"):
+            notice(
+                f"data.sampler: {type(sampler).__name__} learns (update) and has no state_dict: a resumed run starts with "
+                "a new one, in another order (docs/data.md)"
+            )
         self.epoch = 0
         self.offset = 0
         self.skipped: list[dict[str, Any]] = []
@@ -161,51 +167,65 @@ class _Sampled:
     """Rows as a custom sampler gives them, one by one and only as they are needed.
 
     A sampler with `state_dict`/`load_state_dict` is put back by those, and must go on from there when it is
-    iterated again. Any other must be deterministic: what it gave before is drawn again, and thrown away.
+    iterated again. Any other must be deterministic from its start on: a resumed run draws again what was drawn before.
+    It need not give the same order when it is iterated once more, so rows that it gave to this process are kept, for
+    those that go back to the stream.
     """
 
     def __init__(self, sampler: Any, rows: int):
-        self._sampler = sampler
-        self._rows = rows
-        self._drawn: list[int] = []
+        self._sampler, self._rows = sampler, rows
+        self._has_state = hasattr(sampler, "state_dict")
+        self._drawn: list[int] = []  # by epoch, how many rows were taken
+        self._given: list[array[int]] = []  # by epoch, what the sampler gave; empty for one that has a state
         self._iterator: Iterator[Any] = iter(())
 
     def at(self, epoch: int, offset: int) -> int | None:
         if epoch >= len(self._drawn):
+            self._drawn.append(0)
+        if epoch >= len(self._given):
             self._start(epoch)
+        given, taken = self._given[epoch], self._drawn[epoch]
+        if taken < len(given):
+            row = given[taken]
+        elif epoch < len(self._given) - 1 or (row := self._next()) is None:
+            return None
+        self._drawn[epoch] += 1
+        return row
+
+    def _next(self) -> int | None:
+        """What the sampler gives in its newest epoch; None at its end."""
         try:
             row = int(next(self._iterator))
         except StopIteration:
             return None
-        self._drawn[-1] += 1
         if not 0 <= row < self._rows:
             raise DataError(f"the custom sampler gives row {row}, the data has rows 0 to {self._rows - 1}")
+        if not self._has_state:
+            self._given[-1].append(row)
         return row
 
     def _start(self, epoch: int) -> None:
-        self._drawn.append(0)
+        self._given += [array("q") for _ in range(epoch + 1 - len(self._given))]
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         self._iterator = iter(self._sampler)
 
     def state(self) -> dict[str, Any]:
-        sampler_state = {"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {}
-        return {"drawn": list(self._drawn)} | sampler_state
+        return {"drawn": list(self._drawn)} | ({"sampler": self._sampler.state_dict()} if self._has_state else {})
 
     def load(self, state: dict[str, Any]) -> None:
-        drawn, self._drawn = list(state["drawn"]), []
+        self._drawn = list(state["drawn"])
         if "sampler" in state:
             self._sampler.load_state_dict(state["sampler"])
-            self._drawn = drawn[:-1]
-            if drawn:
-                self._start(len(drawn) - 1)
-                self._drawn[-1] = drawn[-1]
+            self._given = []
+            if self._drawn:
+                self._start(len(self._drawn) - 1)
             return
-        for epoch, count in enumerate(drawn):
-            self._start(epoch)
-            for _ in range(count):
-                next(self._iterator)
-            self._drawn[-1] = count
+        for epoch, count in enumerate(self._drawn):
+            if epoch >= len(self._given):
+                self._start(epoch)
+            while len(self._given[epoch]) < count and self._next() is not None:
+                pass
 
 
 def open_stream(dataset: Any, config: Config) -> PromptStream:

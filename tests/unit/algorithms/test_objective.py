@@ -302,6 +302,43 @@ def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.
     assert mask.shape == (6, 7)
 
 
+def _with_counts(terms: torch.Tensor, mask: torch.Tensor, mode: str, config: Any) -> torch.Tensor:
+    return core_algos.agg_loss(terms, mask, mode, **config.global_batch_info)
+
+
+def _without_counts(terms: torch.Tensor, mask: torch.Tensor, mode: str, config: Any) -> torch.Tensor:
+    return core_algos.agg_loss(loss_mat=terms, loss_mask=mask, loss_agg_mode=mode)
+
+
+def _own_mean(terms: torch.Tensor, mask: torch.Tensor, mode: str, config: Any) -> torch.Tensor:
+    return (terms * mask).sum() / mask.sum()  # nan for a micro-batch without a token in the loss
+
+
+@pytest.mark.parametrize("aggregated", [_with_counts, _without_counts, _own_mean])
+@pytest.mark.parametrize("micro_batches", [1, 2, len(MASKS)])
+def test_a_users_loss_does_not_depend_on_micro_batches_whatever_it_divides_by(
+    aggregated: Any, micro_batches: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, **_):
+        terms = -advantages * (log_prob - old_log_prob).exp()
+        return aggregated(terms, response_mask, loss_agg_mode, config), {}
+
+    mine.__qualname__ = f"{aggregated.__name__} {micro_batches}"
+    core_algos.register_policy_loss("divides")(mine)
+    try:
+        rows = rows_of(4, MASKS)
+        flat, parts = tokens(rows, 5), [i % micro_batches for i in range(len(rows))]
+        loss, gradient, *_ = run_objective(actor(loss_mode="divides"), rows, flat, flat, parts)
+    finally:
+        del LOSSES.functions["divides"]
+    joined = {name: torch.from_numpy(np.concatenate([getattr(r, name) for r in rows])) for name in ("advantages",)}
+    kept = torch.from_numpy(np.concatenate([r.loss_mask for r in rows])).double()
+    old = torch.from_numpy(np.concatenate([r.old_log_probs for r in rows]))
+    terms = -joined["advantages"] * (flat - old).exp() * kept / kept.sum()
+    assert loss == pytest.approx(terms.sum().item()) and gradient.tolist() == pytest.approx(terms.tolist())
+    assert ("uses no counts" in caplog.text) == (aggregated is _own_mean)
+
+
 def test_the_loss_config_survives_copying() -> None:
     import copy
 

@@ -166,6 +166,30 @@ def test_custom_samplers_resume(kind: Any, cut: int) -> None:
     assert [uids(again.take()) for _ in range(cut, 8)] == expected[cut:]
 
 
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_prompts_that_go_back_to_the_stream_are_drawn_again(kind: Any) -> None:
+    expected = [uids(step) for step in map(stream(7, 3, sampler=kind()).take, [3] * 8)]
+    one, drawn = stream(7, 3, sampler=kind()), []
+    for number in range(8):
+        before = one.state()
+        drawn.append(uids(one.take()))
+        if number in (1, 2, 4):
+            one.take()
+            one.load_state(before)
+            assert uids(one.take()) == drawn[-1]
+    assert drawn == expected
+
+
+def test_a_sampler_that_learns_and_has_no_state_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    sampler = Plain()
+    sampler.update = lambda batch: None  # type: ignore[attr-defined]
+    stream(7, 3, sampler=sampler)
+    assert "Plain learns (update) and has no state_dict" in capsys.readouterr().err
+    sampler.state_dict = dict  # type: ignore[attr-defined]
+    stream(7, 3, sampler=sampler)
+    assert not capsys.readouterr().err
+
+
 def test_curriculum_sampler_is_asked_only_as_needed() -> None:
     class Curriculum(AbstractCurriculumSampler):
         def __init__(self, data_source: Any, data_config: Any):
