@@ -138,10 +138,20 @@ def test_a_curve_over_a_resume(name: str, place: Path) -> None:
     assert all("wandb sync" in line for line in said) and len(said) == (2 if name == "wandb" else 0)
 
 
+def test_the_file_of_metrics_is_below_the_working_folder_by_default(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VERL_FILE_LOGGER_ROOT")
+    monkeypatch.chdir(place)
+    tracker = open_tracker("file", session(place), print)
+    tracker.log(1, {"actor/lr": 0.5})
+    tracker.close()
+    assert json.loads((place / "proj" / "exp.jsonl").read_text()) == {"step": 1, "data": {"actor/lr": 0.5}}
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("file", "set VERL_FILE_LOGGER_PATH"),
         ("tensorboard", "pip install tensorboard"),
         ("wandb", "pip install wandb"),
         ("vemlp_wandb", "not in this release"),
@@ -150,7 +160,6 @@ def test_a_curve_over_a_resume(name: str, place: Path) -> None:
     ],
 )
 def test_what_cannot_be_used_says_why(name: str, why: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VERL_FILE_LOGGER_ROOT")
     for module in ("wandb", "mlflow", "tensorboard.compat.proto.event_pb2"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(Unavailable, match=why):

@@ -127,8 +127,6 @@ def flat_form(function: PaddedLoss) -> FlatLoss:
 class _MiniBatch:
     """The counts of the mini-batch that a user's loss gets a part of. used: the loss has divided by them."""
 
-    _TOLD: set[str] = set()
-
     def __init__(self, inputs: LossInputs):
         self.counts: dict[str, Any] = dict(setting(inputs.config, "global_batch_info", None) or {})
         self.used = not self.counts
@@ -137,8 +135,8 @@ class _MiniBatch:
     def part_of_mean(self, loss: Tensor, function: PaddedLoss) -> Tensor:
         """What a mean over the tokens of a micro-batch adds to the mean over those of the mini-batch."""
         name = getattr(function, "__qualname__", "loss")
-        if name not in self._TOLD:
-            self._TOLD.add(name)
+        if name not in _TOLD:
+            _TOLD.add(name)
             logging.getLogger(__name__).warning(
                 "policy loss %s: it uses no counts of the mini-batch, so its value is taken as a mean over the tokens "
                 "of a micro-batch; agg_loss(…, **config.global_batch_info) says what it divides by",
@@ -150,6 +148,7 @@ class _MiniBatch:
         return loss * (tokens / self.counts["batch_num_tokens"])
 
 
+_TOLD: set[str] = set()
 _RUNNING: ContextVar[_MiniBatch | None] = ContextVar("running loss", default=None)
 
 
@@ -162,7 +161,10 @@ class _WatchedConfig(Map):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
 
 def agg_loss(
@@ -178,7 +180,13 @@ def agg_loss(
     """`verl.algorithms.flat_tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor
     H is L. In a policy loss that the trainer calls, without counts, they are those of its mini-batch."""
     running = _RUNNING.get()
-    if running is not None and running.counts and dp_size == 1 and batch_num_tokens is None and global_batch_size is None:
+    if (
+        running is not None
+        and running.counts
+        and dp_size == 1
+        and batch_num_tokens is None
+        and global_batch_size is None
+    ):
         running.used = True
         of_call = {"loss_scale_factor": loss_scale_factor, "trajectory_tokens": trajectory_tokens}
         return agg_loss(

@@ -52,6 +52,9 @@ _EVERYWHERE = {
 RENAMES: dict[str, dict[str, str]] = {
     "ppo": {
         "reward.reward_manager.{source, name, module}": r"reward_manager.\1",
+        "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "{actor_rollout_ref.actor, critic}.checkpoint.contents": r"\1.checkpoint.save_contents",
+        "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
         "reward_model.reward_loop_source": "reward_manager.source",
         "reward_model.reward_loop_class_name": "reward_manager.name",
         "reward_model.reward_loop_module_path": "reward_manager.module.path",
@@ -101,6 +104,7 @@ RENAMES: dict[str, dict[str, str]] = {
         "data.multiturn.{messages_key, tools_key, enable_thinking_key}": r"data.\1",
         "use_remove_padding": "model.use_remove_padding",
         "optim.clip_grad": "optim.grad_clip",
+        "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
         **_EVERYWHERE,
     },
     "eval": _EVERYWHERE,
@@ -153,6 +157,7 @@ NO_EFFECT: dict[str, str] = {
     "*.entropy_from_logits_chunk_size, actor_rollout_ref.actor.calculate_entropy}": (
         "weights are streamed and entropy is chunked always"
     ),
+    "actor_rollout_ref.actor.state_masking": "tokens that the policy did not write never have a gradient",
     "data.val_batch_size": "validation is one stream, scheduled by the engine",
     "data.{return_raw_chat, return_full_prompt, return_raw_input_ids, return_multi_modal_inputs}": (
         "all forms are available to plugins"
@@ -260,6 +265,14 @@ REFUSED = {
     "actor_rollout_ref.rollout.agent.custom_async_server.path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
     ),
+    "actor_rollout_ref.rollout.use_fire_sampling": Absent("a hotter first token", "rollout.temperature"),
+    "actor_rollout_ref.rollout.chat_scheduler": Absent(
+        "a chat scheduler", "rollout.agent.default_agent_loop, or multi_turn.enable=True with tools"
+    ),
+    "trainer.remove_previous_ckpt_in_save": Absent(
+        "removal of the checkpoint before", "trainer.max_actor_ckpt_to_keep=1"
+    ),
+    "data.chat_template": Absent("a template among the data's keys", "model.custom_chat_template"),
     "actor_rollout_ref.rollout.over_sample_rate": Absent("over-sampling", "algorithm.filter_groups.enable"),
 }
 """Keys outside the schema that switch something on."""

@@ -6,6 +6,7 @@ All problems are collected; nothing is raised before the last one is known.
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any
 
 from verl.config.conversion import coerce, free
@@ -20,6 +21,8 @@ from verl.config.yaml_files import Layer
 
 _LIKE = 0.75
 """So similar is the name of a group to what is taken for a misspelling of it."""
+_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)(?=[.}\[])")
+"""Of `${lr}` and `${mine.lr}` the first name."""
 _OF_POLICY = ("model.external_lib", "rollout.agent.agent_loop_config_path", "rollout.agent.environment.path")
 _USERS_CODE = (
     *_OF_POLICY,  # of main_generation
@@ -288,6 +291,8 @@ class Resolver:
         plugins = any(model is not None and model.external_lib for model in models)
         own_data = bool(select(self.root, "data.custom_cls.path"))
         users_code = any(select(self.root, key) or key in self.interpolated for key in _USERS_CODE)
+        texts = [value.data for value in self.interpolated.values()] + [v.data for _, v, _ in self._unknown if v]
+        referenced = {first for text in texts for first in _REFERENCE.findall(str(text))}
         unknown: dict[str, dict[str, str]] = {}
         users: dict[str, None] = {}
         for name, value, source in self._unknown:
@@ -295,9 +300,14 @@ class Resolver:
             in_group = isinstance(self.root.get(first), Group)
             if value is not None and ((plugins and in_group) or (own_data and name.startswith("data."))):
                 self._add(name, value)
-            elif value is not None and users_code and not in_group and not self._resembles_ours(name):
+            elif (
+                value is not None
+                and not in_group
+                and (first in referenced or (users_code and not self._resembles_ours(name)))
+            ):
                 self._add(name, value)
-                users[first] = None
+                if users_code:
+                    users[first] = None
                 if "${" in str(value.data):
                     self.interpolated[name], self.written[name] = value, (name, value.data)
             else:
@@ -320,10 +330,14 @@ class Resolver:
     def _resembles_ours(self, name: str) -> bool:
         """True if an unknown key outside the groups is likely a misspelled key of the schema.
 
-        Its first part resembles a group's name, or a key of the schema ends with it.
+        Its first part resembles a group's name, a key of the schema ends with it, or it is a key of the schema in
+        another place, where it has no place (`lr`) or a name of three words or more (`dataset.train_batch_size`).
         """
         first, dot, _ = name.partition(".")
-        tails = dot and any(path.endswith(f".{name}") for path in leaves(type(self.root)))
+        last = name.rpartition(".")[2]
+        alone = not dot or last.count("_") > 1
+        tail = f".{last if alone else name}"
+        tails = any(path.endswith(tail) for path in leaves(type(self.root)))
         groups = {*fields_of(type(self.root)), *self.spellings.first_parts(self.entry)}
         return bool(tails or nearest(first, groups, cutoff=_LIKE))
 

@@ -488,11 +488,13 @@ def _typed(name: str, value: Any, kind: type, word: str) -> Any:
 
 
 def _truth(reward_model: Any, needed: bool) -> Any:
-    if not needed:
-        return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    if not needed and reward_model is None:
+        return None
     if reward_model is None:
         raise BadRow("no ground truth", "reward_model is null, {style, ground_truth} is needed")
     truth = _typed("reward_model", reward_model, Mapping, "{style, ground_truth}").get("ground_truth")
+    if not needed:
+        return truth
     if truth is None or (isinstance(truth, float) and math.isnan(truth)) or not str(truth).strip():
         raise BadRow("no ground truth", f"reward_model.ground_truth is {truth!r}")
     return truth

@@ -48,8 +48,8 @@ class PromptStream:
         self.learns = hasattr(sampler, "update")
         if self.learns and not hasattr(sampler, "state_dict"):
             notice(
-                f"data.sampler: {type(sampler).__name__} learns (update) and has no state_dict: a resumed run starts with "
-                "a new one, in another order (docs/data.md)"
+                f"data.sampler: {type(sampler).__name__} learns (update) and has no state_dict: a resumed run starts "
+                "with a new one, in another order (docs/data.md)"
             )
         self.epoch = 0
         self.offset = 0
@@ -185,11 +185,10 @@ class _Sampled:
         if epoch >= len(self._given):
             self._start(epoch)
         given, taken = self._given[epoch], self._drawn[epoch]
-        if taken < len(given):
-            row = given[taken]
-        elif epoch < len(self._given) - 1 or (row := self._next()) is None:
-            return None
-        self._drawn[epoch] += 1
+        row = given[taken] if taken < len(given) else None
+        if row is None and epoch == len(self._given) - 1:
+            row = self._next()
+        self._drawn[epoch] += row is not None
         return row
 
     def _next(self) -> int | None:

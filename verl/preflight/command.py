@@ -56,6 +56,10 @@ def _checked(config: Root, options: argparse.Namespace) -> None:
     report = check(config)
     if not options.check:
         report.allow_run()
+    elif report.ppo and not report.of("configuration"):
+        from verl.preflight.reward import try_first_rows
+
+        try_first_rows(report)
     for notice in [*report.notices, *(report.check_only if options.check else [])]:
         print(f"note: {notice}", file=sys.stderr)
     if report.problems:

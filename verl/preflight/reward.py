@@ -11,24 +11,26 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from verl.data.files import open_file
+from verl.config.report import Report
+from verl.data.files import RowFile, open_file
 from verl.data.rows import BadRow, RowRules, as_messages, check_columns, fields_of
 from verl.errors import UserError
 from verl.reward.outcome import Outcome, RewardLoadError
 from verl.reward.pool import FunctionSpec
-from verl.reward.precheck import forms, reference_responses, short, truth_text
+from verl.reward.precheck import forms, precheck, reference_responses, short, truth_text
 from verl.reward.rules import check_truth, rule_or_none, unsupported
 from verl.reward.rules.gsm8k import clean_number, same_number
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.trajectory import Prompt
 
+_FIRST_ROWS = 8
 _BOMB = 60
 
 HOSTILE: tuple[tuple[str, str], ...] = (
@@ -140,16 +142,40 @@ def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], i
     prompts, bad = [], []
     for number in numbers:
         try:
-            fields = fields_of(file.row(number), number, plain, rules)
-            messages = as_messages(fields.cell, images=True)
+            prompt = _prompt(file, number, plain, rules)
             if not custom:
-                check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=True)
+                check_truth(prompt.data_source, prompt.ground_truth, any_source=True)
         except BadRow as error:
             bad.append(f"{path} row {number} cannot be used: {error}")
             continue
-        uid, no_ids = f"0:{number}@0", np.zeros(0, np.int64)
-        prompts.append(fields.prompt(uid, no_ids, messages, file=path, row=number))
+        prompts.append(prompt)
     return prompts, len(file), bad
+
+
+def _prompt(file: RowFile, number: int, plain: bool, rules: RowRules) -> Prompt:
+    fields = fields_of(file.row(number), number, plain, rules)
+    messages = as_messages(fields.cell, images=True)
+    return fields.prompt(f"0:{number}@0", np.zeros(0, np.int64), messages, file=file.path, row=number)
+
+
+def try_first_rows(report: Report) -> None:
+    """Call the run's reward function on the first rows, as the run does before it loads a model. Where a reward model
+    or a judge has a part in it there is nothing to call yet."""
+    config = report.config
+    files = report.files.get("data.train_files") or ()
+    if config.reward_model.enable or not config.custom_reward_function.path or not files:
+        return
+    if str(config.custom_reward_function.path).startswith("pkg://verl.reward.") or config.data.custom_cls.path:
+        return
+    rules, prompts = RowRules.of(config), list[Prompt]()
+    plain = check_columns(files[0], rules)
+    for number in range(min(_FIRST_ROWS, len(files[0]))):
+        with suppress(BadRow):
+            prompts.append(_prompt(files[0], number, plain, rules))
+    with closing(RewardRunner(config, events=lambda kind, **fields: None)) as runner:
+        if runner.asks_function and prompts:
+            with report.refusing("custom_reward_function.path"):
+                asyncio.run(precheck(runner, prompts))
 
 
 def reward_check(

@@ -11,7 +11,7 @@ from verl.config.reward_weights import scores_by_model
 from verl.config.schema.base import Root
 from verl.data.check import user_code
 from verl.reward.rules import check_kwargs
-from verl.reward.user_function import MANY, OF_JUDGES, ONE
+from verl.reward.user_function import MANY, OF_JUDGES, ONE, misplaced
 
 _KEY = "reward_model"
 _JUDGE = "custom_reward_function.path=pkg://verl.reward.judge"
@@ -49,7 +49,8 @@ def _takes(report: Report, key: str, function: ast.FunctionDef | ast.AsyncFuncti
     manager, parameters = report.config.select("reward_model.reward_manager"), function.args
     positional = [*parameters.posonlyargs, *parameters.args]
     by_position = manager == "prime" or (not report.ppo and manager != "batch")  # main_eval
-    if by_position and (parameters.vararg or len(positional) >= 3):
+    enough = bool(parameters.vararg) or len(positional) >= 3
+    if by_position and enough and not misplaced([argument.arg for argument in positional]):
         return
     called = MANY if manager == "batch" else ONE
     names = [argument.arg for argument in (*positional, *parameters.kwonlyargs)]

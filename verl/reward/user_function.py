@@ -75,6 +75,11 @@ def taken(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def misplaced(parameters: Sequence[str], names: Sequence[str] = ONE) -> bool:
+    """True if a parameter has the name of an argument that is passed in another place."""
+    return any(name in names and names.index(name) != place for place, name in enumerate(parameters))
+
+
 def is_async(function: Function) -> bool:
     """True for `async def`, also behind functools.partial, a decorator that wraps, or an object's __call__."""
     while hasattr(function, "func") and not inspect.isfunction(function):
@@ -99,7 +104,9 @@ def calling_style(function: Function, kwargs: Mapping[str, Any], *, batch: bool,
     if problem is None:
         return 0
     if positional and (problem := _problem(signature, names[:positional], kwargs)) is None:
-        return positional
+        if not misplaced(list(signature.parameters), names):
+            return positional
+        problem = f"by position it would get {', '.join(names[:positional])}; give it these names, or **kwargs"
     hint = ""
     if _problem(signature, (), {**dict.fromkeys(other_names), **kwargs}) is None:
         takes, manager = ("one response at a time", "naive") if batch else ("a whole batch", "batch")

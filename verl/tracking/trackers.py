@@ -63,12 +63,11 @@ class Tracker:
 
 
 class FileTracker(Tracker):
-    """A second JSON-lines file at VERL_FILE_LOGGER_PATH, else VERL_FILE_LOGGER_ROOT/{project}/{experiment}.jsonl."""
+    """A second JSON-lines file at VERL_FILE_LOGGER_PATH, else VERL_FILE_LOGGER_ROOT/{project}/{experiment}.jsonl, whose
+    root is the working folder unless set."""
 
     def __init__(self, session: TrackerSession, say: Callable[[str], None]):
-        path, root = os.environ.get("VERL_FILE_LOGGER_PATH"), os.environ.get("VERL_FILE_LOGGER_ROOT")
-        if not path and not root:
-            raise Unavailable("set VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT to say where it writes")
+        path, root = os.environ.get("VERL_FILE_LOGGER_PATH"), os.environ.get("VERL_FILE_LOGGER_ROOT") or "."
         place = Path(path or f"{root}/{session.project}/{session.experiment}.jsonl").expanduser()
         place.parent.mkdir(parents=True, exist_ok=True)
         self._lines = JsonLines(place, say)

@@ -95,6 +95,8 @@ class StepChecks:
         self._config, self._parts, self._schedule, self._announce = config, parts, schedule, announce
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         self._precision = precision_of(parts.workers.policy.compute_dtype)
+        trained = parts.workers.trained(policy=True)
+        self._precisions = {role.name: precision_of(role.compute_dtype) for role in trained}
         correction = config.algorithm.rollout_correction
         # In bypass mode each update has masks of its own, which the next one replaces.
         self._keeps_masks = not correction.bypass_mode
@@ -257,7 +259,7 @@ class StepChecks:
     def _apart(self, name: str, reported: float, expected: float, size: float) -> str:
         """What it means that a loss, or a role's scale_derivative, is not the expected one; "" where it is. size: of
         its terms."""
-        if not abs(reported - expected) > BOUNDS[self._precision].loss * size + 1e-6:
+        if not abs(reported - expected) > BOUNDS[self._precisions[name.partition("/")[0]]].loss * size + 1e-6:
             return ""
         check, subject = "loss", name
         why = "a mask or a denominator of the loss is wrong (normalised per micro-batch?)"

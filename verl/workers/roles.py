@@ -169,6 +169,11 @@ class TrainedRole(Role):
         self.plan, self.phase = plan, f"update_{name}"
 
     @property
+    def compute_dtype(self) -> str:
+        """The data type of its matrix products, as torch prints it."""
+        return str(self.group.facts[0]["compute_dtypes"][self.name])
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps a full batch leads to."""
         return self.plan.updates_per_step
@@ -240,11 +245,6 @@ class Policy(TrainedRole):
         for change in self.before_update:
             batch = change(batch, step)
         return super().update(batch, step=step)
-
-    @property
-    def compute_dtype(self) -> str:
-        """The data type of the ranks' matrix products, as torch prints it."""
-        return str(self.group.facts[0]["compute_dtype"])
 
     def _outcomes(self, minis: Sequence[MiniBatch], placed: Placed, step: int) -> list[Outcome]:
         self.group.moved = True

@@ -87,20 +87,23 @@ class Worker(Profiled):
 
     def build(self, total_steps: int, shared: bool = False, pool: str = "training") -> dict[str, Any]:
         """Load the models of a pool's roles. Returns the place of this rank: dp_rank, holds_outputs, the device in
-        words, its id, its roles, in which data type the policy computes.
+        words, its id, its roles, in which data type each computes.
 
         shared: a sampler of this process works on the policy's tensors.
         """
         roles = build.roles_by_pool(self.config)[pool]
         self.engines = build.engines_of(self.config, roles, total_steps, self.platform, shared=shared)
         first = self.engines[roles[0]]
+        of_policy = compute_dtype(placement(self.config.actor_rollout_ref.actor), self.platform)
         return {
             "dp_rank": first.dp_rank,
             "holds_outputs": first.holds_outputs,
             "device": self.platform.describe(),
             "device_id": self.platform.memory_id(self.platform.device()),
             "roles": list(self.engines),
-            "compute_dtype": str(compute_dtype(placement(self.config.actor_rollout_ref.actor), self.platform)),
+            "compute_dtypes": {
+                role: str(getattr(engine, "compute_dtype", of_policy)) for role, engine in self.engines.items()
+            },
         }
 
     def engine(self, role: str = "actor") -> TrainingEngine:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import tiny_model
 from verl.preflight.reward import main, reward_check
 from verl.reward.outcome import RewardLoadError
 from verl.reward.precheck import reference_responses
+from verl.trainer.main_ppo import main as main_ppo
 
 
 def rows(count: int = 12, source: str = "openai/gsm8k") -> list[dict[str, Any]]:
@@ -165,3 +167,24 @@ def test_command_line_mistakes(data, arguments, message, capsys) -> None:
 def test_the_check_imports_no_torch() -> None:
     code = "import sys, verl.preflight.reward; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ("return float(solution_str == ground_truth)", 0, "scores 1, an empty response 0"),
+        ("return None", 2, "what it returned is None"),
+        ("return {'acc': 1.0}", 2, "'score'"),
+    ],
+)
+def test_check_calls_a_runs_function_on_the_first_rows(
+    data: Any, reward: Any, body: str, status: int, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tiny_model(tmp_path / "model")
+    path = data(rows(4))
+    arguments = [f"data.train_files={path}", f"data.val_files={path}", f"custom_reward_function.path={reward(body)}"]
+    arguments += [f"actor_rollout_ref.model.path={tmp_path / 'model'}", "data.train_batch_size=2", "trainer.device=cpu"]
+    arguments += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "--check"]
+    assert main_ppo(arguments) == status
+    text = "".join(capsys.readouterr())
+    assert words in text and ("check: ok" in text) == (status == 0)

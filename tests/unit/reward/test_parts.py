@@ -119,6 +119,7 @@ CONSTANT = 3
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs): return 1.0
 def short(data_source, solution_str, ground_truth): return 1.0
 def renamed(source, answer, truth, info): return 1.0
+def moved(solution_str, ground_truth, extra_info): return 1.0
 def many(data_sources, solution_strs, ground_truths, extra_infos): return [1.0]
 async def later(data_source, solution_str, ground_truth, extra_info=None): return 1.0
 class Callable:
@@ -169,6 +170,8 @@ def test_calling_styles(user_file: str) -> None:
     ):
         with pytest.raises(RewardLoadError, match=message):
             style(*arguments)
+    with pytest.raises(RewardLoadError, match="by position it would get data_source, solution_str, ground_truth"):
+        style("moved", positional=3)
     with pytest.raises(RewardLoadError, match=r"with reward_kwargs colour: .*colour"):
         style("later", colour=1)
     with pytest.raises(RewardLoadError, match="reward_manager=batch"):
