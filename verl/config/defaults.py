@@ -225,6 +225,9 @@ def _ppo(root: Config, say: Callable[[str], None]) -> None:
     if str(environment.get("py_executable")).startswith("uv ") and not shutil.which("uv"):
         say(f"no effect: py_executable={environment.pop('py_executable')!r}: uv is not installed here")
     trainer, every = root.trainer, root.trainer.weight_sync_every
+    variables = environment.get("env_vars")
+    if isinstance(variables, dict):  # with one process there is no Ray to set them
+        trainer.worker_env = Map({**variables, **trainer.worker_env})
     for name in ("save_freq", "test_freq"):
         if trainer[name] > 0 and trainer[name] % every:
             trainer[name] += every - trainer[name] % every

@@ -252,7 +252,7 @@ class DynamicSchedule(PromptSchedule):
                 if on_progress is not None and self._live[group.prompt.uid].kept:
                     on_progress(group.size)
             self._stop_without_signal(judged)
-        return await self._take(rollouts, chosen, judged)
+        return await self._take(rollouts, chosen)
 
     async def _judge(self, group: PromptGroup) -> None:
         rows = Batch([row for row in group.responses if row is not None])
@@ -307,12 +307,12 @@ class DynamicSchedule(PromptSchedule):
             f"or a higher {_KEYS}.max_num_gen_batches"
         )
 
-    async def _take(self, rollouts: RolloutManager, chosen: list[PromptGroup], judged: Sequence[PromptGroup]) -> Batch:
+    async def _take(self, rollouts: RolloutManager, chosen: list[PromptGroup]) -> Batch:
         """The chosen groups as a batch; what was drawn before their last is done with, what was drawn after it waits or
         goes back."""
         last = rollouts.groups.index(chosen[-1]) + 1
         used, surplus = rollouts.groups[:last], rollouts.groups[last:]
-        self._count(used, judged)
+        self._count(used)
         self._epoch = self._live[chosen[-1].prompt.uid].epoch
         for group in used:
             del self._live[group.prompt.uid]
@@ -330,8 +330,8 @@ class DynamicSchedule(PromptSchedule):
         for group in groups:
             del self._live[group.prompt.uid]
 
-    def _count(self, used: Sequence[PromptGroup], judged: Sequence[PromptGroup]) -> None:
-        lives = [self._live[group.prompt.uid] for group in judged]
+    def _count(self, used: Sequence[PromptGroup]) -> None:
+        lives = [self._live[group.prompt.uid] for group in used]
         every = [value for live in lives for value in live.values or ()]
         best, worst = max(every, default=0.0), min(every, default=0.0)
         same = [live.values[0] for live in lives if live.values and not live.kept]

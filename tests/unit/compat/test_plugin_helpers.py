@@ -279,11 +279,19 @@ def noted_environment(config, tracking) -> None:
     (Path(config.trainer.default_local_dir) / "noted").write_text(os.environ.get("OF_THE_RUN", ""))
 
 
-def test_variables_of_worker_env_are_those_of_the_run(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+trainer.worker_env.OF_THE_RUN=3"],
+        ["+ray_kwargs.ray_init.runtime_env.env_vars.OF_THE_RUN=3"],
+        ["trainer.worker_env.OF_THE_RUN=3", "ray_kwargs.ray_init.runtime_env.env_vars.OF_THE_RUN=4"],
+    ],
+)
+def test_variables_of_the_command_are_those_of_the_run(tmp_path: Path, monkeypatch, words: list[str]) -> None:
     from verl.trainer.run import run_guarded
 
     monkeypatch.setenv("OF_THE_RUN", "")
-    config = load([f"trainer.default_local_dir={tmp_path}", "+trainer.worker_env.OF_THE_RUN=3"])
+    config = load([f"trainer.default_local_dir={tmp_path}", *words])
     assert run_guarded(config, f"{__name__}:noted_environment") == 0
     assert (tmp_path / "noted").read_text() == "3"
 
