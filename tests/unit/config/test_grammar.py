@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from verl.compat.spellings import load
 from verl.config import Config, ConfigError
 from verl.config.grammar import parse_value
+from verl.config.matching import nearest
 from verl.config.schema.fields import leaves
 from verl.preflight.check import check
 
@@ -28,6 +29,10 @@ def test_unknown_key_names_the_nearest():
     text = refused("data.train_bach_size=8", "actor.optim.lr=1")
     assert "no key data.train_bach_size; nearest: data.train_batch_size" in text
     assert "actor_rollout_ref.actor.optim.lr" in text
+
+
+def test_letters_that_changed_places_are_the_nearest():
+    assert nearest("gpro", ["hgpo", "grpo", "gspo"]) == "; nearest: grpo"
 
 
 def test_plus_sets_a_known_key_adds_in_a_map_and_refuses_elsewhere():
