@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.chaos.fork_server import ForkServer
 from tests.ray_cluster import shared
@@ -16,6 +17,9 @@ from tests.runs import TinyRun
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 # One choice for all tests, whatever the machine has; those of the compiled kernels make theirs.
 os.environ.setdefault("VERL_COMPILED_KERNELS", "off")
+# A busy machine is no failure.
+settings.register_profile("verl", deadline=None)
+settings.load_profile("verl")
 gc.disable()  # what is imported and collected stays: to look through it again and again takes seconds
 
 
