@@ -102,8 +102,11 @@ REFUSED = [
     ([f"{ARR}.rollout.do_sample=False"], ["set True"]),
     ([f"{ARR}.rollout.val_kwargs.do_sample=True"], ["temperature 0 is greedy"]),
     ([f"{ARR}.rollout.dtype=fp64"], ["none of float32", "nearest: fp16"]),
-    ([f"{ARR}.actor.fsdp_config.dtype=half"], ["rollout.dtype=half", "the native engine computes in"]),
-    ([f"{ARR}.rollout.dtype=half"], ["the native engine computes in float32 or bfloat16"]),
+    (
+        [f"{ARR}.actor.fsdp_config.dtype=half"],
+        [f"; set {ARR}.rollout.dtype=float32 or bfloat16 (null is the trainer's type, float16)"],
+    ),
+    ([f"{ARR}.rollout.dtype=half"], ["the native engine computes in float32 or bfloat16", "or leave it null"]),
     ([f"{ARR}.actor.fsdp_config.mixed_precision.param_dtype=bf61"], ["nearest: bf16"]),
     ([f"{ARR}.rollout.top_p=0"], ["above 0 and at most 1"]),
     ([f"{ARR}.rollout.top_p=1.1"], ["at most 1"]),
@@ -247,6 +250,21 @@ def test_refused(base, tmp_path, monkeypatch, overrides, parts):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
     only(problems(*base, *words), "configuration", *parts)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.train_batch_size=0",
+        "trainer.logger=[console,wandbb]",
+        f"{ARR}.actor.ppo_mini_batch_size=0",
+        "data.max_response_length=0",
+    ],
+)
+def test_of_a_value_that_is_refused_nothing_more_is_said(base, word):
+    """Nor of the value that stands in for it, which the user never wrote."""
+    report = check(load([*base, word]))
+    assert len(report.problems) == 1 and report.notices == report.check_only == []
 
 
 # (sizes of four ranks, changes to the model, the key that is named, what is said): what the ranks would refuse
