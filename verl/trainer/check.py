@@ -364,7 +364,7 @@ def _resume(report: Report) -> None:
     if not report.trainer.resume_from_path:
         report.refuse("trainer.resume_mode=resume_path", "needs trainer.resume_from_path=…/global_step_N")
     elif not folder.is_dir():
-        report.refuse(at, "no such directory; to start afresh set trainer.resume_mode=auto")
+        report.refuse(at, "no such directory; name another one, or start afresh with trainer.resume_mode=disable")
     elif not any(any(folder.glob(name)) for name in complete):
         report.refuse(at, "holds no checkpoint (no manifest.json, no global_step_N)")
 

@@ -198,7 +198,10 @@ REFUSED = [
     ([f"+{ARR}.actor.optim.override_optimizer_config.lr=0.1"], ["override_optimizer_config.lr", "optim.lr"]),
     # 21
     (["trainer.resume_mode=resume_path"], ["needs trainer.resume_from_path"]),
-    (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"], ["no such directory"]),
+    (
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"],
+        ["no such directory", "start afresh with trainer.resume_mode=disable"],
+    ),
     # 25
     (["data.train_batch_size=17"], ["more than 16 rows", "lower it to 16"]),
     (["data.train_max_samples=4"], ["more than 4 rows"]),
