@@ -31,6 +31,7 @@ class Report:
         plan: the batches of the run in words.
         files: opened data files by key; only those with the columns they need.
         rows: rows of all files of a key, if all can be opened.
+        replaced: keys out of range, which have a value in range meanwhile; nothing is said of that one.
         agent_names, sources: names of agent loops and data sources in the rows.
     """
 
@@ -41,6 +42,7 @@ class Report:
         self.plan: list[str] = []
         self.files: dict[str, list[Any]] = {}
         self.rows: dict[str, int] = {}
+        self.replaced: set[str] = set()
         self.agent_names: set[str] = set()
         self.sources: set[str] = set()
         self.ppo = config.entry == "ppo"
@@ -108,15 +110,18 @@ class Report:
     def notice(self, text: str, *, run_says: bool = False) -> None:
         """Say it, then go on. `run_says`: the run itself tells it when it comes to it; then only --check shows it."""
         notices = self.check_only if run_says else self.notices
-        if text not in notices:
+        if text not in notices and not self._names_replaced(text):
             notices.append(text)
 
     def _add(self, key: str, message: str, kind: Kind, left_to_run: bool) -> None:
         value = self.config.select(key)
         shown = f"{key}={value}" if isinstance(value, (bool, int, float, str)) else key
         problem = Problem(shown, message, kind, left_to_run)
-        if problem not in self.problems:
+        if problem not in self.problems and not self._names_replaced(str(problem)):
             self.problems.append(problem)
+
+    def _names_replaced(self, text: str) -> bool:
+        return any(f"{path}=" in text for path in self.replaced)
 
     def was_set(self, path: str) -> bool:
         """True if the user gave the key."""

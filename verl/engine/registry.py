@@ -336,10 +336,13 @@ def placement(role: Mapping[str, Any], path: str = "") -> Placement:
     return TRAINING_ENGINES[strategy].placement(role, path) if strategy in TRAINING_ENGINES else Placement()
 
 
-def not_sampled(engine: str) -> str:
-    """What to say of a type that a rollout engine does not have."""
-    dtypes = " or ".join(capabilities(engine).dtypes)
-    return f"the {engine} engine computes in {dtypes}; set one, or leave it null for the trainer's"
+def not_sampled(engine: str, key: str, trainer: object) -> str:
+    """What to say of a type, at `key`, that a rollout engine lacks. trainer: the trainer's type, which null means."""
+    dtypes, of_trainer = capabilities(engine).dtypes, float_name(trainer)
+    advice = f"the {engine} engine computes in {' or '.join(dtypes)}; set {key}={' or '.join(dtypes)}"
+    if of_trainer is None or of_trainer in dtypes:
+        return f"{advice}, or leave it null for the trainer's"
+    return f"{advice} (null is the trainer's type, {of_trainer})"
 
 
 def not_quantized(engine: str) -> str:
@@ -355,5 +358,6 @@ def sampler_dtype(engine: str, dtype: str | None, trainer: str) -> str:
     """rollout.dtype under torch's name, or the trainer's. UserError for one in which the engine does not compute."""
     name = float_name(dtype or trainer)
     if name is None or name not in capabilities(engine).dtypes:
-        raise UserError(f"actor_rollout_ref.rollout.dtype={dtype}: {not_sampled(engine)}")
+        key = "actor_rollout_ref.rollout.dtype"
+        raise UserError(f"{key}={dtype}: {not_sampled(engine, key, trainer)}")
     return name

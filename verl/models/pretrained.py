@@ -375,6 +375,13 @@ def checkpoint_layers(module: PreTrainedModel) -> list[torch.nn.Module]:
     return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
+def recompute_layers(module: PreTrainedModel, options: Mapping[str, Any]) -> None:
+    """Have the layers recomputed in the backward pass. options: of `torch.utils.checkpoint.checkpoint`."""
+    # Newer versions of transformers warn of the old name, older ones (5.19) have no other.
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+    enable(dict(options))
+
+
 def switch_off_dropout(layers: Iterable[torch.nn.Module]) -> None:
     """Set the rates that layers keep as numbers of their own (OPT) to 0: their `training` flag has another use."""
     for layer in layers:

@@ -52,14 +52,15 @@ def alive(pid: int, start: int) -> bool:
 
 # In a shell: it waits as long as the run lives and should take little memory. It reads its mark from its input, because
 # a process with the mark in its arguments or environment would be swept too. Ray's processes replace both by a title,
-# and have logs open in the folder. The others have three seconds: vLLM's workers remove what they share.
+# and have logs open in the folder; some end by themselves between `grep` and `ls`. The others have three seconds:
+# vLLM's workers remove what they share.
 _SWEEP = """
 read -r files; read -r mark; read -r folder; read -r _
 marked() { for file in $files; do grep -alsF -- "$mark" /proc/[0-9]*/"$file"; done; }
 [ -n "$folder" ] || [ -z "$(marked)" ] || sleep 3
 { marked
   [ -z "$folder" ] || for own in $(grep -alsF ray:: /proc/[0-9]*/"$files"); do
-    ! ls -l "${own%/*}/fd" | grep -qF "$folder/" || echo "$own"
+    ! ls -l "${own%/*}/fd" 2>/dev/null | grep -qF "$folder/" || echo "$own"
   done
 } | while IFS=/ read -r _ _ process _; do kill -9 "$process" 2>/dev/null; done
 [ -z "$folder" ] || rm -rf "$folder"

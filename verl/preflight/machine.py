@@ -15,6 +15,7 @@ from typing import Any
 from verl.config.devices import ray_address
 from verl.config.layout import OwnPool, own_pools
 from verl.config.model_facts import VISION_MODELS, ModelFacts, flat_overrides, look
+from verl.config.problems import counted
 from verl.config.report import ACTOR, Report
 from verl.config.schema.base import Root
 from verl.engine.registry import ROLLOUT_ENGINES, TRAINING_ENGINES, capabilities
@@ -35,6 +36,7 @@ _SHAPE = (
     "depth",
 )
 """Entries of config.json that the shapes of a model's weights follow from."""
+_CORES = "ray_kwargs.ray_init.num_cpus"
 
 
 def check(config: Root, report: Report) -> None:
@@ -73,7 +75,7 @@ def _devices(report: Report) -> None:
         _processes(report, sizes, kind, here)
         return
     if not cluster:
-        _one_machine(report, sizes, kind, here)
+        _one_machine(report, kind, here)
     if (report.several or cluster) and not _installed("ray"):
         report.lacks(sizes, "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
     if report.several:
@@ -97,27 +99,45 @@ def _processes(report: Report, sizes: str, kind: str, here: int) -> None:
         report.notice(f"no effect: {sizes}: torchrun decides how many processes train, here {report.world}; {command}")
 
 
-def _one_machine(report: Report, sizes: str, kind: str, here: int) -> None:
+def _one_machine(report: Report, kind: str, here: int) -> None:
     """Without a cluster's address everything has to be on this machine."""
-    pools = [*own_pools(report.config).values()] if report.ppo else []
+    pools = [OwnPool("trainer", report.trainer.nnodes, report.trainer.n_gpus_per_node)]
     if report.rollout.nnodes:
-        pools.insert(0, OwnPool(report.rollout_key, report.rollout.nnodes, report.rollout.n_gpus_per_node))
-    sizes = ", ".join([sizes, *map(str, pools)])
-    needed = report.world + sum(pool.devices for pool in pools)
-    nodes = report.trainer.nnodes + sum(pool.nodes for pool in pools)
-    if nodes > 1 + len(pools):
+        pools.append(OwnPool(report.rollout_key, report.rollout.nnodes, report.rollout.n_gpus_per_node))
+    pools += own_pools(report.config).values() if report.ppo else []
+    found = counted(here, "core" if kind == "cpu" else f"{kind} device")
+    if wide := [pool for pool in pools if pool.nodes > 1]:
+        asked = f"{sum(pool.devices for pool in pools)} devices on {max(pool.nodes for pool in wide)} nodes"
         report.lacks(
-            sizes,
-            f"{needed} devices on {nodes} nodes need a Ray cluster, and here is {here} {kind}: start Ray on each node "
-            "(examples/ray_start.sh) and set RAY_ADDRESS, or set trainer.nnodes=1",
+            ", ".join(map(str, wide)),
+            f"{asked} need a Ray cluster, and this is one machine with {found}: start Ray on each node "
+            f"(examples/ray_start.sh) and set RAY_ADDRESS, or set {', '.join(f'{p.keys}.nnodes=1' for p in wide)}",
         )
-    elif needed > here > 0:
-        noun = "cores, a rank needs one" if kind == "cpu" else f"{kind} device{'s' * (here != 1)}"
-        report.lacks(
-            sizes,
-            f"{needed} devices asked for, found {here} {noun}; lower trainer.n_gpus_per_node (1 needs no Ray), or set "
-            "RAY_ADDRESS to a cluster that has them",
-        )
+    elif kind != "cpu":
+        if here:  # none at all is said elsewhere
+            _enough(report, pools, here, f"found {found}", [])
+    else:  # a rank is a process and can share a core: how many Ray counts is for the user to say
+        told = report.config.select(_CORES) if report.several else None
+        found, here = (f"{_CORES}={told}", told) if isinstance(told, int) else (f"found {found}", here)
+        share = f"let ranks share cores ({_CORES}={sum(pool.devices for pool in pools)})"
+        _enough(report, pools, here, f"{found}, a rank needs one", [share])
+
+
+def _enough(report: Report, pools: list[OwnPool], here: int, found: str, advice: list[str]) -> None:
+    """Pools, the trainer's first, are not larger together than what is here, which `found` says in words. advice: what
+    else helps."""
+    needed = sum(pool.devices for pool in pools)
+    if needed <= here:
+        return
+    steps = []
+    if large := [f"{pool.keys}.n_gpus_per_node" for pool in pools if pool.per_node > 1]:
+        steps.append(f"lower {' or '.join(large)}{' (1 needs no Ray)' * (len(pools) == 1)}")
+    if len(pools) > max(1, here):
+        switches = {"reward_model": "enable_resource_pool=False"}
+        shared = ", ".join(f"{pool.keys}.{switches.get(pool.keys, 'nnodes=0')}" for pool in pools[1:])
+        steps.append(f"share the trainer's devices ({shared})")
+    steps += [*advice, "set RAY_ADDRESS to a cluster that has them"]
+    report.lacks(", ".join(map(str, pools)), f"{needed} devices asked for, {found}; {', or '.join(steps)}")
 
 
 def _open_files(report: Report, sizes: str) -> None:

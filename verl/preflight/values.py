@@ -43,6 +43,7 @@ def check(config: Root, report: Report) -> None:
             _value(report, path, value, field)
         if _outside(value, field):
             put(report.config, path, _inside(field))
+            report.replaced.add(path)
     _unread(report)
     if report.rollout is not None and report.rollout.name in ROLLOUT_ENGINES:
         _quantization(report)
@@ -98,7 +99,8 @@ def _dtype(report: Report, path: str, value: Any) -> None:
     if name is None and (report.was_set(path) or "same_as" not in report.keys[path].about):
         report.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(value, FLOATS)}")
     elif name and path == f"{report.rollout_key}.dtype" and name not in capabilities(report.rollout.name).dtypes:
-        report.refuse(f"{path}={value}", not_sampled(report.rollout.name))
+        trainer = report.config.select(f"{ACTOR}.fsdp_config.dtype")
+        report.refuse(f"{path}={value}", not_sampled(report.rollout.name, path, trainer))
 
 
 def _quantization(report: Report) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from verl.config.layout import (
     reference_is_base,
     sampler_devices,
 )
+from verl.config.model_facts import ModelFacts
 from verl.config.problems import counted
 from verl.config.report import ACTOR, ROLLOUT, Report
 from verl.config.schema.base import Root
@@ -240,28 +242,55 @@ def _policy_layout(report: Report) -> None:
 def _critic_layout(report: Report, together: int) -> None:
     """A critic on the policy's ranks has their rows, which as many of them share as share the actor's."""
     critic, pool = placement(report.config.critic, "critic"), own_pools(report.config).get("critic")
+    found = list(rank_problems(critic, pool.devices if pool is not None else report.world))
     if pool is None and critic.ranks_per_row != together:
         message = (
             f"= {critic.ranks_per_row} devices share a row of the critic and {together} one of the actor on the same "
             "devices; make them equal, or give the critic devices of its own (critic.nnodes)"
         )
         report.refuse(f"{critic.at('sequence')} × {critic.at('tensor')}", message)
-    for key, message in rank_problems(critic, pool.devices) if pool is not None else ():
-        report.refuse(key, f"{message} (its ranks: {pool})")
+        others = critic.at("expert"), critic.at("shard")
+        found = [(key, message) for key, message in found if key in others]
+    _refuse_sizes(report, found, f" (its ranks: {pool})" if pool is not None else "")
+    _refuse_sizes(report, _misfits(critic, report.config.critic.strategy, _critic_facts(report)))
+
+
+def _critic_facts(report: Report) -> ModelFacts | None:
+    """Of the critic's model, which has overrides of its own also where its weights are the policy's."""
+    model = report.config.critic.model
+    if not model.path or (model.path == report.model.path and report.facts is None):
+        return None
+    return report.look("critic.model.path", model.path, model.override_config, model.hf_config_path)
 
 
 def _ranks(report: Report, role: Placement, strategy: str, *, own_model: bool) -> None:
     """Do they fit the ranks, and the run's model if it is the role's own?"""
-    for key, message in rank_problems(role, report.world):
-        report.refuse(key, message)
-    if own_model and report.facts is not None:
-        model = report.facts.text | {
-            "num_attention_heads": report.facts.heads,
-            "experts": report.facts.experts,
-            "vision": report.facts.vision,
-        }
-        for key, message in TRAINING_ENGINES[strategy].misfits(role, model) if strategy in TRAINING_ENGINES else ():
-            report.refuse(key, message)
+    _refuse_sizes(report, rank_problems(role, report.world))
+    if own_model:
+        _refuse_sizes(report, _misfits(role, strategy, report.facts))
+
+
+def _misfits(role: Placement, strategy: str, facts: ModelFacts | None) -> Iterator[tuple[str, str]]:
+    """(key=value, what is wrong) for sizes of a role that do not suit its model."""
+    if facts is not None and strategy in TRAINING_ENGINES:
+        model = facts.text | {"num_attention_heads": facts.heads, "experts": facts.experts, "vision": facts.vision}
+        yield from TRAINING_ENGINES[strategy].misfits(role, model)
+
+
+def _refuse_sizes(report: Report, found: Iterable[tuple[str, str]], where: str = "") -> None:
+    """Refuse sizes (key=value, or several with × between them, and what is wrong). A size that nobody gave the role
+    follows another role's: the message names that one, and what was said of that one is not said again."""
+    for text, message in found:
+        keys = {word.partition("=")[0] for word in text.split(" × ")} & report.keys.keys()
+        leaders = {key: report.keys[key].about.get("same_as") for key in sorted(keys) if not report.was_set(key)}
+        followed = {key: leader for key, leader in leaders.items() if leader}
+        leaders_text = text
+        for key, leader in followed.items():
+            leaders_text = leaders_text.replace(f"{key}=", f"{leader}=")
+        if followed and any((p.key, p.message.startswith(message)) == (leaders_text, True) for p in report.problems):
+            continue
+        advice = f". Inherited from {', '.join(followed.values())}: set {', '.join(followed)} itself"
+        report.refuse(text, message + where + (advice if followed else ""))
 
 
 def _staleness(report: Report) -> None:
@@ -335,7 +364,7 @@ def _resume(report: Report) -> None:
     if not report.trainer.resume_from_path:
         report.refuse("trainer.resume_mode=resume_path", "needs trainer.resume_from_path=…/global_step_N")
     elif not folder.is_dir():
-        report.refuse(at, "no such directory; to start afresh set trainer.resume_mode=auto")
+        report.refuse(at, "no such directory; name another one, or start afresh with trainer.resume_mode=disable")
     elif not any(any(folder.glob(name)) for name in complete):
         report.refuse(at, "holds no checkpoint (no manifest.json, no global_step_N)")
 

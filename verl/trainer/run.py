@@ -57,8 +57,10 @@ def run_guarded(config: RunConfig, work: str) -> int:
 
 def _run(config: RunConfig, tracking: Tracking, work: str) -> int:
     """The exit status of `work`; says how it ended in the records and, if not well, on stderr."""
+    earlier = None
     with interrupt.handled():
         try:
+            earlier = _newest(tracking.run_dir)
             pkgutil.resolve_name(work)(config, tracking)
             return 0
         except UserError as error:
@@ -72,38 +74,46 @@ def _run(config: RunConfig, tracking: Tracking, work: str) -> int:
             tracking.event("failed", error=f"{name}: {error}", traceback=traceback.format_exc())
             if not getattr(error, "explained", False):
                 traceback.print_exc()
-            words = [f"{name}: {str(error).rstrip('.')}", _further(config, tracking.run_dir)]
+            words = [f"{name}: {str(error).rstrip('.')}", _further(config, tracking.run_dir, earlier)]
             return _stopped(tracking, "failed", ". ".join(filter(None, words)), EXIT_FAILED)
         except BaseException:
             # Not only KeyboardInterrupt: libraries wrap one that comes in the middle of their work.
             if not interrupt.noted():
                 raise
-            return _stopped(tracking, "interrupted", _interrupted(config, tracking.run_dir), EXIT_INTERRUPTED)
+            how = _interrupted(config, _further(config, tracking.run_dir, earlier))
+            return _stopped(tracking, "interrupted", how, EXIT_INTERRUPTED)
         finally:
             tracking.close()
 
 
-def _interrupted(config: RunConfig, run_dir: Path) -> str:
+def _interrupted(config: RunConfig, further: str | None) -> str:
     """How to go on after an interruption."""
-    further = _further(config, run_dir)
     if config.entry in ("eval", "generation"):
         return "interrupted: the same command starts from the beginning"
     if further is None:
-        return (
-            "interrupted before a checkpoint was saved (trainer.save_freq): the same command starts from the beginning"
-        )
+        why = "interrupted before this run saved a checkpoint (trainer.save_freq)"
+        return f"{why}: the same command starts from the beginning"
     return f"interrupted. {further}"
 
 
-def _further(config: RunConfig, run_dir: Path) -> str | None:
-    """How to go on from the newest checkpoint, if there is one."""
-    from verl.checkpoint.read import newest_sealed
+def _newest(run_dir: Path) -> tuple[int, int, Path] | None:
+    """(serial, step, path) of the checkpoint of a run folder that was sealed last."""
+    from verl.checkpoint.write import sealed
 
-    saved = newest_sealed(run_dir)
-    if saved is None:
-        return None
-    option = " with trainer.resume_mode=auto" if config.select("trainer.resume_mode") != "auto" else ""
-    return f"Run the same command again{option} to go on from {saved}"
+    checkpoints = sealed(run_dir)
+    return checkpoints[-1] if checkpoints else None
+
+
+def _further(config: RunConfig, run_dir: Path, earlier: tuple[int, int, Path] | None) -> str | None:
+    """How to go on from the newest checkpoint that this run saved or, as `trainer.resume_mode` says, starts from; None
+    without one. earlier: the newest one when it began."""
+    mode, newest = config.select("trainer.resume_mode"), _newest(run_dir)
+    if newest is not None and (mode == "auto" or earlier is None or newest > earlier):
+        option = " with trainer.resume_mode=auto" if mode != "auto" else ""
+        return f"Run the same command again{option} to go on from {newest[2]}"
+    if mode == "resume_path":
+        return f"Run the same command again to go on from {config.select('trainer.resume_from_path')}"
+    return None
 
 
 def import_plugins(config: RunConfig) -> None:

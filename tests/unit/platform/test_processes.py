@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,18 @@ def test_setting_the_clock_makes_nobody_another_process(child, monkeypatch) -> N
     start, booted = processes.process_start_time(child.pid), psutil.boot_time()
     monkeypatch.setattr(_pslinux, "boot_time", lambda: booted + 3)
     assert processes.alive(child.pid, start)
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_no_trouble(tmp_path, monkeypatch, capfd) -> None:
+    """A run with a Ray of its own would print what `ls` says of it; `grep` names here one that is gone."""
+    folder, grep = tmp_path / "ray", tmp_path / "grep"
+    folder.mkdir()
+    found = 'case "$*" in *ray::*) echo /proc/4194305/cmdline;; *) exec ' + str(shutil.which("grep")) + ' "$@";; esac'
+    grep.write_text(f"#!/bin/sh\n{found}\n")
+    grep.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    processes.sweep_at_exit("cmdline", f"{folder}/", str(folder)).communicate()
+    assert not folder.exists() and capfd.readouterr() == ("", "")
 
 
 # -- output --------------------------------------------------------------------------------------------------

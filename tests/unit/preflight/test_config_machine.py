@@ -62,6 +62,36 @@ def test_devices(base, monkeypatch):
     only(problems(*base, "trainer.device=cuda"), "machine", "built without CUDA")
 
 
+def test_too_few_devices_name_the_pool_that_is_too_large(base, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    apart = ("algorithm.adv_estimator=gae", "critic.nnodes=1", "critic.n_gpus_per_node=2")
+    (found,) = problems(*base, *apart)
+    assert "3 devices asked for, found 2 cores, a rank needs one; lower critic.n_gpus_per_node, or " in found
+    wide = f"{ARR}.rollout.nnodes=2"
+    (found,) = problems(*base, wide)
+    assert f"machine: {wide}, {ARR}.rollout.n_gpus_per_node=1: 3 devices on 2 nodes" in found
+    assert "one machine with 2 cores" in found and found.endswith(f"or set {ARR}.rollout.nnodes=1")
+    both = problems(*base, wide, "trainer.nnodes=2")[0]
+    assert both.endswith(f"or set trainer.nnodes=1, {ARR}.rollout.nnodes=1")
+    one_each = (*apart[:2], f"{ARR}.rollout.nnodes=1")
+    (found,) = problems(*base, *one_each)
+    assert f"; share the trainer's devices ({ARR}.rollout.nnodes=0, critic.nnodes=0), or " in found
+    (found,) = problems(*base, "trainer.n_gpus_per_node=3")
+    assert "; lower trainer.n_gpus_per_node (1 needs no Ray), or " in found
+
+
+def test_cores_that_ray_is_told_of_count_for_processors_alone(base, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    argv, cores = [*base, "trainer.n_gpus_per_node=3"], "ray_kwargs.ray_init.num_cpus"
+    only(problems(*argv), "machine", "found 2 cores", f"let ranks share cores ({cores}=3)")
+    assert problems(*argv, f"{cores}=3") == []
+    only(problems(*argv, f"{cores}=2"), "machine", f"{cores}=2, a rank needs one")
+    only(problems(*argv, f"{cores}=0"), "machine", f"{cores}=0, a rank needs one")
+    assert problems(*base, f"{cores}=0") == [], "one process needs no Ray"
+    monkeypatch.setattr("verl.config.devices._nodes", lambda name: ["davinci0"] if name == "davinci" else [])
+    only(problems(*argv, "trainer.device=npu", f"{cores}=3"), "machine", "found 1 npu device;")
+
+
 def test_models_that_are_not_here(base, monkeypatch):
     report = check(load([*base, f"{ARR}.model.path=Org/Name"]))
     assert report.exit_code == 3 and "hf download Org/Name" in str(report.problems[0])

@@ -102,8 +102,11 @@ REFUSED = [
     ([f"{ARR}.rollout.do_sample=False"], ["set True"]),
     ([f"{ARR}.rollout.val_kwargs.do_sample=True"], ["temperature 0 is greedy"]),
     ([f"{ARR}.rollout.dtype=fp64"], ["none of float32", "nearest: fp16"]),
-    ([f"{ARR}.actor.fsdp_config.dtype=half"], ["rollout.dtype=half", "the native engine computes in"]),
-    ([f"{ARR}.rollout.dtype=half"], ["the native engine computes in float32 or bfloat16"]),
+    (
+        [f"{ARR}.actor.fsdp_config.dtype=half"],
+        [f"; set {ARR}.rollout.dtype=float32 or bfloat16 (null is the trainer's type, float16)"],
+    ),
+    ([f"{ARR}.rollout.dtype=half"], ["the native engine computes in float32 or bfloat16", "or leave it null"]),
     ([f"{ARR}.actor.fsdp_config.mixed_precision.param_dtype=bf61"], ["nearest: bf16"]),
     ([f"{ARR}.rollout.top_p=0"], ["above 0 and at most 1"]),
     ([f"{ARR}.rollout.top_p=1.1"], ["at most 1"]),
@@ -195,7 +198,10 @@ REFUSED = [
     ([f"+{ARR}.actor.optim.override_optimizer_config.lr=0.1"], ["override_optimizer_config.lr", "optim.lr"]),
     # 21
     (["trainer.resume_mode=resume_path"], ["needs trainer.resume_from_path"]),
-    (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"], ["no such directory"]),
+    (
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"],
+        ["no such directory", "start afresh with trainer.resume_mode=disable"],
+    ),
     # 25
     (["data.train_batch_size=17"], ["more than 16 rows", "lower it to 16"]),
     (["data.train_max_samples=4"], ["more than 4 rows"]),
@@ -247,6 +253,21 @@ def test_refused(base, tmp_path, monkeypatch, overrides, parts):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
     only(problems(*base, *words), "configuration", *parts)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.train_batch_size=0",
+        "trainer.logger=[console,wandbb]",
+        f"{ARR}.actor.ppo_mini_batch_size=0",
+        "data.max_response_length=0",
+    ],
+)
+def test_of_a_value_that_is_refused_nothing_more_is_said(base, word):
+    """Nor of the value that stands in for it, which the user never wrote."""
+    report = check(load([*base, word]))
+    assert len(report.problems) == 1 and report.notices == report.check_only == []
 
 
 # (sizes of four ranks, changes to the model, the key that is named, what is said): what the ranks would refuse
@@ -304,6 +325,64 @@ def test_the_references_layout_is_checked_where_there_is_one(base, monkeypatch):
     assert problems(*argv) == []
     argv.append(f"{ARR}.actor.use_kl_loss=True")
     only(problems(*argv), "configuration", f"{ARR}.ref.fsdp_config.fsdp_size=3", "does not divide the 4 ranks")
+
+
+# (sizes of a critic beside four ranks, changes to the model, the key that is named, what is said)
+CRITICS = [
+    ({"critic.model.fsdp_config.fsdp_size": 3}, {}, "does not divide the 4 ranks; use one of 1, 2, 4"),
+    (
+        {"critic.model.fsdp_config.tensor_parallel_size": 2, f"{ARR}.actor.fsdp_config.tensor_parallel_size": 2},
+        {"model_type": "qwen3_moe", "num_experts": 8},
+        "the model has experts, which are not cut so; set 1",
+    ),
+    (
+        {"critic.model.fsdp_config.expert_parallel_size": 4},
+        {"model_type": "qwen3_moe", "num_experts": 6},
+        "does not divide the model's 6 experts; use one of 1, 2, 3, 6",
+    ),
+    (
+        {"critic.ulysses_sequence_parallel_size": 3, "critic.nnodes": 1, "critic.n_gpus_per_node": 3},
+        {},
+        "does not divide the model's 4 attention heads; use one of 1, 2, 4",
+    ),
+    (
+        {"critic.model.fsdp_config.tensor_parallel_size": 2, "critic.nnodes": 1, "critic.n_gpus_per_node": 3},
+        {},
+        "does not divide the 3 ranks; use one of 1, 3 (its ranks: critic.nnodes=1, critic.n_gpus_per_node=3)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "changes", "text"), CRITICS)
+def test_a_critics_layout_is_checked_as_its_ranks_do(base, tmp_path, monkeypatch, sizes, changes, text):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    write_model(tmp_path / "model", **changes)
+    argv = [*base, CRITIC[0], "trainer.n_gpus_per_node=4", *(f"{key}={size}" for key, size in sizes.items())]
+    key, size = next(iter(sizes.items()))
+    found = [problem for problem in problems(*argv) if "critic." in problem]
+    only(found, "configuration", f"{key}={size}: {text}")
+
+
+def test_a_critics_model_is_looked_at_with_its_own_overrides(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    size, pool = "critic.ulysses_sequence_parallel_size=3", ("critic.nnodes=1", "critic.n_gpus_per_node=3")
+    argv = [*base, CRITIC[0], *pool, size]
+    assert problems(*argv, f"critic.model.path={write_model(tmp_path / 'other', num_attention_heads=6)}") == []
+    assert problems(*argv, "+critic.model.override_config.num_attention_heads=6") == []
+
+
+def test_a_size_that_follows_another_roles_names_that_one(base, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    actors, own = f"{ARR}.actor.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size"
+    argv = [*base, CRITIC[0], f"{actors}=2", "trainer.n_gpus_per_node=2", "critic.nnodes=1"]
+    argv += ["critic.n_gpus_per_node=1"]
+    inherited = f"Inherited from {actors}: set {own} itself"
+    only(problems(*argv), "configuration", f"{own}=2: does not divide the 1 ranks; use one of 1", inherited)
+    assert problems(*argv, f"{own}=1") == []
+    assert "Inherited" not in problems(*argv, f"{own}=2")[0]
+    only(problems(*base, CRITIC[0], f"{actors}=2"), "configuration", f"{actors}=2: does not divide the 1 ranks")
+    same = [*argv, "critic.n_gpus_per_node=2", f"{actors}=3"]
+    assert not [p for p in problems(*same) if "critic." in p], "said of the actor, which it follows"
 
 
 def test_the_ranks_that_remain_beside_another_cut_are_counted():

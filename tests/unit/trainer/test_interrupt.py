@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from verl import interrupt
+from verl.checkpoint.write import CheckpointWriter
 from verl.tracking.timer import Phases
 
 ROOT = Path(__file__).parents[3]
@@ -103,3 +104,59 @@ def test_before_there_is_a_run_a_signal_ends_the_command_without_a_traceback(ent
     command.append(("model" if entry == "sft_trainer" else "actor_rollout_ref.model") + ".path=/nowhere")
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "verl: interrupted\n")
+
+
+# -- how to go on --------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, step: int) -> None:
+    writer = CheckpointWriter(folder, step)
+    writer.fill({}, {})
+    assert writer.seal()
+
+
+def stopped_at_once(config, tracking) -> None:
+    send(signal.SIGINT)
+
+
+def stopped_after_a_checkpoint(config, tracking) -> None:
+    save(tracking.run_dir, 2)
+    send(signal.SIGINT)
+
+
+def failed(config, tracking) -> None:
+    raise RuntimeError("broken")
+
+
+FIRST = "interrupted before this run saved a checkpoint (trainer.save_freq): the same command starts from the beginning"
+GO_ON = "Run the same command again{} to go on from {{folder}}/global_step_{}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps", "work", "words"),
+    [
+        ("auto", [], stopped_at_once, FIRST),
+        ("auto", [3], stopped_at_once, GO_ON.format("", 3)),
+        ("auto", [3], stopped_after_a_checkpoint, GO_ON.format("", 2)),
+        ("auto", [3], failed, GO_ON.format("", 3)),
+        ("disable", [], stopped_at_once, FIRST),
+        ("disable", [3], stopped_at_once, FIRST),
+        ("disable", [3], failed, "RuntimeError: broken\n"),
+        ("disable", [3], stopped_after_a_checkpoint, GO_ON.format(" with trainer.resume_mode=auto", 2)),
+        ("disable", [2], stopped_after_a_checkpoint, GO_ON.format(" with trainer.resume_mode=auto", 2)),
+        ("resume_path", [1, 3], stopped_at_once, GO_ON.format("", 1)),
+        ("resume_path", [1, 3], stopped_after_a_checkpoint, GO_ON.format(" with trainer.resume_mode=auto", 2)),
+    ],
+)
+def test_what_a_run_offers_to_go_on_from_is_its_own(tmp_path, capsys, mode, steps, work, words) -> None:
+    """What an earlier run left in the folder is offered only where the same command goes on from it."""
+    from verl.config import load
+    from verl.trainer.run import run_guarded
+
+    for step in steps:
+        save(tmp_path, step)
+    argv = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]", f"trainer.resume_mode={mode}"]
+    argv += [f"trainer.resume_from_path={tmp_path}/global_step_1"] * (mode == "resume_path")
+    assert run_guarded(load(argv), f"{__name__}:{work.__name__}") == (1 if work is failed else 130)
+    last = capsys.readouterr().err.splitlines(keepends=True)[-1]
+    assert words.format(folder=tmp_path) in last and ("go on from" in last) == ("go on from" in words)

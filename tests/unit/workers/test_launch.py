@@ -45,8 +45,10 @@ def test_the_samplers_data_type_is_its_own_or_the_trainers(wanted, trainer, expe
 
 
 def test_a_data_type_the_sampler_does_not_have_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rollout\.dtype=float16"):
+    with pytest.raises(UserError, match=r"rollout\.dtype=float16: .*or leave it null for the trainer's"):
         sampler_dtype("native", "float16", "torch.float32")
+    with pytest.raises(UserError, match=r"set .*rollout\.dtype=float32 or bfloat16 \(null is .*, float16\)"):
+        sampler_dtype("native", None, "torch.float16")
 
 
 def test_a_reference_of_its_own_has_its_own_configuration(tmp_path) -> None:

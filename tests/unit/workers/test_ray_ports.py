@@ -17,6 +17,7 @@ import pytest
 from tests.chaos.fork_server import ForkServer, until
 from tests.ray_cluster import forking
 from tests.runs import TinyRun
+from verl.errors import UserError
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -128,9 +129,29 @@ def test_rays_folder_is_private_and_nothing_of_it_outlives_a_killed_driver(monke
     until(lambda: not folder.exists() and not left(), timeout=15)
 
 
+def test_rays_cores_are_enough_for_the_ranks_of_every_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.config import load
+    from verl.workers.ray import cluster
+
+    class Asked(Exception): ...
+
+    def init(num_cpus: int, **_: object) -> None:
+        raise Asked(num_cpus)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.setattr(cluster, "usable", lambda: 1)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    rollout, teachers = "actor_rollout_ref.rollout", "distillation"
+    words = ["trainer.n_gpus_per_node=2", f"{rollout}.nnodes=1", "critic.enable=True", "critic.nnodes=1"]
+    words += [f"{teachers}.enabled=True", f"{teachers}.nnodes=1", f"{teachers}.n_gpus_per_node=3"]
+    with pytest.raises(UserError) as failed:
+        cluster.Cluster(load(words), "cpu")
+    assert failed.value.__cause__.args == (2 + 2 + 2 + 3,)
+
+
 def test_an_option_that_ray_does_not_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.config import load
-    from verl.errors import UserError
     from verl.workers.ray.cluster import Cluster
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -27,7 +27,7 @@ from verl.platform.host_resources import DEFAULTS, usable
 from verl.platform.network import check_reachable
 from verl.platform.processes import sweep_at_exit
 from verl.versions import refuse_holes
-from verl.workers.cluster_needs import no_cluster
+from verl.workers.cluster_needs import no_cluster, resource_requests
 from verl.workers.ray.calls import joined, within
 
 LOOPBACK = "127.0.0.1"
@@ -72,8 +72,7 @@ class Cluster:
         self._own_token = False
         self._sweeper: subprocess.Popen[bytes] | None = None
         self._timeline = config.ray_kwargs.timeline_json_file
-        trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-        processes = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
+        processes = sum(pool.nodes * pool.devices for pool in resource_requests(config))
         self._connect(address_of(config), dict(config.ray_kwargs.ray_init), processes)
 
     def _connect(self, address: str, settings: dict[str, Any], processes: int) -> None:

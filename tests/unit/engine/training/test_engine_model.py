@@ -21,6 +21,7 @@ from tests.unit.engine.training.engine_cases import (
 from verl.engine.training.activations import ActivationMemory
 from verl.engine.training.fsdp.engine import FSDPEngine
 from verl.errors import UserError
+from verl.models import pretrained
 
 GROUPS = [(7, [5, 9, 1, 0, 3]), (1, [4]), (12, [6, 6]), (3, [0, 0]), (5, [2, 11, 40])]
 FP32 = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 1e-3}, "grad_clip": 0.0}
@@ -134,6 +135,16 @@ def test_recomputing_layers_does_not_wake_their_dropout(tmp_path):
 
     engine.step(rows, loss, temperature=1.0)
     torch.testing.assert_close(torch.cat(seen), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error:.*gradient_checkpointing_enable.*")
+def test_layers_are_recomputed_by_the_name_that_the_installed_transformers_has(tmp_path):
+    _, engine = build(tmp_path, model={"enable_gradient_checkpointing": True})
+    assert all(layer.gradient_checkpointing for layer in pretrained.checkpoint_layers(engine.module))
+    asked = []
+    older = SimpleNamespace(gradient_checkpointing_enable=asked.append)
+    pretrained.recompute_layers(older, {"use_reentrant": False})
+    assert asked == [{"use_reentrant": False}]
 
 
 def test_what_a_pass_keeps_is_measured_where_it_fits() -> None:

@@ -200,7 +200,7 @@ class FSDPEngine(ScheduledEngine):
             self._checkpointing = False
         if self._checkpointing is not False and self._layers:
             options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._both_contexts}
-            self.module.gradient_checkpointing_enable(options)
+            pretrained.recompute_layers(self.module, options)
             pretrained.switch_off_dropout(self._layers)
             self._measure_activations()
         with self._autocast() if self._sharded else nullcontext():
