@@ -269,8 +269,12 @@ def test_an_adapter_is_written_anew_where_its_folder_was_deleted() -> None:
 
 def test_a_program_that_floods_and_leaves_a_process_behind(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(
-        "import json, os, subprocess, sys\n"
+        "import json, os, subprocess, sys, urllib.request\n"
         "subprocess.Popen(['sleep', '3'], start_new_session=True)\n"
+        "body = json.dumps({'messages': [{'role': 'user', 'content': 'Well?'}]}).encode()\n"
+        "kind = {'Content-Type': 'application/json'}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "urllib.request.urlopen(urllib.request.Request(url, body, kind)).read()\n"
         "for _ in range(3000): print('x' * 10_000)\n"
         "print(json.dumps({'reward': 0.5}))\n"
     )

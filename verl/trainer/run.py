@@ -91,8 +91,10 @@ def _interrupted(config: RunConfig, further: str | None) -> str:
     if config.entry in ("eval", "generation"):
         return "interrupted: the same command starts from the beginning"
     if further is None:
-        why = "interrupted before this run saved a checkpoint (trainer.save_freq)"
-        return f"{why}: the same command starts from the beginning"
+        return (
+            "interrupted before this run saved a checkpoint (trainer.save_freq): the same command starts from the "
+            "beginning"
+        )
     return f"interrupted. {further}"
 
 
