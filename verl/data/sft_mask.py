@@ -19,6 +19,7 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 _PROBE = {"role": "user", "content": "a"}
 _BLANKS = re.compile(r"\s*")
+_WAY_OUT = "data.ignore_input_ids_mismatch=True learns the turns as they are rendered one by one"
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
@@ -27,21 +28,35 @@ class TurnFinder:
 
     def __init__(self, renderer: ChatRenderer):
         self.renderer = renderer
-        self._headers: dict[str, tuple[str, ...]] = {}
+        self._frames: dict[str, tuple[tuple[str, ...], str]] = {}
 
     def headers(self, **options: Any) -> tuple[str, ...]:
         """What the template writes before an answer: the generation prompt, and it without its think block.
 
         Templates leave the think block out of earlier turns, so both occur in one dialogue.
         """
+        return self._frame(options)[0]
+
+    def _frame(self, options: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+        """(headers, what the template writes after a dialogue that no generation prompt follows)."""
         key = repr(sorted(options.items()))
-        if key not in self._headers:
+        if key not in self._frames:
             bare = self.renderer.text([_PROBE], generation=False, **options)
             prompt = self.renderer.text([_PROBE], generation=True, **options)
-            header = prompt[len(bare) :] if prompt.startswith(bare) else ""
+            # Some templates (Phi's) write either the generation prompt or an end of text.
+            before = bare if prompt.startswith(bare) else self._unended(bare)
+            header = prompt[len(before) :] if prompt.startswith(before) else ""
             role = header.split("<think>")[0]
-            self._headers[key] = (header, role) if role and role != header else (header,)
-        return self._headers[key]
+            headers = (header, role) if role and role != header else (header,)
+            self._frames[key] = headers, bare[len(before) :] if header else ""
+        return self._frames[key]
+
+    def _unended(self, text: str) -> str:
+        """`text` without blanks and the special token at its end."""
+        tokenizer, text = self.renderer.tokenizer, text.rstrip()
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        ends = [len(token) for token in special.union(tokenizer.all_special_tokens) if text.endswith(token)]
+        return text[: len(text) - max(ends, default=0)]
 
     def spans(self, messages: Messages, text: str, **options: Any) -> list[Span]:
         """[start, end of content) of every assistant turn of `text`, the rendering of `messages`.
@@ -51,87 +66,107 @@ class TurnFinder:
         spans: list[Span] = []
         cursor = 0
         for number in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
-            start = self._start(messages[:number], text, cursor, options)
-            end = self._end(messages[: number + 1], text, start, options) if start is not None else None
-            if start is None or end is None:
-                detail = f"turn {number} is rendered differently in the whole dialogue"
-                raise BadRow("assistant span not found", detail)
-            spans.append((start, end))
-            cursor = end
+            place = self._place(messages[:number], text, cursor, options)
+            span = None if place is None else self._span(messages[: number + 1], text, place, options)
+            if span is None:
+                problem = f"turn {number} is rendered differently in the whole dialogue"
+                if place is None:
+                    problem = f"the generation prompt, {self.headers(**options)[-1]!r}, is not before turn {number}"
+                raise BadRow("assistant span not found", f"{problem}; {_WAY_OUT}")
+            spans.append(span)
+            cursor = span[1]
         return spans
 
-    def _start(self, before: Messages, text: str, cursor: int, options: Mapping[str, Any]) -> int | None:
+    def _place(self, before: Messages, text: str, cursor: int, options: Mapping[str, Any]) -> int | None:
+        """Where the header of the turn after `before` begins."""
         headers = self.headers(**options)
         base = self._rendered(before, options)
-        if base is not None and len(base) >= cursor and text.startswith(base):
-            for header in headers:
-                if text.startswith(header, len(base)):
-                    return len(base) + len(header)
-        starts = [(text.find(header, cursor), -len(header)) for header in headers if header]
-        starts = [(place, size) for place, size in starts if place >= 0]
-        return min(starts)[0] - min(starts)[1] if starts else None
+        if base is not None and len(base) >= cursor and text.startswith(base) and text.startswith(headers, len(base)):
+            return len(base)
+        places = [text.find(header, cursor) for header in headers if header]
+        return min((place for place in places if place >= 0), default=None)
 
-    def _end(self, upto: Messages, text: str, start: int, options: Mapping[str, Any]) -> int | None:
-        if not upto[-1].get("tool_calls"):
-            return _content_end(text, start, upto[-1])
-        whole = self._rendered(upto, options)
-        if whole is None or not text.startswith(whole) or len(whole) <= start:
+    def _span(self, upto: Messages, text: str, place: int, options: Mapping[str, Any]) -> Span | None:
+        """The last turn of `upto`, whose header begins at `place`. It is learned from behind the longest header there;
+        its content is looked for behind the shortest, where a think block is whole that the longest begins."""
+        message = upto[-1]
+        begins = [place + len(header) for header in self.headers(**options) if text.startswith(header, place)]
+        if not begins:
             return None
-        turn = whole.rstrip()
-        last = next((t for t in self.renderer.tokenizer.all_special_tokens if turn.endswith(t)), "")
-        return len(turn) - len(last)
+        start = begins[0]
+        ends = [_content_end(text, begin, start, message) for begin in reversed(begins)]
+        end = next((end for end in ends if end is not None), None)
+        calls, content = message.get("tool_calls"), str(message["content"]).strip()
+        if end is None or calls or not content:  # no content is found at once, before all that is written of the turn
+            written = self._written_end(upto, text, start, options)
+            end = end if written is None and not calls else written
+        return None if end is None else (start, end)
+
+    def _written_end(self, upto: Messages, text: str, start: int, options: Mapping[str, Any]) -> int | None:
+        """Where the last turn of `upto` ends if `text` has at `start` what the template writes of it as a last turn,
+        or of that what follows its thoughts, which templates leave out of earlier turns."""
+        whole = self._rendered(upto, options)
+        base = text[:start]
+        if whole is not None and not whole.startswith(base):  # earlier turns differ, too
+            base = self._rendered(upto[:-1], options) or base
+        if whole is None or not whole.startswith(base):
+            return None
+        turn = self._unended(whole)[len(base) :]
+        if text.startswith(turn, start):
+            return start + len(turn)
+        blanks = _BLANKS.match(text, start)
+        begin = start if blanks is None else blanks.end()
+        marks = re.compile("|".join(map(re.escape, ("</think>", *filter(None, self.headers(**options))))))
+        rests = [turn[mark.end() :].lstrip() for mark in marks.finditer(turn)]
+        return next((begin + len(rest) for rest in rests if text.startswith(rest, begin)), None)
 
     def openers(self) -> set[int]:
         """Ids of the tokens that open a user or an assistant turn: they never end one."""
         tokenizer = self.renderer.tokenizer
-        try:
-            once, twice = (self.renderer.text([_PROBE] * n, generation=False) for n in (1, 2))
-        except BadRow:  # a template that wants turns to alternate tells nothing about user turns here
-            once = twice = ""
-        pieces = [twice[len(once) :], *self.headers()]
+        once, twice = (self._rendered([_PROBE] * n, {}) for n in (1, 2))
+        # A template that wants turns to alternate tells nothing about user turns here.
+        pieces = [twice[len(once) :] if once and twice else "", *self.headers()]
         ids = [tokenizer(piece, add_special_tokens=False)["input_ids"][:1] for piece in pieces if piece]
         return {int(first) for first_ids in ids for first in first_ids} - {tokenizer.eos_token_id}
 
     def _rendered(self, before: Messages, options: Mapping[str, Any]) -> str | None:
-        if not before:
-            return ""
+        """`before` as it begins a longer dialogue; None where the template refuses a dialogue that ends there."""
         try:
-            return self.renderer.text(before, generation=False, **options)
-        except BadRow:  # some templates refuse a dialogue that ends early; the header search remains
+            return self._bare(before, options) if before else ""
+        except BadRow:
             return None
+
+    def _bare(self, messages: Messages, options: Mapping[str, Any]) -> str:
+        text = self.renderer.text(messages, generation=False, **options)
+        return text.removesuffix(self._frame(options)[1])
 
     def turns_alone(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
         """The dialogue as its turns rendered one by one and joined, and the assistant spans in that."""
-        once = self.renderer.text([_PROBE], generation=False, **options)
-        twice = self.renderer.text([_PROBE, _PROBE], generation=False, **options)
+        once, twice = self._bare([_PROBE], options), self._bare([_PROBE, _PROBE], options)
         preamble = once[: len(once) - (len(twice) - len(once))]
         text, spans = "", []
         for number, message in enumerate(messages):
-            piece = self.renderer.text([message], generation=False, **options)
+            piece = self._bare([message], options)
             opening = len(preamble) if piece.startswith(preamble) else 0
             cut = opening if number else 0
             if message["role"] == "assistant":
-                start, end = self._within(piece, opening, message, number, options)
-                spans.append((len(text) + start - cut, len(text) + end - cut))
+                span = self._span([message], piece, opening, options)
+                if span is None:
+                    problem = f"turn {number}, rendered alone, does not hold its content"
+                    raise BadRow("assistant span not found", f"{problem}; change the tokenizer's chat template")
+                spans.append((len(text) + span[0] - cut, len(text) + span[1] - cut))
             text += piece[cut:]
-        return text, spans
-
-    def _within(self, piece: str, opening: int, message: Message, number: int, options: Any) -> Span:
-        for header in self.headers(**options):
-            if piece.startswith(header, opening):
-                end = _content_end(piece, opening + len(header), message)
-                if end is not None:
-                    return opening + len(header), end
-        raise BadRow("assistant span not found", f"turn {number}, rendered alone, does not hold its content")
+        return text + self._frame(options)[1], spans
 
 
-def _content_end(text: str, start: int, message: Message) -> int | None:
-    """Where the turn's content ends in `text`: at once, or after a think block that the template wrote."""
+def _content_end(text: str, begin: int, least: int, message: Message) -> int | None:
+    """Where the turn's content ends in `text`, not before `least`: it is at `begin`, or after a think block there that
+    the template wrote."""
     content = str(message["content"]).strip()
     answer = content.split("</think>")[-1].strip()
     for lead, visible in ((_BLANKS, content), (_THOUGHT, content), (_THOUGHT, answer), (_BLANKS, answer)):
-        match = lead.match(text, start)
-        if match is not None and text.startswith(visible, match.end()):
+        match = lead.match(text, begin)
+        if match is not None and text.startswith(visible, match.end()) and match.end() + len(visible) >= least:
             return match.end() + len(visible)
     return None
 

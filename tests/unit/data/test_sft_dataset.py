@@ -28,6 +28,22 @@ THINKING = (
     "{%- if enable_thinking is defined and not enable_thinking -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}"
     "{%- endif -%}"
 )
+# The generation prompt begins the thought (QwQ, Qwen3's thinking models).
+THINKS = THINKING.partition("{%- if add_generation_prompt -%}")[0] + (
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}"
+)
+# Where no generation prompt follows, the text ends (Phi).
+ENDS = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- else -%}{{ eos_token }}{%- endif -%}"
+)
+# What the model writes begins with a channel (gpt-oss).
+CHANNELS = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] }}"
+    "{%- if m['role'] == 'assistant' -%}{{ '<|channel|>final' }}{%- endif -%}"
+    "{{ '<|message|>' + m['content'] + '<|im_end|>' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant' }}{%- endif -%}"
+)
 # No generation prompt at all, alternating turns enforced, the end token after a blank.
 INST = (
     "{%- for m in messages -%}"
@@ -104,6 +120,27 @@ def test_thinking_template_whole_rendering_wins(tmp_path: Path) -> None:
     assert "long" not in data.tokenizer.decode(data[0].ids)
     plain = dataset(tmp_path, [{"messages": turns("q", "one", "r", "two")}], template=THINKING)
     assert learned(plain) == ["one<|im_end|>", "<think>\n\n</think>\n\ntwo<|im_end|>"]
+
+
+@pytest.mark.parametrize("alone", [[], ["data.ignore_input_ids_mismatch=True"]])
+@pytest.mark.parametrize(
+    ("template", "answers", "expected"),
+    [
+        (THINKS, ("one", "two"), ["one<|im_end|>", "\n</think>\n\ntwo<|im_end|>"]),
+        (THINKS, ("<think>a</think>one", "<think>b</think>two"), ["one<|im_end|>", "b\n</think>\n\ntwo<|im_end|>"]),
+        (THINKS, ("", "two"), ["<|im_end|>", "\n</think>\n\ntwo<|im_end|>"]),
+        (ENDS, ("one", "two"), ["one<|im_end|>", "two<|im_end|>"]),
+        (ENDS, ("<think>a</think>one", ""), ["<think>a</think>one<|im_end|>", "<|im_end|>"]),
+        (CHANNELS, ("one", "two"), [f"<|channel|>final<|message|>{c}<|im_end|>" for c in ("one", "two")]),
+    ],
+)
+def test_generation_prompts_that_differ_from_the_header_of_a_turn(
+    tmp_path: Path, template: str, answers: tuple[str, str], expected: list[str], alone: list[str]
+) -> None:
+    data = dataset(tmp_path, [{"messages": turns("q", answers[0], "r", answers[1])}], *alone, template=template)
+    assert learned(data) == expected
+    once = dataset(tmp_path, [{"messages": turns("q", answers[1])}], *alone, template=template)
+    assert learned(once) == expected[1:]
 
 
 def test_thinking_switched_off_by_row_and_by_default(tmp_path: Path) -> None:
