@@ -34,9 +34,9 @@ def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0
     """Text that names the options most similar to `name`, whatever its case; "" if none is like it. One with the same
     letters comes first: two of them changed places."""
     lowered = {option.lower(): option for option in reversed(list(options))}
-    written = str(name).lower()
-    swapped = [option for option in lowered if sorted(option) == sorted(written)]
-    similar = difflib.get_close_matches(written, list(lowered), count, cutoff)
+    lower_name = str(name).lower()
+    swapped = [option for option in lowered if sorted(option) == sorted(lower_name)]
+    similar = difflib.get_close_matches(lower_name, list(lowered), count, cutoff)
     matches = list(dict.fromkeys([*swapped, *similar]))[:count]
     return f"; nearest: {', '.join(lowered[match] for match in matches)}" if matches else ""
 

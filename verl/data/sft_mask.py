@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,16 @@ class TurnFinder:
             self._frames[key] = headers, bare[len(before) :] if header else ""
         return self._frames[key]
 
+    @cached_property
+    def _special(self) -> set[str]:
+        tokenizer = self.renderer.tokenizer
+        marked = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        return marked.union(tokenizer.all_special_tokens)
+
     def _unended(self, text: str) -> str:
         """`text` without blanks and the special token at its end."""
-        tokenizer, text = self.renderer.tokenizer, text.rstrip()
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        ends = [len(token) for token in special.union(tokenizer.all_special_tokens) if text.endswith(token)]
-        return text[: len(text) - max(ends, default=0)]
+        text = text.rstrip()
+        return text[: len(text) - max((len(token) for token in self._special if text.endswith(token)), default=0)]
 
     def spans(self, messages: Messages, text: str, **options: Any) -> list[Span]:
         """[start, end of content) of every assistant turn of `text`, the rendering of `messages`.
@@ -87,38 +92,42 @@ class TurnFinder:
         return min((place for place in places if place >= 0), default=None)
 
     def _span(self, upto: Messages, text: str, place: int, options: Mapping[str, Any]) -> Span | None:
-        """The last turn of `upto`, whose header begins at `place`. It is learned from behind the longest header there;
-        its content is looked for behind the shortest, where a think block is whole that the longest begins."""
+        """The last turn of `upto`, whose header begins at `place`, from behind the longest header that is there.
+
+        Its content is looked for behind the shortest first: only there is a think block whole that the generation
+        prompt begins, and thoughts that begin as the answer does are not taken for it.
+        """
         message = upto[-1]
         begins = [place + len(header) for header in self.headers(**options) if text.startswith(header, place)]
         if not begins:
             return None
         start = begins[0]
-        ends = [_content_end(text, begin, start, message) for begin in reversed(begins)]
-        end = next((end for end in ends if end is not None), None)
-        calls, content = message.get("tool_calls"), str(message["content"]).strip()
-        if end is None or calls or not content:  # no content is found at once, before all that is written of the turn
-            written = self._written_end(upto, text, start, options)
-            end = end if written is None and not calls else written
-        return None if end is None else (start, end)
+        content_ends = (
+            [] if message.get("tool_calls") else [_content_end(text, b, start, message) for b in reversed(begins)]
+        )
+        ends = [end for end in content_ends if end is not None][:1]
+        # Content that is empty is found at once, before all that the template writes of such a turn.
+        if not ends or not str(message["content"]).strip():
+            turn_end = self._written_end(upto, text, start, options)
+            ends += [] if turn_end is None else [turn_end]
+        return (start, max(ends)) if ends else None
 
     def _written_end(self, upto: Messages, text: str, start: int, options: Mapping[str, Any]) -> int | None:
-        """Where the last turn of `upto` ends if `text` has at `start` what the template writes of it as a last turn,
-        or of that what follows its thoughts, which templates leave out of earlier turns."""
-        whole = self._rendered(upto, options)
-        base = text[:start]
-        if whole is not None and not whole.startswith(base):  # earlier turns differ, too
+        """Where the last turn of `upto` ends, if `text` holds at `start` what the template writes of it where it is
+        the last of all; or the part of that behind thoughts, which templates leave out of earlier turns."""
+        whole, base = self._rendered(upto, options), text[:start]
+        if whole is not None and not whole.startswith(base):  # templates leave out thoughts before this turn, too
             base = self._rendered(upto[:-1], options) or base
         if whole is None or not whole.startswith(base):
             return None
         turn = self._unended(whole)[len(base) :]
         if text.startswith(turn, start):
             return start + len(turn)
-        blanks = _BLANKS.match(text, start)
-        begin = start if blanks is None else blanks.end()
-        marks = re.compile("|".join(map(re.escape, ("</think>", *filter(None, self.headers(**options))))))
-        rests = [turn[mark.end() :].lstrip() for mark in marks.finditer(turn)]
-        return next((begin + len(rest) for rest in rests if text.startswith(rest, begin)), None)
+        begin = start + len(text[start:]) - len(text[start:].lstrip())
+        # Thoughts end with </think>, or are a message of their own, after which the header is repeated.
+        marks = "|".join(re.escape(mark) for mark in ("</think>", *self.headers(**options)) if mark)
+        rests = [turn[mark.end() :].lstrip() for mark in re.finditer(marks, turn)]
+        return next((begin + len(rest) for rest in rests if rest and text.startswith(rest, begin)), None)
 
     def openers(self) -> set[int]:
         """Ids of the tokens that open a user or an assistant turn: they never end one."""
@@ -152,8 +161,8 @@ class TurnFinder:
             if message["role"] == "assistant":
                 span = self._span([message], piece, opening, options)
                 if span is None:
-                    problem = f"turn {number}, rendered alone, does not hold its content"
-                    raise BadRow("assistant span not found", f"{problem}; change the tokenizer's chat template")
+                    problem = f"turn {number}, rendered alone, has no content behind the generation prompt"
+                    raise BadRow("assistant span not found", f"{problem}; change the model's chat_template.jinja")
                 spans.append((len(text) + span[0] - cut, len(text) + span[1] - cut))
             text += piece[cut:]
         return text + self._frame(options)[1], spans

@@ -184,8 +184,8 @@ class _Sampled:
             self._drawn.append(0)
         if epoch >= len(self._given):
             self._start(epoch)
-        given, taken = self._given[epoch], self._drawn[epoch]
-        row = given[taken] if taken < len(given) else None
+        rows, place = self._given[epoch], self._drawn[epoch]
+        row = rows[place] if place < len(rows) else None
         if row is None and epoch == len(self._given) - 1:
             row = self._next()
         self._drawn[epoch] += row is not None

@@ -105,27 +105,28 @@ def _one_machine(report: Report, kind: str, here: int) -> None:
     if report.rollout.nnodes:
         pools.append(OwnPool(report.rollout_key, report.rollout.nnodes, report.rollout.n_gpus_per_node))
     pools += own_pools(report.config).values() if report.ppo else []
-    found = counted(here, "core" if kind == "cpu" else f"{kind} device")
+    devices = counted(here, "core" if kind == "cpu" else f"{kind} device")
     if wide := [pool for pool in pools if pool.nodes > 1]:
-        asked = f"{sum(pool.devices for pool in pools)} devices on {max(pool.nodes for pool in wide)} nodes"
+        requested = f"{sum(pool.devices for pool in pools)} devices on {max(pool.nodes for pool in wide)} nodes"
         report.lacks(
             ", ".join(map(str, wide)),
-            f"{asked} need a Ray cluster, and this is one machine with {found}: start Ray on each node "
+            f"{requested} need a Ray cluster, and this is one machine with {devices}: start Ray on each node "
             f"(examples/ray_start.sh) and set RAY_ADDRESS, or set {', '.join(f'{p.keys}.nnodes=1' for p in wide)}",
         )
     elif kind != "cpu":
         if here:  # none at all is said elsewhere
-            _enough(report, pools, here, f"found {found}", [])
+            _enough(report, pools, here, f"found {devices}", [])
     else:  # a rank is a process and can share a core: how many Ray counts is for the user to say
-        told = report.config.select(_CORES) if report.several else None
-        found, here = (f"{_CORES}={told}", told) if isinstance(told, int) else (f"found {found}", here)
+        num_cpus, available = report.config.select(_CORES) if report.several else None, f"found {devices}"
+        if isinstance(num_cpus, int):
+            available, here = f"{_CORES}={num_cpus}", num_cpus
         share = f"let ranks share cores ({_CORES}={sum(pool.devices for pool in pools)})"
-        _enough(report, pools, here, f"{found}, a rank needs one", [share])
+        _enough(report, pools, here, f"{available}, a rank needs one", [share])
 
 
-def _enough(report: Report, pools: list[OwnPool], here: int, found: str, advice: list[str]) -> None:
-    """Pools, the trainer's first, are not larger together than what is here, which `found` says in words. advice: what
-    else helps."""
+def _enough(report: Report, pools: list[OwnPool], here: int, available: str, advice: list[str]) -> None:
+    """Pools, the trainer's first, are not larger together than what is here, which `available` says in words. advice:
+    what else helps."""
     needed = sum(pool.devices for pool in pools)
     if needed <= here:
         return
@@ -137,7 +138,7 @@ def _enough(report: Report, pools: list[OwnPool], here: int, found: str, advice:
         shared = ", ".join(f"{pool.keys}.{switches.get(pool.keys, 'nnodes=0')}" for pool in pools[1:])
         steps.append(f"share the trainer's devices ({shared})")
     steps += [*advice, "set RAY_ADDRESS to a cluster that has them"]
-    report.lacks(", ".join(map(str, pools)), f"{needed} devices asked for, {found}; {', or '.join(steps)}")
+    report.lacks(", ".join(map(str, pools)), f"{needed} devices asked for, {available}; {', or '.join(steps)}")
 
 
 def _open_files(report: Report, sizes: str) -> None:

@@ -150,9 +150,9 @@ def _loops(report: Report) -> None:
             report.refuse(where if where == key else f"{where} {name!r}", str(error))
     libraries = report.model.external_lib if report.model is not None else None
     modules = [libraries] if isinstance(libraries, str) else libraries or []
-    own = {*listed, *(name for module in modules for name in loops.of_module(module))}
-    if report.rollout is None or not own or report.config.select("data.custom_cls.path"):
+    of_user = {*listed, *(name for module in modules for name in loops.of_module(module))}
+    if report.rollout is None or not of_user or report.config.select("data.custom_cls.path"):
         return
-    if not own & {report.rollout.agent.default_agent_loop, *report.agent_names}:
-        why = f"no row chooses one; set {key}={min(own)}, or give the rows a column agent_name"
-        report.notice(f"no effect: the agent loops {', '.join(sorted(own))}: {why}")
+    if not of_user & {report.rollout.agent.default_agent_loop, *report.agent_names}:
+        why = f"no row chooses one; set {key}={min(of_user)}, or give the rows a column agent_name"
+        report.notice(f"no effect: the agent loops {', '.join(sorted(of_user))}: {why}")

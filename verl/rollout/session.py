@@ -256,8 +256,8 @@ class Session:
             limits = f"data.max_response_length={most}, rollout.max_model_len={longest}"
             raise OutOfTokens(f"the dialogue's {place.total} tokens leave no room for another turn ({limits})")
         if room < most and not self.segments():
-            left = f"rollout.max_model_len={longest} leaves {room} of data.max_response_length={most} for its turns"
-            warn_once("first prompt", "long", f"it has {place.total} tokens: {left}", of="dialogue")
+            budget = f"rollout.max_model_len={longest} leaves {room} of data.max_response_length={most} for its turns"
+            warn_once("first prompt", "long", f"it has {place.total} tokens: {budget}", of="dialogue")
         return replace(params, max_tokens=min(room, params.max_tokens, self.setup.longest_turn or room))
 
     def _room(self, place: Place) -> int:

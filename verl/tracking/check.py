@@ -38,8 +38,8 @@ def check(config: Root, report: Report) -> None:
 
 
 def _trackers(report: Report) -> None:
-    known = report.keys["trainer.logger"].about["options"]
-    for name in filter(known.__contains__, report.trainer.logger):  # `values` refuses the others
+    options = report.keys["trainer.logger"].about["options"]
+    for name in filter(options.__contains__, report.trainer.logger):  # `values` refuses the others
         if name not in LOGGERS:
             trouble = "not in this release, left out; metrics.jsonl has everything"
         elif name not in ("console", "file") and importlib.util.find_spec(name) is None:

@@ -242,16 +242,16 @@ def _policy_layout(report: Report) -> None:
 def _critic_layout(report: Report, together: int) -> None:
     """A critic on the policy's ranks has their rows, which as many of them share as share the actor's."""
     critic, pool = placement(report.config.critic, "critic"), own_pools(report.config).get("critic")
-    found = list(rank_problems(critic, pool.devices if pool is not None else report.world))
+    problems = list(rank_problems(critic, pool.devices if pool is not None else report.world))
     if pool is None and critic.ranks_per_row != together:
         message = (
             f"= {critic.ranks_per_row} devices share a row of the critic and {together} one of the actor on the same "
             "devices; make them equal, or give the critic devices of its own (critic.nnodes)"
         )
         report.refuse(f"{critic.at('sequence')} × {critic.at('tensor')}", message)
-        others = critic.at("expert"), critic.at("shard")
-        found = [(key, message) for key, message in found if key in others]
-    _refuse_sizes(report, found, f" (its ranks: {pool})" if pool is not None else "")
+        kept_sizes = critic.at("expert"), critic.at("shard")
+        problems = [(key, message) for key, message in problems if key in kept_sizes]
+    _refuse_sizes(report, problems, f" (its ranks: {pool})" if pool is not None else "")
     _refuse_sizes(report, _misfits(critic, report.config.critic.strategy, _critic_facts(report)))
 
 
@@ -277,10 +277,10 @@ def _misfits(role: Placement, strategy: str, facts: ModelFacts | None) -> Iterat
         yield from TRAINING_ENGINES[strategy].misfits(role, model)
 
 
-def _refuse_sizes(report: Report, found: Iterable[tuple[str, str]], where: str = "") -> None:
+def _refuse_sizes(report: Report, problems: Iterable[tuple[str, str]], where: str = "") -> None:
     """Refuse sizes (key=value, or several with × between them, and what is wrong). A size that nobody gave the role
     follows another role's: the message names that one, and what was said of that one is not said again."""
-    for text, message in found:
+    for text, message in problems:
         keys = {word.partition("=")[0] for word in text.split(" × ")} & report.keys.keys()
         leaders = {key: report.keys[key].about.get("same_as") for key in sorted(keys) if not report.was_set(key)}
         followed = {key: leader for key, leader in leaders.items() if leader}
