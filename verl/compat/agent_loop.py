@@ -117,10 +117,6 @@ class ServerManager:
 AsyncLLMServerManager = ServerManager  # by the public name
 
 
-_OF_EXTRA_INFO: dict[str, Any] = {"index": 0, "tools_kwargs": {}, "interaction_kwargs": {}}
-"""Keywords that the public data set makes of `extra_info`."""
-
-
 class AgentLoopBase(AgentLoop):
     """Base of loops; one instance serves one response.
 
@@ -181,7 +177,11 @@ class AgentLoopBase(AgentLoop):
         sampling: Any = Map(asdict(self.session.sampling), logprobs=True)
         columns = {key: value for key, value in row["columns"].items() if key not in AGENT_LOOP_ARGUMENTS}
         extra = row["extra_info"] or {}
-        of_dataset = {name: extra.get(name, default) for name, default in _OF_EXTRA_INFO.items()}
+        of_dataset = {  # keywords that the public data set makes of `extra_info`
+            "index": extra.get("index", 0),
+            "tools_kwargs": extra.get("tools_kwargs") or {},
+            "interaction_kwargs": extra.get("interaction_kwargs") or {},
+        }
         returned: Any = await self.run(sampling, **of_dataset | columns | row)
         if isinstance(returned, Outcome):
             return returned

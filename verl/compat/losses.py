@@ -179,22 +179,20 @@ def agg_loss(
 ) -> Tensor:
     """`verl.algorithms.flat_tokens.aggregate` of per-token terms [b, L] under a mask [b, L]; without loss_scale_factor
     H is L. In a policy loss that the trainer calls, without counts, they are those of its mini-batch."""
+    arguments = {
+        "dp_size": dp_size,
+        "batch_num_tokens": batch_num_tokens,
+        "global_batch_size": global_batch_size,
+        "loss_scale_factor": loss_scale_factor,
+        "trajectory_tokens": trajectory_tokens,
+    }
+    counts = {name: value for name, value in arguments.items() if value is not None}
     running = _RUNNING.get()
-    if (
-        running is not None
-        and running.counts
-        and dp_size == 1
-        and batch_num_tokens is None
-        and global_batch_size is None
-    ):
+    if running is not None and dp_size == 1 and not counts.keys() & {"batch_num_tokens", "global_batch_size"}:
         running.used = True
-        of_call = {"loss_scale_factor": loss_scale_factor, "trajectory_tokens": trajectory_tokens}
-        return agg_loss(
-            loss_mat, loss_mask, loss_agg_mode, **running.counts | {k: v for k, v in of_call.items() if v is not None}
-        )
-    counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, trajectory_tokens)
+        counts = running.counts | counts
     terms, mask = torch.broadcast_tensors(torch.atleast_2d(loss_mat), torch.atleast_2d(loss_mask))
-    return aggregate(terms.flatten(), mask.flatten(), rows_of(terms), loss_agg_mode, *counts)
+    return aggregate(terms.flatten(), mask.flatten(), rows_of(terms), loss_agg_mode, **counts)
 
 
 def compute_value_loss(

@@ -488,13 +488,12 @@ def _typed(name: str, value: Any, kind: type, word: str) -> Any:
 
 
 def _truth(reward_model: Any, needed: bool) -> Any:
-    if not needed and reward_model is None:
-        return None
-    if reward_model is None:
+    if reward_model is None and needed:
         raise BadRow("no ground truth", "reward_model is null, {style, ground_truth} is needed")
+    if reward_model is None:
+        return None
     truth = _typed("reward_model", reward_model, Mapping, "{style, ground_truth}").get("ground_truth")
-    if not needed:
-        return truth
-    if truth is None or (isinstance(truth, float) and math.isnan(truth)) or not str(truth).strip():
+    absent = truth is None or (isinstance(truth, float) and math.isnan(truth)) or not str(truth).strip()
+    if absent and needed:
         raise BadRow("no ground truth", f"reward_model.ground_truth is {truth!r}")
     return truth

@@ -1,7 +1,8 @@
 """`verl reward check`: does a reward function tell right responses from wrong ones on this data?
 
 On a sample of rows it scores the reference, an empty response, another row's reference, garbage and hostile text, and
-says what looks wrong. Nothing here needs a model, and torch is not imported.
+says what looks wrong. `--check` calls a run's function on the first rows. Nothing here needs a model, and torch is not
+imported.
 """
 
 from __future__ import annotations

@@ -217,6 +217,9 @@ def test_own_function_needs_neither_truth_nor_known_source(tmp_path: Path, token
     own = "custom_reward_function.path=f.py"
     data = open_rows(tmp_path, rows, tokenizer, own, check_truth=check_truth)
     assert data.prompt(0).data_source == "mine" and data.prompt(0).ground_truth is None
+    as_text = chat() | {"reward_model": '{"style": "rule", "ground_truth": "72"}'}
+    data = open_rows(tmp_path, [chat(), as_text], tokenizer, own, "data.max_bad_row_ratio=0.5", check_truth=check_truth)
+    assert [record["problem"] for record in data.bad_rows] == ["wrong column type"]
     alone, both = "reward_model.enable=True", "reward_model.weights={function:1,model:1}"
     assert [RowRules.of(load(words)).needs_truth for words in ([alone], [alone, both])] == [False, True]
 
