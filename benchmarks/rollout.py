@@ -76,6 +76,7 @@ def build_model(vocab: int) -> Any:
 def native(setting: Setting, model: Any) -> Run:
     from verl.engine.rollout.base import SamplingParams
     from verl.engine.rollout.native.engine import NativeEngine
+    from verl.models import attention
 
     engine = NativeEngine(
         model,
@@ -100,7 +101,8 @@ def native(setting: Setting, model: Any) -> Run:
 
     def run() -> int:
         engine.weights_updated(engine.version + 1)  # a training step lies between two rollouts
-        return asyncio.run(sample())
+        with attention.sampling_mode(model):  # as in a run, whose models are loaded so; set here, not at every step
+            return asyncio.run(sample())
 
     return run
 

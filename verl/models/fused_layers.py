@@ -86,18 +86,20 @@ def gated_product(swiglu: Forward, x: Tensor, gate: nn.Module, up: nn.Module, do
 
 def norm_for(module: nn.Module, compute: Forward) -> Forward | None:
     """compute(x, weight, eps, offset), if the module is (weight + offset)·x/√(mean x² + eps)."""
+    constants = norm_constants(module, compute)
+    return None if constants is None else lambda x: compute(x, module.weight, *constants)
+
+
+def norm_constants(module: nn.Module, compute: Forward) -> tuple[float, float] | None:
+    """eps and offset of a norm that `compute` gives, None for any other module."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     is_norm = type(module).__name__.endswith("RMSNorm") and isinstance(eps, float)
     if not is_norm or not isinstance(weight, Tensor) or weight.ndim != 1:
         return None
     for offset in (0.0, 1.0):
-
-        def forward(x: Tensor, offset: float = offset) -> Any:
-            return compute(x, module.weight, eps, offset)
-
-        if _same(module, forward, weight.shape[0]):
-            return forward
+        if _gives(module, lambda x, offset=offset: compute(x, module.weight, eps, offset), weight.shape[0]):
+            return eps, offset
     return None
 
 
@@ -110,7 +112,7 @@ def mlp_for(module: nn.Module, compute: Forward) -> Forward | None:
     def forward(x: Tensor) -> Any:
         return compute(x, *layers)
 
-    return forward if _same(module, forward, layers[0].in_features) else None  # type: ignore[union-attr, arg-type]
+    return forward if _gives(module, forward, layers[0].in_features) else None  # type: ignore[union-attr, arg-type]
 
 
 def rotation_for(module: nn.Module, compute: Forward) -> Forward | None:
@@ -135,16 +137,25 @@ def rotation_for(module: nn.Module, compute: Forward) -> Forward | None:
 
 
 @torch.no_grad()
-def _same(module: nn.Module, forward: Forward, width: int) -> bool:
-    """True if the replacement gives what the module gives, on one input in the weights' own type."""
-    like = next(module.parameters())
-    x = torch.linspace(-2, 3, 3 * width).view(1, 3, -1).to(like.device, like.dtype)
+def _gives(module: nn.Module, forward: Forward, width: int) -> bool:
+    """Whether the replacement gives what the module gives, on one input in the weights' own type."""
+    x = probe_rows(next(module.parameters()), width)
     try:
         expected = module(x)
     except (TypeError, ValueError, RuntimeError):
-        expected = None
-    if not isinstance(expected, Tensor):
         return False
-    # Measured by the output: beside a fixed number small weights hide which function it is, and zeros say nothing.
-    size, tolerance = float(expected.abs().max()), 1e-5 if like.dtype == torch.float32 else 1e-2
-    return size > 0 and torch.allclose(forward(x), expected, rtol=tolerance, atol=tolerance * size)
+    return isinstance(expected, Tensor) and same(forward(x), expected)
+
+
+def probe_rows(like: Tensor, width: int) -> Tensor:
+    """Three rows [1, 3, width] to try a module on, of the type and on the device of `like`."""
+    return torch.linspace(-2, 3, 3 * width).view(1, 3, -1).to(like.device, like.dtype)
+
+
+def same(ours: Tensor, expected: Tensor) -> bool:
+    """Whether two results of a probe are the same to rounding.
+
+    Measured by the output: beside a fixed number small weights hide which function it is, and zeros say nothing.
+    """
+    size, tolerance = float(expected.abs().max()), 1e-5 if expected.dtype == torch.float32 else 1e-2
+    return size > 0 and torch.allclose(ours, expected, rtol=tolerance, atol=tolerance * size)

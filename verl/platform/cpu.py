@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from verl.platform import cpu_kernels
-from verl.platform.device import FusedOperators, Platform
+from verl.platform.device import FusedOperators, LayerOperators, Platform
 from verl.platform.fused import fused_operators
 from verl.platform.host_resources import processor, thread_limit
 
@@ -21,6 +21,7 @@ _FUSED = fused_operators(
     decode_attention=cpu_kernels.decode_attention,
     draw=cpu_kernels.draw,
     pack_attention=(cpu_kernels.pack_attention, cpu_kernels.pack_attention_backward),
+    layer=LayerOperators(cpu_kernels.add, cpu_kernels.add_norm, cpu_kernels.norm_rotate),
 )
 
 

@@ -70,9 +70,13 @@ static inline V load(const float* p) {
     return v;
 }
 static inline V load(const bf16* p) {
+#if defined(__AVX512F__)
+    return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
     H h;
     memcpy(&h, p, sizeof h);
     return (V)(__builtin_convertvector(h, U) << 16);
+#endif
 }
 static inline void store(float* p, V v) { memcpy(p, &v, sizeof v); }
 static inline void store(bf16* p, V v) {
@@ -161,19 +165,34 @@ static inline V shuffled(V a, V b, I from) {
 #else
 #define SHUFFLE(a, b, from) __builtin_shuffle(a, b, from)
 #endif
-template <int S> INLINE V pair(V a, V b) {
+template <int S> INLINE void exchange(V& a, V& b) {  // blocks of `a` with an odd number, and of `b` with an even one
     I low, high;
     for (int i = 0; i < W; i++) {
         low[i] = i / S % 2 ? W + i - S : i;
         high[i] = i / S % 2 ? W + i : i + S;
     }
-    return SHUFFLE(a, b, low) + SHUFFLE(a, b, high);
+    V first = SHUFFLE(a, b, low);
+    b = SHUFFLE(a, b, high);
+    a = first;
+}
+template <int S> INLINE V pair(V a, V b) {
+    exchange<S>(a, b);
+    return a + b;
 }
 template <int S> INLINE V sums(const V* v) {
     if constexpr (S == 1)
         return v[0];
     else
         return pair<S / 2>(sums<S / 2>(v), sums<S / 2>(v + S / 2));
+}
+// The lanes of W vectors become the vectors
+template <int S = W / 2> INLINE void transpose(V* v) {
+    if constexpr (S > 0) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++)
+            if (!(i & S)) exchange<S>(v[i], v[i + S]);
+        transpose<S / 2>(v);
+    }
 }
 // n numbers, the rest of the vector `rest`
 static inline V filled(V v, int n, float rest) {
@@ -184,21 +203,23 @@ static inline V filled(V v, int n, float rest) {
 // ---- normalisation: x [rows / parts, parts, width] of any steps
 
 template <class X, class Y>
+static inline float rms_norm_row(const X* x, const float* weight, Y* y, Size width, float eps, float offset) {
+    V squares{};
+    each(width, [&](Size d, int n) {
+        V v = load(x + d, n);
+        squares += v * v;
+    });
+    float factor = 1.f / std::sqrt(sum(squares) / width + eps);
+    each(width, [&](Size d, int n) { store(y + d, load(x + d, n) * factor * (load(weight + d, n) + offset), n); });
+    return factor;
+}
+template <class X, class Y>
 static void rms_norm_rows(const X* x, const float* weight, Y* y, float* inverse, Size rows, Size parts, Size row_step,
                           Size part_step, Size width, float eps, float offset, int threads) {
     PARALLEL(rows * width)
     for (Size row = 0; row < rows; row++) {
         const X* in = x + row / parts * row_step + row % parts * part_step;
-        V squares{};
-        each(width, [&](Size d, int n) {
-            V v = load(in + d, n);
-            squares += v * v;
-        });
-        float factor = 1.f / std::sqrt(sum(squares) / width + eps);
-        inverse[row] = factor;
-        each(width, [&](Size d, int n) {
-            store(y + row * width + d, load(in + d, n) * factor * (load(weight + d, n) + offset), n);
-        });
+        inverse[row] = rms_norm_row(in, weight, y + row * width, width, eps, offset);
     }
 }
 extern "C" void rms_norm(const void* x, const float* weight, void* y, float* inverse, Size rows, Size parts,
@@ -238,6 +259,23 @@ extern "C" void rms_norm_backward(const void* grad, const void* x, const float* 
                                   float offset, Size blocks, int x_kind, int y_kind, int threads) {
     KIND(x_kind, X, KIND(y_kind, Y, rms_norm_gradients((const Y*)grad, (const X*)x, weight, inverse, (X*)dx, dw, rows,
                                                        parts, row_step, part_step, width, offset, blocks, threads)))
+}
+
+// sum = x + delta, all [rows, width], and its norm y, if wanted
+template <class X, class Y>
+static void add_norm_rows(const X* x, const Y* delta, X* sum, const float* weight, Y* y, Size rows, Size width, float eps,
+                          float offset, int threads) {
+    PARALLEL(rows * width)
+    for (Size row = 0; row < rows; row++) {
+        Size at = row * width;
+        each(width, [&](Size d, int n) { store(sum + at + d, load(x + at + d, n) + load(delta + at + d, n), n); });
+        if (y) rms_norm_row(sum + at, weight, y + at, width, eps, offset);
+    }
+}
+extern "C" void add_norm(const void* x, const void* delta, void* sum, const float* weight, void* y, Size rows, Size width,
+                         float eps, float offset, int x_kind, int y_kind, int threads) {
+    KIND(x_kind, X, KIND(y_kind, Y, add_norm_rows((const X*)x, (const Y*)delta, (X*)sum, weight, (Y*)y, rows, width, eps,
+                                                  offset, threads)))
 }
 
 // ---- gated MLP
@@ -280,26 +318,49 @@ extern "C" void swiglu_backward(const void* grad, const void* gate, const void* 
 // ---- rotation: x of steps (head, token, 1) → [tokens, heads, 2 half]; cos and sin [tokens, 2 half]
 
 template <class X, class Y>
+static inline void rotate_row(const X* x, const float* cos, const float* sin, Y* out, Size half, bool back) {
+    each(half, [&](Size d, int n) {
+        V a = load(x + d, n), b = load(x + half + d, n);
+        V c1 = load(cos + d, n), c2 = load(cos + half + d, n), s1 = load(sin + d, n), s2 = load(sin + half + d, n);
+        store(out + d, back ? a * c1 + b * s2 : a * c1 - b * s1, n);
+        store(out + half + d, back ? b * c2 - a * s1 : b * c2 + a * s2, n);
+    });
+}
+template <class X, class Y>
 static void rotate_heads(const X* x, const float* cos, const float* sin, Y* out, Size tokens, Size heads, Size half,
                          Size head_step, Size token_step, bool back, int threads) {
     PARALLEL(tokens * heads * half)
     for (Size token = 0; token < tokens; token++)
-        for (Size head = 0; head < heads; head++) {
-            const X* in = x + token * token_step + head * head_step;
-            Y* to = out + (token * heads + head) * 2 * half;
-            const float *c = cos + token * 2 * half, *s = sin + token * 2 * half;
-            each(half, [&](Size d, int n) {
-                V a = load(in + d, n), b = load(in + half + d, n);
-                V c1 = load(c + d, n), c2 = load(c + half + d, n), s1 = load(s + d, n), s2 = load(s + half + d, n);
-                store(to + d, back ? a * c1 + b * s2 : a * c1 - b * s1, n);
-                store(to + half + d, back ? b * c2 - a * s1 : b * c2 + a * s2, n);
-            });
-        }
+        for (Size head = 0; head < heads; head++)
+            rotate_row(x + token * token_step + head * head_step, cos + token * 2 * half, sin + token * 2 * half,
+                       out + (token * heads + head) * 2 * half, half, back);
 }
 extern "C" void rotate(const void* x, const float* cos, const float* sin, void* out, Size tokens, Size heads, Size half,
                        Size head_step, Size token_step, int back, int x_kind, int y_kind, int threads) {
     KIND(x_kind, X, KIND(y_kind, Y, rotate_heads((const X*)x, cos, sin, (Y*)out, tokens, heads, half, head_step,
                                                  token_step, back, threads)))
+}
+
+// x [tokens, step], of which each row begins with `heads` heads: in place, each is normed by its weight (`own` heads by
+// the first one, the others by the second; null: none) and rotated
+template <class T>
+static void norm_rotate_rows(T* x, const float* weight, const float* other_weight, const float* cos, const float* sin,
+                             Size tokens, Size step, Size own, Size heads, Size half, float eps, float offset,
+                             int threads) {
+    PARALLEL(tokens * heads * half)
+    for (Size token = 0; token < tokens; token++)
+        for (Size head = 0; head < heads; head++) {
+            T* at = x + token * step + head * 2 * half;
+            const float* w = head < own ? weight : other_weight;
+            if (w) rms_norm_row(at, w, at, 2 * half, eps, offset);
+            rotate_row(at, cos + token * 2 * half, sin + token * 2 * half, at, half, false);
+        }
+}
+extern "C" void norm_rotate(void* x, const float* weight, const float* other_weight, const float* cos, const float* sin,
+                            Size tokens, Size step, Size own, Size heads, Size half, float eps, float offset, int kind,
+                            int threads) {
+    KIND(kind, T, norm_rotate_rows((T*)x, weight, other_weight, cos, sin, tokens, step, own, heads, half, eps, offset,
+                                   threads))
 }
 
 // ---- head: rows of a block of logits z [rows, columns]; see cuda_kernels.py
@@ -934,6 +995,19 @@ static inline void product_rows(Size rows, const E* x, const E* panels, Size dep
             product_rows<R - 1, C>(rows, x, panels, depth, bias, out, step);
     }
 }
+// rows of x, at most W, side by side: turned [depth][rows], after which W - 1 numbers are written
+template <class E> static void turn(const E* x, Size rows, Size depth, E* turned) {
+    static_assert(sizeof(E) == sizeof(float));
+    Size d = 0;
+    for (; d + W <= depth; d += W) {
+        V v[W] = {};
+        for (Size i = 0; i < rows; i++) memcpy(&v[i], x + i * depth + d, sizeof(V));
+        transpose(v);
+        for (Size i = 0; i < W; i++) memcpy(turned + (d + i) * rows, &v[i], sizeof(V));
+    }
+    for (; d < depth; d++)
+        for (Size i = 0; i < rows; i++) turned[d * rows + i] = x[i * depth + d];
+}
 template <class T>
 static void packed_products(const T* x, const Element<T>* packed, const T* bias, T* out, Size rows, Size depth,
                             Size columns, int threads) {
@@ -942,18 +1016,18 @@ static void packed_products(const T* x, const Element<T>* packed, const T* bias,
     constexpr int FEW = W == 16 ? 16 : 12, MOST = W == 16 ? 14 : 6;
     Size blocks = rows <= FEW ? 1 : (rows + MOST - 1) / MOST, step = rows <= FEW ? W : 2 * W;
     auto start = [&](Size block) { return rows * block / blocks; };
-    std::vector<E, OnLines<E>> turned(rows * depth);  // the rows of a block side by side
+    static thread_local std::vector<E, OnLines<E>> room;
+    if (Size(room.size()) < rows * depth + W) room.resize(rows * depth + W);
+    E* turned = room.data();
     for (Size b = 0; b < blocks; b++)
-        for (Size first = start(b), count = start(b + 1) - first, i = 0; i < count; i++)
-            for (Size d = 0; d < depth; d++)
-                memcpy(&turned[first * depth + d * count + i], (const E*)x + (first + i) * depth + d, sizeof(E));
+        turn((const E*)x + start(b) * depth, start(b + 1) - start(b), depth, turned + start(b) * depth);
     PRAGMA(omp parallel for num_threads(threads) if (threads > 1))
     for (Size c = 0; c < columns; c += step)
         for (Size b = 0; b < blocks; b++) {
             auto one = rows <= FEW ? product_rows<FEW, 1, E, T> : product_rows<MOST, 1, E, T>;
             auto product = step > W && c + W < columns ? product_rows<MOST, 2, E, T> : one;
             Size first = start(b);
-            product(start(b + 1) - first, &turned[first * depth], packed + c * depth, depth, bias ? bias + c : nullptr,
+            product(start(b + 1) - first, turned + first * depth, packed + c * depth, depth, bias ? bias + c : nullptr,
                     out + first * columns + c, columns);
         }
 }

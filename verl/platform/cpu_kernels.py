@@ -128,6 +128,34 @@ def rms_norm_backward(
     return dx.to(x.dtype), dw.sum(0)
 
 
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """x + delta [..., D], of the type of x, and its norm (see `rms_norm`), of the type of delta."""
+    x, delta = x.contiguous(), delta.contiguous()
+    total, y = torch.empty_like(x), torch.empty_like(delta)
+    sizes = x.numel() // x.shape[-1], x.shape[-1]
+    _call("add_norm", x, delta, total, weight.float(), y, *sizes, eps, float(offset), x.dtype, y.dtype)
+    return total, y
+
+
+def add(x: Tensor, delta: Tensor) -> Tensor:
+    """x [..., D], contiguous, to which delta was added in place."""
+    sizes = x.numel() // x.shape[-1], x.shape[-1]
+    _call("add_norm", x, delta.contiguous(), x, None, None, *sizes, 0.0, 0.0, x.dtype, delta.dtype)
+    return x
+
+
+def norm_rotate(
+    x: Tensor, weights: list[Tensor | None], eps: float, offset: float,
+    cos: Tensor, sin: Tensor, queries: int, keys: int,
+) -> None:  # fmt: skip
+    """Norm the heads of queries and then of keys that each row of x [1, S, ≥ (queries + keys)·D] begins with, by a
+    weight [D] for each of the two (None: no norm), and rotate them, in place. cos, sin [1, S, D]."""
+    first, second = (None if weight is None else weight.float() for weight in weights)
+    sizes = x.shape[1], x.shape[2], queries, queries + keys, cos.shape[-1] // 2
+    positions = cos.float().contiguous(), sin.float().contiguous()
+    _call("norm_rotate", x, first, second, *positions, *sizes, eps, float(offset), x.dtype)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `cuda_kernels.swiglu`."""
     width = gate.shape[-1]

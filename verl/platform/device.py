@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl.errors import UserError
 
@@ -60,6 +60,14 @@ def half_precision_peak(name: str) -> float | None:
     return next((tera * 1e12 for pattern, tera in _HALF_PRECISION_PEAKS if re.search(pattern, name)), None)
 
 
+class LayerOperators(NamedTuple):
+    """Operators without gradients for what lies between the products of a decoder layer."""
+
+    add: Callable[..., torch.Tensor]
+    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    norm_rotate: Callable[..., None]
+
+
 @dataclass(frozen=True, slots=True)
 class FusedOperators:
     """Operators of a device, with gradients, and results of the type that products take or the inputs' wider one.
@@ -70,7 +78,7 @@ class FusedOperators:
 
     Where swiglu has no gradient swiglu_backward (gradient, gate, up) → (silu(gate)·up, gradients of gate and up) is
     there. merge_attention and the two functions of `head` see `verl.platform.cuda_kernels`, decode_attention, draw and
-    the two functions of `pack_attention` `verl.platform.cpu_kernels`.
+    the functions of `pack_attention` and `layer` `verl.platform.cpu_kernels`.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
@@ -82,6 +90,7 @@ class FusedOperators:
     decode_attention: Callable[..., torch.Tensor] | None = None
     draw: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     pack_attention: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    layer: LayerOperators | None = None
 
 
 class Platform(ABC):

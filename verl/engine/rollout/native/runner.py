@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.engine.rollout.native.decode_plan import DecodePlan
+from verl.engine.rollout.native.decoder_layers import SamplerLayers
 from verl.engine.rollout.native.device_decode import DeviceDecoder
 from verl.engine.rollout.native.graphs import warn_of, why_not
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
@@ -38,7 +39,6 @@ from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler
 from verl.engine.rollout.native.vision import ImageEncoder
 from verl.models import attention
 from verl.models.adapters import adapted_layers, is_adapted, merged_weight
-from verl.models.fused_layers import FusedLayers
 from verl.models.inputs import model_inputs
 from verl.models.routing import Routing
 from verl.platform import platform_of
@@ -124,6 +124,7 @@ class FastLinears:
         self._inner = next(kinds, None)
         self._copies: dict[nn.Module, _Copy] = {}
         self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        self._products: dict[tuple[nn.Module, ...], Callable[[Tensor], Tensor]] = {}
         self._stale = True
 
     def invalidate(self) -> None:
@@ -132,7 +133,12 @@ class FastLinears:
 
     def release(self) -> None:
         """Free the copies; the next product makes them again."""
-        self._forwards, self._copies, self._stale = {}, {}, True
+        self._forwards, self._products, self._copies, self._stale = {}, {}, {}, True
+
+    def product(self, x: Tensor, *modules: nn.Module) -> Tensor:
+        """The outputs of linear layers that read x [..., in] side by side: one product where they share one."""
+        joined = self._products.get(modules)
+        return torch.cat([module(x) for module in modules], -1) if joined is None else joined(x)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -157,7 +163,11 @@ class FastLinears:
         biases = [module.bias.detach().to(dtype).to(inner) for module in modules if module.bias is not None]
         bias = torch.cat(biases) if biases else None
         self._copies |= {module: _Copy(weight, bias, rows) for module, rows in _rows_of(modules)}
-        self._forwards |= _split_product(lambda x: product(x.to(dtype).to(inner), weight, bias).to(dtype), modules)
+        self._set_product(modules, lambda x: product(x.to(dtype).to(inner), weight, bias).to(dtype))
+
+    def _set_product(self, modules: list[Any], multiply: Callable[[Tensor], Tensor]) -> None:
+        self._products[tuple(modules)] = multiply
+        self._forwards |= _split_product(multiply, modules)
 
     def _fill(self, modules: list[Any]) -> None:
         """Copy the weights of layers that read the same input, one below the other."""
@@ -179,7 +189,7 @@ class FastLinears:
         def multiply(x: Tensor) -> Tensor:
             return F.linear(x.to(weight.dtype).flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
-        self._forwards |= _split_product(multiply, modules)
+        self._set_product(modules, multiply)
 
     @torch.no_grad()
     def check(self, *, sampled: bool = False) -> None:
@@ -257,7 +267,8 @@ class Runner:
         self._pool = scheduler.responses.pool
         self._decode = DecodePlan(scheduler.prompts, scheduler.responses)
         self._scheduler = scheduler
-        self._fused = FusedLayers(model)
+        with attention.sampling_mode(model):
+            self._fused = SamplerLayers(model, self.linears.product)
         #: Decodes on a device that Triton compiles for, from the cache of a paged pool; None: `decode` does.
         self.device_decode: DeviceDecoder | None = None
         self._forbidden = torch.tensor(sorted(set(forbidden)), dtype=torch.int64, device=self.device)
