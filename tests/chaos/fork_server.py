@@ -38,10 +38,16 @@ SFT = "verl.trainer.sft_trainer"
 FORKS_WELL = ("jemalloc_bg_thd",)
 """Threads that are started anew in a forked child."""
 LAZY = (
+    "fsspec.core",
+    "hydra.core.override_parser.overrides_parser",
+    "numpy.ma",
+    "omegaconf",
     "pyarrow.dataset",
     "pyarrow.parquet",
+    "safetensors.numpy",
     "safetensors.torch",
     "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._fsspec_filesystem",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "llama")),
 )
 OF_RAY = (
@@ -79,6 +85,9 @@ def import_everything() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(found.name)
     del sys.modules["ray"]
+    from tests.runs import write_pages_here
+
+    write_pages_here()
     others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     if lost := {(task / "comm").read_text().strip() for task in others} - set(FORKS_WELL):
         raise RuntimeError(f"threads after the imports, which a fork would lose: {lost}")
