@@ -58,7 +58,7 @@ def test_while_the_critic_warms_up_the_policy_stays(tiny: TinyRun, tmp_path: Pat
     assert not all(torch.equal(start[name], end[name]) for name in end)
 
 
-@pytest.mark.parametrize("modules", ["all-linear", "q_proj"])
+@pytest.mark.parametrize("modules", [pytest.param("all-linear", marks=pytest.mark.long), "q_proj"])
 def test_a_critic_with_an_adapter_learns_values(tiny: TinyRun, tmp_path: Path, modules: str) -> None:
     words = ("critic.model.lora_rank=4", f"critic.model.target_modules=[{modules}]", "trainer.save_freq=-1")
     found = train(tiny, tmp_path / "out", *words, "trainer.total_training_steps=2")
