@@ -25,9 +25,11 @@ gc.disable()  # what is imported and collected stays: to look through it again a
 
 
 def pytest_collection_finish() -> None:
-    """Tests' own garbage is collected, without a look at what came before them."""
+    """Tests' own garbage is collected, without a look at what came before them, neither after a run, which would let go
+    of it: the next one would begin with 0.4 s of looking through all of it."""
     gc.freeze()
     gc.enable()
+    gc.unfreeze = lambda: None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,19 +37,6 @@ ENTRY = "verl.trainer.main_ppo"
 SFT = "verl.trainer.sft_trainer"
 FORKS_WELL = ("jemalloc_bg_thd",)
 """Threads that are started anew in a forked child."""
-LAZY = (
-    "fsspec.core",
-    "hydra.core.override_parser.overrides_parser",
-    "numpy.ma",
-    "omegaconf",
-    "pyarrow.dataset",
-    "pyarrow.parquet",
-    "safetensors.numpy",
-    "safetensors.torch",
-    "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint._fsspec_filesystem",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "llama")),
-)
 OF_RAY = (
     "jsonschema",
     "requests",
@@ -69,8 +56,7 @@ def import_everything() -> None:
     import verl
 
     sys.modules["ray"] = None  # type: ignore[assignment] # an ImportError for whoever asks
-    for name in LAZY:
-        importlib.import_module(name)
+    importlib.import_module("tests.warm")
     for name in OF_RAY:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
