@@ -27,13 +27,7 @@ DEVICE = os.environ.get("VERL_TEST_DEVICE", "cpu")
 
 # One server per test process imports this once (tests of an engine add to it); every rank is a copy of it and starts
 # in milliseconds.
-PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "transformers.models.qwen3.modeling_qwen3",
-    "verl.engine.training.fsdp.engine",
-]
+PRELOAD = ["torch.distributed.fsdp", "verl.engine.training.fsdp.engine", "tests.warm"]
 
 
 def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 90.0, join: bool = True) -> list[Any]:

@@ -15,7 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.tiny import tiny_model
+from verl.report import write_report
 from verl.tracking.metrics_table import OWN_LOSS, ROWS, rank
+from verl.tracking.run_folder import LiveReport
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -80,6 +82,23 @@ class TinyRun:
             "trainer.logger=console",
             *more,
         ]
+
+
+report_by_a_process = LiveReport._report
+
+
+def write_pages_here() -> None:
+    """Runs of this process write their pages themselves, without a process that imports all of verl for it: 0.3 s of a
+    core for each run. Those of test_commands_train.py and of `main_ppo` start that process."""
+
+    def report(self: LiveReport) -> str:
+        try:
+            write_report(self._run_dir)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    LiveReport._report = report  # type: ignore[method-assign]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -37,13 +37,6 @@ ENTRY = "verl.trainer.main_ppo"
 SFT = "verl.trainer.sft_trainer"
 FORKS_WELL = ("jemalloc_bg_thd",)
 """Threads that are started anew in a forked child."""
-LAZY = (
-    "pyarrow.dataset",
-    "pyarrow.parquet",
-    "safetensors.torch",
-    "torch.distributed.checkpoint",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "llama")),
-)
 OF_RAY = (
     "jsonschema",
     "requests",
@@ -63,8 +56,7 @@ def import_everything() -> None:
     import verl
 
     sys.modules["ray"] = None  # type: ignore[assignment] # an ImportError for whoever asks
-    for name in LAZY:
-        importlib.import_module(name)
+    importlib.import_module("tests.warm")
     for name in OF_RAY:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -79,6 +71,9 @@ def import_everything() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(found.name)
     del sys.modules["ray"]
+    from tests.runs import write_pages_here
+
+    write_pages_here()
     others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     if lost := {(task / "comm").read_text().strip() for task in others} - set(FORKS_WELL):
         raise RuntimeError(f"threads after the imports, which a fork would lose: {lost}")

@@ -110,7 +110,7 @@ OTHERS = {
 LOSS_FAULTS = {f.patch.__name__: f for f in FAULTS if f.patch.__name__ in ("per_micro_batch", "divided_again")}
 
 
-@pytest.mark.parametrize("name", LOSS_FAULTS)
+@pytest.mark.parametrize("name", ["divided_again", pytest.param("per_micro_batch", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "words", [pytest.param(w, id=k, marks=[pytest.mark.long] * (k != "gspo")) for k, w in OTHERS.items()]
 )

@@ -1,5 +1,5 @@
 """The Triton kernels of layers and of the head against plain torch: on a device, and by Triton's interpreter
-(`tests/unit/platform/test_cuda_kernels.py`)."""
+(`tests/unit/engine/native/test_native_kernels.py`)."""
 
 from __future__ import annotations
 

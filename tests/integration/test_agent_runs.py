@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_vision_runs import VisionRun
-from tests.runs import TinyRun, records, weights
+from tests.runs import TinyRun, from_step, records, weights
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, VISION, tiny_tokenizer
 from tests.unit.reward.test_reward_model import classifier, plain_scores
 from tests.unit.rollout.test_session import _QWEN
@@ -73,8 +73,7 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_two_processes(
         assert record["agent/unrecorded_tokens"] == 0 and record["actor/observation_loss"] > 0
         assert record["agent/prefix_reuse_ratio"] == 1.0, "later turns prefill only what is new"
 
-    parts = tmp_path / "parts"
-    run(tiny, parts, 0, "trainer.total_training_steps=1")
+    parts = from_step(tmp_path / "whole", 1, tmp_path / "parts")
     run(tiny, parts, 0)
     assert weights(parts, 2) == weights(tmp_path / "whole", 2)
 

@@ -164,12 +164,9 @@ def reward(folder: Path, body: str, signature: str = SIGNATURE) -> str:
     [
         ("time.sleep(1000)", "it took more than 1 s"),
         ("return float('nan')", "what it returned is nan; a score must be finite"),
-        ("return 'good'", "what it returned is the text 'good', not a number"),
-        ("return None", "what it returned is None; return a number, or a dict with 'score'"),
-        ("return {'accuracy': 1.0}", "the dict it returned has no 'score' (keys: 'accuracy')"),
         ("os._exit(3)", "it ended the scoring process (exit code 3)"),
     ],
-    ids=["hangs", "nan", "string", "none", "dict without score", "exits"],
+    ids=["hangs", "nan", "exits"],
 )
 def test_a_useless_reward_is_refused_before_the_run(tiny, fork_server, tmp_path, body, said) -> None:
     words = tiny.overrides(tmp_path / "out", reward(tmp_path, body), "reward_model.timeout=1")
@@ -472,5 +469,3 @@ def test_a_tracker_without_its_account_or_library_never_stops_a_run(tiny, fork_s
     home = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": None}
     run = fork_server.run(tiny.overrides(tmp_path / "a", *words), PYTHONPATH=str(tmp_path / "absent"), **home)
     assert run.status == 0 and "tracker wandb" in run.stderr and 1 in records(tmp_path / "a"), run.stderr
-    run = fork_server.run(tiny.overrides(tmp_path / "b", *words), **(home | {"WANDB_MODE": "offline"}))
-    assert run.status == 0 and 1 in records(tmp_path / "b"), run.stderr

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
-from tests.runs import UNSTABLE, TinyRun
+from tests.runs import UNSTABLE, TinyRun, from_step
 from tests.tiny import SPECIAL, tiny_model, tiny_tokenizer
 from verl.trainer.main_ppo import main
 
@@ -31,8 +31,8 @@ def stable(record: dict) -> dict:
 def test_it_learns_values_and_goes_on_exactly(tiny: TinyRun, tmp_path: Path) -> None:
     words = ("critic.ppo_mini_batch_size=4", "algorithm.lam=0.9", "algorithm.gamma=0.99")
     whole = train(tiny, tmp_path / "whole", *words, "trainer.total_training_steps=4")
-    train(tiny, tmp_path / "parts", *words, "trainer.total_training_steps=2")
-    parts = train(tiny, tmp_path / "parts", *words, "trainer.total_training_steps=4")
+    later = from_step(tmp_path / "whole", 2, tmp_path / "parts")
+    parts = train(tiny, later, *words, "trainer.total_training_steps=4")
     for step in (3, 4):
         assert stable(whole[step]) == stable(parts[step])
     first, last = whole[1], whole[4]
@@ -58,7 +58,7 @@ def test_while_the_critic_warms_up_the_policy_stays(tiny: TinyRun, tmp_path: Pat
     assert not all(torch.equal(start[name], end[name]) for name in end)
 
 
-@pytest.mark.parametrize("modules", ["all-linear", "q_proj"])
+@pytest.mark.parametrize("modules", [pytest.param("all-linear", marks=pytest.mark.long), "q_proj"])
 def test_a_critic_with_an_adapter_learns_values(tiny: TinyRun, tmp_path: Path, modules: str) -> None:
     words = ("critic.model.lora_rank=4", f"critic.model.target_modules=[{modules}]", "trainer.save_freq=-1")
     found = train(tiny, tmp_path / "out", *words, "trainer.total_training_steps=2")

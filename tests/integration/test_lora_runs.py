@@ -23,7 +23,9 @@ def adapter_of(out: Path, step: int) -> Path:
     return out / f"global_step_{step}/actor/lora_adapter"
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "arch", [*(pytest.param(one, marks=pytest.mark.long) for one in ("qwen3", "llama")), "qwen3_moe"]
+)
 def test_two_steps(fork_server: Any, tmp_path: Path, arch: str) -> None:
     import peft
     from transformers import AutoModelForCausalLM

@@ -241,6 +241,7 @@ def test_two_ranks_are_taught_as_one_process(train, tmp_path) -> None:
     assert_close(records(alone), records(two), [0, 1, 2, 3])
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_same_bit_for_bit(train, two, tmp_path) -> None:
     again = train(from_step(two, 1, tmp_path / "again"), *TWO)
     later, first = records(again), records(two)
@@ -248,6 +249,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(train, two, tmp_path) -> None:
     assert weights(again, 3) == weights(two, 3)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_and_back(train, alone, two, tmp_path) -> None:
     assert sorted(weights(two, 3)) == sorted(weights(alone, 3))
     down = train(from_step(two, 1, tmp_path / "down"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import TinyRun, records
+from tests.runs import TinyRun, from_step, records
 from tests.tiny import tiny_model
 from tests.unit.reward.test_reward_model import classifier, plain_scores
 from verl.trainer.main_ppo import main
@@ -56,8 +56,7 @@ def test_a_classifier_scores_every_response_and_a_run_goes_on_exactly(tiny: Tiny
     assert [r["score"] for r in rows] == pytest.approx(plain_scores(path, told), abs=1e-5)
     assert whole[1]["reward/model/mean"] == pytest.approx(whole[1]["critic/score/mean"])
     assert whole[2]["val-core/test/letters/reward/mean@1"] != 0
-    train(tiny, tmp_path / "parts", path, alone, "trainer.total_training_steps=1")
-    assert train(tiny, tmp_path / "parts", path, alone)[2] == whole[2]
+    assert train(tiny, from_step(tmp_path / "whole", 1, tmp_path / "parts"), path, alone)[2] == whole[2]
 
 
 def test_beside_a_function_by_weights(tiny: TinyRun, tmp_path: Path) -> None:

@@ -104,8 +104,14 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return run
 
 
-@pytest.mark.parametrize("words", [(), LORA], ids=["", "lora"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        *((fault, ()) for fault in FAULTS),
+        ("copies that are made once", LORA),
+        pytest.param("keys and values of earlier weights", LORA, marks=pytest.mark.long),
+    ],
+)
 def test_a_sampler_that_does_not(
     fault: str, words: tuple[str, ...], fork_server: ForkServer, sharp: TinyRun, tmp_path: Path
 ) -> None:
@@ -124,7 +130,7 @@ def test_a_sampler_that_does_not(
     ("lost", "named"),
     [
         ("layer.base_layer.weight.shape == (32, 32)", "k_proj, v_proj of all layers"),
-        ("seen.index(layer) == 13", "down_proj of layers 1"),
+        pytest.param("seen.index(layer) == 13", "down_proj of layers 1", marks=pytest.mark.long),
     ],
 )
 def test_what_an_adapter_is_not_applied_to_is_named(
@@ -143,7 +149,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return run
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3"])
+@pytest.mark.parametrize("mode", [pytest.param("R2", marks=pytest.mark.long), "R3"])
 def test_with_replayed_routes(mode: str, fork_server: ForkServer, moe: TinyRun, tmp_path: Path) -> None:
     """The probe is scored with the trainer's own routes; a sampler that does not follow is named."""
     words = REPLAY if mode == "R3" else ("actor_rollout_ref.actor.router_replay.mode=R2",)
@@ -156,7 +162,7 @@ def test_with_replayed_routes(mode: str, fork_server: ForkServer, moe: TinyRun, 
     assert len(steps) == 1
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_a_quantized_sampler(seed: int, fork_server: ForkServer, tmp_path: Path) -> None:
     """One whose weights have 8 bits follows; one that keeps those of before is named, once moves are large enough."""
     tiny = TinyRun(tmp_path / "tiny")

@@ -151,7 +151,14 @@ def test_weights_have_their_published_names(path: Path, tmp_path: Path) -> None:
     assert {"vision_tower.encoder.blocks.0.norm0.weight", "vision_tower.encoder.blocks.0.mlp.fc1.bias"} <= saved.keys()
 
 
-@pytest.mark.parametrize("path", ARCHITECTURES + LINEAR + GLM + KIMI, indirect=True)
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", *KIMI),
+        *(pytest.param(arch, marks=pytest.mark.long) for arch in ("qwen2_vl", "qwen3_5", "glm4v", "glm46v")),
+    ],
+    indirect=True,
+)
 def test_transformers_trainer_and_sampler_agree_after_three_syncs(path: Path, tmp_path: Path) -> None:
     actor = FSDPEngine(path, role_cfg=trained(), device="cpu")
     sampler, prompts = NativeEngine(actor.module, **LIMITS), make_prompts(path)

@@ -10,8 +10,9 @@ from tests.device_tensors import run_tests
 
 FILES = [f"tests/gpu/test_{name}.py" for name in ("kernels", "engine_flash", "training", "sampler", "loop")]
 FILES += ["tests/pretend/cases.py", "tests/unit/engine/native/decode_counts.py"]
-# Left out: sharded offload, for which these tensors lack storages; runs in processes of their own; repeats.
-LEFT_OUT = "sharded and offload or trains or deterministic or float32 and (graphs or agree) or sleeping and False"
+# Left out: sharded offload, for which these tensors lack storages; runs in processes of their own; repeats, also of
+# test_native_kernels.py.
+LEFT_OUT = "kernels_give or sharded and offload or trains or deterministic or float32 and (graphs or agree) or sleeping and False"
 
 
 @pytest.mark.slow

@@ -329,19 +329,22 @@ class LiveReport:
             self._thread.start()
 
     def _build(self) -> None:
-        started, problem = time.monotonic(), ""
-        command = [sys.executable, "-m", "verl.cli.main", "report", str(self._run_dir)]
-        # In the folder that this package lies in, so that it is found; in a session of its own, spared by Ctrl-C.
-        place: dict[str, Any] = {"cwd": Path(__file__).parents[2], "start_new_session": True}
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        try:
-            process = subprocess.run(command, **place, **streams, timeout=PAGE_S)
-            problem = process.stderr.strip()[-2000:] if process.returncode else ""
-        except (OSError, subprocess.TimeoutExpired) as error:
-            problem = f"{type(error).__name__}: {error}"
+        started, problem = time.monotonic(), self._report()
         if problem and not self.failing:
             message = f"{self._run_dir}/report.html could not be written ({problem}); the run goes on"
             self._event("report_failed", error=problem, message=message)
         self.failing = bool(problem)
         now = time.monotonic()
         self._not_before = started + max(5.0, (now - started) / 0.02)
+
+    def _report(self) -> str:
+        """Write the page in a process of its own; what went wrong, if anything."""
+        command = [sys.executable, "-m", "verl.cli.main", "report", str(self._run_dir)]
+        # In the folder that this package lies in, so that it is found; in a session of its own, spared by Ctrl-C.
+        place: dict[str, Any] = {"cwd": Path(__file__).parents[2], "start_new_session": True}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        try:
+            process = subprocess.run(command, **place, **streams, timeout=PAGE_S)
+            return process.stderr.strip()[-2000:] if process.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{type(error).__name__}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,30 +86,35 @@ def build_parts(config: Config, tracking: Tracking, loop: Loop, phases: Phases, 
     # Rewards are checked before a model loads, unless it is workers that serve the judge.
     judged = start_workers(config, tokenizer, total_steps, hooks) if "judge" in own_pools(config) else None
     rewards = open_rewards(config, tracking, judged.judge if judged else None)
-    if user_scores(config) or not config.actor_rollout_ref.rollout.agent.environment.name:
-        check_reward(rewards, train, loop)
-    workers = judged or start_workers(config, tokenizer, total_steps, hooks)
-    set_texts(config, workers.roles, tokenizer)
-    colocation = Colocation(config, workers.sampler, rewards.judge)
-    classifier = workers.roles.get("reward_model")
-    if rewards.model is not None and isinstance(classifier, Classifier):
-        rewards.model.scores = partial(classifier.scores, colocation.computing)
-    settings = rollout_settings(config)
-    rollouts = open_rollouts(config, settings, workers.sampler, tokenizer, rewards.score, tracking)
-    validator = build_validator(config, validation, rollouts, rewards, tracking)
-    tracking.bad_rows(row for data in (train, validation) if data is not None for row in data.bad_rows)
-    kl_controller = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
-    counters, estimator_state = Counters(), dict[str, Any]()
-    save = partial(save_tokenizer, tokenizer, None if processor is None else model.path)
-    checkpoints = Checkpoints(
-        config, save, tracking, workers, colocation, stream, kl_controller, counters, estimator_state
-    )
-    parts = Parts(
-        *(stream, rollouts, rewards, workers, colocation, kl_controller, validator),
-        *(checkpoints, tracking, phases, loop, counters, estimator_state),
-    )
-    print(f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}")
-    return parts, total_steps
+    with ExitStack() as failed:
+        failed.callback(rewards.close)  # else the exit waits 3 s for its processes
+        if user_scores(config) or not config.actor_rollout_ref.rollout.agent.environment.name:
+            check_reward(rewards, train, loop)
+        workers = judged or start_workers(config, tokenizer, total_steps, hooks)
+        set_texts(config, workers.roles, tokenizer)
+        colocation = Colocation(config, workers.sampler, rewards.judge)
+        classifier = workers.roles.get("reward_model")
+        if rewards.model is not None and isinstance(classifier, Classifier):
+            rewards.model.scores = partial(classifier.scores, colocation.computing)
+        settings = rollout_settings(config)
+        rollouts = open_rollouts(config, settings, workers.sampler, tokenizer, rewards.score, tracking)
+        validator = build_validator(config, validation, rollouts, rewards, tracking)
+        tracking.bad_rows(row for data in (train, validation) if data is not None for row in data.bad_rows)
+        kl_controller = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
+        counters, estimator_state = Counters(), dict[str, Any]()
+        save = partial(save_tokenizer, tokenizer, None if processor is None else model.path)
+        checkpoints = Checkpoints(
+            config, save, tracking, workers, colocation, stream, kl_controller, counters, estimator_state
+        )
+        parts = Parts(
+            *(stream, rollouts, rewards, workers, colocation, kl_controller, validator),
+            *(checkpoints, tracking, phases, loop, counters, estimator_state),
+        )
+        print(
+            f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"
+        )
+        failed.pop_all()
+        return parts, total_steps
 
 
 def open_rollouts(

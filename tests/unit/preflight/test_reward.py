@@ -173,8 +173,9 @@ def test_the_check_imports_no_torch() -> None:
     ("body", "status", "words"),
     [
         ("return float(solution_str == ground_truth)", 0, "scores 1, an empty response 0"),
-        ("return None", 2, "what it returned is None"),
-        ("return {'acc': 1.0}", 2, "'score'"),
+        ("return None", 2, "what it returned is None; return a number, or a dict with 'score'"),
+        ("return 'good'", 2, "what it returned is the text 'good', not a number"),
+        ("return {'acc': 1.0}", 2, "the dict it returned has no 'score' (keys: 'acc')"),
     ],
 )
 def test_check_calls_a_runs_function_on_the_first_rows(

@@ -19,6 +19,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.runs import report_by_a_process
 from verl.tracking import run_folder
 from verl.tracking.journal import Journal, read, steps
 from verl.tracking.jsonl import JsonLines, line, mend, write_lines
@@ -298,6 +299,7 @@ def test_asking_for_the_commit_writes_nothing_into_the_repository(tmp_path):
 
 
 def test_the_page_of_a_run_is_written_beside_it_and_waited_for_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(LiveReport, "_report", report_by_a_process)
     flushed, events = [], []
     report = LiveReport(tmp_path, lambda: flushed.append(1), lambda kind, **fields: events.append(kind))
     RunFolder(tmp_path, print).close()
@@ -318,6 +320,7 @@ def test_the_page_of_a_run_is_written_beside_it_and_waited_for_at_the_end(tmp_pa
 
 
 def test_a_page_that_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(LiveReport, "_report", report_by_a_process)
     events = []
 
     def told(kind, **fields):

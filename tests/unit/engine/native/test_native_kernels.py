@@ -1,4 +1,4 @@
-"""The sampler's Triton kernels: interpreted here, and compiled to machine code of a GPU (tests/gpu runs them on one).
+"""The sampler's Triton kernels, and those of layers and of the head: interpreted here, and compiled to machine code of a GPU (tests/gpu runs them on one).
 
 Each in a process of its own: Triton reads when it is imported whether it interprets.
 """
@@ -24,7 +24,8 @@ def run(*arguments: str, **environment: str) -> None:
 
 
 def test_kernels_give_what_torch_gives() -> None:
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE.with_name("kernel_cases.py")), TRITON_INTERPRET="1")
+    files = (str(HERE.with_name("kernel_cases.py")), str(HERE.parents[3] / "gpu/test_kernels.py"))
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1", VERL_TEST_DEVICE="cpu")
 
 
 @pytest.mark.long
