@@ -19,6 +19,7 @@ pytestmark = [cases.NEEDS_MEGATRON, pytest.mark.timeout(240)]
 
 _TP, _PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 _EP = {"expert_model_parallel_size": 2}
+_OVERRIDE = "override_transformer_config"
 # name → family, tied embeddings, ranks, parallel sizes
 LAYOUTS: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
     "alone": ("qwen3", False, 1, {}),
@@ -27,6 +28,8 @@ LAYOUTS: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
     "PP2": ("llama", False, 2, _PP),
     "PP2 tied": ("qwen3", True, 2, _PP),
     "virtual PP2": ("qwen3", False, 2, _PP | {"virtual_pipeline_model_parallel_size": 2}),
+    "uneven PP2": ("qwen3", False, 2, _PP | {_OVERRIDE: {"num_layers_in_first_pipeline_stage": 1}}),
+    "attention computed again": ("qwen3", False, 1, {_OVERRIDE: {"recompute_granularity": "selective"}}),
     "DP2": ("qwen2", False, 2, {"use_distributed_optimizer": False}),
     "DP2, distributed optimizer": ("qwen3", False, 2, {}),
     "experts": ("qwen3_moe", False, 1, {}),
