@@ -171,6 +171,12 @@ def test_context_parallel_without_transformer_engine_is_refused(tmp_path: Path) 
         ranks.run(cases.distributed, 2, path, {key: 2}, tmp_path, timeout=120.0)
 
 
+def test_unknown_settings_of_its_data_parallelism_are_refused(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "m")
+    with pytest.raises(RuntimeError, match=r"UserError.*override_ddp_config.*overlap_grads"):
+        ranks.run(cases.distributed, 1, path, {"override_ddp_config": {"overlap_grads": True}}, tmp_path, timeout=120.0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"norm_topk_prob": False}, "norm_topk_prob"), ({"num_experts_per_tok": 4}, "must be twice topk_group")],

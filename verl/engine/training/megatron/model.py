@@ -182,6 +182,8 @@ def _wrapped(chunk: Any, megatron: Any, number: int) -> Any:
         "overlap_grad_reduce": False,
         **overrides,
     }
+    if unknown := ", ".join(sorted(set(settings) - {f.name for f in fields(DistributedDataParallelConfig)})):
+        raise UserError(f"megatron.override_ddp_config: megatron-core has no setting {unknown}")
     config = get_model_config(chunk)
     return DistributedDataParallel(
         config, DistributedDataParallelConfig(**settings), chunk, disable_bucketing=number > 0
