@@ -185,6 +185,7 @@ def test_two_steps_with_a_probe(tmp_path: Path, fork_server: Any) -> None:
     done, steps = probed(TinyRun(tmp_path), fork_server, "")
     assert done.status == 0, done.stderr[-4000:]
     assert_trained(tmp_path / "out")
+    assert "Traceback" not in done.stderr, "its end is silent"
     slopes = [step["slope"] for step in steps if "slope" in step]
     assert slopes == pytest.approx([1.0] * len(slopes), abs=0.02) and slopes
 

@@ -19,6 +19,7 @@ pytestmark = [cases.NEEDS_MEGATRON, pytest.mark.timeout(240)]
 
 _TP, _PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 _EP = {"expert_model_parallel_size": 2}
+_OVERRIDE = "override_transformer_config"
 # name → family, tied embeddings, ranks, parallel sizes
 LAYOUTS: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
     "alone": ("qwen3", False, 1, {}),
@@ -27,6 +28,8 @@ LAYOUTS: dict[str, tuple[str, bool, int, dict[str, Any]]] = {
     "PP2": ("llama", False, 2, _PP),
     "PP2 tied": ("qwen3", True, 2, _PP),
     "virtual PP2": ("qwen3", False, 2, _PP | {"virtual_pipeline_model_parallel_size": 2}),
+    "uneven PP2": ("qwen3", False, 2, _PP | {_OVERRIDE: {"num_layers_in_first_pipeline_stage": 1}}),
+    "attention computed again": ("qwen3", False, 1, {_OVERRIDE: {"recompute_granularity": "selective"}}),
     "DP2": ("qwen2", False, 2, {"use_distributed_optimizer": False}),
     "DP2, distributed optimizer": ("qwen3", False, 2, {}),
     "experts": ("qwen3_moe", False, 1, {}),
@@ -166,6 +169,12 @@ def test_context_parallel_without_transformer_engine_is_refused(tmp_path: Path) 
     path, key = tiny_model(tmp_path / "m"), "context_parallel_size"
     with pytest.raises(RuntimeError, match=rf"UserError.*{key}=2.*TransformerEngine"):
         ranks.run(cases.distributed, 2, path, {key: 2}, tmp_path, timeout=120.0)
+
+
+def test_unknown_settings_of_its_data_parallelism_are_refused(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "m")
+    with pytest.raises(RuntimeError, match=r"UserError.*override_ddp_config.*overlap_grads"):
+        ranks.run(cases.distributed, 1, path, {"override_ddp_config": {"overlap_grads": True}}, tmp_path, timeout=120.0)
 
 
 @pytest.mark.parametrize(

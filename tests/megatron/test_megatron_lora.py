@@ -61,3 +61,12 @@ def test_layers_that_it_does_not_adapt_are_refused(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model", "qwen3_moe")
     with pytest.raises(RuntimeError, match=r"UserError.*experts.*target_modules=\[q_proj"):
         ranks.run(cases.adapt, 1, path, "megatron", {}, {"lora_rank": 4}, tmp_path, timeout=120.0)
+
+
+def test_more_ranks_than_key_value_heads_are_refused(tmp_path: Path) -> None:
+    path, sizes = tiny_model(tmp_path / "model", num_key_value_heads=1), {"tensor_model_parallel_size": 2}
+    lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": _ATTENTION}
+    with pytest.raises(
+        RuntimeError, match=r"UserError.*tensor_model_parallel_size=2 does not divide.*1 key-value heads"
+    ):
+        ranks.run(cases.adapt, 2, path, "megatron", sizes, lora, tmp_path, timeout=120.0)

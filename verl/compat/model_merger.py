@@ -88,7 +88,6 @@ def _architecture(source: Path, trusted: bool) -> Any:
 
 def _save(folder: Path, target: Path, trusted: bool) -> None:
     source = _configuration(folder)
-    target.mkdir(parents=True, exist_ok=True)
     if any(source.glob("*.safetensors")):
         shutil.copytree(source, target, dirs_exist_ok=True)
         return
@@ -100,6 +99,7 @@ def _save(folder: Path, target: Path, trusted: bool) -> None:
     state = merged(folder)
     model = _architecture(source, trusted)
     _check_names(model, state.keys())
+    target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file():
             shutil.copy2(path, target)
@@ -113,16 +113,19 @@ def _check_names(model: Any, names: Iterable[str]) -> None:
         raise UserError(f"{type(model).__name__} needs weights that the checkpoint lacks: {', '.join(missing[:5])}")
 
 
-def _compare(folder: Path, reference: Path) -> None:
-    """UserError unless the merged weights are those of the directory `reference`."""
+def _whole(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a Hugging Face directory by name; none where it has no files of them."""
     from safetensors.torch import load_file
 
-    expected = {
-        name: value for path in sorted(reference.glob("*.safetensors")) for name, value in load_file(path).items()
-    }
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def _compare(folder: Path, reference: Path) -> None:
+    """UserError unless the merged weights are those of the directory `reference`."""
+    expected = _whole(reference)
     if not expected:
         raise UserError(f"--test_hf_dir={reference}: it has no *.safetensors")
-    state = merged(folder)
+    state = _whole(_configuration(folder)) or merged(folder)
     if missing := sorted(expected.keys() - state.keys()):
         raise UserError(f"the checkpoint lacks {', '.join(missing[:5])}")
     for name, value in expected.items():

@@ -166,9 +166,9 @@ def _devices(root: Root) -> None:
 
 
 def _follow(root: Root) -> None:
-    """Null keys that follow another one get its value."""
+    """Null keys, and empty mappings, that follow another one get its value."""
     for path, field in leaves(type(root)).items():
-        if "same_as" in field.about and select(root, path) is None:
+        if "same_as" in field.about and select(root, path) in (None, {}):
             put(root, path, copy.copy(_leaders(root, path, field)))
 
 

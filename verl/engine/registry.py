@@ -183,6 +183,8 @@ class Placement:
     tensor    ranks that share products
     pipeline  ranks that share the layers
     expert    ranks that share the experts
+    chunks    of layers on each of the ranks that share them
+    even      all chunks have as many layers
     shard     ranks that share one copy of the weights; ≤ 0: all
     dtype     data type of the matrix products, None for the platform's choice
     param_offload, grad_offload, optimizer_offload   what goes to host memory while the role is idle
@@ -195,6 +197,8 @@ class Placement:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    chunks: int = 1
+    even: bool = True
     shard: int = -1
     dtype: str | None = None
     param_offload: bool = False

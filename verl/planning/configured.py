@@ -124,8 +124,9 @@ def _role(config: Config, path: str, model_group: Any, model: ModelSize, device:
         streams=placed.streams,
     )
     if group.strategy == "megatron":
-        recompute = setting(group, "megatron.override_transformer_config.recompute_granularity") == "full"
-        role = replace(role, recompute=recompute)
+        granularity = setting(group, "megatron.override_transformer_config.recompute_granularity")
+        whole = role.recompute is not False if granularity is None else granularity == "full"
+        role = replace(role, recompute=whole)
     update = _tokens(group, "ppo", role, device, longest, config.was_set(f"{path}.ppo_max_token_len_per_gpu"))
     infer = update
     if path.endswith("actor"):

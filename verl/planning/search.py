@@ -23,10 +23,7 @@ ENOUGH_TOKENS = 32768
 SAFE = 0.95
 """How full a proposal may be: predictions are off by some per cent."""
 _MODEL, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
-_RECOMPUTE = {
-    f"{ACTOR}.megatron.override_transformer_config.recompute_{name}": value
-    for name, value in (("granularity", "full"), ("method", "uniform"), ("num_layers", 1))
-}
+_GRANULARITY = f"{ACTOR}.megatron.override_transformer_config.recompute_granularity"
 
 Keys = dict[str, Any]
 
@@ -79,7 +76,7 @@ def _training(config: Config, model: ModelSize, ranks: int) -> Iterator[Keys]:
         for sizes, recompute, offload in product(product(SIZES, SIZES, SIZES), (False, True), offloads):
             if _divides(model, ranks, *sizes):
                 placed = {keys[role][n]: s for role in (ACTOR, _REF) for n, s in zip(names, sizes, strict=True)}
-                yield placed | {key: value if recompute else None for key, value in _RECOMPUTE.items()} | offload
+                yield placed | {f"{_MODEL}.enable_gradient_checkpointing": recompute, _GRANULARITY: None} | offload
         return
     for sequence, recompute, offload in product(SIZES, (False, True), offloads):
         if ranks % sequence == 0 and model.heads % sequence == 0:

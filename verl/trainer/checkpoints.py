@@ -45,6 +45,7 @@ WHOLE = frozenset({"model", "optimizer", "extra"})
 Job = tuple[str, str, Callable[[Path], Any]]
 """A part of `WHOLE`, a directory of the checkpoint, and what writes it there."""
 _OF_THE_RESUME = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
+_STRATEGIES = ("actor_rollout_ref.actor.strategy", "engine.strategy")
 _SHOWN = 12  # settings that a notice names
 
 
@@ -55,7 +56,7 @@ class Storage:
     def __init__(self, config: Config | SFTConfig, key: str, tracking: Tracking):
         self._settings = settings = config.trainer
         self._contents = contents = config.select(key)
-        self._tracking = tracking
+        self._tracking, self._key = tracking, key
         self._narrowed = config.was_set(f"{key}.load_contents")
         kernels = {"compiled kernels": detect(settings.device).compiled_kernels()}  # they round otherwise than torch
         self._given = mask_secrets(config.to_dict()) | kernels
@@ -195,8 +196,8 @@ class Storage:
     ) -> int:
         """Go on from a checkpoint; returns its step, 0 without one. `lead`: this rank deletes what is not needed more.
 
-        UserError if another order of data would follow. The files are what was saved, so a failure of `restore` would
-        recur with the same command: CheckpointError, which says how to go on from another.
+        UserError if another order of data would follow, or another engine. The files are what was saved, so a failure
+        of `restore` would recur with the same command: CheckpointError, which says how to go on from another.
         """
         if checkpoint is None:
             return 0
@@ -208,6 +209,7 @@ class Storage:
                 f"cannot resume from {path}: the order of the data would change ({changed}). Restore the settings, "
                 f"or start a new run from the weights: {model_key}={path / 'actor'} trainer.resume_mode=disable"
             )
+        self._refuse_other_engine(checkpoint)
         try:
             restore(checkpoint)
         except Exception as error:
@@ -223,6 +225,15 @@ class Storage:
         if self._settings.del_local_ckpt_after_load and lead:
             self._delete_loaded(checkpoint)
         return checkpoint.step
+
+    def _refuse_other_engine(self, checkpoint: Checkpoint) -> None:
+        """An engine reads its own optimizer state alone; weights are the same files everywhere."""
+        for key, then, now in changes(checkpoint.loop_state.get("settings", {}), self._given):
+            if key in _STRATEGIES and not {then, now} <= {"fsdp", "fsdp2"} and self.wants("optimizer"):
+                raise UserError(
+                    f"cannot resume from {checkpoint.path}: {key}={then} wrote its optimizer state, which {now} does "
+                    f"not read. Restore that, or go on without this state: {self._key}.load_contents=[model,extra]"
+                )
 
     def _say_resumed(self, checkpoint: Checkpoint) -> None:
         """From where the run goes on, which settings changed, and what was left out."""

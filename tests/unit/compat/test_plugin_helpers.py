@@ -266,9 +266,12 @@ def test_shards_of_two_ranks_are_merged_and_compared(tmp_path: Path, capsys) -> 
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert model_merger.main(["test", *where, "--test_hf_dir", str(model)]) == 0
     (actor / "model_world_size_2_rank_1.pt").unlink()
-    assert model_merger.main(["merge", *where]) == 2 and "[1] are missing" in capsys.readouterr().err
+    nowhere = tmp_path / "nowhere"
+    assert model_merger.main(["merge", *where, "--target_dir", str(nowhere)]) == 2 and not nowhere.exists()
+    assert "[1] are missing" in capsys.readouterr().err
     saved = ["merge", "--local_dir", str(tmp_path / "out"), "--target_dir", str(tmp_path / "copy")]
     assert model_merger.main(saved) == 0 and (tmp_path / "copy" / "model.safetensors").is_file()
+    assert model_merger.main(["test", *saved[1:3], "--test_hf_dir", str(model)]) == 0, "whole weights are compared too"
 
 
 # ------------------------------------------------------------------------------------------ keys with a meaning

@@ -187,3 +187,13 @@ def test_values_beyond_measure_are_refused(word):
 def test_a_file_of_hundreds_of_levels_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         from_yaml(tmp_path, "".join(f"{' ' * depth}a:\n" for depth in range(900)))
+
+
+def test_the_reference_has_the_stages_of_the_actor_unless_it_has_its_own():
+    of_actor, of_ref = (f"+actor_rollout_ref.{role}.megatron.override_transformer_config" for role in ("actor", "ref"))
+    words = [f"{of_actor}.num_layers_in_first_pipeline_stage=1"]
+    assert load(words).actor_rollout_ref.ref.megatron.override_transformer_config == {
+        "num_layers_in_first_pipeline_stage": 1
+    }
+    own = load([*words, f"{of_ref}.moe_router_dtype=fp32"]).actor_rollout_ref.ref.megatron
+    assert own.override_transformer_config == {"moe_router_dtype": "fp32"}

@@ -60,6 +60,8 @@ def test_layouts_of_the_configuration():
     megatron = [f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=4"]
     split = plan(load(command(*megatron)), QWEN3_8B, H100)
     assert split.memory["update_actor"]["actor weights"] == pytest.approx(2 * 8.19e9 / 4, rel=0.01)
+    kept = plan(load(command(*megatron, f"{ARR}.model.enable_gradient_checkpointing=False")), QWEN3_8B, H100)
+    assert kept.seconds["update_actor"] < split.seconds["update_actor"]  # layers are computed again by default
     sequence = plan(load(command(f"{ACTOR}.ulysses_sequence_parallel_size=4")), QWEN3_8B, H100)
     assert sequence.seconds["update_actor"] > base.seconds["update_actor"]  # exchanges are not free
 

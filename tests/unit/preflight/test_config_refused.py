@@ -319,6 +319,35 @@ def test_layouts_are_checked_as_the_ranks_do(base, tmp_path, monkeypatch, entry,
         only(found, "configuration", " × ".join(words) + ": ", text)
 
 
+_UNEVEN = "override_transformer_config.num_layers_in_first_pipeline_stage"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named", "text"),
+    [
+        ({"pipeline": 4}, "pipeline", "the model's 6 layers; set override_transformer_config.num_layers_in_first"),
+        ({"pipeline": 2, "virtual_pipeline": 2}, "pipeline × virtual_pipeline", "the model's 6 layers"),
+        ({"pipeline": 2, "virtual_pipeline": 3}, None, ""),
+        ({"pipeline": 4, _UNEVEN: 1}, None, ""),
+        ({"virtual_pipeline": 2}, "virtual_pipeline", "needs actor_rollout_ref.actor.megatron.pipeline"),
+        ({"expert": 2}, "expert", "the model's 0 experts"),
+    ],
+)
+def test_megatrons_sizes_are_checked(base, tmp_path, monkeypatch, sizes, named, text):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    write_model(tmp_path / "model", num_hidden_layers=6)
+    megatron, spelled = f"{ARR}.actor.megatron", {_UNEVEN: _UNEVEN}
+    keys = {
+        name: f"{megatron}.{spelled.get(name, f'{name}_model_parallel_size')}={size}" for name, size in sizes.items()
+    }
+    argv = [*base, "trainer.n_gpus_per_node=4", f"{ARR}.actor.strategy=megatron", f"{ARR}.actor.use_kl_loss=True"]
+    found = [problem for problem in problems(*argv, *keys.values()) if problem.startswith("configuration")]
+    if named is None:
+        assert found == []
+    else:
+        only(found, "configuration", " × ".join(keys[name] for name in named.split(" × ")) + ": ", text)
+
+
 def test_the_references_layout_is_checked_where_there_is_one(base, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     argv = [*base, "trainer.n_gpus_per_node=4", f"{ARR}.ref.fsdp_config.fsdp_size=3"]

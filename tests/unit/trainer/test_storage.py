@@ -17,6 +17,7 @@ from tests.unit.checkpoint.test_seal import Events, content, parts_for
 from verl.checkpoint import CheckpointError, newest
 from verl.checkpoint.remote import RemoteCopies
 from verl.checkpoint.write import CheckpointWriter
+from verl.errors import UserError
 from verl.tracking.step_metrics import Counters
 from verl.trainer.checkpoints import Storage
 from verl.trainer.step_record import RefusedSteps, TooManyRefused
@@ -222,6 +223,21 @@ def test_parts_that_are_not_read_are_named(tmp_path) -> None:
     assert "resumed without optimizer" in records(one).notices[-1]
     less = storage(tmp_path, contents={"save_contents": ["model"], "load_contents": ["model"]})
     assert all(less.wants(part) for part in ("model", "optimizer", "extra")), "nobody asked for less"
+
+
+@pytest.mark.parametrize(("then", "now", "refused"), [("fsdp2", "megatron", True), ("fsdp2", "fsdp", False)])
+def test_the_optimizer_of_another_engine_is_not_read(tmp_path, then, now, refused) -> None:
+    one = storage(tmp_path)
+    one._given["engine"] = {"strategy": then}
+    save(one, 1)
+    other, weights = storage(tmp_path), storage(tmp_path, narrowed=True, contents={"load_contents": ["model", "extra"]})
+    other._given["engine"] = weights._given["engine"] = {"strategy": now}
+    if refused:
+        with pytest.raises(UserError, match=rf"engine.strategy={then} wrote .* {now} does not .*load_contents=\[model"):
+            resume(other, other.find())
+    else:
+        resume(other, other.find())
+    resume(weights, weights.find())
 
 
 def test_settings_that_changed_are_named(tmp_path) -> None:

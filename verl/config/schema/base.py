@@ -178,9 +178,9 @@ def items(*values: Any, **about: Any) -> Any:
     return field(default_factory=lambda: list(values), metadata=about)
 
 
-def open_map(**values: Any) -> Any:
-    """A field whose default is an open mapping."""
-    return field(default_factory=lambda: Map.of(values))
+def open_map(about: Mapping[str, Any] | None = None, /, **values: Any) -> Any:
+    """A field whose default is an open mapping. about: facts about it; with `same_as` an empty one follows that key."""
+    return field(default_factory=lambda: Map.of(values), metadata=about)
 
 
 def sub(cls: type[Group]) -> Any:

@@ -130,7 +130,7 @@ _MEGATRON = "actor_rollout_ref.actor.megatron."
 
 
 class RefMegatronConfig(MegatronConfig):
-    """As the actor's; parallel sizes are inherited from it."""
+    """As the actor's; parallel sizes and `override_transformer_config` are inherited from it."""
 
     tensor_model_parallel_size: int = same_as(_MEGATRON + "tensor_model_parallel_size", low=1)
     pipeline_model_parallel_size: int = same_as(_MEGATRON + "pipeline_model_parallel_size", low=1)
@@ -140,6 +140,7 @@ class RefMegatronConfig(MegatronConfig):
     context_parallel_size: int = same_as(_MEGATRON + "context_parallel_size", low=1)
     expert_model_parallel_size: int = same_as(_MEGATRON + "expert_model_parallel_size", low=1)
     expert_tensor_parallel_size: int | None = same_as(_MEGATRON + "expert_tensor_parallel_size", low=1)
+    override_transformer_config: Map = open_map({"same_as": _MEGATRON + "override_transformer_config"})
 
 
 class OptimConfig(Group):

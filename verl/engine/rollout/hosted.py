@@ -121,7 +121,8 @@ def ended_at_seam(
         text = decode(before + ids[:count])
         if any(stop in text for stop in stops):
             ids, log_probs = done.token_ids[:count], done.log_probs[:count]
-            return replace(done, token_ids=ids, log_probs=log_probs, finish_reason="stop")
+            sets = None if done.sampling_mask is None else done.sampling_mask[:count]
+            return replace(done, token_ids=ids, log_probs=log_probs, sampling_mask=sets, finish_reason="stop")
     return done
 
 

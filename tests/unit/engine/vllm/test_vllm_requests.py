@@ -36,10 +36,11 @@ def host() -> Iterator[LoopThread]:
 )
 def test_a_stop_string_may_begin_before_the_response_went_on(begun, written, left, reason) -> None:
     ids = np.array([ord(c) for c in written], np.int64)
-    part = Completion(ids, np.arange(len(ids), dtype=np.float32), "length")
+    sets = np.array([b"set"] * len(ids), object)
+    part = Completion(ids, np.arange(len(ids), dtype=np.float32), "length", sampling_mask=sets)
     done = ended_at_seam(part, [ord(c) for c in begun], ("</answer>", "zz"), lambda ids: "".join(map(chr, ids)))
     assert "".join(map(chr, done.token_ids)) == left and done.finish_reason == reason
-    assert done.log_probs.tolist() == list(range(len(left)))
+    assert done.log_probs.tolist() == list(range(len(left))) and len(done.sampling_mask) == len(left)
 
 
 def test_a_batch_call_that_fails_leaves_nothing_running(host: LoopThread) -> None:

@@ -313,7 +313,11 @@ class SGLangEngine(HostedEngine):
 
 async def _close_sockets(manager: Any) -> None:
     """Close the sockets to SGLang's processes, in the loop that polls them. Messages to a process that is gone would
-    otherwise keep the garbage collection of their context waiting for ever."""
+    otherwise keep the garbage collection of their context waiting for ever; a task that still reads from one would
+    print a traceback."""
+    for task in manager.asyncio_tasks:
+        task.cancel()
+    await asyncio.gather(*manager.asyncio_tasks, return_exceptions=True)
     manager.send_to_scheduler.context.destroy(linger=0)
 
 

@@ -22,11 +22,21 @@ _KEYS = {
     "pipeline": "pipeline_model_parallel_size",
     "sequence": "context_parallel_size",
     "expert": "expert_model_parallel_size",
+    "chunks": "virtual_pipeline_model_parallel_size",
     "dtype": "dtype",
     "param_offload": "param_offload",
     "grad_offload": "grad_offload",
     "optimizer_offload": "optimizer_offload",
 }
+_STAGE = "num_layers_in_first_pipeline_stage"
+_STAGES = {
+    _STAGE,
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+}
+"""Settings of `override_transformer_config` that give pipeline stages different numbers of layers."""
 _ELSEWHERE = "use strategy=fsdp2"
 
 
@@ -51,16 +61,19 @@ class Megatron(TrainingEngineRecord):
         values = {field: setting(group, key) for field, key in _KEYS.items()}
         keys = {field: f"{root}{inner}{key}" for field, key in _KEYS.items()}
         values = {field: value for field, value in values.items() if value is not None}
-        return Placement(keys=keys, cuts_adapters=True, **values)
+        uneven = _STAGES & {k for k, v in (setting(group, "override_transformer_config") or {}).items() if v}
+        return Placement(keys=keys, cuts_adapters=True, even=not uneven, **values)
 
     def misfits(self, placement: Placement, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """See `TrainingEngineRecord.misfits`."""
         heads, layers, experts = (model.get(n) for n in ("num_attention_heads", "num_hidden_layers", "experts"))
-        for name, count, noun in (("tensor", heads, "attention heads"), ("pipeline", layers, "layers")):
-            size = getattr(placement, name)
-            if isinstance(count, int) and count % size:
-                yield placement.at(name), f"does not divide the model's {count} {noun}"
-        if placement.expert > 1 and (experts or 0) % placement.expert:
+        if isinstance(heads, int) and heads % placement.tensor:
+            yield placement.at("tensor"), f"does not divide the model's {heads} attention heads"
+        if placement.even and isinstance(layers, int) and layers % (placement.pipeline * placement.chunks):
+            sizes = ("pipeline", "chunks") if placement.chunks > 1 else ("pipeline",)
+            advice = f"set override_transformer_config.{_STAGE}, or another size"
+            yield " × ".join(map(placement.at, sizes)), f"does not divide the model's {layers} layers; {advice}"
+        if placement.expert > 1 and (not experts or experts % placement.expert):
             yield placement.at("expert"), f"does not divide the model's {experts or 0} experts"
 
     def build(
@@ -78,7 +91,7 @@ class Megatron(TrainingEngineRecord):
                 probe()
             except EnginePackageError as error:
                 check.lacks(f"strategy=megatron ({package})", str(error))
-        facts, role = check.facts, config.select("actor_rollout_ref.actor") or config.select("engine")
+        facts, path = check.facts, "actor_rollout_ref.actor" if config.select("actor_rollout_ref.actor") else "engine"
         if facts is not None and facts.name not in (QWEN_VISION if facts.vision else FAMILIES):
             check.refuse("strategy=megatron", f"models of type {facts.name} are not converted here; {_ELSEWHERE}")
         if (config.select("critic.model.lora_rank") or 0) > 0 and config.select("critic.strategy") == self.name:
@@ -87,10 +100,12 @@ class Megatron(TrainingEngineRecord):
         adapts_all = setting(model, "lora_rank", 0) > 0 and "all-linear" in model.target_modules
         if adapts_all and facts is not None and facts.experts:
             check.refuse("model.target_modules=all-linear", "experts are not adapted; name attention's layers instead")
-        self._check_placement(check, role)
+        self._check_placement(check, path, config.select(path))
 
-    def _check_placement(self, check: EngineCheck, role: Any) -> None:
-        placed, group, facts = self.placement(role), setting(role, "megatron") or role, check.facts
+    def _check_placement(self, check: EngineCheck, path: str, role: Any) -> None:
+        placed, group, facts = self.placement(role, path), setting(role, "megatron") or role, check.facts
+        if placed.chunks > 1 and placed.pipeline == 1:
+            check.refuse(placed.at("chunks"), f"needs {placed.key('pipeline')} > 1; leave it out")
         if placed.sequence > 1 and facts is not None and facts.vision:
             check.refuse(placed.at("sequence"), "models that see images have no context parallelism here; set 1")
         if placed.sequence > 1 and not has_transformer_engine():

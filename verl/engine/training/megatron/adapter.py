@@ -48,6 +48,11 @@ class LayerAdapters(torch.nn.Module):
         outline = adapter._module
         wanted, of = adapters.adapted_layers(outline), bridge._weight_name_mapping_mcore_local_to_global(chunk)
         ranks = parallel_state.get_tensor_model_parallel_world_size()
+        if (groups := chunk.config.num_query_groups) % ranks:
+            raise UserError(
+                f"megatron.tensor_model_parallel_size={ranks} does not divide the model's {groups} key-value heads, by "
+                "which adapters of attention are cut: set a size that does, or use strategy=fsdp2"
+            )
         for path, layer in chunk.named_modules():
             weight = getattr(layer, "weight", None)
             dim = getattr(weight, "partition_dim", -1)

@@ -123,9 +123,10 @@ def _transformer_settings(model_cfg: Any, megatron: Any, hf_config: PreTrainedCo
         settings["sequence_parallel"] = False
     elif setting(megatron, "sequence_parallel") is not None:
         settings["sequence_parallel"] = bool(megatron["sequence_parallel"])
-    if setting(model_cfg, "enable_gradient_checkpointing") is not False:
-        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     overrides = {k: v for k, v in dict(setting(megatron, "override_transformer_config") or {}).items() if v is not None}
+    again = "full" if setting(model_cfg, "enable_gradient_checkpointing") is not False else None
+    if overrides.get("recompute_granularity", again) == "full":
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     unknown = set(overrides) - {f.name for f in fields(MLATransformerConfig)}
     if mindspeed.is_installed():
         overrides = {name: value for name, value in overrides.items() if name not in unknown}
@@ -181,6 +182,8 @@ def _wrapped(chunk: Any, megatron: Any, number: int) -> Any:
         "overlap_grad_reduce": False,
         **overrides,
     }
+    if unknown := ", ".join(sorted(set(settings) - {f.name for f in fields(DistributedDataParallelConfig)})):
+        raise UserError(f"megatron.override_ddp_config: megatron-core has no setting {unknown}")
     config = get_model_config(chunk)
     return DistributedDataParallel(
         config, DistributedDataParallelConfig(**settings), chunk, disable_bucketing=number > 0
