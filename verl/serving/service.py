@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +36,8 @@ from verl.tracking.run_folder import RunFolder
 
 _SILENT_S = 3600.0
 """A session that nobody has been heard of for so long ends: its adapters leave memory. The SDK calls every 10 s."""
+_GONE_S = 120.0
+"""After so long it ends where a new adapter needs the room: the SDK does not say that its program has ended."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9]+:train:[0-9]+")
 _EPHEMERAL = "ephemeral"  # snapshots without a name, in the folder of a run: they go with its session
@@ -144,10 +146,24 @@ class Service:
         """End sessions that nobody is heard of, for ever."""
         while True:
             await asyncio.sleep(60)
-            for name, session in list(self.sessions.items()):
-                if time.monotonic() - session.seen > _SILENT_S:
-                    notice(f"session {name} has been silent for {_SILENT_S / 60:g} minutes: it has ended")
-                    self.end_session(name)
+            self._end_silent(_SILENT_S, self.sessions)
+
+    def _end_silent(self, seconds: float, names: Iterable[str]) -> None:
+        for name in list(names):
+            if time.monotonic() - self.sessions[name].seen > seconds:
+                notice(f"session {name} has been silent for {seconds / 60:g} minutes: it has ended")
+                self.end_session(name)
+
+    def _make_room(self) -> None:
+        """End sessions that are silent, longest first, until another adapter may come. ValueError if none may."""
+        for name in sorted(self.sessions, key=lambda name: self.sessions[name].seen):
+            if len(self.models) >= self.most_adapters and self.sessions[name].models:
+                self._end_silent(_GONE_S, [name])
+        if len(self.models) >= self.most_adapters:
+            raise ValueError(
+                f"{self.most_adapters} adapters are in memory, the limit of --max-adapters; those of a program that "
+                f"has ended go {_GONE_S / 60:g} minutes after its end, when others need the room"
+            )
 
     def close(self) -> None:
         """End everything."""
@@ -193,8 +209,7 @@ class Service:
         if kind != "adamw":
             raise ValueError(f"optimizer {kind!r} is not here; adamw is")
         if run not in self.models:
-            if len(self.models) >= self.most_adapters:
-                raise ValueError(f"{self.most_adapters} adapters are in memory, the limit of --max-adapters")
+            self._make_room()
             metadata, folder = body.get("user_metadata"), RunFolder(self.root / run, notice)
             about = {"model": self.base.path, "lora": asdict(shape), "user_metadata": metadata}
             folder.write_static(about | {"from": body.get("path")})
@@ -207,6 +222,7 @@ class Service:
         """A training run in memory. NotFound if there is none."""
         if run not in self.models:
             raise NotFound(f"no training run {run} in memory: {_LATER}")
+        self.session(run.partition(":")[0])
         return self.models[run]
 
     def get_info(self, body: Body) -> Result:
@@ -373,6 +389,7 @@ class Service:
         """A sampling client. NotFound if there is none."""
         if name not in self.samplings:
             raise NotFound(f"no sampling client {name!r}: {_LATER}")
+        self.session(name.partition(":")[0])
         return self.samplings[name]
 
     def get_sampler(self, body: Body) -> Result:

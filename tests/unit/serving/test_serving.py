@@ -451,3 +451,23 @@ def test_samples_of_the_same_weights_run_together() -> None:
 
 def test_every_loss_is_tried() -> None:
     assert set(LOSSES) == {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}
+
+
+def test_programs_that_ended_make_room(base: Base, tmp_path: Path) -> None:
+    """The SDK ends without a word: its adapters go when others need the room, those of a program that lives stay."""
+    client = Client(base, tmp_path)
+    runs = [client.run(number) for number in range(5)]
+    living = client.session
+    client.session = client.call("create_session", {"tags": []})["session_id"]
+    gone = client.run(0)
+    client.session = client.call("create_session", {"tags": []})["session_id"]
+    body = {"session_id": client.session, "model_seq_id": 0, "lora_config": {"rank": 1}}
+    status, answer = client.ask("create_model", body)
+    assert status == 400 and b"--max-adapters" in answer
+    for session in client.service.sessions.values():
+        session.seen -= 300
+    runs[0].step()
+    client.call("session_heartbeat", {"session_id": client.session})
+    client.run(0)
+    assert living in client.service.sessions and gone.name not in client.service.models
+    client.close()
