@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from verl.checkpoint import open_checkpoint
+from verl.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.manifest import NAME as MANIFEST
 from verl.checkpoint.read import newest_sealed
 from verl.data.files import notice
@@ -71,7 +71,7 @@ class Model:
     def trained(self) -> Adapter:
         """The adapter. ValueError where it could not be made."""
         if self.adapter is None:
-            raise ValueError("this training run could not be created: see the error of create_model or load_weights")
+            raise ValueError("this training run has no adapter: see the error of create_model or load_weights")
         return self.adapter
 
 
@@ -192,6 +192,9 @@ class Service:
 
         def load(model: Model) -> Result:
             place = self.place(body["path"])  # here, since a numbered request that is refused would hold up later ones
+            self._shape(place)
+            if body.get("optimizer") and place.parent.name != "weights":
+                raise ValueError(f"{body['path']} has no optimizer: save_state writes one")
             model.adapter = None  # its memory goes first
             model.adapter = Adapter.load(self.base, place, optimizer=bool(body.get("optimizer")))
             model.shape = model.adapter.shape
@@ -199,7 +202,7 @@ class Service:
 
         if body.get("session_id") is None:
             return self._train(body, load)
-        return self._create(body, shape_at(self.place(body["path"])), load)
+        return self._create(body, self._shape(self.place(body["path"])), load)
 
     def _create(self, body: Body, shape: LoraShape, make: Callable[[Model], Result]) -> Job:
         owner, run = self.session(body["session_id"]), f"{body['session_id']}:train:{int(body['model_seq_id'])}"
@@ -341,8 +344,22 @@ class Service:
 
     def weights_info(self, body: Body) -> Result:
         """What a checkpoint is of."""
-        shape = asdict(shape_at(self.place(body["tinker_path"])))
-        return {"base_model": self.base.name, "is_lora": True, "lora_rank": shape.pop("rank")} | shape
+        saved = _opened(self.place(body["tinker_path"]))
+        shape, name = asdict(shape_of(saved)), self.base.name if self._is_ours(saved) else saved.loop_state["name"]
+        return {"base_model": name, "is_lora": True, "lora_rank": shape.pop("rank")} | shape
+
+    def _is_ours(self, saved: Checkpoint) -> bool:
+        return bool(saved.loop_state["model"] == self.base.path or saved.loop_state["name"] == self.base.name)
+
+    def _shape(self, place: Path) -> LoraShape:
+        """The shape of the adapter in a checkpoint's folder. ValueError where it was trained on another model."""
+        if not self._is_ours(saved := _opened(place)):
+            name, model = saved.loop_state["name"], saved.loop_state["model"]
+            raise ValueError(
+                f"the checkpoint is of the model {name!r} ({model}), and {self.base.name!r} is served here; "
+                f"where they are the same, start the server with --name {name}"
+            )
+        return shape_of(saved)
 
     def training_run(self, body: Body) -> Result:
         """A training run, also one of an earlier server."""
@@ -381,7 +398,7 @@ class Service:
         if path is None and body.get("base_model") not in (self.base.name, self.base.path):
             raise ValueError(f"base_model {body.get('base_model')!r} is not served here; {self.base.name!r} is")
         place = None if path is None else self.place(path)
-        self.samplings[name] = Sampling(path, place, None if place is None else shape_at(place))
+        self.samplings[name] = Sampling(path, place, None if place is None else self._shape(place))
         owner.samplers.append(name)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
@@ -445,9 +462,8 @@ def _sealed(place: Path) -> Path:
     return path
 
 
-def shape_at(place: Path) -> LoraShape:
-    """The shape of the adapter in a checkpoint's folder."""
-    return shape_of(open_checkpoint(_sealed(place), hashes=False))
+def _opened(place: Path) -> Checkpoint:
+    return open_checkpoint(_sealed(place), hashes=False)
 
 
 def _time(seconds: float) -> str:

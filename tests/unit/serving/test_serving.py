@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import http.client
 import json
 import threading
@@ -471,3 +472,28 @@ def test_programs_that_ended_make_room(base: Base, tmp_path: Path) -> None:
     client.run(0)
     assert living in client.service.sessions and gone.name not in client.service.models
     client.close()
+
+
+def test_what_cannot_be_loaded_changes_nothing(base: Base, tmp_path: Path) -> None:
+    """A state without its optimizer, a checkpoint of another model, an adapter of no rank."""
+    client = Client(base, tmp_path)
+    run = client.run()
+    run.passes([datum(IDS, 1)], "cross_entropy")
+    run.step(learning_rate=0.1)
+    paths = [run.ask(call, path="x")["path"] for call in ("save_weights_for_sampler", "save_weights")]
+    trained = run.passes([datum(IDS, 1)], "cross_entropy", forward=True)[1]
+    assert "has no optimizer: save_state writes one" in run.ask("load_weights", path=paths[0], optimizer=True)["error"]
+    assert run.passes([datum(IDS, 1)], "cross_entropy", forward=True)[1] == trained
+    for rank in (0, -3):
+        body = {"session_id": client.session, "model_seq_id": 1, "lora_config": {"rank": rank}}
+        assert b"a rank of at least 1" in client.ask("create_model", body)[1]
+    client.close()
+    other = copy.copy(base)
+    other.path, other.name = "/models/other", "other"
+    second = Client(other, tmp_path)
+    assert [second.call("weights_info", {"tinker_path": path})["base_model"] for path in paths] == ["tiny", "tiny"]
+    body = {"session_id": second.session, "path": paths[1], "model_path": paths[1]}
+    for call, number in (("load_weights", "model_seq_id"), ("create_sampling_session", "sampling_session_seq_id")):
+        status, answer = second.ask(call, body | {number: 0})
+        assert status == 400 and b"of the model 'tiny'" in answer and b"--name tiny" in answer
+    second.close()
