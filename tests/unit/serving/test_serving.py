@@ -6,6 +6,7 @@ import asyncio
 import copy
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -497,3 +498,18 @@ def test_what_cannot_be_loaded_changes_nothing(base: Base, tmp_path: Path) -> No
         status, answer = second.ask(call, body | {number: 0})
         assert status == 400 and b"of the model 'tiny'" in answer and b"--name tiny" in answer
     second.close()
+
+
+def test_a_command_that_cannot_serve_says_why(base: Base, tmp_path: Path) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    (tmp_path / "file").touch()
+    common = ["--model", base.path, "--dir", str(tmp_path / "runs"), "--port"]
+    for words, problem in (
+        ([str(taken.getsockname()[1])], "Address already in use"),
+        (["99999"], "port must be 0-65535"),
+        (["0", "--dir", str(tmp_path / "file")], "File exists"),
+        (["0", "--max-length", "0"], "--max-length 0: at least 1"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            main([*common, *words])
+    taken.close()
