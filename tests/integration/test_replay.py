@@ -116,5 +116,18 @@ def test_trajectories_in_the_interchange_format(run, capsys, tmp_path) -> None:
     assert "its journal has steps 1 to 3" in said(capsys, "export", run, tmp_path / "none", "--atif", "--step", 9)
 
 
+def test_mistakes_are_said_before_the_step_is_computed(run, capsys) -> None:
+    assert said(capsys, "replay", run, "--step", 2, "--set", "algorithm.gama=1").startswith("2: verl replay: the conf")
+    assert "--reward no.py: no such file" in said(capsys, "replay", run, "--step", 2, "--reward", "no.py")
+
+
+def test_a_run_that_was_killed_within_a_line(run, capsys, tmp_path) -> None:
+    shutil.copytree(run, tmp_path / "killed")
+    with open(tmp_path / "killed/metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "actor/lo')
+    assert "are the same" in said(capsys, "replay", tmp_path / "killed", "--step", 2, "trainer.device=cpu")
+    assert "the same in steps 1 to 3" in said(capsys, "diff", run, tmp_path / "killed")
+
+
 def test_steps_that_the_journal_lacks_are_named(run, capsys) -> None:
     assert "does not have step 9, only 1 to 3" in said(capsys, "replay", run, "--step", 9)

@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     add("--search", action="store_true", help="propose the fastest layouts that fit the devices of the command")
     add("--json", action="store_true", help="print JSON")
     add("overrides", nargs="*", metavar="key=value", help="the command of the run, as of verl.trainer.main_ppo")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if not args.overrides:
         parser.print_usage(sys.stderr)
         return 2

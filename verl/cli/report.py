@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--serve", action="store_true", help="serve a page that grows while the run goes, until Ctrl-C")
     parser.add_argument("--host", default="127.0.0.1", help="with --serve: the address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=0, help="with --serve: the port (default: a free one)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     folders = [find_run(path) for path in (args.run, args.other) if path is not None]
     if args.serve:
         return _serve(folders, args)
@@ -58,8 +58,8 @@ def _serve(folders: list[Path], args: argparse.Namespace) -> int:
 
     try:
         server, address = open_server(folders, args.host, args.port)
-    except OSError as error:
-        raise UserError(f"--host={args.host} --port={args.port}: {error.strerror}") from error
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--host={args.host} --port={args.port}: {error}") from error
     print(address, flush=True)
     if args.open:
         _browse(address)

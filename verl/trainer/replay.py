@@ -143,7 +143,8 @@ class Recording:
 
     def __init__(self, run: Path):
         self.run, self.steps = run, journal.steps(run / JOURNAL)
-        lines = (run / METRICS).read_text("utf-8").splitlines() if (run / METRICS).is_file() else []
+        content = (run / METRICS).read_bytes() if (run / METRICS).is_file() else b""
+        lines = content.split(b"\n")[:-1]  # a run that was killed may have begun another
         self.metrics = {record["step"]: record for record in map(json.loads, lines) if "step" in record}
         if not self.steps:
             raise UserError(f"{run} has no {JOURNAL}/: the run was made with trainer.journal=0, or before it was kept")
@@ -193,6 +194,7 @@ def replay(
     """Lines on a step of a run, computed again; then on the same step with other settings, or rewards. config: makes
     the run's configuration with these overrides."""
     recording = Recording(run)
+    config(*changed)  # mistakes are said before the step is computed
     replica, before = recording.replica(config(), step), recording.before(step)
     yield f"step {step} of {run}, from {'the start' if before is None else before.name}"
     with TemporaryDirectory(prefix="verl-replay-") as folder:
