@@ -17,11 +17,11 @@ def find_run(path: Path) -> Path:
     UserError where neither holds a run's files, with the run folders that are below, if any.
     """
     path = path.expanduser()
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
     for place in (path, path.parent):
         if place.is_dir() and any((place / name).exists() for name in FILES):
             return place
-    if not path.exists():
-        raise UserError(f"{path} does not exist")
     below = sorted({p.parent for depth in ("*", "*/*") for p in path.glob(f"{depth}/metrics.jsonl")})
     hint = f"; run folders below it: {', '.join(map(str, below[:5]))}" if below else ""
     raise UserError(f"{path} is not a run folder: none of {', '.join(FILES)} is in it{hint}")

@@ -86,6 +86,8 @@ def test_report_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     status, _, err = run("report", str(tmp_path / "absent" / "run"), capsys=capsys)
     assert status == 2 and "does not exist" in err
     make_run(tmp_path / "project" / "run", 1)
+    status, _, err = run("report", str(tmp_path / "project" / "run" / "global_step_7"), capsys=capsys)
+    assert status == 2 and "global_step_7 does not exist" in err
     status, _, err = run("report", str(tmp_path), capsys=capsys)
     assert status == 2 and "is not a run folder" in err and str(tmp_path / "project" / "run") in err
     assert not (tmp_path / "report.html").exists()
