@@ -63,6 +63,10 @@ def test_a_step_with_images_is_rebuilt_bit_for_bit(tmp_path, capsys) -> None:
     text = said(capsys, "audit", out, "--step", 2)
     apart = [float(value) for value in re.findall(r"largest difference (\S+) nats", text)]
     assert len(apart) == 2 and max(apart) <= 1e-5
+    whole = ("actor_rollout_ref.rollout.top_p=1", "trainer.total_training_steps=1", "trainer.save_freq=-1")
+    assert main_ppo(tiny.overrides(tmp_path / "whole", *WORDS, *whole)) == 0
+    apart = re.findall(r"largest difference (\S+) nats", said(capsys, "audit", tmp_path / "whole"))
+    assert len(apart) == 2 and max(map(float, apart)) <= 1e-5, "tokens that stand for images have no probability"
 
 
 def test_what_would_have_changed(run, capsys, tmp_path) -> None:

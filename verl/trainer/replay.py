@@ -36,7 +36,7 @@ from verl.config.schema.base import put
 from verl.data.tokenizer import tokenizer_of
 from verl.engine.registry import placement
 from verl.errors import UserError
-from verl.models.inputs import VisionInputs, sees_images
+from verl.models.inputs import VisionInputs, sees_images, special_token_ids
 from verl.models.pretrained import load_config
 from verl.models.sampling_mask import SamplingMask
 from verl.rollout.schedule import Versions
@@ -390,6 +390,7 @@ def _log_probs(model: Any, row: Segment, temperature: float) -> np.ndarray:
             in_context = torch.arange(ids.shape[1]) < len(row.context_ids)
             images["mm_token_type_ids"] = ((ids == model.config.image_token_id) & in_context).int()
     z = model(ids, **images).logits[0, len(row.context_ids) - 1 : -1].float() / temperature
+    z[:, special_token_ids(model.config)] = -torch.inf
     mask = None if row.sampling_mask is None else SamplingMask.of(list(row.sampling_mask), "cpu")
     z = z if mask is None else mask.bar(z, slice(0, len(z)))
     return z.log_softmax(-1).gather(1, torch.from_numpy(row.response_ids)[:, None])[:, 0].numpy()
