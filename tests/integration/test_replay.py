@@ -63,6 +63,10 @@ def test_a_step_with_images_is_rebuilt_bit_for_bit(tmp_path, capsys) -> None:
     text = said(capsys, "audit", out, "--step", 2)
     apart = [float(value) for value in re.findall(r"largest difference (\S+) nats", text)]
     assert len(apart) == 2 and max(apart) <= 1e-5
+    whole = ("actor_rollout_ref.rollout.top_p=1", "trainer.total_training_steps=1", "trainer.save_freq=-1")
+    assert main_ppo(tiny.overrides(tmp_path / "whole", *WORDS, *whole)) == 0
+    apart = re.findall(r"largest difference (\S+) nats", said(capsys, "audit", tmp_path / "whole"))
+    assert len(apart) == 2 and max(map(float, apart)) <= 1e-5, "tokens that stand for images have no probability"
 
 
 def test_what_would_have_changed(run, capsys, tmp_path) -> None:
@@ -114,6 +118,19 @@ def test_trajectories_in_the_interchange_format(run, capsys, tmp_path) -> None:
         assert np.array_equal(np.float32(metrics["logprobs"]), t.rollout_log_probs)
     assert "36 documents" in said(capsys, "export", run, tmp_path / "all", "--atif")
     assert "its journal has steps 1 to 3" in said(capsys, "export", run, tmp_path / "none", "--atif", "--step", 9)
+
+
+def test_mistakes_are_said_before_the_step_is_computed(run, capsys) -> None:
+    assert said(capsys, "replay", run, "--step", 2, "--set", "algorithm.gama=1").startswith("2: verl replay: the conf")
+    assert "--reward no.py: no such file" in said(capsys, "replay", run, "--step", 2, "--reward", "no.py")
+
+
+def test_a_run_that_was_killed_within_a_line(run, capsys, tmp_path) -> None:
+    shutil.copytree(run, tmp_path / "killed")
+    with open(tmp_path / "killed/metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "actor/lo')
+    assert "are the same" in said(capsys, "replay", tmp_path / "killed", "--step", 2, "trainer.device=cpu")
+    assert "the same in steps 1 to 3" in said(capsys, "diff", run, tmp_path / "killed")
 
 
 def test_steps_that_the_journal_lacks_are_named(run, capsys) -> None:

@@ -6,8 +6,30 @@ import argparse
 import json
 import math
 import sys
+from typing import TYPE_CHECKING
 
 from verl.errors import UserError
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
+
+def _check(config: Config, args: argparse.Namespace) -> None:
+    """What a run would refuse of values and layout, whatever this machine and its files are. UserError if anything."""
+    from verl.config.problems import ConfigError
+    from verl.config.report import Report
+    from verl.preflight import values
+    from verl.trainer import check as trainer
+
+    report = Report(config)
+    for part in (values, trainer):
+        part.check(config, report)
+        if problems := report.of("configuration"):
+            raise ConfigError(problems)
+    for name in ("prompt", "response"):
+        mean, most = getattr(args, name), config.data[f"max_{name}_length"]
+        if mean is not None and not 0 < mean <= most:
+            raise UserError(f"--{name} {mean:g}: a mean from 1 to data.max_{name}_length={most}")
 
 
 def main(argv: list[str]) -> int:
@@ -21,7 +43,7 @@ def main(argv: list[str]) -> int:
     add("--search", action="store_true", help="propose the fastest layouts that fit the devices of the command")
     add("--json", action="store_true", help="print JSON")
     add("overrides", nargs="*", metavar="key=value", help="the command of the run, as of verl.trainer.main_ppo")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if not args.overrides:
         parser.print_usage(sys.stderr)
         return 2
@@ -32,6 +54,7 @@ def main(argv: list[str]) -> int:
     from verl.planning.plan import advice, plan
 
     config = load(args.overrides, spellings=PUBLIC)
+    _check(config, args)
     model = config.actor_rollout_ref.model
     if not model.path:
         raise UserError("actor_rollout_ref.model.path: name the model")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.cli.report import find_run
+from verl.errors import UserError
 from verl.platform.host_resources import prepare_process
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 def _add_step(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     which = "step of the journal" + (" (default: the newest)" if not required else "")
     parser.add_argument("--step", type=int, required=required, metavar="N", help=which)
-    about = "settings of this machine, such as trainer.device=cpu or model.path, where they are not the run's"
+    about = "settings of this machine where they are not the run's: trainer.device=cpu, actor_rollout_ref.model.path=…"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=about)
 
 
@@ -48,7 +49,9 @@ def main(argv: list[str]) -> int:
     _add_step(parser)
     parser.add_argument("--set", action="append", default=[], metavar="key=value", help="what if the step had this")
     parser.add_argument("--reward", type=Path, metavar="FILE", help="what if this file had scored the responses")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.reward and not args.reward.is_file():
+        raise UserError(f"--reward {args.reward}: no such file")
     prepare_process()
     from verl.trainer.replay import replay
 
@@ -62,7 +65,7 @@ def diff(argv: list[str]) -> int:
     """Name the first step, phase and tensor at which two runs part; 0, or 2 with one line on what is wrong."""
     parser = _parser("diff", "Name the first step, phase and tensor at which two runs part.")
     parser.add_argument("other", type=Path, metavar="RUN", help="run folder")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     from verl.trainer.replay import diff
 
     for line in diff(find_run(args.run), find_run(args.other)):
@@ -74,7 +77,7 @@ def audit(argv: list[str]) -> int:
     """Compare a step's log-probs with those of transformers; 0, or 2 with one line on what is wrong."""
     parser = _parser("audit", "Compute the log-probs of a step's tokens with transformers, and compare.")
     _add_step(parser, required=False)
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     prepare_process()
     from verl.tracking import journal
     from verl.tracking.run_folder import JOURNAL

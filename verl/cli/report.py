@@ -17,11 +17,11 @@ def find_run(path: Path) -> Path:
     UserError where neither holds a run's files, with the run folders that are below, if any.
     """
     path = path.expanduser()
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
     for place in (path, path.parent):
         if place.is_dir() and any((place / name).exists() for name in FILES):
             return place
-    if not path.exists():
-        raise UserError(f"{path} does not exist")
     below = sorted({p.parent for depth in ("*", "*/*") for p in path.glob(f"{depth}/metrics.jsonl")})
     hint = f"; run folders below it: {', '.join(map(str, below[:5]))}" if below else ""
     raise UserError(f"{path} is not a run folder: none of {', '.join(FILES)} is in it{hint}")
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--serve", action="store_true", help="serve a page that grows while the run goes, until Ctrl-C")
     parser.add_argument("--host", default="127.0.0.1", help="with --serve: the address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=0, help="with --serve: the port (default: a free one)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     folders = [find_run(path) for path in (args.run, args.other) if path is not None]
     if args.serve:
         return _serve(folders, args)
@@ -58,8 +58,8 @@ def _serve(folders: list[Path], args: argparse.Namespace) -> int:
 
     try:
         server, address = open_server(folders, args.host, args.port)
-    except OSError as error:
-        raise UserError(f"--host={args.host} --port={args.port}: {error.strerror}") from error
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--host={args.host} --port={args.port}: {error}") from error
     print(address, flush=True)
     if args.open:
         _browse(address)

@@ -51,7 +51,15 @@ def main(argv: list[str]) -> int:
     from verl.serving.models import Base
     from verl.serving.server import serve
 
+    for name in ("max_length", "max_samples", "max_adapters"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: at least 1")
+    root = args.dir.expanduser().absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--dir {args.dir}: {error.strerror}") from error
     limits = {"max_length": args.max_length, "max_samples": args.max_samples}
     base = Base(args.model, name=args.name, dtype=args.dtype, **limits)
-    asyncio.run(serve(base, args.dir.expanduser().absolute(), address, key, args.max_adapters))
+    asyncio.run(serve(base, root, address, key, args.max_adapters))
     return 0

@@ -327,7 +327,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--samples", type=int, default=32, help="rows to try (default: 32)")
     add("--timeout", type=float, default=30.0, help="seconds for one call (default: 30)")
     add("--kwargs", default="{}", help="JSON object: custom_reward_function.reward_kwargs")
-    args = parser.parse_args(argv[1:] if argv[:1] == ["check"] else argv)
+    args = parser.parse_intermixed_args(argv[1:] if argv[:1] == ["check"] else argv)
     for path in args.paths:
         kind = "reward" if path.endswith(".py") or path.startswith("pkg://") else "data"
         if getattr(args, kind):

@@ -65,7 +65,7 @@ def _images(report: Report, key: str, file: RowFile) -> bool:
         return True
     filled = [k for k in columns if file.filled(k)] or _in_messages(report, file)
     if not filled:
-        return True
+        return not _left_out(report, file)
     column = filled[0]
     if not report.facts.vision:
         report.refuse(
@@ -89,11 +89,28 @@ def _images(report: Report, key: str, file: RowFile) -> bool:
     return True
 
 
+def _left_out(report: Report, file: RowFile) -> bool:
+    """True, which is reported, for a file without images whose prompts all show one to a model that would see it."""
+    data, facts = report.config.data, report.facts
+    column = _prompt_column(report)
+    rows = file.first(_LOOKED_AT) if facts is not None and facts.vision else []
+    if not rows or not all("<image>" in str(row.get(column)) for row in rows):
+        return False
+    near = nearest(data.image_key, [name for name in file.columns if name != data.image_key])
+    why = f"{file.path} has no images in that column, and its prompts say <image>{near}"
+    report.refuse("data.image_key", f"{why} (columns: {', '.join(file.columns)})")
+    return True
+
+
+def _prompt_column(report: Report) -> str:
+    data = report.config.data
+    return str(data.prompt_key if report.ppo else (data.prompt_key or data.messages_key))
+
+
 def _in_messages(report: Report, file: RowFile) -> list[str]:
     """The media columns that parts of messages stand for; of a text model none, whose rows with parts are bad ones."""
 
-    data = report.config.data
-    column = data.prompt_key if report.ppo else (data.prompt_key or data.messages_key)
+    data, column = report.config.data, _prompt_column(report)
     rows = file.first(_LOOKED_AT) if report.facts is not None and report.facts.vision else []
     messages = (message for row in rows for message in cells_of(row.get(column)) if isinstance(message, dict))
     parts = (part for entry in messages for part in cells_of(entry.get("content")) if isinstance(part, dict))
@@ -207,6 +224,8 @@ def _table(report: Report) -> None:
                 rules = RowRules(loop=report.rollout.agent.default_agent_loop)
                 if "agent_name" not in file.columns and not rules.loop_makes_prompt(None):
                     _has_columns(report, file, "prompt_key")
+                if report.config.data.image_key not in file.columns:
+                    _left_out(report, file)
             else:
                 _responses_file(report, file)
 

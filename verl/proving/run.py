@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder of the proof (default: prove/ in the run's folder)")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of the proof (default: 1e-3)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="the command, as of verl.trainer.main_ppo")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if not args.overrides:
         parser.print_usage(sys.stderr)
         return 2

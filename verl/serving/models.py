@@ -56,6 +56,10 @@ class LoraShape:
     train_attn: bool = True
     train_unembed: bool = True
 
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"an adapter has a rank of at least 1, not {self.rank}")
+
 
 class Base:
     """The model that everything is added to.

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from verl.errors import UserError
 from verl.rollout.http_sessions import PROTOBUF, Handler, Head, Refused, Reply, Result, Server
 from verl.serving.models import Base
 from verl.serving.service import Service
@@ -111,7 +112,11 @@ def _handler(answer: Callable[[Service, dict[str, Any]], Any], ids: dict[str, st
 async def serve(base: Base, root: Path, address: tuple[str, int], key: str, most_adapters: int) -> None:
     """Answer until SIGINT or SIGTERM."""
     service = Service(base, root, most_adapters=most_adapters)
-    server = TinkerServer(address, service, key)
+    try:
+        server = TinkerServer(address, service, key)
+    except (OSError, OverflowError) as error:
+        service.close()
+        raise UserError(f"--host {address[0]} --port {address[1]}: {error}") from error
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from verl.checkpoint import open_checkpoint
+from verl.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.manifest import NAME as MANIFEST
 from verl.checkpoint.read import newest_sealed
 from verl.data.files import notice
@@ -36,6 +36,8 @@ from verl.tracking.run_folder import RunFolder
 
 _SILENT_S = 3600.0
 """A session that nobody has been heard of for so long ends: its adapters leave memory. The SDK calls every 10 s."""
+_GONE_S = 120.0
+"""After so long it ends where a new adapter needs the room: the SDK does not say that its program has ended."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9]+:train:[0-9]+")
 _EPHEMERAL = "ephemeral"  # snapshots without a name, in the folder of a run: they go with its session
@@ -69,7 +71,7 @@ class Model:
     def trained(self) -> Adapter:
         """The adapter. ValueError where it could not be made."""
         if self.adapter is None:
-            raise ValueError("this training run could not be created: see the error of create_model or load_weights")
+            raise ValueError("this training run has no adapter: see the error of create_model or load_weights")
         return self.adapter
 
 
@@ -144,10 +146,24 @@ class Service:
         """End sessions that nobody is heard of, for ever."""
         while True:
             await asyncio.sleep(60)
-            for name, session in list(self.sessions.items()):
-                if time.monotonic() - session.seen > _SILENT_S:
-                    notice(f"session {name} has been silent for {_SILENT_S / 60:g} minutes: it has ended")
-                    self.end_session(name)
+            self._end_silent(_SILENT_S, self.sessions)
+
+    def _end_silent(self, seconds: float, names: Iterable[str]) -> None:
+        for name in list(names):
+            if time.monotonic() - self.sessions[name].seen > seconds:
+                notice(f"session {name} has been silent for {seconds / 60:g} minutes: it has ended")
+                self.end_session(name)
+
+    def _make_room(self) -> None:
+        """End sessions that are silent, longest first, until another adapter may come. ValueError if none may."""
+        for name in sorted(self.sessions, key=lambda name: self.sessions[name].seen):
+            if len(self.models) >= self.most_adapters and self.sessions[name].models:
+                self._end_silent(_GONE_S, [name])
+        if len(self.models) >= self.most_adapters:
+            raise ValueError(
+                f"{self.most_adapters} adapters are in memory, the limit of --max-adapters; those of a program that "
+                f"has ended go {_GONE_S / 60:g} minutes after its end, when others need the room"
+            )
 
     def close(self) -> None:
         """End everything."""
@@ -176,6 +192,9 @@ class Service:
 
         def load(model: Model) -> Result:
             place = self.place(body["path"])  # here, since a numbered request that is refused would hold up later ones
+            self._shape(place)
+            if body.get("optimizer") and place.parent.name != "weights":
+                raise ValueError(f"{body['path']} has no optimizer: save_state writes one")
             model.adapter = None  # its memory goes first
             model.adapter = Adapter.load(self.base, place, optimizer=bool(body.get("optimizer")))
             model.shape = model.adapter.shape
@@ -183,7 +202,7 @@ class Service:
 
         if body.get("session_id") is None:
             return self._train(body, load)
-        return self._create(body, shape_at(self.place(body["path"])), load)
+        return self._create(body, self._shape(self.place(body["path"])), load)
 
     def _create(self, body: Body, shape: LoraShape, make: Callable[[Model], Result]) -> Job:
         owner, run = self.session(body["session_id"]), f"{body['session_id']}:train:{int(body['model_seq_id'])}"
@@ -193,8 +212,7 @@ class Service:
         if kind != "adamw":
             raise ValueError(f"optimizer {kind!r} is not here; adamw is")
         if run not in self.models:
-            if len(self.models) >= self.most_adapters:
-                raise ValueError(f"{self.most_adapters} adapters are in memory, the limit of --max-adapters")
+            self._make_room()
             metadata, folder = body.get("user_metadata"), RunFolder(self.root / run, notice)
             about = {"model": self.base.path, "lora": asdict(shape), "user_metadata": metadata}
             folder.write_static(about | {"from": body.get("path")})
@@ -207,6 +225,7 @@ class Service:
         """A training run in memory. NotFound if there is none."""
         if run not in self.models:
             raise NotFound(f"no training run {run} in memory: {_LATER}")
+        self.session(run.partition(":")[0])
         return self.models[run]
 
     def get_info(self, body: Body) -> Result:
@@ -325,8 +344,22 @@ class Service:
 
     def weights_info(self, body: Body) -> Result:
         """What a checkpoint is of."""
-        shape = asdict(shape_at(self.place(body["tinker_path"])))
-        return {"base_model": self.base.name, "is_lora": True, "lora_rank": shape.pop("rank")} | shape
+        saved = _opened(self.place(body["tinker_path"]))
+        shape, name = asdict(shape_of(saved)), self.base.name if self._is_ours(saved) else saved.loop_state["name"]
+        return {"base_model": name, "is_lora": True, "lora_rank": shape.pop("rank")} | shape
+
+    def _is_ours(self, saved: Checkpoint) -> bool:
+        return bool(saved.loop_state["model"] == self.base.path or saved.loop_state["name"] == self.base.name)
+
+    def _shape(self, place: Path) -> LoraShape:
+        """The shape of the adapter in a checkpoint's folder. ValueError where it was trained on another model."""
+        if not self._is_ours(saved := _opened(place)):
+            name, model = saved.loop_state["name"], saved.loop_state["model"]
+            raise ValueError(
+                f"the checkpoint is of the model {name!r} ({model}), and {self.base.name!r} is served here; "
+                f"where they are the same, start the server with --name {name}"
+            )
+        return shape_of(saved)
 
     def training_run(self, body: Body) -> Result:
         """A training run, also one of an earlier server."""
@@ -365,7 +398,7 @@ class Service:
         if path is None and body.get("base_model") not in (self.base.name, self.base.path):
             raise ValueError(f"base_model {body.get('base_model')!r} is not served here; {self.base.name!r} is")
         place = None if path is None else self.place(path)
-        self.samplings[name] = Sampling(path, place, None if place is None else shape_at(place))
+        self.samplings[name] = Sampling(path, place, None if place is None else self._shape(place))
         owner.samplers.append(name)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
@@ -373,6 +406,7 @@ class Service:
         """A sampling client. NotFound if there is none."""
         if name not in self.samplings:
             raise NotFound(f"no sampling client {name!r}: {_LATER}")
+        self.session(name.partition(":")[0])
         return self.samplings[name]
 
     def get_sampler(self, body: Body) -> Result:
@@ -428,9 +462,8 @@ def _sealed(place: Path) -> Path:
     return path
 
 
-def shape_at(place: Path) -> LoraShape:
-    """The shape of the adapter in a checkpoint's folder."""
-    return shape_of(open_checkpoint(_sealed(place), hashes=False))
+def _opened(place: Path) -> Checkpoint:
+    return open_checkpoint(_sealed(place), hashes=False)
 
 
 def _time(seconds: float) -> str:

@@ -36,7 +36,7 @@ from verl.config.schema.base import put
 from verl.data.tokenizer import tokenizer_of
 from verl.engine.registry import placement
 from verl.errors import UserError
-from verl.models.inputs import VisionInputs, sees_images
+from verl.models.inputs import VisionInputs, sees_images, special_token_ids
 from verl.models.pretrained import load_config
 from verl.models.sampling_mask import SamplingMask
 from verl.rollout.schedule import Versions
@@ -143,7 +143,8 @@ class Recording:
 
     def __init__(self, run: Path):
         self.run, self.steps = run, journal.steps(run / JOURNAL)
-        lines = (run / METRICS).read_text("utf-8").splitlines() if (run / METRICS).is_file() else []
+        content = (run / METRICS).read_bytes() if (run / METRICS).is_file() else b""
+        lines = content.split(b"\n")[:-1]  # a run that was killed may have begun another
         self.metrics = {record["step"]: record for record in map(json.loads, lines) if "step" in record}
         if not self.steps:
             raise UserError(f"{run} has no {JOURNAL}/: the run was made with trainer.journal=0, or before it was kept")
@@ -193,6 +194,7 @@ def replay(
     """Lines on a step of a run, computed again; then on the same step with other settings, or rewards. config: makes
     the run's configuration with these overrides."""
     recording = Recording(run)
+    config(*changed)  # mistakes are said before the step is computed
     replica, before = recording.replica(config(), step), recording.before(step)
     yield f"step {step} of {run}, from {'the start' if before is None else before.name}"
     with TemporaryDirectory(prefix="verl-replay-") as folder:
@@ -388,6 +390,7 @@ def _log_probs(model: Any, row: Segment, temperature: float) -> np.ndarray:
             in_context = torch.arange(ids.shape[1]) < len(row.context_ids)
             images["mm_token_type_ids"] = ((ids == model.config.image_token_id) & in_context).int()
     z = model(ids, **images).logits[0, len(row.context_ids) - 1 : -1].float() / temperature
+    z[:, special_token_ids(model.config)] = -torch.inf
     mask = None if row.sampling_mask is None else SamplingMask.of(list(row.sampling_mask), "cpu")
     z = z if mask is None else mask.bar(z, slice(0, len(z)))
     return z.log_softmax(-1).gather(1, torch.from_numpy(row.response_ids)[:, None])[:, 0].numpy()

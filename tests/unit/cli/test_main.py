@@ -86,9 +86,21 @@ def test_report_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     status, _, err = run("report", str(tmp_path / "absent" / "run"), capsys=capsys)
     assert status == 2 and "does not exist" in err
     make_run(tmp_path / "project" / "run", 1)
+    status, _, err = run("report", str(tmp_path / "project" / "run" / "global_step_7"), capsys=capsys)
+    assert status == 2 and "global_step_7 does not exist" in err
     status, _, err = run("report", str(tmp_path), capsys=capsys)
     assert status == 2 and "is not a run folder" in err and str(tmp_path / "project" / "run") in err
     assert not (tmp_path / "report.html").exists()
+
+
+def test_options_may_stand_between_other_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(make_run(tmp_path / "run", 1))
+    status, out, _ = run("report", folder, "--port", "1", str(make_run(tmp_path / "other", 1)), capsys=capsys)
+    assert status == 0 and "report.html" in out
+    status, _, err = run("report", folder, "--serve", "--port", "99999", folder, capsys=capsys)
+    assert status == 2 and "--port=99999: bind(): port must be 0-65535" in err
+    status, _, err = run("plan", "trainer.nnodes=1", "--device", "H100", "trainer.nonsense=3", capsys=capsys)
+    assert status == 2 and "no key trainer.nonsense" in err
 
 
 def sealed(root: Path, step: int, text: str = "weights") -> Path:

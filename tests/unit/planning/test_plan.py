@@ -117,6 +117,20 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "doctor --bench" in capsys.readouterr().out
     assert cli.main(["plan", f"{ARR}.model.path={tmp_path}/absent"]) == 2
     assert "absent" in capsys.readouterr().err
+    for wrong, said in {
+        f"{ARR}.rollout.n=-1": "out of range",
+        "trainer.n_gpus_per_node=0": "out of range",
+        f"{ACTOR}.ulysses_sequence_parallel_size=3": "does not divide the 8 ranks",
+        "--response=-5": "a mean from 1 to",
+        "--response=99999": "a mean from 1 to",
+    }.items():
+        assert cli.main(["plan", "--device", "H100", *words, wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_device_has_the_memory_that_its_name_says():
+    sizes = [devices.named(f"NVIDIA {name}").memory / 2**30 for name in ("A100-SXM4-40GB", "A100-SXM4-80GB")]
+    assert sizes == [40, 79.3]
 
 
 def test_a_run_is_held_against_its_plan(tmp_path, monkeypatch):

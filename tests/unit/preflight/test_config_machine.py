@@ -304,6 +304,10 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
         only(problems(*base, file, vision), "machine", "pip install 'transformers>=5.18'")
     assert problems(*base, file, vision) == []
     only(problems(*base, file, vision, "critic.enable=True"), "configuration", "no critic sees images")
+    asks = write_rows(tmp_path / "e.parquet", image=images, prompt=[[{"role": "user", "content": "<image>?"}]] * 16)
+    told = ("data.image_key=images", "e.parquet has no images in that column", "say <image>; nearest: image (")
+    only(problems(*base, f"data.train_files={asks}", vision), "configuration", *told)
+    assert problems(*base, f"data.train_files={asks}", vision, "data.image_key=image") == []
     few = (*base, file, vision, f"{ARR}.rollout.limit_images=0")
     only(problems(*few), "configuration", "16 × too many images", "limit_images=0")
     only(problems(*base, inside, vision), "configuration", "16 × image missing", "b.png: no such file")

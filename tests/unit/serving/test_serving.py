@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -451,3 +453,63 @@ def test_samples_of_the_same_weights_run_together() -> None:
 
 def test_every_loss_is_tried() -> None:
     assert set(LOSSES) == {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}
+
+
+def test_programs_that_ended_make_room(base: Base, tmp_path: Path) -> None:
+    """The SDK ends without a word: its adapters go when others need the room, those of a program that lives stay."""
+    client = Client(base, tmp_path)
+    runs = [client.run(number) for number in range(5)]
+    living = client.session
+    client.session = client.call("create_session", {"tags": []})["session_id"]
+    gone = client.run(0)
+    client.session = client.call("create_session", {"tags": []})["session_id"]
+    body = {"session_id": client.session, "model_seq_id": 0, "lora_config": {"rank": 1}}
+    status, answer = client.ask("create_model", body)
+    assert status == 400 and b"--max-adapters" in answer
+    for session in client.service.sessions.values():
+        session.seen -= 300
+    runs[0].step()
+    client.call("session_heartbeat", {"session_id": client.session})
+    client.run(0)
+    assert living in client.service.sessions and gone.name not in client.service.models
+    client.close()
+
+
+def test_what_cannot_be_loaded_changes_nothing(base: Base, tmp_path: Path) -> None:
+    """A state without its optimizer, a checkpoint of another model, an adapter of no rank."""
+    client = Client(base, tmp_path)
+    run = client.run()
+    run.passes([datum(IDS, 1)], "cross_entropy")
+    run.step(learning_rate=0.1)
+    paths = [run.ask(call, path="x")["path"] for call in ("save_weights_for_sampler", "save_weights")]
+    trained = run.passes([datum(IDS, 1)], "cross_entropy", forward=True)[1]
+    assert "has no optimizer: save_state writes one" in run.ask("load_weights", path=paths[0], optimizer=True)["error"]
+    assert run.passes([datum(IDS, 1)], "cross_entropy", forward=True)[1] == trained
+    for rank in (0, -3):
+        body = {"session_id": client.session, "model_seq_id": 1, "lora_config": {"rank": rank}}
+        assert b"a rank of at least 1" in client.ask("create_model", body)[1]
+    client.close()
+    other = copy.copy(base)
+    other.path, other.name = "/models/other", "other"
+    second = Client(other, tmp_path)
+    assert [second.call("weights_info", {"tinker_path": path})["base_model"] for path in paths] == ["tiny", "tiny"]
+    body = {"session_id": second.session, "path": paths[1], "model_path": paths[1]}
+    for call, number in (("load_weights", "model_seq_id"), ("create_sampling_session", "sampling_session_seq_id")):
+        status, answer = second.ask(call, body | {number: 0})
+        assert status == 400 and b"of the model 'tiny'" in answer and b"--name tiny" in answer
+    second.close()
+
+
+def test_a_command_that_cannot_serve_says_why(base: Base, tmp_path: Path) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    (tmp_path / "file").touch()
+    common = ["--model", base.path, "--dir", str(tmp_path / "runs"), "--port"]
+    for words, problem in (
+        ([str(taken.getsockname()[1])], "Address already in use"),
+        (["99999"], "port must be 0-65535"),
+        (["0", "--dir", str(tmp_path / "file")], "File exists"),
+        (["0", "--max-length", "0"], "--max-length 0: at least 1"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            main([*common, *words])
+    taken.close()
