@@ -65,8 +65,8 @@ def named(name: str) -> Device:
     if not key or peak is None:
         raise UserError(f"--device {name}: the table has {', '.join(_TABLE)}, cpu")
     memory, bandwidth, link, network, full, share, sparse, forecast = _TABLE[key]
-    if said := re.search(r"(\d+) ?GB", name):  # NVIDIA A100-SXM4-40GB
-        memory = min(memory, float(said[1]))
+    if size := re.search(r"(\d+) ?GB", name):  # NVIDIA A100-SXM4-40GB
+        memory = min(memory, float(size[1]))
     rates = (bandwidth * 1e9, link * 1e9, network * 1e9, share, sparse, forecast)
     return Device(key, peak, full * 1e12, memory * GIB, *rates)
 

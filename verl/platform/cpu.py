@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
-from verl.platform import cpu_kernels
+from verl.platform import cpu_kernels, huge_pages
 from verl.platform.device import FusedOperators, LayerOperators, Platform
 from verl.platform.fused import fused_operators
 from verl.platform.host_resources import processor, thread_limit
@@ -58,6 +59,10 @@ class CpuPlatform(Platform):
     def key_dtype(self, compute: torch.dtype) -> torch.dtype:
         """See Platform: torch's products round scores to the type of their factors, the kernels do not."""
         return torch.float32 if self.fused_operators() is None else compute
+
+    def large_tensor(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See Platform."""
+        return huge_pages.empty(shape, dtype)
 
     def has_packed_products(self, dtype: torch.dtype) -> bool:
         return has_packed_products(dtype)

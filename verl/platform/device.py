@@ -6,7 +6,7 @@ import importlib
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -208,6 +208,12 @@ class Platform(ABC):
     def key_dtype(self, compute: torch.dtype) -> torch.dtype:
         """The data type of a sampler's cached keys where it computes in `compute`."""
         return compute
+
+    def large_tensor(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor that is read many times, in large pages where that is faster."""
+        import torch
+
+        return torch.empty(*shape, dtype=dtype, device=device)
 
     def has_packed_products(self, dtype: torch.dtype) -> bool:
         """Whether products by prepacked weights of this data type exist (`pack_weight`, `packed_product`)."""

@@ -182,8 +182,9 @@ class KVBlockPool:
         if index not in self._layers:
             g = self.layout
             shape = g.blocks, g.rows, kv_heads, g.cols
-            keys = torch.empty(*shape, key_dim, dtype=self.key_dtype, device=self.device)
-            values = torch.empty(*shape, value_dim, dtype=self.compute, device=self.device)
+            large = platform_of(self.device).large_tensor
+            keys = large((*shape, key_dim), self.key_dtype, self.device)
+            values = large((*shape, value_dim), self.compute, self.device)
             if not self.paged:
                 used = sorted(set(range(g.blocks)) - set(self._free))
                 keys[used], values[used] = 0, 0

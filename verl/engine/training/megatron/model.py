@@ -124,8 +124,8 @@ def _transformer_settings(model_cfg: Any, megatron: Any, hf_config: PreTrainedCo
     elif setting(megatron, "sequence_parallel") is not None:
         settings["sequence_parallel"] = bool(megatron["sequence_parallel"])
     overrides = {k: v for k, v in dict(setting(megatron, "override_transformer_config") or {}).items() if v is not None}
-    again = "full" if setting(model_cfg, "enable_gradient_checkpointing") is not False else None
-    if overrides.get("recompute_granularity", again) == "full":
+    default = "full" if setting(model_cfg, "enable_gradient_checkpointing") is not False else None
+    if overrides.get("recompute_granularity", default) == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     unknown = set(overrides) - {f.name for f in fields(MLATransformerConfig)}
     if mindspeed.is_installed():
