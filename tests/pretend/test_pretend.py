@@ -12,7 +12,10 @@ FILES = [f"tests/gpu/test_{name}.py" for name in ("kernels", "engine_flash", "tr
 FILES += ["tests/pretend/cases.py", "tests/unit/engine/native/decode_counts.py"]
 # Left out: sharded offload, for which these tensors lack storages; runs in processes of their own; repeats, also of
 # test_native_kernels.py.
-LEFT_OUT = "kernels_give or sharded and offload or trains or deterministic or float32 and (graphs or agree) or sleeping and False"
+LEFT_OUT = (
+    "kernels_give or sharded and offload or trains or deterministic or float32 and (graphs or agree) "
+    "or sleeping and False"
+)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The sampler's Triton kernels, and those of layers and of the head: interpreted here, and compiled to machine code of a GPU (tests/gpu runs them on one).
+"""The sampler's Triton kernels, and those of layers and of the head: interpreted here, and compiled to machine code of
+a GPU (tests/gpu runs them on one).
 
 Each in a process of its own: Triton reads when it is imported whether it interprets.
 """
