@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import fill
 
 from verl.compat.spellings import PUBLIC
 from verl.config import release
@@ -31,9 +32,10 @@ def render(page: str) -> str:
 
 
 def table(title: str, text: str, head: str, rows: Iterable[Sequence[str]]) -> str:
-    """A heading, a line of text and a table; `head` holds the columns' names with " | " between them."""
+    """A heading, a paragraph and a table; `head` holds the columns' names with " | " between them."""
     columns = head.count("|") + 1
     lines = [f"| {' | '.join(row)} |" for row in rows]
+    text = fill(text, 120, break_long_words=False, break_on_hyphens=False)
     return "\n".join([title, "", text, "", f"| {head} |", "|" + "---|" * columns, *lines, ""])
 
 
