@@ -43,7 +43,7 @@ SAVES = {
     "at once": """
     path = save(root, step, parts, loop_state={"mark": step * 7}, keep=2)
     assert path is not None
-    print("saved", step, flush=True)
+    print(f"saved {step}", flush=True)
 """,
     # While a thread seals this one, the next is filled by the caller; what is announced is what was waited for.
     "in the background": """
@@ -52,7 +52,7 @@ SAVES = {
     unsealed = CheckpointWriter(root, step, keep=2)
     if "thread" in globals():
         thread.join()
-        print("saved", step - 1, flush=True)
+        print(f"saved {step - 1}", flush=True)
     unsealed.fill(parts, {"mark": step * 7})
     thread = Thread(target=unsealed.seal)
     thread.start()
